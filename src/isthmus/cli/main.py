@@ -1,0 +1,38 @@
+"""The `isthmus` command: one short file per subcommand beside this one."""
+
+import argparse
+import sys
+
+from isthmus import __version__
+from isthmus.cli import data
+from isthmus.errors import ConfigError, RunError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="isthmus", description="Pre-train one language model on machines that share no fast network."
+    )
+    parser.add_argument("--version", action="version", version=f"isthmus {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (data,):
+        module.register(commands)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except ConfigError as error:
+        print(f"isthmus: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"isthmus: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("isthmus: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
