@@ -1,0 +1,516 @@
+"""The Recipe tree: TOML in, frozen and checked dataclasses out. Standard library only."""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from isthmus.errors import ConfigError
+
+
+def _choice(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(f'{name} is "{value}"; it is one of {", ".join(known)}{nearest(value, known)}')
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ConfigError(f"{name} is {value}; it must be at least {least}")
+
+
+def _above(name: str, value: float, bound: float) -> None:
+    if not bound < value < float("inf"):
+        raise ConfigError(f"{name} is {value}; it must be a finite number above {bound}")
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`; did you mean "keep"?`, or nothing when no known word is near."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f'; did you mean "{close[0]}"?' if close else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A LLaMA: RMSNorm, RoPE, SwiGLU, untied head."""
+
+    preset: str = "custom"
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    ffn: int
+    context: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "width", "layers", "heads", "ffn", "context"):
+            _at_least(f"model.{name}", getattr(self, name), 1)
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ConfigError(
+                f"model.heads is {self.heads} and model.width {self.width}; "
+                "the width must be an even number of entries for every head"
+            )
+        _above("model.init_std", self.init_std, 0)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter's full-model name and shape, in the order that every replica shares."""
+        d, f = self.width, self.ffn
+        shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (self.vocab, d)}
+        for i in range(self.layers):
+            block = f"layers.{i}"
+            shapes[f"{block}.attention_norm.weight"] = (d,)
+            for matrix in ("wq", "wk", "wv", "wo"):
+                shapes[f"{block}.attention.{matrix}.weight"] = (d, d)
+            shapes[f"{block}.ffn_norm.weight"] = (d,)
+            shapes[f"{block}.feed_forward.w1.weight"] = (f, d)
+            shapes[f"{block}.feed_forward.w3.weight"] = (f, d)
+            shapes[f"{block}.feed_forward.w2.weight"] = (d, f)
+        shapes["norm.weight"] = (d,)
+        shapes["output.weight"] = (self.vocab, d)
+        return shapes
+
+    @property
+    def num_parameters(self) -> int:
+        d, f = self.width, self.ffn
+        return 2 * self.vocab * d + self.layers * (4 * d * d + 3 * d * f + 2 * d) + d
+
+    @property
+    def token_bytes(self) -> int:
+        """Token ids cross a link as the smallest integer type that holds the vocabulary."""
+        return 1 if self.vocab <= 2**8 else 2 if self.vocab <= 2**16 else 4
+
+
+def _preset(name: str, vocab: int, width: int, layers: int, heads: int, ffn: int, context: int) -> ModelConfig:
+    return ModelConfig(
+        preset=name, vocab=vocab, width=width, layers=layers, heads=heads, ffn=ffn, context=context
+    )
+
+
+# 178m, 512m and 1b are the paper's (Tables 6 and 9 of arXiv 2601.02360, with METHOD's corrections).
+PRESETS: dict[str, ModelConfig] = {
+    model.preset: model
+    for model in (
+        _preset("nano", 1024, 128, 4, 4, 384, 128),
+        _preset("10m", 8192, 256, 8, 4, 704, 512),
+        _preset("20m", 8192, 384, 8, 6, 1024, 512),
+        _preset("178m", 32000, 1024, 9, 8, 2688, 2048),
+        _preset("512m", 32000, 1536, 12, 12, 5440, 2048),
+        _preset("1b", 32000, 2048, 16, 8, 8192, 1024),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Where the tokens are, and how much held-out text each round is scored on."""
+
+    corpus: str = "builtin:sample"
+    eval_batches: int = 4  # held-out batches of `inner.batch` sequences
+    eval_every: int = 1  # rounds
+
+    def __post_init__(self) -> None:
+        _at_least("data.eval_batches", self.eval_batches, 1)
+        _at_least("data.eval_every", self.eval_every, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerConfig:
+    """InnerOpt (eq. 1): AdamW with warm-up and cosine; defaults from Table 9 of arXiv 2601.02360."""
+
+    batch: int = 32  # sequences per replica and inner step
+    micro_batches: int = 8  # of a pipelined replica's inner step
+    lr: float = 3e-4
+    warmup_steps: int = 500
+    warmup_start: float = 0.1  # share of lr at the first step
+    final_lr: float = 0.1  # share of lr at the last step
+    schedule_steps: int = 0  # length of the cosine; 0: the whole run
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0  # 0: none
+    clip_scope: str = "replica"  # or "stage": the norm of each stage on its own
+    precision: str = "auto"  # "auto": bf16 on CUDA, fp32 on CPU; or "fp32", "bf16", "fp64"
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "micro_batches"):
+            _at_least(f"inner.{name}", getattr(self, name), 1)
+        for name in ("warmup_steps", "schedule_steps", "weight_decay", "clip"):
+            _at_least(f"inner.{name}", getattr(self, name), 0)
+        for name in ("lr", "eps"):
+            _above(f"inner.{name}", getattr(self, name), 0)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"inner.{name} is {getattr(self, name)}; it lies in [0, 1)")
+        for name in ("warmup_start", "final_lr"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"inner.{name} is {getattr(self, name)}; a share of inner.lr lies in [0, 1]")
+        _choice("inner.clip_scope", self.clip_scope, ("replica", "stage"))
+        _choice("inner.precision", self.precision, ("auto", "fp32", "bf16", "fp64"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterConfig:
+    """The outer method; defaults are SparseLoCo's in Table 9 of arXiv 2601.02360."""
+
+    method: str = "sparseloco"  # or "diloco", or "adamw" (gradients averaged every inner step)
+    inner_steps: int = 50  # H
+    rounds: int = 116
+    lr: float = 0.0  # 0: 1.0 for sparseloco, 0.7 for diloco
+    chunk_side: int = 64
+    keep: int = 32  # kappa
+    values: str = "fp32"  # Q: "fp32", "bf16" or "2bit"; "fp64" for float64 runs
+    feedback_decay: float = 0.95  # beta
+    feedback_lr_scaled: bool = False  # scale the pseudo-gradient by lr before the feedback, as public code does
+    aggregation: str = "contributors"  # or "all": eq. 2 read literally
+    clip: str = "none"  # or "median": payloads are scaled down to the round's median norm
+    momentum: float = 0.9  # Nesterov, diloco only
+
+    def __post_init__(self) -> None:
+        _choice("outer.method", self.method, ("sparseloco", "diloco", "adamw"))
+        for name in ("inner_steps", "rounds", "chunk_side"):
+            _at_least(f"outer.{name}", getattr(self, name), 1)
+        if self.chunk_side > 64:
+            raise ConfigError(f"outer.chunk_side is {self.chunk_side}; a chunk is at most 64 x 64")
+        if not 1 <= self.keep <= self.chunk_side**2:
+            raise ConfigError(f"outer.keep is {self.keep}; a chunk holds 1 to {self.chunk_side**2} entries")
+        _choice("outer.values", self.values, ("fp32", "bf16", "2bit", "fp64"))
+        _choice("outer.aggregation", self.aggregation, ("contributors", "all"))
+        _choice("outer.clip", self.clip, ("none", "median"))
+        _at_least("outer.lr", self.lr, 0)
+        for name in ("feedback_decay", "momentum"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"outer.{name} is {getattr(self, name)}; it lies in [0, 1]")
+
+    @property
+    def step_size(self) -> float:
+        """eta of eq. 2."""
+        return self.lr or (0.7 if self.method == "diloco" else 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubspaceConfig:
+    """How pipelined replicas compress (sec. 2.2 and 2.4), with the ablations of Table 5."""
+
+    basis: str = "global"  # one U for the run; or "replica", "boundary": one for each
+    adaptation: bool = True  # eqs. 3-4 after every round; false: T_perp stays at its first value
+    weight_projection: bool = False  # Table 5b: W_p1, W_p2 of compressed replicas back onto S after every step
+    grassmann_every: int = 0  # Table 5c: inner steps between updates of U; 0: never
+    grassmann_lr: float = 0.1
+    modified_adamw: bool = False  # Table 5d
+
+    def __post_init__(self) -> None:
+        _choice("subspace.basis", self.basis, ("global", "replica", "boundary"))
+        _at_least("subspace.grassmann_every", self.grassmann_every, 0)
+        _above("subspace.grassmann_lr", self.grassmann_lr, 0)
+        if self.grassmann_every and self.basis != "global":
+            raise ConfigError('subspace.grassmann_every needs subspace.basis = "global": all replicas turn one U')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    """What a link can carry, each way."""
+
+    mbps: float = 1000.0
+    latency_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        _above("link.mbps", self.mbps, 0)
+        _at_least("link.latency_ms", self.latency_ms, 0)
+
+    def seconds(self, payload_bytes: float) -> float:
+        return payload_bytes * 8 / (self.mbps * 1e6) + self.latency_ms / 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    """One kind of replica and how many there are of it."""
+
+    name: str
+    kind: str = "full"  # or "pipelined"
+    count: int = 1
+    stages: int = 1
+    compression: str = "none"  # k/d between stages, as "1/8"
+    wire: str = "bf16"  # what activations and their gradients cross a link as; or "fp32", "fp64"
+    link: LinkConfig = field(default_factory=LinkConfig)  # between stages
+    bucket_link: LinkConfig | None = None  # to the other replicas, by every machine; as `link` when not given
+    tflops: float = 0.0  # training rate of one machine; 0: not known, the simulator's own time is taken
+
+    def __post_init__(self) -> None:
+        where = f"replica {self.name}"
+        if not self.name or not all(c.isalnum() or c in "-_" for c in self.name):
+            raise ConfigError(f'replica name "{self.name}": use letters, digits, "-" and "_"')
+        _choice(f"{where}: kind", self.kind, ("full", "pipelined"))
+        _choice(f"{where}: wire", self.wire, ("bf16", "fp32", "fp64"))
+        _at_least(f"{where}: count", self.count, 1)
+        _at_least(f"{where}: stages", self.stages, 1)
+        _at_least(f"{where}: tflops", self.tflops, 0)
+        if self.kind == "full" and (self.stages != 1 or self.compression != "none"):
+            raise ConfigError(
+                f'{where} is full, so it has no stages and no compression; set kind = "pipelined" or drop them'
+            )
+        if self.kind == "pipelined" and self.stages < 2:
+            raise ConfigError(f"{where} is pipelined with {self.stages} stage; give stages = 2 or more")
+        self.ratio  # noqa: B018 - raises when compression is malformed
+
+    @property
+    def ratio(self) -> Fraction | None:
+        """k/d, or None where the boundary is open."""
+        if self.compression == "none":
+            return None
+        try:
+            ratio = Fraction(self.compression)
+        except (ValueError, ZeroDivisionError):
+            ratio = Fraction(0)
+        if not 0 < ratio <= 1:
+            raise ConfigError(
+                f'replica {self.name}: compression is "{self.compression}"; k/d is a fraction above 0 and at most 1 '
+                'such as "1/8", or "none"'
+            )
+        return ratio
+
+    @property
+    def compressed(self) -> bool:
+        return self.ratio is not None
+
+    def subspace_dim(self, width: int) -> int:
+        """K; all of D when the boundary is open."""
+        return width if self.ratio is None else max(1, int(width * self.ratio))
+
+    @property
+    def wire_bytes(self) -> int:
+        return {"bf16": 2, "fp32": 4, "fp64": 8}[self.wire]
+
+    @property
+    def outer_link(self) -> LinkConfig:
+        return self.bucket_link or self.link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketConfig:
+    """Where a real fleet keeps its rounds; the simulator has no use for it."""
+
+    url: str = ""  # default: a folder beside the run
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One replica of the fleet: its place in the run and what it is."""
+
+    index: int
+    name: str
+    config: ReplicaConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A whole run."""
+
+    name: str
+    seed: int = 0
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    subspace: SubspaceConfig = field(default_factory=SubspaceConfig)
+    bucket: BucketConfig = field(default_factory=BucketConfig)
+    replicas: tuple[ReplicaConfig, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name or not all(c.isalnum() or c in "-_." for c in self.name) or self.name.startswith("."):
+            raise ConfigError(f'name is "{self.name}"; use letters, digits, "-", "_" and "."')
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}; it must be 0 or more and below 2**63")
+        if not self.replicas:
+            raise ConfigError('no replicas; add a [[replicas]] table with a name and kind = "full"')
+        names = [member.name for member in self.fleet()]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f'two replicas are called "{name}"; give each [[replicas]] table its own name')
+        for replica in self.replicas:
+            if replica.stages > self.model.layers:
+                raise ConfigError(
+                    f"replica {replica.name}: {replica.stages} stages for a model of {self.model.layers} layers; "
+                    f"stages is at most {self.model.layers}"
+                )
+            if replica.kind == "pipelined" and self.inner.batch % self.inner.micro_batches:
+                raise ConfigError(
+                    f"inner.batch is {self.inner.batch}, which {self.inner.micro_batches} micro-batches do not "
+                    "divide; change inner.batch or inner.micro_batches"
+                )
+        every = self.subspace.grassmann_every
+        if every % self.outer.inner_steps:
+            raise ConfigError(
+                f"subspace.grassmann_every is {every}; U turns right after a round, so it must be a multiple of "
+                f"outer.inner_steps = {self.outer.inner_steps}"
+            )
+        if self.outer.values == "fp64" and self.inner.precision != "fp64":
+            raise ConfigError('outer.values is "fp64"; that is for runs with inner.precision = "fp64"')
+
+    @property
+    def num_replicas(self) -> int:
+        return sum(replica.count for replica in self.replicas)
+
+    @property
+    def num_inner_steps(self) -> int:
+        return self.outer.rounds * self.outer.inner_steps
+
+    @property
+    def round_tokens(self) -> int:
+        return self.outer.inner_steps * self.num_replicas * self.inner.batch * self.model.context
+
+    def fleet(self) -> tuple[Member, ...]:
+        """Every replica by name, in the order in which updates are summed."""
+        members: list[Member] = []
+        for replica in self.replicas:
+            for i in range(replica.count):
+                name = replica.name if replica.count == 1 else f"{replica.name}-{i}"
+                members.append(Member(len(members), name, replica))
+        return tuple(members)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply `key=value` overrides such as `outer.keep=64` or `replicas.edge.count=2`."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"cannot read the recipe {path}: {reason}") from None
+    return parse_recipe(text, overrides, source=str(path))
+
+
+def parse_recipe(text: str, overrides: Sequence[str] = (), source: str = "recipe") -> Recipe:
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from None
+    for override in overrides:
+        _override(table, override)
+    return _recipe(table)
+
+
+def _recipe(table: dict[str, Any]) -> Recipe:
+    table = dict(table)
+    if "model" in table and isinstance(table["model"], dict):
+        table["model"] = _with_preset(table["model"])
+    return _build(Recipe, table, "")
+
+
+def _with_preset(model: dict[str, Any]) -> dict[str, Any]:
+    name = model.get("preset", "custom")
+    if name == "custom":
+        return model
+    if name not in PRESETS:
+        _choice("model.preset", str(name), tuple(PRESETS))
+    # A preset gives defaults; a field beside it wins.
+    return dataclasses.asdict(PRESETS[name]) | model
+
+
+def _build(cls: type, table: Any, where: str) -> Any:
+    """One dataclass from one TOML table: unknown keys, missing keys and wrong types are named."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} must be a table, not {_kind(table)}")
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    prefix = f"{where}." if where else ""
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(f'unknown key "{prefix}{key}"{nearest(key, known) or "; known: " + ", ".join(known)}')
+        values[key] = _convert(hints[key], value, f"{prefix}{key}")
+    for f in dataclasses.fields(cls):
+        missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if missing and f.name not in values:
+            hint = f'; give model.preset, one of {", ".join(PRESETS)}' if where == "model" or f.name == "model" else ""
+            raise ConfigError(f'"{prefix}{f.name}" is missing{hint}')
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType):  # LinkConfig | None
+        hint = typing.get_args(hint)[0]
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, where)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} must be a list of tables ([[{where}]]), not {_kind(value)}")
+        item = typing.get_args(hint)[0]
+        return tuple(_build(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
+    if where.endswith(".compression") and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)  # compression = 0.125 reads as well as "1/8"
+    wanted = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[hint]
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{where} is {_kind(value)} ({value!r}); it must be {wanted}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return {dict: "a table", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}.get(
+        type(value), "a number" if isinstance(value, float) else type(value).__name__
+    )
+
+
+def _override(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f'--set {override}: write it as key=value, for example "outer.keep=64"')
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text  # --set outer.values=2bit needs no quotes
+    *path, last = key.strip().split(".")
+    at: Any = table
+    for part in path:
+        if isinstance(at, list):
+            at = _entry(at, part, override)
+        elif isinstance(at, dict):
+            at = at.setdefault(part, {})
+        if not isinstance(at, dict | list):
+            raise ConfigError(f'--set {override}: "{part}" holds no keys')
+    if isinstance(at, list):
+        raise ConfigError(f"--set {override}: name the entry, for example replicas.NAME.{last}=...")
+    at[last] = value
+
+
+def _entry(entries: list[Any], part: str, override: str) -> Any:
+    """A [[replicas]] table by its name, or by its number from 0."""
+    names = [str(entry.get("name", i)) if isinstance(entry, dict) else str(i) for i, entry in enumerate(entries)]
+    if part in names:
+        return entries[names.index(part)]
+    if part.isdigit() and int(part) < len(entries):
+        return entries[int(part)]
+    raise ConfigError(f'--set {override}: there is no "{part}"; there is {", ".join(names) or "none"}')
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as TOML; `parse_recipe` gives it back unchanged."""
+    table = dataclasses.asdict(recipe)
+    replicas = table.pop("replicas")
+    sections = {key: table.pop(key) for key in list(table) if isinstance(table[key], dict)}
+    lines = _lines(table)
+    for key, section in sections.items():
+        lines += ["", f"[{key}]", *_lines(section)]
+    for replica in replicas:
+        lines += ["", "[[replicas]]", *_lines(replica)]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(table: dict[str, Any]) -> list[str]:
+    return [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(_lines(value)) + " }"
+    return json.dumps(value) if isinstance(value, str | bool) else repr(value)

@@ -1,0 +1,129 @@
+"""InnerOpt of eq. 1: AdamW with warm-up, cosine and clipping, for one replica or a stack of them."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from isthmus.config import InnerConfig
+
+
+def learning_rate(step: int, config: InnerConfig, total_steps: int) -> float:
+    """Linear warm-up from `warmup_start`, then cosine down to `final_lr`, as shares of the peak."""
+    if step < config.warmup_steps:
+        share = config.warmup_start + (1 - config.warmup_start) * step / config.warmup_steps
+    else:
+        length = max(1, (config.schedule_steps or total_steps) - config.warmup_steps)
+        progress = min(1.0, (step - config.warmup_steps) / length)
+        share = config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * share
+
+
+def clip_(grads: Mapping[str, Tensor], limit: float, groups: Tensor | None, stacked: bool) -> Tensor:
+    """Scale each replica's gradients down to a norm of `limit`; returns the norms (R,) before it.
+
+    groups (R, T) numbers the stage of each of the T tensors where every stage clips on its own; None: one norm
+    over the whole replica. Nothing here waits for the device.
+    """
+    first = 1 if stacked else 0
+    norms = [torch.linalg.vector_norm(g, dim=tuple(range(first, g.dim()))) for g in grads.values()]
+    squares = torch.stack(norms, dim=-1).square().reshape(-1, len(norms))  # (R, T)
+    if groups is None:
+        totals = squares.sum(1, keepdim=True).expand_as(squares)
+    else:
+        totals = torch.zeros_like(squares).scatter_add_(1, groups, squares).gather(1, groups)
+    scale = (limit / (totals.sqrt() + 1e-6)).clamp(max=1.0)  # (R, T)
+    if scale.device.type != "cpu" or bool((scale < 1).any()):
+        for g, factor in zip(grads.values(), scale.unbind(1), strict=True):
+            g.mul_(factor.view(-1, *[1] * (g.dim() - 1)) if stacked else factor.view(()))
+    return squares.sum(1).sqrt()
+
+
+class InnerOpt:
+    """AdamW on named tensors; its moments outlive the rounds and are never averaged (METHOD 1.1).
+
+    `modified` names the d-sided matrices that take the row-constant second moment of Table 5d, with a mask (R,)
+    of the replicas that do.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        config: InnerConfig,
+        total_steps: int,
+        *,
+        stacked: bool = False,
+        groups: Tensor | None = None,
+        modified: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.params, self.config, self.total_steps = dict(params), config, total_steps
+        self.stacked, self.groups, self.modified = stacked, groups, dict(modified or {})
+        self.step_count = 0
+        plain = [p for name, p in self.params.items() if name not in self.modified]
+        self.adamw = torch.optim.AdamW(
+            plain,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        # Both moments exist from the start, so that a checkpoint before the first step has the same shape as any other.
+        self.first = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        self._bind()
+
+    def _bind(self) -> None:
+        """Let torch's optimiser work on our moments."""
+        for name, p in self.params.items():
+            if name not in self.modified:
+                step = torch.tensor(float(self.step_count), dtype=torch.float32, device=p.device)
+                self.adamw.state[p] = {"step": step, "exp_avg": self.first[name], "exp_avg_sq": self.second[name]}
+
+    def lr(self) -> float:
+        """The learning rate of the step to come."""
+        return learning_rate(self.step_count, self.config, self.total_steps)
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """One update from the gradients in `.grad`; returns each replica's gradient norm."""
+        grads = {name: p.grad for name, p in self.params.items()}
+        norms = clip_(grads, self.config.clip or math.inf, self.groups, self.stacked)
+        lr = self.lr()
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self.step_count += 1
+        for name, mask in self.modified.items():
+            self._modified_step(name, mask, lr)
+        return norms
+
+    def _modified_step(self, name: str, mask: Tensor, lr: float) -> None:
+        """AdamW whose second moment is one number per input feature where mask is set (Table 5d)."""
+        p, c = self.params[name], self.config
+        square = p.grad.square()  # (R, D, in): constant over the d outputs keeps m / sqrt(v) in Col(U)
+        shared = square.mean(-2, keepdim=True).expand_as(square)
+        square = torch.where(mask.view(-1, 1, 1) if self.stacked else mask.view(1, 1), shared, square)
+        first, second = self.first[name], self.second[name]
+        first.lerp_(p.grad, 1 - c.beta1)
+        second.mul_(c.beta2).add_(square, alpha=1 - c.beta2)
+        p.mul_(1 - lr * c.weight_decay)
+        unbiased = (second / (1 - c.beta2**self.step_count)).sqrt_().add_(c.eps)
+        p.addcdiv_(first, unbiased, value=-lr / (1 - c.beta1**self.step_count))
+
+    def zero_grad(self) -> None:
+        for p in self.params.values():
+            p.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything a resumed run needs, as named tensors."""
+        named = {f"first/{name}": t for name, t in self.first.items()}
+        return named | {f"second/{name}": t for name, t in self.second.items()}
+
+    def restore(self, state: Mapping[str, Tensor], step_count: int) -> None:
+        for name in self.params:
+            self.first[name].copy_(state[f"first/{name}"])
+            self.second[name].copy_(state[f"second/{name}"])
+        self.step_count = step_count
+        self._bind()

@@ -1,0 +1,171 @@
+"""LLaMA as functions of named tensors, so that one replica, a stack of replicas and a single stage share them.
+
+A weight has its own shape, (O, D), or carries the replicas of a stack in front, (R, O, D). The residual stream is
+(B, L, D) or (R, B, L, D) alike. Attention has no parameters, so there the replica axis folds into the batch.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isthmus.config import ModelConfig
+
+Params = Mapping[str, Tensor]
+Crossing = Callable[[Tensor, Tensor], Tensor]  # (stream, tokens) -> stream: what a stage boundary does to it
+# For each number of layers, who crosses a boundary there: rows of the leading axis, and the crossing.
+Crossings = Mapping[int, Sequence[tuple[slice, Crossing]]]
+
+
+def init_tensor(name: str, shape: Sequence[int], model: ModelConfig, seed: int) -> Tensor:
+    """A parameter's first value: a pure function of (seed, name), so a stage draws its own and no other."""
+    if len(shape) == 1:
+        return torch.ones(shape)  # norm gains
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    std = model.init_std
+    if name.endswith(("wo.weight", "w2.weight")):  # what writes into the stream, 2 x layers times
+        std /= math.sqrt(2 * model.layers)
+    return torch.randn(tuple(shape), generator=generator) * std
+
+
+def init_params(model: ModelConfig, seed: int) -> dict[str, Tensor]:
+    return {name: init_tensor(name, shape, model, seed) for name, shape in model.shapes().items()}
+
+
+def rope_table(model: ModelConfig, length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """cos and sin of RoPE, (L, head_dim) each; float64 until the end, so every device holds the same table."""
+    half = model.width // model.heads // 2
+    frequency = model.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency).repeat(1, 2)  # (L, head_dim)
+    return angle.cos().to(device), angle.sin().to(device)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T over the last axis; the master weight is read in the stream's precision."""
+    weight = weight.to(x.dtype)
+    if weight.dim() == 2:
+        return x @ weight.mT
+    return torch.bmm(x.flatten(1, -2), weight.mT).unflatten(1, x.shape[1:-1])  # (R, B, L, D) -> (R, B, L, O)
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    wide = x.float() if x.dtype == torch.bfloat16 else x
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    gain = gain.to(x.dtype)
+    return normed * (gain if gain.dim() == 1 else gain.view(-1, *[1] * (x.dim() - 2), gain.shape[-1]))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def embed(params: Params, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    table = params["tok_embeddings.weight"]
+    if table.dim() == 3:  # one table for each replica: look all of them up in one, the ids shifted
+        offset = torch.arange(table.shape[0], device=tokens.device) * table.shape[1]
+        tokens = tokens + offset.view(-1, *[1] * (tokens.dim() - 1))
+        table = table.flatten(0, 1)
+    return F.embedding(tokens, table).to(dtype)
+
+
+def attention(params: Params, prefix: str, x: Tensor, model: ModelConfig, cos: Tensor, sin: Tensor) -> Tensor:
+    def heads(matrix: str) -> Tensor:
+        projected = linear(x, params[f"{prefix}.{matrix}.weight"])
+        return projected.flatten(0, -3).unflatten(-1, (model.heads, -1)).transpose(1, 2)  # (R B, heads, L, head_dim)
+
+    q, k, v = rotate(heads("wq"), cos, sin), rotate(heads("wk"), cos, sin), heads("wv")
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return linear(mixed.transpose(1, 2).reshape(x.shape), params[f"{prefix}.wo.weight"])
+
+
+def feed_forward(params: Params, prefix: str, x: Tensor) -> Tensor:
+    gate = F.silu(linear(x, params[f"{prefix}.w1.weight"]))
+    return linear(gate * linear(x, params[f"{prefix}.w3.weight"]), params[f"{prefix}.w2.weight"])
+
+
+def layer(params: Params, i: int, x: Tensor, model: ModelConfig, cos: Tensor, sin: Tensor) -> Tensor:
+    block, eps = f"layers.{i}", model.norm_eps
+    normed = rms_norm(x, params[f"{block}.attention_norm.weight"], eps)
+    x = x + attention(params, f"{block}.attention", normed, model, cos, sin)
+    return x + feed_forward(params, f"{block}.feed_forward", rms_norm(x, params[f"{block}.ffn_norm.weight"], eps))
+
+
+def head(params: Params, x: Tensor, model: ModelConfig) -> Tensor:
+    return linear(rms_norm(x, params["norm.weight"], model.norm_eps), params["output.weight"])
+
+
+def run_layers(
+    params: Params, layers: range, x: Tensor, model: ModelConfig, rope: tuple[Tensor, Tensor]
+) -> Tensor:
+    cos, sin = (table.to(x.dtype) for table in rope)
+    for i in layers:
+        x = layer(params, i, x, model, cos, sin)
+    return x
+
+
+def forward(
+    params: Params,
+    tokens: Tensor,
+    model: ModelConfig,
+    rope: tuple[Tensor, Tensor],
+    crossings: Crossings | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Logits of tokens (B, L) or (R, B, L), with every stage boundary on the way."""
+    x = embed(params, tokens, dtype or params["tok_embeddings.weight"].dtype)
+    done = 0
+    for edge in sorted(crossings or ()):
+        x = cross(run_layers(params, range(done, edge), x, model, rope), tokens, crossings[edge])
+        done = edge
+    return head(params, run_layers(params, range(done, model.layers), x, model, rope), model)
+
+
+def cross(x: Tensor, tokens: Tensor, here: Sequence[tuple[slice, Crossing]]) -> Tensor:
+    """Send the rows that have a boundary here over it; the others pass."""
+    parts, done = [], 0
+    for rows, crossing in here:
+        if rows.start > done:
+            parts.append(x[done : rows.start])
+        parts.append(crossing(x[rows], tokens[rows]))
+        done = rows.stop
+    if done < x.shape[0]:
+        parts.append(x[done:])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean negative log-likelihood (nats per token): one number, or one for each replica of a stack."""
+    wide = logits.float() if logits.dtype == torch.bfloat16 else logits
+    losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+    return losses.flatten(1).mean(1) if targets.dim() == 3 else losses.mean()
+
+
+class Llama(nn.Module):
+    """The whole model as a module, under the parameter names that every replica shares."""
+
+    def __init__(self, model: ModelConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = model
+        for name, value in init_params(model, seed).items():
+            *path, leaf = name.split(".")
+            at: nn.Module = self
+            for part in path:
+                if part not in dict(at.named_children()):
+                    at.add_module(part, nn.Module())
+                at = at.get_submodule(part)
+            at.register_parameter(leaf, nn.Parameter(value))
+        cos, sin = rope_table(model, model.context, "cpu")
+        self.register_buffer("cos", cos.float(), persistent=False)
+        self.register_buffer("sin", sin.float(), persistent=False)
+
+    def forward(self, tokens: Tensor, crossings: Crossings | None = None) -> Tensor:
+        length = tokens.shape[-1]
+        if length > self.config.context:
+            raise ValueError(f"{length} tokens do not fit the context of {self.config.context}")
+        rope = (self.cos[:length], self.sin[:length])
+        return forward(dict(self.named_parameters()), tokens, self.config, rope, crossings)

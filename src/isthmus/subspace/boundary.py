@@ -1,0 +1,55 @@
+"""A stage boundary: two affine maps with the wire between them."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+
+class OpenBoundary:
+    """The residual stream crosses as it is, all D dimensions of it."""
+
+    def compress(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x
+
+    def expand(self, z: Tensor, tokens: Tensor) -> Tensor:
+        return z
+
+
+class SubspaceBoundary:
+    """Carry the residual stream over a slow link in K of its D dimensions (sec. 2.2 of arXiv 2601.02360).
+
+    Both maps are affine, so plain autograd on each side of the wire already sends back grad @ U.
+
+    Any table that differs from T_perp only inside S gives the same result: the difference is subtracted before
+    the projection and added after it. The engines hand in the whole TE of the anchor, which leaves smaller numbers
+    for bf16 to carry (and spares a second table).
+    """
+
+    def __init__(self, basis: Tensor, t_perp: Tensor) -> None:
+        self.basis = basis  # (D, K)
+        self.t_perp = t_perp  # (V, D), frozen within a round
+
+    def compress(self, x: Tensor, tokens: Tensor) -> Tensor:
+        frozen = embedding(tokens, self.t_perp).to(x.dtype)
+        return (x - frozen) @ self.basis.to(x.dtype)  # (B, L, D) -> (B, L, K)
+
+    def expand(self, z: Tensor, tokens: Tensor) -> Tensor:
+        # RoPE adds nothing to the stream, so the paper's PosEmbed term is zero here.
+        frozen = embedding(tokens, self.t_perp).to(z.dtype)
+        return z @ self.basis.to(z.dtype).mT + frozen  # (B, L, K) -> (B, L, D)
+
+
+class _Wire(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return z.to(dtype).to(z.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype).to(grad.dtype), None
+
+
+def as_on_wire(z: Tensor, dtype: torch.dtype) -> Tensor:
+    """z as the next stage reads it, and its gradient as this stage does: both rounded to the wire's type."""
+    return z if z.dtype == dtype else _Wire.apply(z, dtype)
