@@ -1,0 +1,182 @@
+"""A run in words and figures: the sentences that end a run, and how bytes, counts and times are written."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from isthmus.config import Recipe, ReplicaConfig
+from isthmus.runlog import Row, RunDir, totals
+
+
+def first_and_last(rows: Iterable[Row], field: str) -> tuple[Row, Row] | None:
+    """The first and the last row that measured `field`; None when none did."""
+    measured = [row for row in rows if row.get(field) is not None]
+    return (measured[0], measured[-1]) if measured else None
+
+
+def summary(run: RunDir) -> list[str]:
+    """The run in plain words, one sentence an entry."""
+    rows, about, outer = run.rows(), run.about, run.recipe.outer
+    sums = totals(rows)
+    done, status = sums["rounds"], about.get("status")
+    model = f"a model of {count(about.get('parameters') or run.recipe.model.num_parameters)} parameters"
+    progress = f"round {done} of {outer.rounds}"
+    ending = {
+        "running": f"The run has not ended: {progress} is the last one written down.",
+        "interrupted": f"The run was interrupted after {progress}.",
+        "failed": f"The run failed after {progress}: {_one_line(about.get('error') or 'no reason kept')}.",
+    }.get(status, "")
+    if done == 0:
+        opening = f"{fleet_in_words(run.recipe)} will train {model}; no round has been completed."
+        return [opening, *_losses(rows, run.recipe), *([ending] if status == "failed" else [])]
+    how = f"{_many(done, 'round')} of {_many(outer.inner_steps, 'inner step')}"
+    spent = f"{count(sums['tokens'])} tokens in {duration(sums['seconds'])}"
+    sentences = [f"{fleet_in_words(run.recipe)} trained {model} for {how} on {spent}."]
+    sentences += [*([ending] if ending else []), *_losses(rows, run.recipe), *_traffic(sums, run.recipe)]
+    if sums["fleet_seconds"] is not None:
+        sentences.append(f"On that fleet's links the run would have taken {duration(sums['fleet_seconds'])}.")
+    return sentences
+
+
+def fleet_in_words(recipe: Recipe) -> str:
+    """`4 replicas (2 full; 2 pipelined in 2 stages at k/d = 1/8)`."""
+    shapes: dict[str, int] = {}
+    for replica in recipe.replicas:
+        shapes[_shape(replica)] = shapes.get(_shape(replica), 0) + replica.count
+    total = recipe.num_replicas
+    if list(shapes) == ["full"]:
+        return _many(total, "full replica")
+    if len(shapes) == 1:
+        return f"{_many(total, 'replica')}, {next(iter(shapes))},"
+    return f"{_many(total, 'replica')} ({'; '.join(f'{number} {shape}' for shape, number in shapes.items())})"
+
+
+def _shape(replica: ReplicaConfig) -> str:
+    if replica.kind == "full":
+        return "full"
+    at = f"at k/d = {replica.ratio}" if replica.compressed else "without compression"
+    return f"pipelined in {replica.stages} stages {at}"
+
+
+def _losses(rows: list[Row], recipe: Recipe) -> list[str]:
+    if (ends := first_and_last(rows, "loss_mixed")) is None:
+        return ["The held-out loss has not been measured."]
+    first, last = ends
+    before, after = first["loss_mixed"], last["loss_mixed"]
+    pipelined = any(replica.kind == "pipelined" for replica in recipe.replicas)
+    if last["round"] == 0:
+        return [f"Before training the held-out loss is {before:.2f} nats."]
+    if first is last:
+        text = f"Held-out loss was {after:.2f} nats after round {last['round']}"
+    else:
+        verb = "fell" if after < before else "rose" if after > before else "stayed"
+        text = f"Held-out loss {verb} from {before:.2f} to {after:.2f} nats"
+    if pipelined:
+        text += " as the replicas train (mixed)"
+        for field, forward in (("loss_full", "full"), ("loss_pipelined", "pipelined")):
+            if last.get(field) is not None:
+                text += f", {last[field]:.2f} as a {forward} forward"
+    if first is not last and last["round"] != rows[-1]["round"]:
+        text += f" (last measured after round {last['round']})"
+    sentences = [f"{text}."]
+    if rows[-1]["round"] > 0 and rows[-1].get("loss_train") is None:
+        sentences.append("The training loss of the last round was not a finite number: the run diverged.")
+    return sentences
+
+
+def _traffic(sums: dict[str, Any], recipe: Recipe) -> list[str]:
+    sent, links, dense = sums["bytes"], sums["link_bytes"], sums["dense_bytes"]
+    sentences = []
+    if links["stages"]:
+        names = {"activations": "activations", "gradients": "gradients", "tokens": "token ids"}
+        parts = ", ".join(f"{name} {size(sent[key], like=links['stages'])}" for key, name in names.items())
+        text = f"Between stages {size(links['stages'])} crossed ({parts})"
+        if dense["stages"]:
+            text += f"; uncompressed they would have sent {versus(links['stages'], dense['stages'])}"
+        sentences.append(f"{text}.")
+    if recipe.num_replicas == 1:
+        sentences.append("With one replica there was nothing to exchange between replicas.")
+    elif links["replicas"]:
+        names = {"payload_up": "up", "payload_down": "down", "control": "control"}
+        parts = ", ".join(
+            f"{size(sent[key], like=links['replicas'])} {name}" for key, name in names.items() if sent[key]
+        )
+        what = {
+            "sparseloco": "sparse updates, once a round",
+            "diloco": "dense updates, once a round",
+            "adamw": "gradients, after every inner step",
+        }[recipe.outer.method]
+        text = f"Between replicas {size(links['replicas'])} crossed ({parts}): {what}"
+        if recipe.outer.method == "adamw":
+            text += ", which is dense data parallelism"
+        elif dense["replicas"]:
+            text += f"; dense data parallelism would have sent {versus(links['replicas'], dense['replicas'])}"
+        sentences.append(f"{text}.")
+    return sentences
+
+
+def _one_line(text: Any) -> str:
+    return " ".join(str(text).split()).rstrip(".")
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _scale(value: float, names: tuple[str, ...]) -> tuple[float, str]:
+    for power, name in enumerate(names):
+        if value < 999.5 * 1000**power or name == names[-1]:
+            return value / 1000**power, name
+    raise AssertionError
+
+
+def _figure(value: float) -> str:
+    """One decimal below 100 where it says something: 7.6, 8.0, 93, 1,700."""
+    text = f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+    return text.removesuffix(".0") if value >= 9.95 or value == 0 else text
+
+
+_BYTE_NAMES = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def size(num_bytes: float, like: float | None = None) -> str:
+    """`12.3 MB`; with `like`, the bare figure in the unit in which `like` is written."""
+    if like is None:
+        value, name = _scale(num_bytes, _BYTE_NAMES)
+        return f"{_figure(value)} {name}" if name != "B" else f"{value:.0f} B"
+    value = num_bytes / 1000 ** _BYTE_NAMES.index(_scale(like, _BYTE_NAMES)[1])
+    return "under 0.1" if 0 < value < 0.05 else f"{value:,.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+def versus(num_bytes: float, dense_bytes: float) -> str:
+    """`93 MB (7.6 times as much)`."""
+    return f"{size(dense_bytes)} ({times(dense_bytes / num_bytes)})"
+
+
+def times(ratio: float) -> str:
+    if 0.95 <= ratio < 1.05:
+        return "as much"
+    if ratio >= 100:  # two digits say all that is known
+        ratio = round(ratio, 1 - math.floor(math.log10(ratio)))
+    return f"{_figure(ratio)} times as much" if ratio >= 1.05 else f"{ratio:.2f} times as much"
+
+
+def count(number: float) -> str:
+    """`1.2 M`."""
+    value, name = _scale(number, ("", " k", " M", " B", " T"))
+    return f"{_figure(value)}{name}" if name else f"{value:g}"
+
+
+def duration(seconds: float) -> str:
+    """`58 s`, `4 min 10 s`, `3 h 05 min`, `5 d 4 h`."""
+    if seconds < 9.95:
+        return f"{_figure(seconds)} s" if seconds >= 0.05 else "under 0.1 s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
