@@ -155,7 +155,7 @@ def versus(num_bytes: float, dense_bytes: float) -> str:
 
 def times(ratio: float) -> str:
     if 0.95 <= ratio < 1.05:
-        return "as much"
+        return "the same"
     if ratio >= 100:  # two digits say all that is known
         ratio = round(ratio, 1 - math.floor(math.log10(ratio)))
     return f"{_figure(ratio)} times as much" if ratio >= 1.05 else f"{ratio:.2f} times as much"
@@ -180,3 +180,21 @@ def duration(seconds: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+
+
+def clock(seconds: float) -> str:
+    """`1m10s`: a duration where room is short."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def rate(tokens_per_second: float) -> str:
+    """`48.1k tok/s`."""
+    value, name = _scale(tokens_per_second, ("", "k", "M", "G"))
+    return f"{value:.1f}{name} tok/s" if value < 99.95 else f"{value:.0f}{name} tok/s"
