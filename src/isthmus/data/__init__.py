@@ -1,0 +1,1 @@
+"""From text to batches: `prepare` writes token shards, `open_corpus` maps them, `Batches` deals them out."""

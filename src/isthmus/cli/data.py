@@ -1,0 +1,177 @@
+"""`isthmus data`: text into token shards, and a look at what is in them."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from isthmus.errors import ConfigError, RunError
+
+PREPARE_EXAMPLES = """\
+examples:
+  isthmus data prepare books/ --to corpus/
+      every text file under books/; 1 % of the documents is held out for validation
+  isthmus data prepare train-*.jsonl.zst --validation-from validation.jsonl.zst --to corpus/ --vocab 32768
+      JSON lines as DCLM ships them, with a validation file of their own
+  isthmus data prepare c4-train.*.json.gz --to corpus/ --tokenizer tokenizer.json --limit-bytes 2_000_000_000
+      the first 2 GB of C4, with the tokenizer of an existing model
+  isthmus data prepare --hf allenai/c4:en --split train --limit-bytes 200_000_000 --to corpus/
+      streamed from the Hugging Face hub (pip install 'isthmus[hf]')
+
+inputs: .txt  .jsonl  .parquet, and .txt/.jsonl/.json with .gz or .zst behind it (.json.gz means JSON lines).
+  A line or a row is one document, its text in the field --text-field. A .txt is one document; a long one is
+  cut at blank lines about every 32,000 characters, or where it says <|endoftext|>.
+
+A killed run is continued by the same command. Name the folder in a recipe:  [data] corpus = "corpus/"
+"""
+SHOW_EXAMPLES = """\
+examples:
+  isthmus data show corpus/              sizes, vocabulary, sources
+  isthmus data show corpus/ --verify     also read every shard and compare its sha256
+  isthmus data show builtin:sample       the small corpus that comes with Isthmus
+"""
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    group = commands.add_parser("data", help="make and inspect training corpora")
+    parts = group.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
+    raw = argparse.RawDescriptionHelpFormatter
+
+    parser = parts.add_parser(
+        "prepare",
+        help="turn text into token shards",
+        description="Turn text into a corpus: a tokenizer, memory-mapped token shards and a manifest.",
+        epilog=PREPARE_EXAMPLES,
+        formatter_class=raw,
+    )
+    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="a text file, or a folder of them")
+    parser.add_argument("--to", required=True, metavar="DIR", type=Path, help="folder of the new corpus")
+    words = parser.add_mutually_exclusive_group()
+    words.add_argument(
+        "--vocab", type=int, metavar="N", help="train a byte-level BPE of N tokens (default 8192)"
+    )
+    words.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="use this tokenizer.json instead of training one"
+    )
+    parser.add_argument(
+        "--end-token", metavar="TOKEN", help="what ends a document (default: <|endoftext|>, </s> or the like)"
+    )
+    held_out = parser.add_mutually_exclusive_group()
+    held_out.add_argument(
+        "--validation",
+        type=float,
+        metavar="SHARE",
+        help="share of the documents to hold out, chosen by a hash of their text (default 0.01)",
+    )
+    held_out.add_argument(
+        "--validation-from", nargs="+", metavar="PATH", help="take the held-out documents from these files"
+    )
+    parser.add_argument(
+        "--text-field", default="text", metavar="NAME", help="field of the text (default text)"
+    )
+    parser.add_argument("--limit-bytes", type=int, metavar="N", help="stop after N bytes of text")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the hash that holds documents out (default 0)"
+    )
+    parser.add_argument(
+        "--shard-tokens", type=int, default=1 << 24, metavar="N", help="tokens per shard (default 16_777_216)"
+    )
+    parser.add_argument(
+        "--hf", metavar="NAME[:CONFIG]", help="a dataset on the Hugging Face hub as the input"
+    )
+    parser.add_argument("--split", metavar="SPLIT", help="split of the --hf dataset (default train)")
+    parser.add_argument("--overwrite", action="store_true", help="replace another corpus in DIR")
+    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    parser.set_defaults(run=prepare)
+
+    parser = parts.add_parser(
+        "show",
+        help="print what a corpus holds",
+        description="Print what a prepared corpus holds.",
+        epilog=SHOW_EXAMPLES,
+        formatter_class=raw,
+    )
+    parser.add_argument("corpus", metavar="DIR", help="a prepared folder, or builtin:sample")
+    parser.add_argument("--verify", action="store_true", help="compare every file with its sha256")
+    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    parser.set_defaults(run=show)
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Make a corpus, or continue one."""
+    from isthmus.data.prepare import PrepareConfig, prepare
+    from isthmus.data.progress import on_stderr
+    from isthmus.data.readers import find_files
+
+    if bool(args.inputs) == bool(args.hf):
+        raise ConfigError("give either text files and folders as INPUT or a dataset by --hf, and not both")
+    if args.split and not args.hf:
+        raise ConfigError("--split names a part of a --hf dataset; for files, give those you want")
+    config = PrepareConfig(
+        vocab=8192 if args.vocab is None else args.vocab,
+        tokenizer=args.tokenizer,
+        end_token=args.end_token,
+        validation=0.01 if args.validation is None else args.validation,
+        text_field=args.text_field,
+        limit_bytes=args.limit_bytes,
+        seed=args.seed,
+        shard_tokens=args.shard_tokens,
+    )
+    validation = find_files(args.validation_from or [])
+    if args.hf:
+        from isthmus.data.hub import HubDataset
+
+        inputs = [HubDataset(args.hf, args.split or "train")]
+    else:
+        # A folder may hold its own validation files; they are not trained on.
+        inputs = find_files(args.inputs, leave_out=validation)
+    progress = on_stderr()
+    try:
+        manifest, is_new = prepare(inputs, validation, args.to, config, args.overwrite, progress)
+    except OSError as error:
+        raise RunError(f"{error}; what is done is kept, and the same command continues") from error
+    except KeyboardInterrupt:
+        progress.note("what is done is kept, and the same command continues")
+        raise
+    finally:
+        progress.close()
+    if not is_new:
+        print(f"{args.to} already holds this corpus; nothing to do", file=sys.stderr)
+    print(manifest.to_json() if args.json else table(manifest), end="")
+    if is_new and not args.json:
+        print(f'\nuse it in a recipe:  [data] corpus = "{args.to}"')
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print a manifest, and check the files against it on request."""
+    from isthmus.data.corpus import open_corpus
+
+    corpus = open_corpus(args.corpus)
+    if args.verify:
+        corpus.verify()
+        print(f"every file of {corpus.name} matches its sha256", file=sys.stderr)
+    print(corpus.manifest.to_json() if args.json else table(corpus.manifest), end="")
+    return 0
+
+
+def table(manifest) -> str:
+    rows = [("", "tokens", "documents", "text bytes", "bytes/token", "shards")]
+    for name in ("train", "validation"):
+        split = getattr(manifest, name)
+        counts = (f"{count:,}" for count in (split.tokens, split.documents, split.bytes))
+        rows.append((name, *counts, f"{split.bytes_per_token:.3f}", str(len(split.shards))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            [cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])],
+        )
+        for cells in rows
+    ]
+    shown = [source["name"] for source in manifest.sources]
+    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+    tail = [
+        f"vocabulary {manifest.vocab_size:,} ({manifest.dtype}), documents end in {manifest.end_token}"
+        f" = {manifest.end_id}, tokenizer sha256 {manifest.tokenizer_sha256[:12]}",
+        f"from {', '.join(shown[:4])}{more}",
+    ]
+    return "\n".join([*lines, *tail]) + "\n"

@@ -1,0 +1,174 @@
+"""A prepared corpus, opened: token shards mapped into memory and read as if they were one long array."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from isthmus.data.manifest import TOKENIZER, Manifest, Shard, Split, file_sha256, read_manifest
+from isthmus.errors import ConfigError
+
+BUILTIN = "builtin:sample"
+BUILTIN_FOLDER = Path(__file__).parent / "builtin"
+
+
+class TokenView:
+    """One split as a sequence of token ids, whichever shards they lie in."""
+
+    def __init__(self, name: str, shards: list[np.ndarray]) -> None:
+        self.name = name
+        self.shards = [np.asarray(shard) for shard in shards]
+        self._starts = np.concatenate([[0], np.cumsum([shard.size for shard in shards])]).astype(np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start..stop as int64; they may cross any number of shard edges."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens {start} to {stop} of {len(self)}")
+        parts = [
+            shard[max(0, start - first) : max(0, stop - first)]
+            for shard, first in zip(self.shards, self._starts, strict=False)
+        ]
+        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """`length` tokens from each of `starts`: (N,) -> (N, length) int64, one gather per shard touched."""
+        if starts.size and not (starts.min() >= 0 and starts.max() + length <= len(self)):
+            raise IndexError(f"windows of {length} tokens at {starts.min()} to {starts.max()} of {len(self)}")
+        out = np.empty((starts.size, length), dtype=np.int64)
+        home = np.searchsorted(self._starts, starts, side="right") - 1
+        crossing = starts + length > self._starts[home + 1]
+        for number in np.unique(home[~crossing]):
+            rows = np.flatnonzero((home == number) & ~crossing)
+            every = np.lib.stride_tricks.sliding_window_view(self.shards[number], length)
+            out[rows] = every[starts[rows] - self._starts[number]]
+        for row in np.flatnonzero(crossing):
+            out[row] = self.slice(int(starts[row]), int(starts[row]) + length)
+        return out
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run trains and validates on."""
+
+    name: str
+    folder: Path
+    manifest: Manifest
+    train: TokenView
+    validation: TokenView
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest.vocab_size
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / TOKENIZER
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        return self.manifest.tokenizer_sha256
+
+    @property
+    def end_id(self) -> int:
+        """The token that closes every document."""
+        return self.manifest.end_id
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the validation text: loss in nats / ln 2 / bytes_per_token is bits per byte."""
+        return self.manifest.validation.bytes_per_token
+
+    @cached_property
+    def sha256(self) -> str:
+        """One digest for tokenizer and tokens: two machines that agree on it train on the same data."""
+        parts = [
+            self.tokenizer_sha256,
+            *(
+                shard.sha256
+                for split in (self.manifest.train, self.manifest.validation)
+                for shard in split.shards
+            ),
+        ]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def verify(self) -> None:
+        """Compare every file with its sha256 in the manifest; ConfigError names the first that differs."""
+        if file_sha256(self.tokenizer_path) != self.tokenizer_sha256:
+            raise ConfigError(f"{self.tokenizer_path} differs from its sha256; prepare or copy it again")
+        if self.name == BUILTIN:
+            return  # its tokens were made in memory just now
+        for shard in [*self.manifest.train.shards, *self.manifest.validation.shards]:
+            if file_sha256(self.folder / shard.name) != shard.sha256:
+                raise ConfigError(
+                    f"{self.folder / shard.name} differs from its sha256; prepare or copy it again"
+                )
+
+
+def open_corpus(spec: str | Path) -> Corpus:
+    """Open a prepared folder or "builtin:sample"; sizes are checked here, contents by Corpus.verify()."""
+    if str(spec) == BUILTIN:
+        return open_builtin()
+    if str(spec).startswith("builtin:"):
+        raise ConfigError(f"there is no corpus {spec!r}; the one that comes with Isthmus is {BUILTIN!r}")
+    folder = Path(spec).expanduser()
+    manifest = read_manifest(folder)
+    if not (folder / TOKENIZER).is_file():
+        raise ConfigError(f"{folder / TOKENIZER} is missing; copy the whole corpus, or prepare it again")
+    return Corpus(
+        name=folder.resolve().name,
+        folder=folder,
+        manifest=manifest,
+        train=map_split(folder, "train", manifest),
+        validation=map_split(folder, "validation", manifest),
+    )
+
+
+def map_split(folder: Path, name: str, manifest: Manifest) -> TokenView:
+    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+    arrays = []
+    for shard in getattr(manifest, name).shards:
+        path = folder / shard.name
+        size = path.stat().st_size if path.is_file() else None
+        expected = shard.tokens * dtype.itemsize
+        if size != expected:
+            found = "is missing" if size is None else f"has {size:,} bytes instead of {expected:,}"
+            raise ConfigError(f"{path} {found}; copy the whole corpus, or prepare it again")
+        arrays.append(np.memmap(path, dtype=dtype, mode="r", shape=(shard.tokens,)))
+    return TokenView(name, arrays)
+
+
+def open_builtin() -> Corpus:
+    """The sample that comes with Isthmus, encoded in memory: half a second, and no folder to keep."""
+    from isthmus.data.readers import find_files
+    from isthmus.data.tokenizer import Encoder
+
+    data = (BUILTIN_FOLDER / TOKENIZER).read_bytes()
+    encoder = Encoder(data)
+    splits, views, sources = {}, {}, []
+    for name in ("train", "validation"):
+        [file] = find_files([BUILTIN_FOLDER / f"{name}.jsonl.gz"])
+        texts = list(file.documents("text"))
+        tokens = np.concatenate(encoder.encode(texts))
+        digest = hashlib.sha256(tokens.tobytes()).hexdigest()
+        text_bytes = sum(len(text.encode()) for text in texts)
+        shard = Shard(f"{name}-00000.bin", tokens.size, len(texts), digest)
+        splits[name] = Split(tokens.size, len(texts), text_bytes, [shard])
+        views[name] = TokenView(name, [tokens])
+        sources.append(file.describe())
+    manifest = Manifest(
+        vocab_size=encoder.vocab_size,
+        dtype=encoder.dtype.name,
+        end_token=encoder.end_token,
+        end_id=encoder.end_id,
+        tokenizer_sha256=hashlib.sha256(data).hexdigest(),
+        **splits,
+        sources=sources,
+        arguments={},
+        fingerprint=BUILTIN,
+    )
+    return Corpus(BUILTIN, BUILTIN_FOLDER, manifest, **views)

@@ -1,0 +1,87 @@
+"""The documents of a corpus in their one order, each with its split and the place to go on from after it."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from isthmus.data.readers import Source
+
+# Bounds of one encode_batch: the library holds some 100 bytes per token of it.
+BATCH_TEXT_BYTES = 2 << 20
+BATCH_DOCUMENTS = 2048
+
+
+class Position(NamedTuple):
+    """Where reading stands: all before `source`, the first `documents` of it."""
+
+    source: int = 0
+    documents: int = 0
+    input_bytes: int = 0  # text read from the inputs so far, which the limit counts
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    text: str
+    split: str
+    size: int  # bytes of UTF-8
+    after: Position
+    consumed: int  # stored bytes read up to here, for the progress bar
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentOrder:
+    """Held-out files first (a fault in them shows before hours of work), then the inputs up to the limit."""
+
+    inputs: list[Source]
+    validation: list[Source]  # empty: a share of the inputs is held out
+    share: float
+    seed: int
+    text_field: str
+    limit_bytes: int | None
+
+    @property
+    def sources(self) -> list[Source]:
+        return self.validation + self.inputs
+
+    def split_of(self, text: bytes) -> str:
+        """By what a document of the inputs says, not by where it stands: all copies land on the same side."""
+        if self.validation:
+            return "train"
+        salt = self.seed.to_bytes(16, "little", signed=True)
+        digest = hashlib.blake2b(text, digest_size=8, salt=salt).digest()
+        return "validation" if int.from_bytes(digest, "little") < self.share * 2**64 else "train"
+
+    def after(self, start: Position) -> Iterator[Document]:
+        """Everything behind `start`. What lies before it in its file is read again, but not encoded."""
+        sources, input_bytes = self.sources, start.input_bytes
+        before = sum(source.size for source in sources[: start.source])
+        for index in range(start.source, len(sources)):
+            source = sources[index]
+            is_input = index >= len(self.validation)
+            skip = start.documents if index == start.source else 0
+            for number, text in enumerate(source.documents(self.text_field), start=1):
+                if number <= skip:
+                    continue
+                if is_input and self.limit_bytes is not None and input_bytes >= self.limit_bytes:
+                    return
+                encoded = text.encode()
+                input_bytes += len(encoded) if is_input else 0
+                split = self.split_of(encoded) if is_input else "validation"
+                position = Position(index, number, input_bytes)
+                yield Document(text, split, len(encoded), position, before + source.consumed)
+            before += source.size
+
+
+def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Group documents to encode together, within the two bounds."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += document.size
+        if size >= BATCH_TEXT_BYTES or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

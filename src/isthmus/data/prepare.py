@@ -1,0 +1,225 @@
+"""Text in, token shards out: the whole of `isthmus data prepare`, in one streaming pass.
+
+    sources -> documents -> train or validation -> batches -> token ids -> shards -> manifest
+
+The order of documents, the split and the tokens depend on inputs and options alone, so a run that was killed
+and continued writes the same bytes as one that was not.
+"""
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from isthmus.data.documents import DocumentOrder, Position, batches
+from isthmus.data.manifest import JOURNAL, MANIFEST, TOKENIZER, VERSION, Manifest, file_sha256, write_atomic
+from isthmus.data.progress import Progress, Silent
+from isthmus.data.readers import Source
+from isthmus.data.shards import ShardWriter
+from isthmus.data.tokenizer import MIN_VOCAB, Encoder, read_tokenizer, sample, train_tokenizer
+from isthmus.data.workplace import (
+    clear,
+    finished,
+    held,
+    nothing_left_of_bad_input,
+    read_journal,
+    write_journal,
+)
+from isthmus.errors import ConfigError
+
+# Text between two checkpoints where no shard gets full in between.
+CHECKPOINT_TEXT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareConfig:
+    """What decides the bytes of a corpus, apart from the text itself."""
+
+    vocab: int = 8192
+    tokenizer: Path | None = None  # a tokenizer.json instead of training one
+    end_token: str | None = None
+    validation: float = 0.01  # share of documents held out; unused where validation files are given
+    text_field: str = "text"
+    limit_bytes: int | None = None
+    seed: int = 0
+    shard_tokens: int = 1 << 24
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is None and not MIN_VOCAB <= self.vocab <= 1 << 20:
+            raise ConfigError(
+                f"--vocab is {self.vocab}; it must be {MIN_VOCAB} (256 bytes and <|endoftext|>) to {1 << 20}"
+            )
+        if not 0 < self.validation <= 0.5:
+            raise ConfigError(f"--validation is {self.validation:g}; hold out a share above 0, up to 0.5")
+        if self.limit_bytes is not None and self.limit_bytes < 1:
+            raise ConfigError(f"--limit-bytes is {self.limit_bytes}; it must be at least 1")
+        if self.shard_tokens < 1:
+            raise ConfigError(f"--shard-tokens is {self.shard_tokens}; it must be at least 1")
+
+
+def prepare(
+    inputs: list[Source],
+    validation: list[Source],
+    folder: Path,
+    config: PrepareConfig,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Manifest, bool]:
+    """Make the corpus in `folder`, or continue it; (manifest, False) where it was already there."""
+    given = read_tokenizer(config.tokenizer) if config.tokenizer else None
+    arguments = {
+        "vocab": None if given else config.vocab,
+        "tokenizer": hashlib.sha256(given).hexdigest() if given else None,
+        "end_token": config.end_token,
+        "validation": [source.describe() for source in validation] or config.validation,
+        "text_field": config.text_field,
+        "limit_bytes": config.limit_bytes,
+        "seed": config.seed,
+        "shard_tokens": config.shard_tokens,
+    }
+    sources = [source.describe() for source in inputs]
+    identity = json.dumps([VERSION, sources, arguments], sort_keys=True)
+    fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+    order = DocumentOrder(
+        inputs, validation, config.validation, config.seed, config.text_field, config.limit_bytes
+    )
+    with held(folder):
+        if (done := finished(folder, fingerprint, overwrite)) is not None:
+            (folder / JOURNAL).unlink(missing_ok=True)
+            return done, False
+        check_first_documents(order)
+        if overwrite:
+            clear(folder)
+        work = Work(order, folder, config, fingerprint, progress or Silent())
+        with nothing_left_of_bad_input(folder):
+            encoder = work.encoder(given)
+            writers = work.encode(encoder)
+        manifest = Manifest(
+            vocab_size=encoder.vocab_size,
+            dtype=encoder.dtype.name,
+            end_token=encoder.end_token,
+            end_id=encoder.end_id,
+            tokenizer_sha256=file_sha256(folder / TOKENIZER),
+            train=writers["train"].to_split(),
+            validation=writers["validation"].to_split(),
+            sources=sources,
+            arguments=arguments,
+            fingerprint=fingerprint,
+        )
+        write_atomic(folder / MANIFEST, manifest.to_json().encode())
+        (folder / JOURNAL).unlink()
+    return manifest, True
+
+
+def check_first_documents(order: DocumentOrder) -> None:
+    """Most faults (a wrong field, a wrong format) show in the first document, before anything is written."""
+    if not order.inputs:
+        raise ConfigError("there are no files left to train on besides those of --validation-from")
+    found = [next(iter(source.documents(order.text_field)), None) for source in order.sources[:1024]]
+    if len(order.sources) <= 1024 and not any(found):
+        raise ConfigError("the given files hold no documents; they are empty")
+
+
+class Work:
+    """One preparation under way, with the journal that lets the next process take it up."""
+
+    def __init__(
+        self, order: DocumentOrder, folder: Path, config: PrepareConfig, fingerprint: str, progress: Progress
+    ) -> None:
+        self.order, self.folder, self.config, self.progress = order, folder, config, progress
+        self.journal = read_journal(folder)
+        self.fresh = {"fingerprint": fingerprint}
+        if self.journal is None:
+            self.journal = self.fresh
+            write_journal(folder, self.journal)
+
+    def encoder(self, given: bytes | None) -> Encoder:
+        """The tokenizer of this corpus: the one a killed run had finished, the given one, or a new one."""
+        path = self.folder / TOKENIZER
+        if not path.exists():
+            if given is None:
+                self.progress.phase(f"training a tokenizer of {self.config.vocab:,} tokens", 0)
+                given = train_tokenizer(self._sample(), self.config.vocab).encode()
+            Encoder(given, self.config.end_token)  # refused before it is written
+            write_atomic(path, given)
+        return Encoder(path.read_bytes(), self.config.end_token)
+
+    def encode(self, encoder: Encoder) -> dict[str, ShardWriter]:
+        """Write the shards that the journal does not list yet."""
+        writers = self._writers(encoder)
+        position = Position(*self.journal.get("position", ()))
+        if position != Position():
+            self.progress.note(f"continuing after {writers['train'].num_tokens:,} tokens already written")
+        self.progress.phase("encoding", sum(source.size for source in self.order.sources))
+        num_shards, unsaved = sum(len(writer.shards) for writer in writers.values()), 0
+        # The next batch is read while the library's own threads encode this one.
+        with ThreadPoolExecutor(1) as reader:
+            coming = batches(self.order.after(position))
+            future = reader.submit(next, coming, None)
+            while (batch := future.result()) is not None:
+                future = reader.submit(next, coming, None)
+                for document, ids in zip(batch, encoder.encode([d.text for d in batch]), strict=True):
+                    writers[document.split].append(ids, document.size)
+                    unsaved += document.size
+                position = batch[-1].after
+                whole = sum(len(writer.shards) for writer in writers.values())
+                if whole > num_shards or unsaved >= CHECKPOINT_TEXT_BYTES:
+                    self._save(position, writers)
+                    num_shards, unsaved = whole, 0
+                text_bytes = sum(writer.bytes for writer in writers.values())
+                self.progress.update(batch[-1].consumed, f"{text_bytes / 1e6:,.0f} MB of text")
+        for writer in writers.values():
+            writer.close_shard()
+        self._refuse_empty({split: writer.to_split().documents for split, writer in writers.items()})
+        self._save(position, writers)
+        return writers
+
+    def _sample(self):
+        for text in sample(
+            self.order.inputs,
+            self.config.text_field,
+            lambda text: self.order.split_of(text.encode()) == "train",
+            self.config.limit_bytes,
+        ):
+            self.progress.update(0)
+            yield text
+
+    def _writers(self, encoder: Encoder) -> dict[str, ShardWriter]:
+        def make() -> dict[str, ShardWriter]:
+            tokens = self.config.shard_tokens
+            return {
+                split: ShardWriter(self.folder, split, encoder.dtype, tokens, self.journal.get(split))
+                for split in ("train", "validation")
+            }
+
+        writers = make()
+        if not all(writer.intact() for writer in writers.values()):
+            self.progress.note("the unfinished shards do not match their journal: encoding them again")
+            self.journal = self.fresh
+            write_journal(self.folder, self.journal)
+            clear(self.folder, keep=(JOURNAL, TOKENIZER))
+            writers = make()
+        for writer in writers.values():
+            writer.settle()
+        return writers
+
+    def _save(self, position: Position, writers: dict[str, ShardWriter]) -> None:
+        states = {split: writer.checkpoint() for split, writer in writers.items()}
+        self.journal = self.fresh | states | {"position": position}
+        write_journal(self.folder, self.journal)
+        # Only now: a final name is a promise that the journal has already made.
+        for writer in writers.values():
+            writer.settle()
+
+    def _refuse_empty(self, num_documents: dict[str, int]) -> None:
+        total = sum(num_documents.values())
+        for split, count in num_documents.items():
+            if not count and self.order.validation:
+                option = "the inputs" if split == "train" else "the files of --validation-from"
+                raise ConfigError(f"{option} hold no documents; they are empty")
+            if not count:
+                raise ConfigError(
+                    f"none of {total} documents fell to the {split} part by --validation "
+                    f"{self.config.validation:g}; choose another share, or give --validation-from FILE"
+                )

@@ -1,0 +1,209 @@
+"""Text files as documents: .txt, JSON lines and parquet, read in a fixed order and never whole."""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from isthmus.data.streams import open_bytes
+from isthmus.errors import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+# A longer .txt file is cut into documents of about this size, so that one big file can be held out in part.
+TEXT_DOCUMENT_CHARACTERS = 32_000
+FORMATS = {
+    f"{kind}{compression}": kind
+    for kind in (".txt", ".jsonl", ".json")
+    for compression in ("", ".gz", ".zst")
+    if (kind, compression) != (".json", "")  # a bare .json is most often settings, or one big array
+} | {".parquet": ".parquet"}
+PROBE_BYTES = 1 << 16
+
+
+class Source(Protocol):
+    """Somewhere documents come from, in an order that never changes."""
+
+    name: str  # as the manifest shows it, without the folders of this machine
+    size: int  # bytes as stored; 0 when it is not known
+    consumed: int  # how many of them have been read so far
+
+    def documents(self, field: str) -> Iterator[str]: ...
+
+    def describe(self) -> dict: ...
+
+
+class TextFile:
+    """One file; what it holds follows from its name."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self.size = path.stat().st_size
+        self.consumed = 0
+        self.kind = FORMATS[format_of(path)]
+
+    def documents(self, field: str) -> Iterator[str]:
+        read = {".txt": self._text, ".parquet": self._parquet}.get(self.kind, self._json_lines)
+        self.consumed = 0
+        for text in read(field):
+            if text:
+                yield whole_characters(text)
+        self.consumed = self.size
+
+    def describe(self) -> dict:
+        """Enough to notice another file under the same name, without reading all of a terabyte."""
+        with open(self.path, "rb") as file:
+            probe = hashlib.sha256(file.read(PROBE_BYTES))
+            file.seek(max(0, self.size - PROBE_BYTES))
+            probe.update(file.read(PROBE_BYTES))
+        return {"name": self.name, "bytes": self.size, "probe": probe.hexdigest()[:16]}
+
+    def _json_lines(self, field: str) -> Iterator[str | None]:
+        with open_bytes(self.path) as (raw, plain):
+            for number, line in enumerate(plain, start=1):
+                if line.isspace():
+                    continue
+                self.consumed = raw.tell()
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    reason = " ".join(str(error).split())
+                    raise ConfigError(
+                        f"{self.path}, line {number}: not JSON ({reason}); each line must be one JSON object"
+                    ) from error
+                yield text_of(row, field, f"{self.path}, line {number}")
+
+    def _parquet(self, field: str) -> Iterator[str | None]:
+        try:
+            import pyarrow as arrow
+            import pyarrow.parquet as parquet
+        except ImportError:
+            raise ConfigError(f"reading {self.path} needs pyarrow: pip install pyarrow") from None
+        try:
+            with parquet.ParquetFile(self.path) as table:
+                columns = table.schema_arrow.names
+                if field not in columns:
+                    raise ConfigError(missing_field(str(self.path), field, columns))
+                kind = table.schema_arrow.field(field).type
+                if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+                    raise ConfigError(f"{self.path}: column {field!r} holds {kind}; it must hold text")
+                num_rows, done = max(1, table.metadata.num_rows), 0
+                for batch in table.iter_batches(batch_size=512, columns=[field]):
+                    yield from batch.column(0).to_pylist()
+                    done += batch.num_rows
+                    self.consumed = self.size * done // num_rows
+        except (arrow.ArrowException, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{self.path} is not a whole parquet file ({reason})") from error
+
+    def _text(self, field: str) -> Iterator[str]:
+        with open_bytes(self.path) as (raw, plain):
+            reader = io.TextIOWrapper(plain, encoding="utf-8", newline="")
+            try:
+                for document in split_text(iter(lambda: reader.read(1 << 20), "")):
+                    self.consumed = raw.tell()
+                    yield document
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"{self.path} is not UTF-8 text ({error.reason}); convert it first"
+                ) from error
+            finally:
+                reader.detach()
+
+
+def split_text(chunks: Iterable[str]) -> Iterator[str]:
+    """Documents of a .txt: parted by <|endoftext|> where it has them, cut at blank lines where it is long."""
+    buffer, parted = "", False
+    for chunk in chunks:
+        *whole, buffer = (buffer + chunk).split(END_OF_TEXT)
+        parted = parted or bool(whole)
+        for part in whole:
+            yield from cut(part.strip("\n"))
+        # More than one document is kept back, since a separator may straddle two chunks.
+        while len(buffer) > 2 * TEXT_DOCUMENT_CHARACTERS:
+            edge = cutting_point(buffer, TEXT_DOCUMENT_CHARACTERS)
+            yield buffer[:edge]
+            buffer = buffer[edge:]
+    yield from cut(buffer.strip("\n") if parted else buffer)
+
+
+def cut(text: str, limit: int = TEXT_DOCUMENT_CHARACTERS) -> Iterator[str]:
+    """Consecutive pieces of at most `limit` characters that join to `text`."""
+    start = 0
+    while len(text) - start > limit:
+        edge = start + cutting_point(text[start : start + limit], limit)
+        yield text[start:edge]
+        start = edge
+    yield text[start:] if start else text
+
+
+def cutting_point(text: str, limit: int) -> int:
+    """The best place to part `text` within its first `limit` characters: a paragraph, a line, a word."""
+    for mark, kept in (("\n\n", 2), ("\n", 1), (" ", 0)):
+        edge = text.rfind(mark, limit // 2, limit)
+        if edge > 0 and edge + kept <= limit:
+            return edge + kept
+    return limit
+
+
+def whole_characters(text: str) -> str:
+    """JSON may escape half of a surrogate pair; UTF-8 has no form for it, so it becomes U+FFFD."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def text_of(row: object, field: str, where: str) -> str | None:
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f"{where}: not a JSON object; each document must look like {{{json.dumps(field)}: ...}}"
+        )
+    if field not in row:
+        raise ConfigError(missing_field(where, field, list(row)))
+    text = row[field]
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(f"{where}: field {field!r} holds {type(text).__name__}; it must hold text")
+    return text
+
+
+def missing_field(where: str, field: str, fields: list[str]) -> str:
+    there = ", ".join(map(str, fields[:8])) or "none"
+    return f"{where}: no field {field!r} (it has: {there}); name the one with the text by --text-field"
+
+
+def format_of(path: Path) -> str | None:
+    name = path.name.lower()
+    return next((ending for ending in sorted(FORMATS, key=len, reverse=True) if name.endswith(ending)), None)
+
+
+def find_files(inputs: Iterable[str | Path], leave_out: Iterable["TextFile"] = ()) -> list[TextFile]:
+    """The text files among `inputs`: files as given, folders walked in the order of their names."""
+    skipped = {file.path.resolve() for file in leave_out}
+    found: dict[Path, TextFile] = {}
+    endings = " ".join(FORMATS)
+    for given in map(Path, inputs):
+        if given.is_dir():
+            inside = sorted(path for path in given.rglob("*") if path.is_file() and format_of(path))
+            if not inside:
+                raise ConfigError(f"{given} holds no text files; expected names that end in {endings}")
+            root = given.resolve()
+            named = [(path, f"{root.name}/{path.relative_to(given).as_posix()}") for path in inside]
+        elif not given.exists():
+            raise ConfigError(f"{given} does not exist; give a folder, or a file that ends in {endings}")
+        elif format_of(given) is None:
+            raise ConfigError(f"{given} has an unknown ending; expected one of {endings}")
+        else:
+            named = [(given, given.name)]
+        for path, name in named:
+            resolved = path.resolve()
+            if resolved in found:
+                raise ConfigError(f"{path} is given twice; its documents would be seen twice")
+            if resolved not in skipped:
+                found[resolved] = TextFile(path, name)
+    return list(found.values())

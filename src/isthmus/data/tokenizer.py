@@ -1,0 +1,117 @@
+"""The byte-level BPE: trained on a bounded sample of the text, or taken as it is from a tokenizer.json."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from isthmus.data.readers import END_OF_TEXT, Source, cut
+from isthmus.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MIN_VOCAB = 257  # the bytes and <|endoftext|>
+# BPE statistics settle long before this; more text costs memory and changes almost no merge.
+SAMPLE_BYTES = 48 << 20
+SAMPLE_SOURCES = 512
+# The library buffers many texts at once and keeps about 100 bytes per token of each: long ones go in pieces.
+PIECE_CHARACTERS = 1 << 20
+END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
+
+
+def sample(
+    sources: list[Source], field: str, keep: Callable[[str], bool], limit_bytes: int | None
+) -> Iterator[str]:
+    """The first documents of each source, evenly over at most SAMPLE_SOURCES of them.
+
+    A run that reads only the first `limit_bytes` of a large collection samples those same documents.
+    """
+    in_order = limit_bytes is not None and limit_bytes <= SAMPLE_BYTES
+    budget = limit_bytes if in_order else SAMPLE_BYTES
+    chosen = sources if in_order else sources[:: math.ceil(len(sources) / SAMPLE_SOURCES)]
+    for position, source in enumerate(chosen):
+        # What a small file leaves over goes to the files after it.
+        share = budget if in_order else budget // (len(chosen) - position)
+        budget -= share
+        for text in source.documents(field):
+            if share <= 0:
+                break
+            share -= len(text.encode())
+            if keep(text):
+                yield text
+        budget += share
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int) -> str:
+    """A byte-level BPE as the text of its tokenizer.json: <|endoftext|> is 0, and every byte has a token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    pieces = (piece for text in texts for piece in cut(text, PIECE_CHARACTERS >> 4))
+    tokenizer.train_from_iterator(pieces, trainer)
+    return tokenizer.to_str(pretty=False)
+
+
+def read_tokenizer(path: Path) -> bytes:
+    """The bytes of a tokenizer.json (or of the one in a folder), checked to be a tokenizer."""
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the tokenizer {path}: {error.strerror}") from error
+    load(data, str(path))
+    return data
+
+
+def load(data: bytes, where: str) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises bare Exception
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{where} is not a tokenizer.json of the tokenizers library ({reason})") from error
+
+
+class Encoder:
+    """Texts -> token ids, each document closed by the end token."""
+
+    def __init__(self, data: bytes, end_token: str | None = None, where: str = "tokenizer.json") -> None:
+        self.tokenizer = load(data, where)
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        # A document that merely mentions <|endoftext|> does not end there.
+        self.tokenizer.encode_special_tokens = True
+        vocab = self.tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+        candidates = (end_token,) if end_token else END_TOKENS
+        self.end_token = next((token for token in candidates if token in vocab), None)
+        if self.end_token is None:
+            raise ConfigError(
+                f"{where} has no token {' or '.join(candidates)}; name what ends a document by --end-token"
+            )
+        self.end_id: int = vocab[self.end_token]
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """One array of ids per text, the end token last."""
+        pieces = [list(cut(text, PIECE_CHARACTERS)) for text in texts]
+        flat = [piece for parts in pieces for piece in parts]
+        encoded = iter(self.tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        documents = []
+        for parts in pieces:
+            ids = [next(encoded).ids for _ in parts]
+            documents.append(np.concatenate([np.asarray(part, self.dtype) for part in [*ids, [self.end_id]]]))
+        return documents

@@ -1,0 +1,94 @@
+"""Batches of token windows: what every replica reads at every inner step, as a pure function.
+
+Nothing here has a cursor. A replica that restarts, or a simulator that stands for all of them, asks for
+(replica, inner step) and gets the same tokens, so recovery can neither lose nor repeat data.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isthmus.data.corpus import Corpus, TokenView, open_corpus
+from isthmus.data.order import Permutation
+from isthmus.errors import ConfigError
+
+__all__ = ["Batches", "Corpus", "TokenView", "open_corpus", "validation_batches"]
+
+
+class Batches:
+    """Deals the windows of a split to `num_replicas` replicas, `batch` at a time, each pass newly shuffled.
+
+    A window is context + 1 tokens: inputs and targets. Windows lie `context` apart, so the last token of one
+    is the first of the next, and each token is a target once per pass. `num_replicas` is the run's number of
+    places, whoever fills them now: a replica that is away leaves its share unread and moves nobody else's.
+    """
+
+    def __init__(self, view: TokenView, seed: int, num_replicas: int, batch: int, context: int) -> None:
+        self.view, self.seed = view, seed
+        self.num_replicas, self.batch, self.context = num_replicas, batch, context
+        self.num_sequences = num_windows(view, context)
+        if self.num_sequences < batch:
+            raise ConfigError(
+                f"the {view.name} part has {len(view):,} tokens, too few for a batch of {batch} x {context + 1}; "
+                f"it needs {batch * context + 1:,}: prepare more text, or lower batch or context"
+            )
+        self._permutations: dict[int, Permutation] = {}
+
+    def at(self, replica: int, inner_step: int) -> Tensor:
+        """The batch of one replica at one inner step, counted over the whole run: (B, L + 1) int64."""
+        if not 0 <= replica < self.num_replicas:
+            raise IndexError(f"replica {replica} of {self.num_replicas}")
+        first = (inner_step * self.num_replicas + replica) * self.batch
+        return self._read(first, self.batch)
+
+    def stacked(self, inner_step: int) -> Tensor:
+        """The batches of all replicas at one inner step, in one gather: (M, B, L + 1) int64."""
+        share = self.num_replicas * self.batch
+        return self._read(inner_step * share, share).view(self.num_replicas, self.batch, self.context + 1)
+
+    def passes(self, inner_steps: int) -> float:
+        """How often a run of so many inner steps reads the whole split."""
+        return inner_steps * self.num_replicas * self.batch / self.num_sequences
+
+    def sequences(self, first: int, count: int) -> np.ndarray:
+        """Which windows hold places first..first + count of the run-long order: (count,) int64."""
+        if first < 0:
+            raise IndexError(f"place {first} in the order of batches; inner steps count from 0")
+        pass_number, place = np.divmod(np.arange(first, first + count, dtype=np.int64), self.num_sequences)
+        chosen = np.empty(count, dtype=np.int64)
+        for number in np.unique(pass_number):
+            inside = pass_number == number
+            chosen[inside] = self._permutation(int(number))(place[inside])
+        return chosen
+
+    def _read(self, first: int, count: int) -> Tensor:
+        starts = self.sequences(first, count) * self.context
+        return torch.from_numpy(self.view.windows(starts, self.context + 1))
+
+    def _permutation(self, number: int) -> Permutation:
+        if number not in self._permutations:
+            self._permutations = {number: Permutation(self.num_sequences, self.seed, number)}
+        return self._permutations[number]
+
+
+def validation_batches(corpus: Corpus, batch: int, context: int, num_batches: int) -> list[Tensor]:
+    """The same held-out windows for everyone, spread evenly over the validation split: each (B, L + 1) int64.
+
+    A small split gives fewer batches; one that cannot fill a single batch gives one smaller batch.
+    """
+    view = corpus.validation
+    num_sequences = num_windows(view, context)
+    if num_sequences < 1:
+        raise ConfigError(
+            f"the validation part has {len(view):,} tokens, too few for one window of {context + 1}; "
+            "hold out more text, or lower context"
+        )
+    batch = min(batch, num_sequences)
+    num_batches = max(1, min(num_batches, num_sequences // batch))
+    count = batch * num_batches
+    starts = np.arange(count, dtype=np.int64) * num_sequences // count * context
+    return list(torch.from_numpy(view.windows(starts, context + 1)).split(batch))
+
+
+def num_windows(view: TokenView, context: int) -> int:
+    return max(0, (len(view) - 1) // context)
