@@ -1,0 +1,88 @@
+"""Seconds and bits of the sparse codec, against a bare top-k of the same chunks.
+
+python bench/codec.py [--device cuda] [--rows 4096] [--cols 4096] [--rounds 15]
+
+Every round times all parts one after another, so that a busy machine slows them alike; a ratio is the median
+over rounds of the ratio within a round.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from math import comb, log2
+
+import torch
+
+from isthmus.outer.aggregate import RunningMean
+from isthmus.sparse.size import SCALE_BYTES, index_code, packed_many_bytes
+from isthmus.sparse.topk import TopK, layout, to_chunks
+from isthmus.sparse.wire import pack_many, unpack_many
+
+SIDE, KEEP = 64, 32
+
+
+def seconds(part: Callable[[], object], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    part()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--cols", type=int, default=4096)
+    parser.add_argument("--tensors", type=int, default=4, help="the rows are spread over so many tensors")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    rows = args.rows // args.tensors
+    carried = {f"layers.{i}": torch.randn(rows, args.cols, device=args.device) for i in range(args.tensors)}
+    chunks = torch.cat([to_chunks(tensor, SIDE) for tensor in carried.values()])  # (C, P)
+    codec = TopK(SIDE, KEEP, "2bit")
+    payloads = codec.encode_many(carried)
+    data = pack_many(payloads)
+    mean = RunningMean("contributors")
+    parts: dict[str, Callable[[], object]] = {
+        "topk": lambda: chunks.abs().topk(KEEP, dim=1),
+        "encode": lambda: pack_many(codec.encode_many(carried)),
+        "of which pack": lambda: pack_many(payloads),
+        "decode and accumulate": lambda: mean.add(unpack_many(data, args.device)),
+        "of which unpack": lambda: unpack_many(data, args.device),
+    }
+    times: dict[str, list[float]] = {name: [] for name in parts}
+    for turn in range(args.rounds + 2):
+        for name, part in parts.items():
+            took = seconds(part, args.device)
+            if turn >= 2:
+                times[name].append(took)
+
+    threads = f"{args.device}, {torch.get_num_threads()} CPU threads"
+    print(f"{len(chunks)} chunks of {SIDE}x{SIDE}, {KEEP} kept; {threads}")
+    print(f"{'':24}{'us/chunk':>10}{'to topk':>10}{'target':>8}")
+    targets = {"encode": "1.30", "decode and accumulate": "0.25"}
+    for name, took in times.items():
+        each = statistics.median(took) / len(chunks) * 1e6
+        ratio = statistics.median(a / b for a, b in zip(took, times["topk"], strict=True))
+        print(f"{name:24}{each:10.2f}{ratio:10.2f}{targets.get(name, ''):>8}")
+
+    place = layout(tuple(next(iter(carried.values())).shape), SIDE, KEEP)
+    num_kept = len(chunks) * KEEP
+    index_bits = index_code(place.entries, KEEP).bits(KEEP) / KEEP
+    value_bits = 2 + 8 * SCALE_BYTES / KEEP
+    assert len(data) == packed_many_bytes({name: t.shape for name, t in carried.items()}, SIDE, KEEP, "2bit")
+    print(
+        f"bits per kept value: index {index_bits:.2f} (bound {log2(comb(place.entries, KEEP)) / KEEP:.2f}),",
+        end=" ",
+    )
+    print(f"value {value_bits:.2f}, as packed {8 * len(data) / num_kept:.3f}")
+
+
+if __name__ == "__main__":
+    main()

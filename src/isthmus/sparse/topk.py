@@ -1,0 +1,298 @@
+"""TOP-kappa of eq. 2 of arXiv 2601.02360: the largest entries of every chunk of a weight."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isthmus.sparse.quantize import quantize
+from isthmus.sparse.size import Layout, check_codec, check_shape, chunk_shape, kept, layout
+
+__all__ = ["SparseChunks", "TopK", "chunk_shape", "from_chunks", "kept", "to_chunks"]
+
+# Entries copied out and searched at a time: few enough to stay in a CPU's cache, enough to fill a GPU, and on
+# both a bound on the memory that encoding takes beside the tensors themselves.
+SLAB_ENTRIES = {"cpu": 2**19, "other": 2**26}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseChunks:
+    """What one parameter puts on the wire in one outer round."""
+
+    values: Tensor  # (C, J) as the receiver will see them: fp32, fp64 for kind "fp64"
+    index: Tensor  # (C, J) int16, position inside the chunk, ascending
+    shape: torch.Size
+    side: int = 64
+    keep: int = 32
+    kind: str = "fp32"
+    scale: Tensor | None = None  # (C,) int32, only for 2bit: the codes of the chunk's two levels
+    base: Tensor | None = None  # () fp32, only for 2bit: what the levels are relative to
+
+    @property
+    def layout(self) -> Layout:
+        return layout(tuple(self.shape), self.side, self.keep)
+
+
+def group_names(places: Mapping[str, Layout]) -> list[list[str]]:
+    """Names whose chunks agree in shape and in entries kept, in order of first appearance."""
+    groups: dict[tuple[int, int, int], list[str]] = {}
+    for name, place in places.items():
+        groups.setdefault(place.group, []).append(name)
+    return list(groups.values())
+
+
+def _stretch(matrix: Tensor, dim: int, size: int, whole: int) -> Tensor:
+    """End every block after the first `whole` in a line of zeros, so that all are `size` long."""
+    head = matrix.narrow(dim, 0, whole * size)
+    tail = matrix.narrow(dim, whole * size, matrix.shape[dim] - whole * size).unflatten(dim, (-1, size - 1))
+    tail = torch.cat([tail, torch.zeros_like(tail.narrow(dim + 1, 0, 1))], dim + 1)
+    return torch.cat([head, tail.flatten(dim, dim + 1)], dim)
+
+
+def _shrink(matrix: Tensor, dim: int, size: int, whole: int) -> Tensor:
+    """The inverse of `_stretch`."""
+    head = matrix.narrow(dim, 0, whole * size)
+    tail = matrix.narrow(dim, whole * size, matrix.shape[dim] - whole * size).unflatten(dim, (-1, size))
+    return torch.cat([head, tail.narrow(dim + 1, 0, size - 1).flatten(dim, dim + 1)], dim)
+
+
+def _grid(dense: Tensor, place: Layout) -> Tensor:
+    """The chunks as a view where there is no padding: (Y, X, h, w)."""
+    matrix = dense.reshape(place.rows, place.cols)
+    if place.whole_down < place.down:
+        matrix = _stretch(matrix, 0, place.height, place.whole_down)
+    if place.whole_across < place.across:
+        matrix = _stretch(matrix, 1, place.width, place.whole_across)
+    return (
+        matrix.unflatten(0, (place.down, place.height))
+        .unflatten(2, (place.across, place.width))
+        .transpose(1, 2)
+    )
+
+
+def to_chunks(dense: Tensor, side: int) -> Tensor:
+    """All chunks of a tensor, one a row (C, P), in the order (y, x) of blocks and (h, w) inside them."""
+    place = layout(tuple(dense.shape), side, keep=0)
+    return _grid(dense, place).reshape(place.chunks, place.entries)
+
+
+def from_chunks(chunks: Tensor, shape: torch.Size | tuple[int, ...], side: int) -> Tensor:
+    """The inverse of `to_chunks`; what lies in padding is dropped."""
+    place = layout(tuple(shape), side, keep=0)
+    grid = chunks.reshape(place.down, place.across, place.height, place.width)
+    matrix = grid.transpose(1, 2).reshape(place.down * place.height, place.across * place.width)
+    if place.whole_across < place.across:
+        matrix = _shrink(matrix, 1, place.width, place.whole_across)
+    if place.whole_down < place.down:
+        matrix = _shrink(matrix, 0, place.height, place.whole_down)
+    return matrix.reshape(shape)
+
+
+def in_padding(index: Tensor, place: Layout) -> Tensor:
+    """Which positions (C, J) lie in padding: the last row or column of a block past the whole ones."""
+    chunk = torch.arange(place.chunks, device=index.device)[:, None]  # (C, 1)
+    short_down = chunk // place.across >= place.whole_down
+    short_across = chunk % place.across >= place.whole_across
+    last_row = index // place.width == place.height - 1
+    last_col = index % place.width == place.width - 1
+    return (short_down & last_row) | (short_across & last_col)
+
+
+def origins(place: Layout, device: torch.device) -> Tensor:
+    """Where the first entry of each chunk lies in the flattened tensor: (C,)."""
+    y = torch.arange(place.down, device=device)
+    x = torch.arange(place.across, device=device)
+    row = y * place.height - (y - place.whole_down).clamp(min=0)
+    col = x * place.width - (x - place.whole_across).clamp(min=0)
+    return (row[:, None] * place.cols + col).flatten()
+
+
+def flat_positions(index: Tensor, width: int, origin: Tensor, skip: Tensor | int) -> Tensor:
+    """Positions inside chunks (C, J) -> in the flattened tensor; `skip` is its columns less `width`."""
+    index = index.long()
+    return origin[:, None] + index + index.div(width, rounding_mode="floor") * skip
+
+
+def add_at(flat: Tensor, position: Tensor, values: Tensor) -> None:
+    """flat[position] += values for positions that do not repeat.
+
+    Read, add and write rather than a scatter-add: CUDA's atomic add flushes subnormals, and the sum must come
+    out the same everywhere.
+    """
+    position, values = position.reshape(-1), values.reshape(-1)
+    flat.index_put_((position,), flat[position] + values.to(flat.dtype))
+
+
+def add_payload(dense: Tensor, payload: SparseChunks, sign: int = 1) -> None:
+    """Add (or, with sign -1, subtract) what a payload decodes to, touching only the entries it holds."""
+    place = payload.layout
+    position = flat_positions(
+        payload.index, place.width, origins(place, payload.index.device), place.cols - place.width
+    )
+    add_at(dense.view(-1), position, payload.values if sign > 0 else -payload.values)
+
+
+def largest(magnitude: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row of (C, P), in descending order, and where; NaN counts as largest.
+
+    A row is cut into lists of `fold` entries. The `count` lists with the largest maxima hold the `count`
+    largest entries: were one of these in another list, each of those lists would have an entry at least as
+    large. So most of a row is read once, by a maximum, and P / fold + fold * count entries are ranked.
+    """
+    entries = magnitude.shape[1]
+    fold = 1
+    while entries % (2 * fold) == 0 and 8 * fold * fold * count <= entries:
+        fold *= 2
+    if fold == 1:
+        found = magnitude.topk(count, dim=1)
+        return found.values, found.indices
+    lists = entries // fold
+    top = magnitude.unflatten(1, (fold, lists)).amax(1).topk(count, dim=1, sorted=False).indices  # (C, J)
+    start = torch.arange(0, entries, lists, device=magnitude.device)[:, None]
+    place = (top[:, None, :] + start).flatten(1)  # (C, fold * J)
+    found = magnitude.gather(1, place).topk(count, dim=1)
+    return found.values, place.gather(1, found.indices)
+
+
+class TopK:
+    """Keep the `keep` largest magnitudes of each side x side chunk (TOP-kappa in eq. 2 of arXiv 2601.02360).
+
+    Smaller chunks keep in proportion, at least one. `values` says how they are sent: "fp32", "bf16", "2bit"
+    (see `quantize`), or "fp64", which is lossless for float64 tensors.
+    """
+
+    def __init__(self, side: int = 64, keep: int = 32, values: str = "fp32") -> None:
+        check_codec(side, keep, values)
+        self.side, self.keep, self.values = side, keep, values
+
+    def __repr__(self) -> str:
+        return f"TopK(side={self.side}, keep={self.keep}, values={self.values!r})"
+
+    def encode(self, dense: Tensor) -> SparseChunks:
+        """The payload of one tensor; ValueError if an entry is not finite."""
+        return self.encode_many({"": dense})[""]
+
+    def decode(self, payload: SparseChunks) -> Tensor:
+        """The tensor that a payload stands for, zero where nothing was kept."""
+        dense = payload.values.new_zeros(payload.shape)
+        add_payload(dense, payload)
+        return dense
+
+    @torch.no_grad()
+    def encode_many(self, dense: Mapping[str, Tensor]) -> dict[str, SparseChunks]:
+        """The payloads of many tensors, each as `encode` gives it, in a few passes over all together."""
+        for tensor in dense.values():
+            check_shape(tensor.shape)
+        if len({(tensor.dtype, tensor.device) for tensor in dense.values()}) > 1:
+            raise ValueError("tensors encoded together must share a dtype and a device")
+        places = {name: layout(tuple(tensor.shape), self.side, self.keep) for name, tensor in dense.items()}
+        sent: dict[str, SparseChunks] = {}
+        finite: list[Tensor] = []
+        for names in group_names(places):
+            sent |= self._encode_group(names, dense, places, finite)
+        # One answer from the device for the whole model. NaN and infinity are always among the largest.
+        if finite and not torch.stack(finite).all():
+            name = next(name for name, tensor in dense.items() if not tensor.isfinite().all())
+            raise ValueError(f"{name or 'the tensor'} has entries that are not finite; nothing was encoded")
+        return {name: sent[name] for name in dense}
+
+    def _encode_group(
+        self,
+        names: list[str],
+        dense: Mapping[str, Tensor],
+        places: Mapping[str, Layout],
+        finite: list[Tensor],
+    ) -> dict[str, SparseChunks]:
+        parts = [_select(slab, pads, places[names[0]]) for slab, pads in _slabs(names, dense, places)]
+        index, values, magnitude = (
+            torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True)
+        )
+        finite.append(values.isfinite().all())
+        counts = [places[name].chunks for name in names]
+        scale = base = None
+        if self.values == "2bit":
+            owner = torch.repeat_interleave(
+                torch.arange(len(names), device=index.device),
+                torch.tensor(counts, device=index.device),
+                output_size=sum(counts),
+            )
+            values, scale, base = quantize(values, magnitude, owner, len(names))
+        else:
+            values = _as_sent(values, self.values)
+        sent, start = {}, 0
+        for i, (name, count) in enumerate(zip(names, counts, strict=True)):
+            at = slice(start, start + count)
+            levels = (None, None) if scale is None else (scale[at], base[i])
+            sent[name] = SparseChunks(
+                values[at], index[at], dense[name].shape, self.side, self.keep, self.values, *levels
+            )
+            start += count
+        return sent
+
+
+def _slabs(
+    names: list[str], dense: Mapping[str, Tensor], places: Mapping[str, Layout]
+) -> Iterator[tuple[Tensor, list[tuple[slice, Layout, int]]]]:
+    """A group's chunks in order, some (C, P) at a time, and which rows have padding, from which y on."""
+    device = dense[names[0]].device
+    limit = SLAB_ENTRIES["cpu" if device.type == "cpu" else "other"]
+    entries = places[names[0]].entries
+    pieces: list[tuple[Tensor, Layout, int]] = []
+    size = 0
+
+    def slab() -> tuple[Tensor, list[tuple[slice, Layout, int]]]:
+        rows = torch.empty(size // entries, entries, dtype=dense[names[0]].dtype, device=device)
+        pads, start = [], 0
+        for grid, place, y in pieces:
+            at = slice(start, start + grid.shape[0] * grid.shape[1])
+            rows[at].view(grid.shape).copy_(grid)
+            if place.padded:
+                pads.append((at, place, y))
+            start = at.stop
+        return rows, pads
+
+    for name in names:
+        place = places[name]
+        grid = _grid(dense[name].detach(), place)  # (Y, X, h, w)
+        step = max(1, limit // max(1, place.across * entries))
+        for y in range(0, place.down, step):
+            piece = grid[y : y + step]
+            if pieces and size + piece.numel() > limit:
+                yield slab()
+                pieces, size = [], 0
+            pieces.append((piece, place, y))
+            size += piece.numel()
+    yield slab()
+
+
+def _select(
+    chunks: Tensor, pads: list[tuple[slice, Layout, int]], place: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions kept (C, J) int16, ascending; the values there; and their magnitudes, descending."""
+    magnitude = chunks.abs()  # (C, P)
+    for at, padded, y in pads:
+        grid = magnitude[at].view(-1, padded.across, padded.height, padded.width)
+        if padded.whole_down < padded.down:
+            grid[max(0, padded.whole_down - y) :, :, -1, :] = -1
+        if padded.whole_across < padded.across:
+            grid[:, padded.whole_across :, :, -1] = -1
+    if place.kept == place.entries:
+        index = torch.arange(place.entries, device=chunks.device).expand(chunks.shape[0], -1)
+        return index.short(), chunks, magnitude.sort(1, descending=True).values
+    magnitude, index = largest(magnitude, place.kept)
+    index = index.sort(1).values
+    return index.short(), chunks.gather(1, index), magnitude
+
+
+def _as_sent(values: Tensor, kind: str) -> Tensor:
+    """Round to the kind on the wire; what its range cannot hold is sent as its largest and stays feedback."""
+    if kind == "fp64":
+        return values.double()
+    if kind == "bf16":
+        limit = torch.finfo(torch.bfloat16).max
+        return values.clamp(-limit, limit).bfloat16().float()
+    if values.dtype == torch.float64:
+        limit = torch.finfo(torch.float32).max
+        values = values.clamp(-limit, limit)
+    return values.float()
