@@ -1,0 +1,210 @@
+"""The mean of the replicas' payloads (eq. 2 of arXiv 2601.02360), to the same bits on every machine.
+
+Payloads are added one after another, in the order given, by single rounded operations: read, add, write,
+and in the end one division, by a tensor (CUDA multiplies by a reciprocal when it divides by a number).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from isthmus.sparse.size import Layout
+from isthmus.sparse.topk import SparseChunks, add_at, flat_positions, group_names, origins
+
+Item = Tensor | SparseChunks
+
+
+class RunningMean:
+    """The mean of payloads of a whole model, one accumulator (and one count) whatever the number of replicas.
+
+    "contributors" divides each coordinate's sum by the number of replicas that sent it, "all" by the number
+    of replicas, as eq. 2 has it. A zero carries nothing and does not count as sent, in a payload or densely.
+    """
+
+    def __init__(self, how: str = "contributors") -> None:
+        if how not in ("contributors", "all"):
+            raise ValueError(f"aggregation is {how!r}; it is 'contributors' or 'all'")
+        self.how = how
+        self.num_added = 0
+        self.places: dict[str, Layout] = {}
+        self.shapes: dict[str, torch.Size] = {}
+
+    def _prepare(self, payloads: Mapping[str, SparseChunks]) -> None:
+        """Lay out one flat accumulator for all tensors, and find where their chunks start in it."""
+        self.places = {name: payload.layout for name, payload in payloads.items()}
+        self.shapes = {name: payload.shape for name, payload in payloads.items()}
+        first = next(iter(payloads.values())).values
+        start, offset = 0, {}
+        for name, shape in self.shapes.items():
+            offset[name], start = start, start + shape.numel()
+        self.total = torch.zeros(start, dtype=first.dtype, device=first.device)
+        contributors = self.how == "contributors"
+        self.count = torch.zeros(start, dtype=torch.int16, device=first.device) if contributors else None
+        self.groups = []
+        for names in group_names(self.places):
+            places = [self.places[name] for name in names]
+            origin = torch.cat(
+                [origins(self.places[name], first.device) + offset[name] for name in names]
+            )  # (C,)
+            skip = _per_chunk([place.cols - place.width for place in places], places, first.device)
+            self.groups.append((names, places[0].width, origin, skip[:, None]))
+
+    @torch.no_grad()
+    def add(self, payloads: Mapping[str, SparseChunks], factors: Mapping[str, Tensor] | None = None) -> None:
+        """Add one replica's payloads, each multiplied by its factor."""
+        if not self.num_added:
+            if not payloads:
+                raise ValueError("a replica's payloads are empty")
+            self._prepare(payloads)
+        if payloads.keys() != self.places.keys():
+            odd = sorted(payloads.keys() ^ self.places.keys())
+            raise ValueError(f"replicas sent different tensors: {', '.join(odd[:3])}")
+        for name, payload in payloads.items():
+            same = payload.shape == self.shapes[name] and payload.layout == self.places[name]
+            if not same or payload.values.dtype != self.total.dtype:
+                raise ValueError(
+                    f"replicas sent {name or 'the tensor'} in different shapes, chunks or dtypes"
+                )
+        for names, width, origin, skip in self.groups:
+            index = torch.cat([payloads[name].index for name in names])  # (C, J)
+            values = torch.cat([_scaled(payloads[name].values, factors and factors[name]) for name in names])
+            position = flat_positions(index, width, origin, skip)
+            add_at(self.total, position, values)
+            if self.count is not None:
+                add_at(self.count, position, values != 0)
+        self.num_added += 1
+
+    def result(self) -> dict[str, Tensor]:
+        """The mean, by name: views of one buffer. The accumulator is used up."""
+        if not self.num_added:
+            raise ValueError("there is nothing to aggregate")
+        _divide(self.total, self.count, self.num_added)
+        parts = self.total.split([shape.numel() for shape in self.shapes.values()])
+        return {
+            name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+
+def aggregate(items: Sequence[Item], how: str = "contributors", clip: str | None = None) -> Tensor:
+    """The mean of one parameter's dense pseudo-gradients or payloads (eq. 2 of arXiv 2601.02360).
+
+    See `RunningMean` for `how`. With clip="median" an item is first scaled down to the median norm of all:
+    by min(1, median / (norm + 1e-8)), the lower of two medians. Sums are in float32, or in float64 if an
+    item is.
+    """
+    items = list(items)
+    if not items:
+        raise ValueError("there is nothing to aggregate")
+    if len({tuple(item.shape) for item in items}) > 1:
+        raise ValueError(
+            f"items to aggregate differ in shape: {sorted({tuple(item.shape) for item in items})}"
+        )
+    factors = _clip_factors([[item] for item in items], clip)
+    if all(isinstance(item, SparseChunks) for item in items):
+        mean = RunningMean(how)
+        for i, item in enumerate(items):
+            mean.add({"": item}, None if factors is None else {"": factors[i, 0]})
+        return mean.result()[""]
+    return _aggregate_dense(items, how, factors)
+
+
+@torch.no_grad()
+def aggregate_many(
+    replicas: Iterable[Mapping[str, SparseChunks]], how: str = "contributors", clip: str | None = None
+) -> dict[str, Tensor]:
+    """`aggregate` for every parameter of a model; the tensors returned are views of one buffer.
+
+    `replicas` may be a generator, and then no more than one replica's payloads are held at a time; clipping
+    has to see all of them first.
+    """
+    mean = RunningMean(how)
+    if clip is None:
+        for payloads in replicas:
+            mean.add(payloads)
+        return mean.result()
+    replicas = list(replicas)
+    names = list(replicas[0]) if replicas else []
+    for payloads in replicas:
+        if payloads.keys() != replicas[0].keys():
+            raise ValueError("replicas sent different tensors")
+    factors = _clip_factors([[payloads[name] for name in names] for payloads in replicas], clip)
+    for i, payloads in enumerate(replicas):
+        mean.add(payloads, dict(zip(names, factors[i], strict=True)))
+    return mean.result()
+
+
+def _aggregate_dense(items: list[Item], how: str, factors: Tensor | None) -> Tensor:
+    """The same with dense tensors among the items."""
+    if how not in ("contributors", "all"):
+        raise ValueError(f"aggregation is {how!r}; it is 'contributors' or 'all'")
+    tensors = [item.values if isinstance(item, SparseChunks) else item for item in items]
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    total = torch.zeros(items[0].shape, dtype=dtype, device=tensors[0].device)
+    count = torch.zeros_like(total, dtype=torch.int16) if how == "contributors" else None
+    for i, item in enumerate(items):
+        factor = None if factors is None else factors[i, 0]
+        if isinstance(item, SparseChunks):
+            place = item.layout
+            position = flat_positions(
+                item.index, place.width, origins(place, total.device), place.cols - place.width
+            )
+            values = _scaled(item.values, factor)
+            add_at(total.view(-1), position, values)
+            if count is not None:
+                add_at(count.view(-1), position, values != 0)
+        else:
+            values = _scaled(item.detach(), factor)
+            total.add_(values)
+            if count is not None:
+                count.add_(values != 0)
+    _divide(total, count, len(items))
+    return total
+
+
+def _divide(total: Tensor, count: Tensor | None, number: int) -> None:
+    if count is None:
+        total.div_(torch.full((1,), number, dtype=total.dtype, device=total.device))
+    else:
+        total.div_(count.clamp_(min=1))
+
+
+def _scaled(values: Tensor, factor: Tensor | None) -> Tensor:
+    return values if factor is None else values * factor.to(values.dtype)
+
+
+def _per_chunk(numbers: list[int], places: list[Layout], device: torch.device) -> Tensor:
+    counts = torch.tensor([place.chunks for place in places], device=device)
+    total = sum(place.chunks for place in places)
+    return torch.repeat_interleave(torch.tensor(numbers, device=device), counts, output_size=total)
+
+
+def _clip_factors(replicas: list[list[Item]], clip: str | None) -> Tensor | None:
+    """What each replica's items are multiplied by, (replicas, items), or None."""
+    if clip is None:
+        return None
+    if clip != "median":
+        raise ValueError(f"clip is {clip!r}; it is 'median' or None")
+    if not replicas:
+        return None
+    norms = torch.stack([torch.stack([_norm(item) for item in items]) for items in replicas])
+    return (norms.median(0).values / (norms + 1e-8)).clamp(max=1)
+
+
+def _norm(item: Item) -> Tensor:
+    """The 2-norm in float64, summed in halves: a reduction's own order differs between devices."""
+    values = item.values if isinstance(item, SparseChunks) else item.detach().reshape(1, -1)
+    squares = _sum_halves(values.double().square().transpose(0, 1))  # (C,)
+    return _sum_halves(squares).sqrt()
+
+
+def _sum_halves(rows: Tensor) -> Tensor:
+    """The sum over the first dimension, in an order that its length alone decides."""
+    if len(rows) == 0:
+        return rows.sum(0)
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rest = rows[2 * half :]
+        rows = rows[:half] + rows[half : 2 * half]
+        rows = torch.cat([rows, rest]) if len(rest) else rows
+    return rows[0]

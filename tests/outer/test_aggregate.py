@@ -1,0 +1,118 @@
+"""The mean over replicas in eq. 2 of arXiv 2601.02360."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from isthmus.outer import aggregate, aggregate_many
+from isthmus.sparse import TopK
+
+SHAPES = {"wq": (128, 192), "norm": (192,), "odd": (67, 131), "tall": (256, 64), "scalar": ()}
+
+
+def replicas(num: int, kind: str = "2bit", keep: int = 200) -> list[dict]:
+    codec = TopK(keep=keep, values=kind)
+    return [
+        codec.encode_many({name: torch.randn(shape) * (m + 1) for name, shape in SHAPES.items()})
+        for m in range(num)
+    ]
+
+
+def slow_mean(items: list[torch.Tensor], how: str, clip: bool) -> torch.Tensor:
+    """Entry by entry, in Python floats."""
+    factors = [1.0] * len(items)
+    if clip:
+        norms = [sum(x * x for x in item.flatten().tolist()) ** 0.5 for item in items]
+        median = sorted(norms)[(len(norms) - 1) // 2]
+        factors = [min(1.0, median / (norm + 1e-8)) for norm in norms]
+    rows = zip(*(item.double().flatten().tolist() for item in items), strict=True)
+    means = []
+    for row in rows:
+        number = sum(x != 0 for x in row) if how == "contributors" else len(row)
+        means.append(sum(f * x for f, x in zip(factors, row, strict=True)) / max(1, number))
+    return torch.tensor(means, dtype=torch.float64).view(items[0].shape)
+
+
+@pytest.mark.parametrize("how", ["contributors", "all"])
+@pytest.mark.parametrize("clip", [None, "median"])
+@pytest.mark.parametrize("num", [1, 4, 5])
+def test_mean_agrees_with_plain_arithmetic(how, clip, num):
+    codec = TopK(keep=700, values="fp64")
+    dense = [torch.randn(67, 70, dtype=torch.float64) * (m + 1) for m in range(num)]
+    payloads = [codec.encode(item) for item in dense]
+    decoded = [codec.decode(payload) for payload in payloads]
+    expected = slow_mean(decoded, how, clip == "median")
+    assert_close(aggregate(payloads, how, clip), expected)
+    assert_close(aggregate(decoded, how, clip), expected)
+    mixed = [
+        payload if i % 2 else item for i, (payload, item) in enumerate(zip(payloads, decoded, strict=True))
+    ]
+    assert_close(aggregate(mixed, how, clip), expected)
+
+
+@pytest.mark.parametrize("how", ["contributors", "all"])
+def test_payloads_and_what_they_decode_to_give_the_same_bits(how):
+    codec = TopK(keep=400, values="2bit")
+    dense = [torch.randn(128, 67) for _ in range(5)]
+    dense[2][:64] = 0  # zeros that are kept do not count as sent
+    payloads = [codec.encode(item) for item in dense]
+    assert torch.equal(
+        aggregate(payloads, how), aggregate([codec.decode(payload) for payload in payloads], how)
+    )
+
+
+@pytest.mark.parametrize("how", ["contributors", "all"])
+@pytest.mark.parametrize("clip", [None, "median"])
+def test_whole_model_equals_parameter_by_parameter_bit_for_bit(how, clip):
+    sent = replicas(4)
+    together = aggregate_many(sent, how, clip)
+    assert list(together) == list(SHAPES)
+    for name, mean in together.items():
+        assert torch.equal(mean, aggregate([payloads[name] for payloads in sent], how, clip))
+        assert mean.dtype == torch.float32
+
+
+@pytest.mark.parametrize("num", [1, 3, 8])
+def test_identical_replicas_average_alike_either_way(num):
+    (payloads,) = replicas(1)
+    one = aggregate_many([payloads] * num, "contributors")
+    other = aggregate_many([payloads] * num, "all")
+    for name in SHAPES:
+        assert torch.equal(one[name], other[name])
+    codec = TopK(keep=200, values="2bit")
+    assert_close(one["wq"], codec.decode(payloads["wq"]))
+
+
+def test_sums_run_in_the_order_given():
+    items = [torch.tensor([x]) for x in (1e8, 1.0, -1e8, 1.0)]
+    assert aggregate(items, "all").item() == 0.25
+    assert aggregate([items[0], items[2], items[1], items[3]], "all").item() == 0.5
+
+
+def test_dense_zeros_do_not_count_as_sent():
+    items = [torch.tensor([2.0, 0.0, 3.0]), torch.tensor([4.0, 0.0, 0.0])]
+    assert aggregate(items).tolist() == [3.0, 0.0, 3.0]
+    assert aggregate(items, "all").tolist() == [3.0, 0.0, 1.5]
+
+
+def test_a_generator_is_taken_one_replica_at_a_time():
+    sent = replicas(3)
+    assert torch.equal(aggregate_many(iter(sent))["wq"], aggregate_many(sent)["wq"])
+
+
+def test_what_cannot_be_averaged_is_refused():
+    sent = replicas(2)
+    with pytest.raises(ValueError, match="nothing"):
+        aggregate([])
+    with pytest.raises(ValueError, match="nothing"):
+        aggregate_many([])
+    with pytest.raises(ValueError, match="aggregation"):
+        aggregate([torch.zeros(3)], "most")
+    with pytest.raises(ValueError, match="clip"):
+        aggregate([torch.zeros(3)], clip="mean")
+    with pytest.raises(ValueError, match="shape"):
+        aggregate([torch.zeros(3), torch.zeros(4)])
+    with pytest.raises(ValueError, match="different"):
+        aggregate_many([sent[0], {name: sent[1][name] for name in ("wq", "norm")}])
+    with pytest.raises(ValueError, match="different"):
+        aggregate_many([sent[0], replicas(1, keep=100)[0]])
