@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from isthmus import __version__
-from isthmus.cli import data
+from isthmus.cli import data, simulate
 from isthmus.errors import ConfigError, RunError
 
 
@@ -14,7 +14,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"isthmus {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (data,):
+    for module in (simulate, data):
         module.register(commands)
     return parser
 

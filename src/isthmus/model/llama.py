@@ -36,12 +36,12 @@ def init_params(model: ModelConfig, seed: int) -> dict[str, Tensor]:
     return {name: init_tensor(name, shape, model, seed) for name, shape in model.shapes().items()}
 
 
-def rope_table(model: ModelConfig, length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+def rope_table(model: ModelConfig, length: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """cos and sin of RoPE, (L, head_dim) each; float64 until the end, so every device holds the same table."""
     half = model.width // model.heads // 2
     frequency = model.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency).repeat(1, 2)  # (L, head_dim)
-    return angle.cos().to(device), angle.sin().to(device)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -61,7 +61,8 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    # cos and sin are wider than a bf16 stream: late positions need their angle exactly.
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 def embed(params: Params, tokens: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,9 +103,8 @@ def head(params: Params, x: Tensor, model: ModelConfig) -> Tensor:
 def run_layers(
     params: Params, layers: range, x: Tensor, model: ModelConfig, rope: tuple[Tensor, Tensor]
 ) -> Tensor:
-    cos, sin = (table.to(x.dtype) for table in rope)
     for i in layers:
-        x = layer(params, i, x, model, cos, sin)
+        x = layer(params, i, x, model, *rope)
     return x
 
 
@@ -159,9 +159,9 @@ class Llama(nn.Module):
                     at.add_module(part, nn.Module())
                 at = at.get_submodule(part)
             at.register_parameter(leaf, nn.Parameter(value))
-        cos, sin = rope_table(model, model.context, "cpu")
-        self.register_buffer("cos", cos.float(), persistent=False)
-        self.register_buffer("sin", sin.float(), persistent=False)
+        cos, sin = rope_table(model, model.context)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens: Tensor, crossings: Crossings | None = None) -> Tensor:
         length = tokens.shape[-1]

@@ -1,0 +1,29 @@
+# Two commands do everything on a clean clone: `make demo` and `make test`. Set-up is venv + pip.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)
+	$(BIN)/isthmus simulate recipes/demo.toml
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pytest
+
+bench: $(READY)
+	$(BIN)/python bench/codec.py
+	$(BIN)/python bench/simulator.py
+
+# torch goes first and pinned: an open range would pull gigabytes of CUDA packages on a machine without a GPU.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,74 @@
+"""`isthmus simulate`: the whole fleet of a recipe on one device."""
+
+import argparse
+from pathlib import Path
+
+from isthmus.config import load_recipe
+from isthmus.errors import ConfigError
+
+EPILOG = """examples:
+  isthmus simulate recipes/demo.toml
+  isthmus simulate recipes/demo.toml --set outer.keep=64 --set replicas.edge.compression=1/32
+  isthmus simulate recipes/demo.toml --run runs/h50 --set outer.inner_steps=50
+  isthmus simulate --resume runs/h50            after a stop or a kill
+  isthmus compare runs/demo runs/h50            then look at what changed
+"""
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="train the whole fleet of a recipe on this one device",
+        description="Train every replica of a recipe on one device, full and pipelined, with byte-exact payloads and "
+        "a virtual clock for the links. Writes a run directory with metrics.jsonl and report.html.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", nargs="?", help="a recipe file (TOML)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; may be repeated"
+    )
+    parser.add_argument("--run", dest="run_dir", metavar="DIR", help="the run directory (default: the first free runs/NAME)")
+    parser.add_argument("--resume", metavar="RUN", help="go on with this run from its last saved round")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--mode",
+        default="auto",
+        choices=("auto", "stacked", "turns"),
+        help="all replicas at once, or one after another (default: by predicted memory)",
+    )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="torch.compile the inner step (default: on CUDA)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress, only the summary")
+    parser.add_argument("--json", action="store_true", help="print the last row as JSON instead of the summary")
+    parser.set_defaults(run=simulate)
+
+
+def simulate(args: argparse.Namespace) -> int:
+    """Run or resume, then say in words what happened and where the report is."""
+    if bool(args.recipe) == bool(args.resume):
+        raise ConfigError("give a recipe to start a run, or --resume RUN to go on with one")
+    if args.resume and (args.set or args.run_dir or args.mode != "auto"):
+        raise ConfigError("--resume goes on with the run as it was; --set, --run and --mode are for a new one")
+    recipe = load_recipe(args.recipe, args.set) if args.recipe else None
+    from isthmus.engine.start import results_json, resume
+    from isthmus.engine.start import simulate as start
+    from isthmus.runlog import RunDir, summary
+
+    if args.resume:
+        results = resume(args.resume, device=args.device, quiet=args.quiet)
+    else:
+        results = start(
+            recipe, args.run_dir, device=args.device, mode=args.mode, compiled=args.compile, quiet=args.quiet
+        )
+    if args.json:
+        print(results_json(results))
+    else:
+        run = RunDir.open(results.run_dir)
+        print("\n".join(summary(run)))
+        print(f"Report: {Path(results.run_dir) / 'report.html'}")
+    return 0

@@ -1,0 +1,48 @@
+"""Link and exchange inside one process: nothing travels, everything is rounded and counted as if it did."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isthmus.comm.base import Contribution
+from isthmus.config import Recipe
+from isthmus.subspace.boundary import as_on_wire
+from isthmus.traffic import shards_read
+
+WIRE_TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+class LocalLink:
+    """A StageLink that rounds to the wire's type, both ways."""
+
+    def __init__(self, wire: str) -> None:
+        self.dtype = WIRE_TYPES[wire]
+
+    def carry(self, z: Tensor) -> Tensor:
+        # A wire wider than the stream changes nothing.
+        return as_on_wire(z, self.dtype) if self.dtype.itemsize < z.dtype.itemsize else z
+
+
+class LocalExchange:
+    """An Exchange among replicas of one process; counts each shard once up, and down once for each machine that
+    reads it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.readers = {member.name: shards_read(recipe, member) for member in recipe.fleet()}
+        self.sent = {"payload_up": 0, "payload_down": 0}
+
+    def close(self, round_number: int, own: Sequence[Contribution]) -> Sequence[Contribution]:
+        if len(own) > 1:
+            for contribution in own:
+                sizes = [len(shard) for shard in contribution.shards]
+                self.sent["payload_up"] += sum(sizes)
+                for name, readers in self.readers.items():
+                    if name != contribution.replica:
+                        self.sent["payload_down"] += sum(s * n for s, n in zip(sizes, readers, strict=True))
+        return own
+
+    def take_counts(self) -> dict[str, int]:
+        """Bytes since the last call."""
+        counts, self.sent = self.sent, dict.fromkeys(self.sent, 0)
+        return counts

@@ -1,0 +1,230 @@
+"""M replicas on one device, stacked or in turns."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from isthmus.comm.base import Contribution
+from isthmus.config import Member, Recipe
+from isthmus.data.corpus import Corpus
+from isthmus.data.tokens import Batches, validation_batches
+from isthmus.errors import RunError
+from isthmus.model.inner import learning_rate
+from isthmus.model.llama import forward, init_params, rope_table, token_losses
+from isthmus.outer.baselines import DiLoCo
+from isthmus.outer.sparseloco import SparseLoCo
+from isthmus.planner.memory import SimulatorPlan
+from isthmus.replica.crossings import BasisSet, crossings_of, forward_key
+from isthmus.replica.split import EMBEDDING
+from isthmus.replica.stack import Stack
+from isthmus.sparse import pack_many, unpack_many
+from isthmus.subspace import grassmann_step
+from isthmus.traffic import shards
+
+Progress = Callable[[int], None]  # told the inner steps done in this round
+
+
+class SimulatedFleet:
+    """Every replica of a recipe in this process. The loop drives it as it would drive one replica of a real fleet:
+    train a round, hand over contributions, apply what the exchange returns, evaluate."""
+
+    def __init__(
+        self, recipe: Recipe, corpus: Corpus, device: torch.device, precision: str, plan: SimulatorPlan, compiled: bool
+    ) -> None:
+        self.recipe, self.device, self.plan = recipe, device, plan
+        self.members = recipe.fleet()
+        self.wide = torch.float64 if precision == "fp64" else torch.float32
+        self.dtype = torch.bfloat16 if precision == "bf16" else self.wide
+        self.batches = Batches(
+            corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context
+        )
+        held_out = validation_batches(corpus, recipe.inner.batch, recipe.model.context, recipe.data.eval_batches)
+        self.held_out = [batch.to(device).long() for batch in held_out]
+        self.bases = BasisSet(recipe, device, self.wide)
+        self.anchor = {
+            name: tensor.to(device, self.wide) for name, tensor in init_params(recipe.model, recipe.seed).items()
+        }
+        # Without adaptation (Table 5a) T_perp stays at its first value, whatever the embedding does.
+        table = self.anchor[EMBEDDING] if recipe.subspace.adaptation else self.anchor[EMBEDDING].clone()
+        self.table = table
+        self.shared = recipe.outer.method == "adamw"
+        outer = {"sparseloco": SparseLoCo, "diloco": DiLoCo, "adamw": None}[recipe.outer.method]
+        self.outer = outer(self.anchor, recipe.outer) if outer else None
+        self.stacks = [
+            Stack(
+                recipe,
+                self.members[at : at + plan.group],
+                self.anchor,
+                table,
+                self.bases,
+                dtype=self.dtype,
+                pieces=plan.pieces,
+                shared=self.shared,
+                compiled=compiled,
+            )
+            for at in range(0, len(self.members), plan.group)
+        ]
+        if self.shared:
+            self.anchor = {name: p.detach() for name, p in self.stacks[0].params.items()}
+            self.table = self.stacks[0].table
+        if plan.parked:
+            for stack in self.stacks:
+                stack.move("cpu")
+        self.rope = tuple(t.to(device) for t in rope_table(recipe.model, recipe.model.context, self.wide))
+        self.shards = shards(recipe)
+
+    def train_round(self, round_index: int, progress: Progress) -> tuple[Tensor, Tensor, list[Contribution]]:
+        """H inner steps of every replica; losses (H, M), the last gradient norms (M,), and the contributions."""
+        losses, norms, contributions = [], [], []
+        steps = self.recipe.outer.inner_steps
+        for turn, stack in enumerate(self.stacks):
+            if self.plan.parked:
+                stack.move(self.device)
+            stack.begin_round(self.anchor)
+            taken = []
+            for h in range(steps):
+                step_losses, step_norms = stack.inner_step(self._tokens(stack, round_index * steps + h))
+                taken.append(step_losses)
+                if self.device.type == "cpu":  # elsewhere looking would make the host wait
+                    self._check_finite(step_losses[None], stack.members, round_index, h)
+                progress((turn * steps + h + 1) // len(self.stacks))
+            stack_losses = torch.stack(taken).cpu()  # (H, R)
+            self._check_finite(stack_losses, stack.members, round_index, 0)
+            losses.append(stack_losses)
+            norms.append(step_norms.detach().cpu().double().expand(len(stack.members)))
+            if self.outer:
+                contributions += [self._contribute(stack, i) for i in range(len(stack.members))]
+            if self.plan.parked:
+                stack.move("cpu")
+        return torch.cat(losses, dim=1), torch.cat(norms), contributions
+
+    def _tokens(self, stack: Stack, inner_step: int) -> Tensor:
+        first = stack.members[0].index
+        tokens = self.batches.stacked(inner_step)[first : first + len(stack.members)]  # (R, B, L + 1)
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory()
+        return tokens.to(self.device, non_blocking=True).long()
+
+    def _contribute(self, stack: Stack, i: int) -> Contribution:
+        """One replica's payload, packed shard by shard, as it would leave its machines."""
+        try:
+            sent = self.outer.contribute(stack.row(stack.params, i), stack.row(stack.feedback, i))
+        except ValueError as error:
+            raise RunError(f"replica {stack.members[i].name}: {error}") from error
+        packed = tuple(pack_many({name: sent[name] for name in names}) for names in self.shards)
+        return Contribution(stack.members[i].name, packed)
+
+    def apply(self, contributions: Sequence[Contribution]) -> None:
+        """Decode what the exchange returned and take the anchor to theta^(t)."""
+        if self.outer:
+            payloads = []
+            for contribution in contributions:
+                tensors = {}
+                for shard in contribution.shards:
+                    tensors |= unpack_many(shard, device=self.device)
+                payloads.append(tensors)
+            self.outer.apply(payloads)
+
+    def turn_basis(self, inner_step: int) -> None:
+        """Table 5c: after every `grassmann_every` inner steps, turn each U toward the activation gradients."""
+        every = self.recipe.subspace.grassmann_every
+        if not every or (inner_step + 1) % every:
+            return
+        tokens = self.batches.stacked(inner_step).to(self.device).long()
+        covariances: dict[str, Tensor] = {}
+        for member in self.members:
+            if member.config.compressed:
+                key = self.bases.key(member, 0)
+                covariance = self._gradient_covariance(member, tokens[member.index])
+                covariances[key] = covariances[key] + covariance if key in covariances else covariance
+        for key, covariance in covariances.items():
+            basis = self.bases.bases[key]
+            basis.copy_(grassmann_step(basis.double(), covariance, self.recipe.subspace.grassmann_lr))
+
+    def _gradient_covariance(self, member: Member, tokens: Tensor) -> Tensor:
+        """Sum of g^T g (D, D) over the last boundary of this replica, at the anchor."""
+        crossings = crossings_of(self.recipe, [member], self.bases, self.table, len(tokens))
+        last = max(crossings)
+        rows, inner = crossings[last][0]
+        caught: list[Tensor] = []
+
+        def probe(x: Tensor, ids: Tensor) -> Tensor:
+            caught.append(inner(x, ids).requires_grad_())
+            return caught[-1]
+
+        crossings[last] = [(rows, probe)]
+        params = {name: t.detach() for name, t in self.anchor.items()}
+        with torch.enable_grad():
+            logits = forward(params, tokens[:, :-1], self.recipe.model, self.rope, crossings, self.dtype)
+            (grad,) = torch.autograd.grad(token_losses(logits, tokens[:, 1:]), caught)
+        flat = grad.flatten(0, -2).double()  # (B L, D)
+        return flat.mT @ flat
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float | None | dict[str, float]]:
+        """The three held-out losses of METHOD 0.4: as a full forward, as a pipelined forward, and mixed."""
+        by_forward: dict[tuple, float] = {(): self._held_out_loss(None)}
+        per_member = []
+        for member in self.members:
+            key = forward_key(self.recipe, member, self.bases)
+            if key not in by_forward:
+                by_forward[key] = self._held_out_loss(member)
+            per_member.append(by_forward[key])
+        pipelined = [loss for loss, m in zip(per_member, self.members, strict=True) if m.config.kind == "pipelined"]
+        return {
+            "loss_full": by_forward[()],
+            "loss_pipelined": sum(pipelined) / len(pipelined) if pipelined else None,
+            "loss_mixed": sum(per_member) / len(per_member),
+            "loss_by_kind": self.by_kind(per_member),
+        }
+
+    def _held_out_loss(self, member: Member | None) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in self.held_out:
+            crossings = crossings_of(self.recipe, [member], self.bases, self.table, len(batch)) if member else None
+            logits = forward(
+                self.anchor, batch[:, :-1], self.recipe.model, self.rope, crossings, self.dtype
+            )
+            total += token_losses(logits, batch[:, 1:]).double() * len(batch)
+        return (total / sum(map(len, self.held_out))).item()
+
+    def by_kind(self, per_member: Sequence[float]) -> dict[str, float]:
+        """Mean over the replicas of each [[replicas]] table."""
+        kinds: dict[str, list[float]] = {}
+        for member, value in zip(self.members, per_member, strict=True):
+            kinds.setdefault(member.config.name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in kinds.items()}
+
+    def _check_finite(self, losses: Tensor, members: Sequence[Member], round_index: int, first: int) -> None:
+        bad = (~losses.isfinite()).nonzero()
+        if len(bad) == 0:
+            return
+        h, row = bad[0].tolist()
+        step = round_index * self.recipe.outer.inner_steps + first + h
+        lr = learning_rate(step, self.recipe.inner, self.recipe.num_inner_steps)
+        raise RunError(
+            f"replica {members[row].name}: the loss is {losses[h, row].item()} at inner step {step + 1} (round "
+            f"{round_index + 1}), learning rate {lr:.3g}; the last good round is on disk. Try a lower inner.lr, a "
+            "longer inner.warmup_steps or a smaller inner.clip"
+        )
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Everything that a resumed run needs, by file: the anchor, the outer method, each stack."""
+        extra = {f"basis/{key}": basis for key, basis in self.bases.bases.items()}
+        extra |= self.outer.state() if self.outer else {}
+        files = {"anchor": dict(self.anchor), "outer": extra}
+        return files | {f"stack-{i}": stack.state() for i, stack in enumerate(self.stacks)}
+
+    def restore(self, files: dict[str, dict[str, Tensor]], rounds: int) -> None:
+        with torch.no_grad():
+            for name, tensor in self.anchor.items():
+                tensor.copy_(files["anchor"][name])
+            for key, basis in self.bases.bases.items():
+                basis.copy_(files["outer"][f"basis/{key}"])
+            if self.outer:
+                self.outer.restore(files["outer"])
+        for i, stack in enumerate(self.stacks):
+            stack.restore(files[f"stack-{i}"], rounds * self.recipe.outer.inner_steps)
+
+

@@ -1,0 +1,51 @@
+"""Error feedback and one outer round: from pseudo-gradients to payloads, from all payloads to the next anchor."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from isthmus.config import OuterConfig
+from isthmus.outer.aggregate import aggregate_many
+from isthmus.outer.feedback import feed_back_many
+from isthmus.sparse import SparseChunks, TopK
+
+Payload = Mapping[str, SparseChunks]
+
+
+class SparseLoCo:
+    """Eq. 2 of arXiv 2601.02360 on named tensors; it has not heard of replicas or stages.
+
+    One anchor, and a feedback for every contributor: the caller keeps it, because it moves with the contributor.
+    """
+
+    def __init__(self, anchor: dict[str, Tensor], config: OuterConfig) -> None:
+        self.anchor, self.config = anchor, config
+        self.codec = TopK(config.chunk_side, config.keep, config.values)
+
+    @torch.no_grad()
+    def contribute(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> dict[str, SparseChunks]:
+        """Delta and e of eq. 2; `feedback` is brought to e^(t+1) in place."""
+        scale = self.config.step_size if self.config.feedback_lr_scaled else 1.0
+        pseudo_grads = {}
+        for name, param in params.items():
+            pseudo_grad = self.anchor[name] - param
+            pseudo_grads[name] = pseudo_grad if scale == 1.0 else pseudo_grad * scale
+        decay = self.config.feedback_decay
+        sent, _ = feed_back_many(pseudo_grads, feedback, self.codec, decay, in_place=True)
+        return sent
+
+    @torch.no_grad()
+    def apply(self, payloads: Sequence[Payload]) -> None:
+        """theta^(t) = theta^(t-1) - eta mean; every holder of the anchor reaches the same bits."""
+        clip = None if self.config.clip == "none" else self.config.clip
+        for name, mean in aggregate_many(payloads, self.config.aggregation, clip).items():
+            # Scaled, then subtracted: a fused multiply-add on one device could round differently on another.
+            update = mean * self.config.step_size
+            self.anchor[name].sub_(update)
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        pass

@@ -1,0 +1,54 @@
+"""Recipe -> seconds on that fleet: the closed formulas of METHOD section 3. Standard library only."""
+
+from isthmus.config import Member, Recipe
+from isthmus.traffic import inner_step_bytes, outer_bytes
+
+
+def step_flops(recipe: Recipe) -> float:
+    """6 N per token: forward and backward of one replica's inner step."""
+    return 6.0 * recipe.model.num_parameters * recipe.inner.batch * recipe.model.context
+
+
+def inner_step_seconds(recipe: Recipe, member: Member, measured_seconds: float) -> float:
+    """One inner step of a replica with its links full duplex and overlapped with compute.
+
+    With m micro-batches of t seconds of compute per stage and l on the link each way, the slower of the two sets the
+    pace and the pipeline fills and drains once: m max(t, l) + (S-1)(t + 2 (l + latency)). For l <= t this is the
+    ceiling U = m / (m + (S-1)(1 + 2(r + lat/t))) that no flushing schedule beats.
+
+    measured_seconds stands in for the compute of the whole replica where the recipe gives no rate.
+    """
+    replica = member.config
+    stages, m = replica.stages, recipe.inner.micro_batches
+    if replica.tflops:
+        compute = step_flops(recipe) / stages / (replica.tflops * 1e12)
+    else:
+        compute = measured_seconds / stages
+    if stages == 1:
+        return compute
+    crossing = inner_step_bytes(recipe, member)
+    forward = (crossing["activations"] + crossing["tokens"]) / (stages - 1) / m
+    t, latency = compute / m, replica.link.latency_ms / 1e3
+    link = forward * 8 / (replica.link.mbps * 1e6)
+    return m * max(t, link) + (stages - 1) * (t + 2 * (link + latency))
+
+
+def round_seconds(recipe: Recipe, measured_step_seconds: float) -> float:
+    """One outer round: H inner steps of the slowest replica, then its exchange, up and then down."""
+    return max(
+        recipe.outer.inner_steps * inner_step_seconds(recipe, member, measured_step_seconds)
+        + exchange_seconds(recipe, member)
+        for member in recipe.fleet()
+    )
+
+
+def exchange_seconds(recipe: Recipe, member: Member) -> float:
+    """Upload, then download of all the others' updates, every machine of the replica over its own link."""
+    if recipe.num_replicas == 1:
+        return 0.0
+    up, down = outer_bytes(recipe, member)
+    link, machines = member.config.outer_link, member.config.stages
+    if recipe.outer.method == "adamw":  # a ring sends and receives at once, every inner step
+        latency = 2 * (recipe.num_replicas - 1) * recipe.outer.inner_steps * link.latency_ms / 1e3
+        return up / machines * 8 / (link.mbps * 1e6) + latency
+    return link.seconds(up / machines) + link.seconds(down / machines)

@@ -1,0 +1,86 @@
+"""Bytes of memory that a simulated fleet needs, before it is started. Standard library only."""
+
+from dataclasses import dataclass
+
+from isthmus.config import Recipe
+
+MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # weights, moments, feedback
+STREAM_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatorPlan:
+    """How the simulator will hold the fleet: `group` replicas advance together, each batch in `pieces`."""
+
+    group: int
+    pieces: int
+    parked: bool  # the groups that wait lie on the host
+    predicted_bytes: int
+
+    def describe(self, num_replicas: int) -> str:
+        how = "stacked, all together" if self.group == num_replicas else f"in turns, {self.group} at a time"
+        parked = ", those that wait parked on the host" if self.parked else ""
+        pieces = f", each batch in {self.pieces} pieces" if self.pieces > 1 else ""
+        return f"{how}{parked}{pieces}; about {self.predicted_bytes / 2**30:.2f} GiB"
+
+
+def state_bytes(recipe: Recipe, precision: str) -> int:
+    """One replica at rest: weights, two moments, feedback."""
+    copies = {"sparseloco": 4, "diloco": 3, "adamw": 3}[recipe.outer.method]
+    return copies * recipe.model.num_parameters * MASTER_BYTES[precision]
+
+
+def activation_bytes(recipe: Recipe, precision: str, num_sequences: int, compiled: bool) -> int:
+    """What one forward keeps for its backward.
+
+    A layer keeps about 9 tensors of the stream's width (input, two normed inputs, q, k, v before and after RoPE,
+    attention, the second input) and 4 of the FFN's; uncompiled code also keeps the wide copies of both norms. The
+    head keeps logits, their fp32 copy and log-probabilities; their gradient comes on top.
+    """
+    model, size = recipe.model, STREAM_BYTES[precision]
+    num_tokens = num_sequences * model.context
+    wide = 0 if compiled else 6 * max(size, 4)
+    per_layer = (9 * size + wide) * model.width + (4 if compiled else 5) * size * model.ffn
+    logits = (2 * size + 8) * model.vocab if precision == "bf16" else 3 * size * model.vocab
+    return num_tokens * (model.layers * per_layer + logits)
+
+
+def simulator_bytes(
+    recipe: Recipe, precision: str, group: int, pieces: int, parked: bool, compiled: bool
+) -> int:
+    """Peak of the simulator on its device."""
+    n, size = recipe.model.num_parameters, MASTER_BYTES[precision]
+    replicas = recipe.num_replicas
+    resident = group if parked else replicas
+    shared = 1 if recipe.outer.method == "adamw" else resident
+    # Beside the replicas: their gradients, the anchor, and the codec's three work copies of one replica.
+    codec = 0 if recipe.outer.method == "adamw" else 3
+    weights = shared * state_bytes(recipe, precision) + (min(shared, group) + 1 + codec) * n * size
+    if precision == "bf16":  # the half-width copy of the weights that autograd keeps
+        weights += min(shared, group) * n * 2
+    sequences = group * -(-recipe.inner.batch // pieces)
+    return weights + activation_bytes(recipe, precision, sequences, compiled)
+
+
+def plan_simulator(
+    recipe: Recipe, precision: str, available_bytes: int, *, compiled: bool, can_park: bool, mode: str = "auto"
+) -> SimulatorPlan:
+    """The largest group that fits, then the fewest pieces; parked on the host only when nothing else fits."""
+    replicas, batch = recipe.num_replicas, recipe.inner.batch
+    groups = [g for g in range(replicas, 0, -1) if replicas % g == 0]
+    if mode == "stacked" or recipe.outer.method == "adamw":
+        groups = [replicas]
+    elif mode == "turns":
+        groups = [1]
+    pieces_list = [p for p in range(1, batch + 1) if batch % p == 0]
+    least = None
+    for parked in (False, True) if can_park else (False,):
+        for group in groups:
+            for pieces in pieces_list:
+                needed = simulator_bytes(recipe, precision, group, pieces, parked, compiled)
+                plan = SimulatorPlan(group, pieces, parked and group < replicas, needed)
+                if needed <= available_bytes:
+                    return plan
+                if least is None or needed < least.predicted_bytes:
+                    least = plan
+    return least

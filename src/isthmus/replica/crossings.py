@@ -1,0 +1,107 @@
+"""Which rows of a stack cross a stage boundary after which layer, and what the crossing does to them."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from isthmus.comm.local import LocalLink
+from isthmus.config import Member, Recipe
+from isthmus.model.llama import Crossing
+from isthmus.replica.split import boundaries
+from isthmus.subspace import OpenBoundary, SubspaceBoundary, random_basis
+
+Key = tuple  # tells two crossings apart: where, how many dimensions, which wire, which U
+
+
+def derived_seed(seed: int, *path: str | int) -> int:
+    digest = hashlib.sha256("/".join(map(str, (seed, *path))).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def crossing(boundary: OpenBoundary | SubspaceBoundary, link: LocalLink) -> Crossing:
+    """compress, link, expand: what happens to the stream between two stages."""
+
+    def send(x: Tensor, tokens: Tensor) -> Tensor:
+        return boundary.expand(link.carry(boundary.compress(x, tokens)), tokens)
+
+    return send
+
+
+class BasisSet:
+    """Every U of a run, drawn from the recipe's seed when first asked for (METHOD 0.5)."""
+
+    def __init__(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> None:
+        self.recipe, self.device, self.dtype = recipe, device, dtype
+        self.bases: dict[str, Tensor] = {}
+
+    def key(self, member: Member, boundary: int) -> str:
+        dim = member.config.subspace_dim(self.recipe.model.width)
+        scope = self.recipe.subspace.basis
+        if scope == "global":
+            return f"{dim}"
+        return f"{dim}/{member.name}" if scope == "replica" else f"{dim}/{member.name}/{boundary}"
+
+    def get(self, member: Member, boundary: int) -> Tensor:
+        key = self.key(member, boundary)
+        if key not in self.bases:
+            width, dim = self.recipe.model.width, member.config.subspace_dim(self.recipe.model.width)
+            basis = random_basis(width, dim, derived_seed(self.recipe.seed, "basis", key))
+            self.bases[key] = basis.to(self.device, self.dtype)
+        return self.bases[key]
+
+
+def crossings_of(
+    recipe: Recipe, members: Sequence[Member], bases: BasisSet, table: Tensor, rows_each: int = 1
+) -> dict[int, list[tuple[slice, Crossing]]]:
+    """For each edge (layers before it), the rows of the leading axis that cross there; neighbours that cross alike
+    cross together. `rows_each` is the number of rows that each member has."""
+    at: dict[int, list[tuple[slice, Key, Member, int]]] = {}
+    for i, member in enumerate(members):
+        rows = slice(i * rows_each, (i + 1) * rows_each)
+        for boundary, edge in enumerate(boundaries(recipe.model.layers, member.config.stages)):
+            key = crossing_key(member, boundary, bases)
+            here = at.setdefault(edge, [])
+            if here and here[-1][1] == key and here[-1][0].stop == rows.start:
+                here[-1] = (slice(here[-1][0].start, rows.stop), *here[-1][1:])
+            else:
+                here.append((rows, key, member, boundary))
+    return {
+        edge: [(rows, build(member, boundary, bases, table)) for rows, _, member, boundary in here]
+        for edge, here in at.items()
+    }
+
+
+def crossing_key(member: Member, boundary: int, bases: BasisSet) -> Key:
+    basis = bases.key(member, boundary) if member.config.compressed else None
+    return (member.config.wire, basis)
+
+
+def forward_key(recipe: Recipe, member: Member, bases: BasisSet) -> Key:
+    """Equal for two replicas whose forward passes are the same function."""
+    edges = boundaries(recipe.model.layers, member.config.stages)
+    return tuple((edge, *crossing_key(member, b, bases)) for b, edge in enumerate(edges))
+
+
+def build(member: Member, boundary: int, bases: BasisSet, table: Tensor) -> Crossing:
+    inside = SubspaceBoundary(bases.get(member, boundary), table) if member.config.compressed else OpenBoundary()
+    return crossing(inside, LocalLink(member.config.wire))
+
+
+def projected_names(recipe: Recipe, member: Member) -> tuple[str, ...]:
+    """W_p1 and W_p2 of the layers before the replica's last boundary: what Table 5b projects."""
+    if not member.config.compressed:
+        return ()
+    last = boundaries(recipe.model.layers, member.config.stages)[-1]
+    return tuple(
+        f"layers.{i}.{matrix}.weight" for i in range(last) for matrix in ("attention.wo", "feed_forward.w2")
+    )
+
+
+def write_projection_(weight: Tensor, basis: Tensor) -> None:
+    """W <- U U^T W: what a d-sided matrix (D, in) writes into the stream returns to S."""
+    weight.copy_(basis @ (basis.mT @ weight))
+
+
+Crossings = Mapping[int, Sequence[tuple[slice, Crossing]]]

@@ -1,0 +1,142 @@
+"""Several replicas that advance together as one computation: every tensor carries a leading replica axis."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from isthmus.config import Member, Recipe
+from isthmus.model.inner import InnerOpt
+from isthmus.model.llama import forward, rope_table, token_losses
+from isthmus.replica.crossings import BasisSet, crossings_of, projected_names, write_projection_
+from isthmus.replica.split import stage_of
+
+
+class Stack:
+    """R replicas with weights of their own (R, ...), or, when `shared`, M replicas that average every gradient and
+    so hold one set of weights between them: the per-step AdamW baseline."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        members: Sequence[Member],
+        anchor: Mapping[str, Tensor],
+        table: Tensor,
+        bases: BasisSet,
+        *,
+        dtype: torch.dtype,
+        pieces: int = 1,
+        shared: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        self.recipe, self.members, self.bases, self.shared = recipe, tuple(members), bases, shared
+        self.dtype, self.pieces = dtype, pieces
+        device = table.device
+        lead = () if shared else (len(members),)
+        self.params = {
+            name: tensor.expand(*lead, *tensor.shape).clone().requires_grad_() for name, tensor in anchor.items()
+        }
+        with_feedback = recipe.outer.method == "sparseloco"
+        self.feedback = {name: torch.zeros_like(p) for name, p in self.params.items()} if with_feedback else {}
+        if shared and recipe.subspace.adaptation:
+            table = self.params["tok_embeddings.weight"].detach()  # synchronised every step, so it is never stale
+        self.table = table
+        rows = recipe.inner.batch // pieces if shared else 1
+        self.crossings = crossings_of(recipe, members, bases, table, rows)
+        wide = next(iter(anchor.values())).dtype
+        self.rope = tuple(t.to(device) for t in rope_table(recipe.model, recipe.model.context, wide))
+        self.opt = InnerOpt(
+            self.params,
+            recipe.inner,
+            recipe.num_inner_steps,
+            stacked=not shared,
+            groups=self._clip_groups(device),
+            modified=self._modified(device),
+        )
+        self._losses = torch.compile(self._member_losses, dynamic=False) if compiled else self._member_losses
+        self.parked = False
+
+    def _clip_groups(self, device: torch.device) -> Tensor | None:
+        """(R, T) stage numbers, where every stage clips on its own."""
+        if self.recipe.inner.clip_scope == "replica" or self.shared:
+            return None
+        layers = self.recipe.model.layers
+        stages = [[stage_of(name, layers, m.config.stages) for name in self.params] for m in self.members]
+        return torch.tensor(stages, device=device)
+
+    def _modified(self, device: torch.device) -> dict[str, Tensor]:
+        """The matrices of Table 5d and which replicas treat them so."""
+        if not self.recipe.subspace.modified_adamw:
+            return {}
+        chosen = [set(projected_names(self.recipe, member)) for member in self.members]
+        masks = {name: [name in names for names in chosen] for name in self.params}
+        if self.shared:
+            masks = {name: mask[:1] for name, mask in masks.items()}
+        return {name: torch.tensor(mask, device=device) for name, mask in masks.items() if any(mask)}
+
+    def _member_losses(self, params: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+        """(R,) losses of tokens (R, B, L + 1), every replica through its own boundaries."""
+        inputs, targets = tokens[..., :-1], tokens[..., 1:]
+        if self.shared:
+            inputs = inputs.flatten(0, 1)
+        logits = forward(params, inputs, self.recipe.model, self.rope, self.crossings, self.dtype)
+        return token_losses(logits.view(*targets.shape, -1), targets)
+
+    def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
+        """All replicas stand at the anchor."""
+        if self.shared:
+            return
+        with torch.no_grad():
+            for name, param in self.params.items():
+                param.copy_(anchor[name].expand_as(param))
+            self._project_weights()
+
+    def inner_step(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """One InnerOpt update of every replica (eq. 1); its losses and gradient norms (R,), still on the device."""
+        self.opt.zero_grad()
+        losses = torch.zeros(len(self.members), device=tokens.device, dtype=torch.float64)
+        weight = 1 / (self.pieces * (len(self.members) if self.shared else 1))
+        for piece in tokens.chunk(self.pieces, dim=1):
+            piece_losses = self._losses(self.params, piece)
+            (piece_losses.sum() * weight).backward()
+            losses += piece_losses.detach().double() / self.pieces
+        norms = self.opt.step()
+        with torch.no_grad():
+            self._project_weights()
+        return losses, norms
+
+    def _project_weights(self) -> None:
+        """Table 5b: compressed replicas' W_p1 and W_p2 return to S after every step."""
+        if not self.recipe.subspace.weight_projection:
+            return
+        for row, member in enumerate(self.members[:1] if self.shared else self.members):
+            for name in projected_names(self.recipe, member):
+                weight = self.params[name].detach()
+                write_projection_(weight if self.shared else weight[row], self.bases.get(member, 0))
+
+    def row(self, tensors: Mapping[str, Tensor], i: int) -> dict[str, Tensor]:
+        """One replica's tensors, as views."""
+        return {name: tensor.detach()[i] for name, tensor in tensors.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        named = self.opt.state() | {f"feedback/{name}": t for name, t in self.feedback.items()}
+        if self.shared:
+            named |= {f"params/{name}": p.detach() for name, p in self.params.items()}
+        return named
+
+    def restore(self, state: Mapping[str, Tensor], step_count: int) -> None:
+        with torch.no_grad():
+            self.opt.restore(state, step_count)
+            for name, tensor in self.feedback.items():
+                tensor.copy_(state[f"feedback/{name}"])
+            if self.shared:
+                for name, param in self.params.items():
+                    param.copy_(state[f"params/{name}"])
+
+    def move(self, device: torch.device | str) -> None:
+        """Park on the host, or come back: storage moves, the tensors keep their identity."""
+        self.opt.zero_grad()
+        for tensor in (*self.params.values(), *self.opt.first.values(), *self.opt.second.values()):
+            tensor.data = tensor.data.to(device)
+        for tensor in self.feedback.values():
+            tensor.data = tensor.data.to(device)

@@ -1,0 +1,247 @@
+"""The simulator as identities: every shortcut it takes equals the plain thing it stands for."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from isthmus import simulate
+from isthmus.comm.local import LocalExchange
+from isthmus.config import parse_recipe
+from isthmus.data.corpus import open_corpus
+from isthmus.engine.simulated import SimulatedFleet
+from isthmus.model.inner import learning_rate
+from isthmus.model.llama import forward, init_params, rope_table, token_losses
+from isthmus.planner.memory import SimulatorPlan
+from isthmus.subspace import SubspaceBoundary, split
+from isthmus.traffic import round_bytes
+
+BASE = """
+name = "t"
+[model]
+preset = "nano"
+width = 32
+ffn = 64
+heads = 2
+context = 16
+[data]
+eval_batches = 1
+[inner]
+batch = 4
+micro_batches = 2
+lr = 3e-3
+warmup_steps = 2
+precision = "fp64"
+[outer]
+inner_steps = 3
+rounds = 3
+values = "fp64"
+"""
+FULL = '[[replicas]]\nname = "rack"\ncount = 2\n'
+EDGE = '[[replicas]]\nname = "edge"\nkind = "pipelined"\nwire = "fp64"\n'
+MIXED = FULL + EDGE + 'count = 1\nstages = 2\ncompression = "1/4"\n'
+MIXED += EDGE.replace('"edge"', '"far"') + 'count = 1\nstages = 4\ncompression = "1/8"\n'
+
+
+@pytest.fixture(scope="session")
+def corpus():
+    return open_corpus("builtin:sample")
+
+
+def build(corpus, replicas, *overrides, group=None, pieces=1):
+    recipe = parse_recipe(BASE + replicas, overrides)
+    precision = {"auto": "fp32"}.get(recipe.inner.precision, recipe.inner.precision)
+    plan = SimulatorPlan(group or recipe.num_replicas, pieces, False, 0)
+    return recipe, SimulatedFleet(recipe, corpus, torch.device("cpu"), precision, plan, compiled=False)
+
+
+def train(corpus, replicas, *overrides, rounds=2, **how):
+    recipe, fleet = build(corpus, replicas, *overrides, **how)
+    exchange = LocalExchange(recipe)
+    for t in range(rounds):
+        _, _, contributions = fleet.train_round(t, lambda h: None)
+        fleet.apply(exchange.close(t, contributions))
+        fleet.turn_basis((t + 1) * recipe.outer.inner_steps - 1)
+    return fleet
+
+
+def relative(one, two):
+    gap = sum((one[n] - two[n]).square().sum() for n in one)
+    return (gap / sum(two[n].square().sum() for n in two)).sqrt().item()
+
+
+def test_all_dimensions_are_the_uncompressed_run(corpus):  # k = d
+    square = EDGE + 'count = 2\nstages = 4\ncompression = "1/1"\n'
+    opened = EDGE + 'count = 2\nstages = 4\ncompression = "none"\n'
+    full = FULL
+    anchors = [train(corpus, replicas).anchor for replicas in (square, opened, full)]
+    assert relative(anchors[0], anchors[2]) < 1e-10
+    assert relative(anchors[1], anchors[2]) < 1e-12
+
+
+@pytest.mark.parametrize("outer", ["outer.method=sparseloco", "outer.method=diloco"])
+def test_stacked_equals_in_turns_in_float64(corpus, outer):
+    together, turns = train(corpus, MIXED, outer), train(corpus, MIXED, outer, group=1)
+    assert relative(together.anchor, turns.anchor) < 1e-10
+
+
+def test_stacked_equals_in_turns_in_float32(corpus):
+    single = ["inner.precision=fp32", "outer.values=fp32"]
+    together, turns = train(corpus, MIXED, *single), train(corpus, MIXED, *single, group=2)
+    assert relative(together.anchor, turns.anchor) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["sparseloco", "adamw"])
+def test_a_batch_in_pieces_is_the_same_batch(corpus, method):
+    whole = train(corpus, MIXED, f"outer.method={method}")
+    pieces = train(corpus, MIXED, f"outer.method={method}", pieces=2)
+    assert relative(pieces.anchor, whole.anchor) < 1e-10
+
+
+def plain_adamw(recipe, steps, batch):
+    """One model, one batch a step, torch's own optimiser: what a reader would write."""
+    params = {n: p.double().requires_grad_() for n, p in init_params(recipe.model, recipe.seed).items()}
+    opt = torch.optim.AdamW(list(params.values()), betas=(0.9, 0.95), weight_decay=0.1)
+    rope = rope_table(recipe.model, recipe.model.context, torch.float64)
+    for step in range(steps):
+        ids = batch(step).long()
+        opt.param_groups[0]["lr"] = learning_rate(step, recipe.inner, recipe.num_inner_steps)
+        opt.zero_grad()
+        token_losses(forward(params, ids[:, :-1], recipe.model, rope), ids[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(list(params.values()), 1.0)
+        opt.step()
+    return {n: p.detach() for n, p in params.items()}
+
+
+def test_one_replica_that_sends_everything_every_step_is_plain_adamw(corpus):  # M = 1, H = 1, eta = 1
+    alone = '[[replicas]]\nname = "rack"\n'
+    settings = ["outer.inner_steps=1", "outer.rounds=9", "outer.keep=4096"]
+    recipe, probe = build(corpus, alone, *settings)
+    fleet = train(corpus, alone, *settings, rounds=6)
+    reference = plain_adamw(recipe, 6, lambda step: probe.batches.at(0, step))
+    assert relative(fleet.anchor, reference) < 1e-12
+
+
+def test_adamw_with_m_full_replicas_is_one_replica_with_m_times_the_batch(corpus):
+    recipe, probe = build(corpus, FULL, "outer.method=adamw")
+    fleet = train(corpus, FULL, "outer.method=adamw")
+    reference = plain_adamw(recipe, 6, lambda step: probe.batches.stacked(step).flatten(0, 1))
+    assert relative(fleet.anchor, reference) < 1e-10
+
+
+def test_identical_replicas_make_both_aggregations_agree(corpus):
+    """Same data for every replica: the payloads are the same, so their mean is, however it is taken."""
+    anchors = []
+    for how in ("contributors", "all"):
+        recipe, fleet = build(corpus, FULL, f"outer.aggregation={how}")
+        first = fleet.batches.at(0, 0)
+        fleet.batches.stacked = lambda step, first=first: torch.stack([first] * 2)
+        for t in range(2):
+            fleet.apply(fleet.train_round(t, lambda h: None)[2])
+        anchors.append(fleet.anchor)
+    assert relative(*anchors) < 1e-12
+
+
+def test_every_replica_starts_a_round_with_the_same_parts_of_the_embedding(corpus):  # eqs. 3-4
+    fleet = train(corpus, MIXED)
+    tables = [boundary_table(crossing) for stack in fleet.stacks for crossing in each_crossing(stack)]
+    assert tables
+    for basis, table in tables:
+        t_s, t_perp = split(table, basis)
+        assert torch.equal(table, fleet.anchor["tok_embeddings.weight"])
+        assert_close(t_perp @ basis, torch.zeros(len(table), basis.shape[1], dtype=torch.float64))
+        assert_close(t_s - t_s @ basis @ basis.T, torch.zeros_like(t_s))
+        assert_close(t_s + t_perp, table)
+
+
+def each_crossing(stack):
+    return [crossing for here in stack.crossings.values() for _, crossing in here]
+
+
+def boundary_table(crossing):
+    boundary = crossing.__closure__[0].cell_contents
+    boundary = boundary if isinstance(boundary, SubspaceBoundary) else crossing.__closure__[1].cell_contents
+    return boundary.basis, boundary.t_perp
+
+
+def test_without_adaptation_t_perp_stays_at_its_first_value(corpus):  # Table 5a
+    start = build(corpus, MIXED)[1].anchor["tok_embeddings.weight"].clone()
+    fleet = train(corpus, MIXED, "subspace.adaptation=false")
+    assert torch.equal(fleet.table, start)
+    assert not torch.equal(fleet.anchor["tok_embeddings.weight"], start)
+
+
+def test_weight_projection_keeps_what_compressed_replicas_write_in_the_subspace(corpus):  # Table 5b
+    fleet = train(corpus, MIXED, "subspace.weight_projection=true", rounds=1)
+    stack = fleet.stacks[0]
+    for row, projected in ((0, False), (2, True), (3, True)):
+        weight = stack.params["layers.0.attention.wo.weight"].detach()[row]
+        basis = fleet.bases.get(fleet.members[2 if row == 0 else row], 0)
+        outside = (weight - basis @ (basis.T @ weight)).norm() / weight.norm()
+        assert (outside < 1e-10) == projected
+
+
+def test_the_grassmann_update_turns_the_basis_every_n_steps(corpus):  # Table 5c
+    before = build(corpus, MIXED)[1].bases.bases
+    after = train(corpus, MIXED, "subspace.grassmann_every=6").bases.bases
+    for key, basis in after.items():
+        assert_close(basis.T @ basis, torch.eye(basis.shape[1], dtype=torch.float64))
+        assert not torch.allclose(basis, before[key])
+
+
+def test_mixed_loss_is_the_mean_over_replicas_as_they_train(corpus):
+    fleet = train(corpus, MIXED)
+    scores = fleet.evaluate()
+    kinds = scores["loss_by_kind"]
+    assert kinds["rack"] == scores["loss_full"]
+    assert scores["loss_pipelined"] == pytest.approx((kinds["edge"] + kinds["far"]) / 2, rel=1e-12)
+    assert scores["loss_mixed"] == pytest.approx((2 * kinds["rack"] + kinds["edge"] + kinds["far"]) / 4, rel=1e-12)
+    assert len({round(loss, 9) for loss in kinds.values()}) == 3
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16", "2bit"])
+@pytest.mark.parametrize("replicas", [FULL, MIXED])
+def test_bytes_of_a_run_are_exactly_those_that_traffic_predicts(tmp_path, replicas, values):
+    recipe = parse_recipe(
+        BASE + replicas, ["inner.precision=fp32", f"outer.values={values}", "outer.rounds=1", "outer.inner_steps=1"]
+    )
+    results = simulate(recipe, tmp_path / "run", device="cpu", quiet=True)
+    assert results.last["bytes"] == round_bytes(recipe)
+    assert results.last["bytes"]["payload_up"] > 0
+
+
+TABLES = {  # every row of Tables 1, 2, 4 and 5, at toy size: the fleet and what is set
+    "1-dense": ("open", []),
+    "1-pp": ("edge", []),
+    "1-het": ("het", []),
+    "1-het-tuned": ("het", ["outer.lr=0.8", "inner.warmup_steps=3"]),
+    **{f"2-{kind}-{d}": (kind, [f"replicas.edge.compression=1/{d}"]) for kind in ("edge", "het") for d in (8, 32)},
+    "4-adamw": ("open", ["outer.method=adamw"]),
+    "4-adamw-pp": ("edge", ["outer.method=adamw"]),
+    "4-adamw-het": ("het", ["outer.method=adamw"]),
+    "5a": ("het", ["subspace.adaptation=false"]),
+    **{f"5b-{kind}": (kind, ["subspace.weight_projection=true"]) for kind in ("edge", "het")},
+    **{f"5c-{kind}": (kind, ["subspace.grassmann_every=6"]) for kind in ("edge", "het")},
+    **{f"5d-{kind}": (kind, ["subspace.modified_adamw=true"]) for kind in ("edge", "het")},
+    "diloco": ("het", ["outer.method=diloco"]),
+    "all": ("het", ["outer.aggregation=all"]),
+    "median": ("het", ["outer.clip=median", "outer.values=2bit"]),
+    "per-stage": ("het", ["inner.clip_scope=stage"]),
+    "per-replica U": ("het", ["subspace.basis=replica"]),
+    "per-boundary U": ("het", ["subspace.basis=boundary"]),
+}
+LONGER = ["inner.precision=auto", "outer.values=fp32", "outer.inner_steps=6", "outer.keep=512", "inner.lr=0.01"]
+PIPED = '[[replicas]]\nname = "edge"\nkind = "pipelined"\nstages = 4\ncount = {}\ncompression = "{}"\n'
+FLEETS = {
+    "open": PIPED.format(2, "none"),
+    "edge": PIPED.format(2, "1/8"),
+    "het": '[[replicas]]\nname = "rack"\n' + PIPED.format(1, "1/8"),
+}
+
+
+@pytest.mark.parametrize("row", TABLES)
+def test_every_row_of_the_papers_tables_runs_by_settings_alone(tmp_path, row):
+    fleet, settings = TABLES[row]
+    recipe = parse_recipe(BASE + FLEETS[fleet], [*LONGER, *settings])
+    results = simulate(recipe, tmp_path / "run", device="cpu", quiet=True)
+    assert len(results.rows) == 1 + recipe.outer.rounds
+    assert results.last["loss_mixed"] < results.rows[0]["loss_mixed"]
