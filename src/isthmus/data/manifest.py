@@ -73,7 +73,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         fields = json.loads(path.read_bytes())
         kind, version = fields.pop("format"), fields.pop("version")
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{path} is not the manifest of an Isthmus corpus; prepare it again") from None
     if (kind, version) != (FORMAT, VERSION):
         raise ConfigError(f"{path} is {kind} {version}; this Isthmus reads {FORMAT} {VERSION}")

@@ -64,7 +64,7 @@ def open_zstd(raw: BinaryIO) -> BinaryIO:
         import pyarrow
     except ImportError:
         raise ConfigError("reading .zst needs a decoder: pip install zstandard (or pyarrow)") from None
-    return pyarrow.input_stream(raw, compression="zstd", buffer_size=1 << 18)
+    return io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"), 1 << 18)
 
 
 def decoding_errors() -> tuple[type[Exception], ...]:

@@ -29,7 +29,7 @@ class Batches:
         self.num_sequences = num_windows(view, context)
         if self.num_sequences < batch:
             raise ConfigError(
-                f"the {view.name} part has {len(view):,} tokens, too few for a batch of {batch} x {context + 1}; "
+                f"the {view.name} part has {len(view):,} tokens, too few for {batch} x {context + 1}; "
                 f"it needs {batch * context + 1:,}: prepare more text, or lower batch or context"
             )
         self._permutations: dict[int, Permutation] = {}
