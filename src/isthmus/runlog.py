@@ -48,8 +48,8 @@ class RunDir:
             with open(run.recipe_path, "x", encoding="utf-8") as file:
                 file.write(dump_recipe(recipe))
                 _sync(file)
-            _replace(run.about_path, _json(dict(about), indent=2) + "\n")
-            _replace(run.metrics_path, "")
+            replace_file(run.about_path, _json(dict(about), indent=2) + "\n")
+            replace_file(run.metrics_path, "")
         except FileExistsError:
             _refuse_occupied(path)
             raise
@@ -108,7 +108,7 @@ class RunDir:
         return about
 
     def update_about(self, **facts: Any) -> None:
-        _replace(self.about_path, _json(self.about | facts, indent=2) + "\n")
+        replace_file(self.about_path, _json(self.about | facts, indent=2) + "\n")
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row; when this returns, the row survives a kill and a power cut."""
@@ -145,7 +145,7 @@ class RunDir:
     def truncate(self, round: int) -> None:
         """Forget what came after `round`, so that a resumed run writes its own."""
         kept = [row for row in self.rows() if row["round"] <= round]
-        _replace(self.metrics_path, "".join(_json(row) + "\n" for row in kept))
+        replace_file(self.metrics_path, "".join(_json(row) + "\n" for row in kept))
 
 
 def next_run_dir(base: str | Path, name: str) -> Path:
@@ -205,7 +205,7 @@ def _sync(file: Any) -> None:
     os.fsync(file.fileno())
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write the whole file or leave the old one: temporary name, fsync, rename, fsync of the folder."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -64,7 +64,7 @@ def rows(recipe: Recipe, num_rounds: int, eval_every: int = 1, wobble: float = 0
                 "loss_pipelined": loss + 0.12 if evaluated and pipelined else None,
                 "loss_mixed": loss + (0.06 if pipelined else 0) if evaluated else None,
                 "loss_by_kind": by_kind if evaluated else None,
-                "grad_norm": 0.9,
+                "grad_norm": 0.9 + 0.2 * math.cos(number * 1.7) if trained else None,
                 "seconds": 2.9 + 0.4 * math.sin(number) if trained else 0.4,
                 "tokens_per_second": recipe.round_tokens / (2.9 + 0.4 * math.sin(number))
                 if trained

@@ -153,9 +153,12 @@ def versus(num_bytes: float, dense_bytes: float) -> str:
     return f"{size(dense_bytes)} ({times(dense_bytes / num_bytes)})"
 
 
+SAME = "the same"
+
+
 def times(ratio: float) -> str:
     if 0.95 <= ratio < 1.05:
-        return "the same"
+        return SAME
     if ratio >= 100:  # two digits say all that is known
         ratio = round(ratio, 1 - math.floor(math.log10(ratio)))
     return f"{_figure(ratio)} times as much" if ratio >= 1.05 else f"{ratio:.2f} times as much"
