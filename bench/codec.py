@@ -20,6 +20,7 @@ from isthmus.sparse.topk import TopK, layout, to_chunks
 from isthmus.sparse.wire import pack_many, unpack_many
 
 SIDE, KEEP = 64, 32
+TARGETS = {"encode": "1.30", "decode and accumulate": "0.25"}
 
 
 def seconds(part: Callable[[], object], device: str) -> float:
@@ -30,6 +31,22 @@ def seconds(part: Callable[[], object], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def compare(parts: dict[str, Callable[[], object]], rounds: int, num_chunks: int, device: str) -> None:
+    """Time all parts in turns and print each beside the first."""
+    times: dict[str, list[float]] = {name: [] for name in parts}
+    for turn in range(rounds + 2):
+        for name, part in parts.items():
+            took = seconds(part, device)
+            if turn >= 2:
+                times[name].append(took)
+    print(f"{device}, {torch.get_num_threads()} CPU threads")
+    print(f"{'':24}{'us/chunk':>10}{'to topk':>10}{'target':>8}")
+    for name, took in times.items():
+        each = statistics.median(took) / num_chunks * 1e6
+        ratio = statistics.median(a / b for a, b in zip(took, times["topk"], strict=True))
+        print(f"{name:24}{each:10.2f}{ratio:10.2f}{TARGETS.get(name, ''):>8}")
 
 
 def main() -> None:
@@ -56,32 +73,21 @@ def main() -> None:
         "decode and accumulate": lambda: mean.add(unpack_many(data, args.device)),
         "of which unpack": lambda: unpack_many(data, args.device),
     }
-    times: dict[str, list[float]] = {name: [] for name in parts}
-    for turn in range(args.rounds + 2):
-        for name, part in parts.items():
-            took = seconds(part, args.device)
-            if turn >= 2:
-                times[name].append(took)
+    print(f"{len(chunks)} chunks of {SIDE}x{SIDE}, {KEEP} kept, in {args.tensors} tensors")
+    all_threads = torch.get_num_threads()
+    # One thread first: with more, a core that is busy elsewhere makes every operation wait for its share.
+    for num_threads in sorted({1, all_threads}) if args.device == "cpu" else [all_threads]:
+        torch.set_num_threads(num_threads)
+        compare(parts, args.rounds, len(chunks), args.device)
 
-    threads = f"{args.device}, {torch.get_num_threads()} CPU threads"
-    print(f"{len(chunks)} chunks of {SIDE}x{SIDE}, {KEEP} kept; {threads}")
-    print(f"{'':24}{'us/chunk':>10}{'to topk':>10}{'target':>8}")
-    targets = {"encode": "1.30", "decode and accumulate": "0.25"}
-    for name, took in times.items():
-        each = statistics.median(took) / len(chunks) * 1e6
-        ratio = statistics.median(a / b for a, b in zip(took, times["topk"], strict=True))
-        print(f"{name:24}{each:10.2f}{ratio:10.2f}{targets.get(name, ''):>8}")
-
-    place = layout(tuple(next(iter(carried.values())).shape), SIDE, KEEP)
-    num_kept = len(chunks) * KEEP
-    index_bits = index_code(place.entries, KEEP).bits(KEEP) / KEEP
-    value_bits = 2 + 8 * SCALE_BYTES / KEEP
+    place = layout((rows, args.cols), SIDE, KEEP)
     assert len(data) == packed_many_bytes({name: t.shape for name, t in carried.items()}, SIDE, KEEP, "2bit")
+    bound = log2(comb(place.entries, KEEP)) / KEEP
     print(
-        f"bits per kept value: index {index_bits:.2f} (bound {log2(comb(place.entries, KEEP)) / KEEP:.2f}),",
-        end=" ",
+        f"bits per kept index    {index_code(place.entries, KEEP).bits(KEEP) / KEEP:.2f} (bound {bound:.2f})"
     )
-    print(f"value {value_bits:.2f}, as packed {8 * len(data) / num_kept:.3f}")
+    print(f"bits per kept value    {2 + 8 * SCALE_BYTES / KEEP:.2f}")
+    print(f"both, as packed        {8 * len(data) / (len(chunks) * KEEP):.3f}")
 
 
 if __name__ == "__main__":

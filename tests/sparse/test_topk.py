@@ -147,7 +147,7 @@ def test_the_largest_of_each_chunk_are_kept_and_padding_never_is(shape, keep):
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "2bit", "fp64"])
 def test_whole_model_equals_tensor_by_tensor_bit_for_bit(kind, monkeypatch):
-    monkeypatch.setitem(topk_module.SLAB_ENTRIES, "cpu", 3 * 4096)  # cut tensors and join them
+    monkeypatch.setattr(topk_module, "ENTRIES_PER_THREAD", 3 * 2048)  # cut tensors and join them
     shapes = {
         "a": (128, 192),
         "b": (192,),

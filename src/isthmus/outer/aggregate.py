@@ -188,7 +188,8 @@ def _clip_factors(replicas: list[list[Item]], clip: str | None) -> Tensor | None
     if not replicas:
         return None
     norms = torch.stack([torch.stack([_norm(item) for item in items]) for items in replicas])
-    return (norms.median(0).values / (norms + 1e-8)).clamp(max=1)
+    median = norms.sort(0).values[(len(norms) - 1) // 2]  # the lower one, as torch.median has it
+    return (median / (norms + 1e-8)).clamp(max=1)
 
 
 def _norm(item: Item) -> Tensor:

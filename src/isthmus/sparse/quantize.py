@@ -52,6 +52,15 @@ def dequantize(negative: Tensor, large: Tensor, scale: Tensor, base: Tensor) -> 
     return torch.where(negative, -magnitude, magnitude)
 
 
+def _running_sum(rows: Tensor) -> Tensor:
+    """cumsum(1) in log2(J) additions: CUDA has no deterministic one, and refuses where one is asked for."""
+    step = 1
+    while step < rows.shape[1]:
+        rows = torch.cat([rows[:, :step], rows[:, step:] + rows[:, :-step]], 1)
+        step *= 2
+    return rows
+
+
 def two_levels(magnitude: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The two levels (C,) with the least squared error, for magnitudes (C, J) in descending order.
 
@@ -64,7 +73,7 @@ def two_levels(magnitude: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     unit = magnitude / torch.where(peak > 0, peak, 1)  # so that squares stay in range
     above = torch.arange(1, count + 1, dtype=unit.dtype, device=unit.device)  # (J,)
     below = (count - above).clamp(min=1)
-    upper = unit.cumsum(1)  # (C, J)
+    upper = _running_sum(unit)  # (C, J)
     lower = (upper[:, -1:] - upper).clamp(min=0)
     lower[:, -1] = 0
     cut = (upper.square() / above + lower.square() / below).argmax(1, keepdim=True)  # (C, 1)

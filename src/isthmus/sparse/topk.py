@@ -11,9 +11,9 @@ from isthmus.sparse.size import Layout, check_codec, check_shape, chunk_shape, k
 
 __all__ = ["SparseChunks", "TopK", "chunk_shape", "from_chunks", "kept", "to_chunks"]
 
-# Entries copied out and searched at a time: few enough to stay in a CPU's cache, enough to fill a GPU, and on
-# both a bound on the memory that encoding takes beside the tensors themselves.
-SLAB_ENTRIES = {"cpu": 2**19, "other": 2**26}
+# Entries copied out and searched at a time: few enough to stay in the cache of a CPU's core, enough to fill a
+# GPU, and on both a bound on the memory that encoding takes beside the tensors themselves.
+ENTRIES_PER_THREAD, ENTRIES_PER_GPU = 2**19, 2**26
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,7 +236,7 @@ def _slabs(
 ) -> Iterator[tuple[Tensor, list[tuple[slice, Layout, int]]]]:
     """A group's chunks in order, some (C, P) at a time, and which rows have padding, from which y on."""
     device = dense[names[0]].device
-    limit = SLAB_ENTRIES["cpu" if device.type == "cpu" else "other"]
+    limit = ENTRIES_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else ENTRIES_PER_GPU
     entries = places[names[0]].entries
     pieces: list[tuple[Tensor, Layout, int]] = []
     size = 0
