@@ -102,8 +102,10 @@ def prepare(args: argparse.Namespace) -> int:
     from isthmus.data.progress import on_stderr
     from isthmus.data.readers import find_files
 
-    if bool(args.inputs) == bool(args.hf):
-        raise ConfigError("give either text files and folders as INPUT or a dataset by --hf, and not both")
+    if not args.inputs and not args.hf:
+        raise ConfigError("no INPUT; give text files or folders before the options, or a dataset by --hf")
+    if args.inputs and args.hf:
+        raise ConfigError("give either text files and folders as INPUT or a dataset by --hf, not both")
     if args.split and not args.hf:
         raise ConfigError("--split names a part of a --hf dataset; for files, give those you want")
     config = PrepareConfig(

@@ -141,7 +141,9 @@ class Work:
             if given is None:
                 self.progress.phase(f"training a tokenizer of {self.config.vocab:,} tokens", 0)
                 given = train_tokenizer(self._sample(), self.config.vocab).encode()
-            Encoder(given, self.config.end_token)  # refused before it is written
+            vocab_size = Encoder(given, self.config.end_token).vocab_size  # refused before it is written
+            if self.config.tokenizer is None and vocab_size < self.config.vocab:
+                self.progress.note(f"so little text gives a vocabulary of {vocab_size:,} tokens only")
             write_atomic(path, given)
         return Encoder(path.read_bytes(), self.config.end_token)
 
@@ -151,7 +153,8 @@ class Work:
         position = Position(*self.journal.get("position", ()))
         if position != Position():
             self.progress.note(f"continuing after {writers['train'].num_tokens:,} tokens already written")
-        self.progress.phase("encoding", sum(source.size for source in self.order.sources))
+        total = sum(source.size for source in self.order.sources)
+        self.progress.phase("encoding", total)
         num_shards, unsaved = sum(len(writer.shards) for writer in writers.values()), 0
         # The next batch is read while the library's own threads encode this one.
         with ThreadPoolExecutor(1) as reader:
@@ -169,6 +172,7 @@ class Work:
                     num_shards, unsaved = whole, 0
                 text_bytes = sum(writer.bytes for writer in writers.values())
                 self.progress.update(batch[-1].consumed, f"{text_bytes / 1e6:,.0f} MB of text")
+        self.progress.update(total)
         for writer in writers.values():
             writer.close_shard()
         self._refuse_empty({split: writer.to_split().documents for split, writer in writers.items()})

@@ -41,7 +41,7 @@ def sample(
                 break
             share -= len(text.encode())
             if keep(text):
-                yield text
+                yield text[:SAMPLE_BYTES]
         budget += share
 
 
@@ -108,10 +108,18 @@ class Encoder:
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """One array of ids per text, the end token last."""
         pieces = [list(cut(text, PIECE_CHARACTERS)) for text in texts]
-        flat = [piece for parts in pieces for piece in parts]
-        encoded = iter(self.tokenizer.encode_batch_fast(flat, add_special_tokens=False))
-        documents = []
-        for parts in pieces:
-            ids = [next(encoded).ids for _ in parts]
-            documents.append(np.concatenate([np.asarray(part, self.dtype) for part in [*ids, [self.end_id]]]))
-        return documents
+        encoded = self._encode_pieces([piece for parts in pieces for piece in parts])
+        end = np.array([self.end_id], self.dtype)
+        return [np.concatenate([*(next(encoded) for _ in parts), end]) for parts in pieces]
+
+    def _encode_pieces(self, pieces: list[str]) -> Iterator[np.ndarray]:
+        """In groups: a huge document is held as text and ids, but never whole as the library's objects."""
+        first = 0
+        while first < len(pieces):
+            last, size = first, 0
+            while last < len(pieces) and size < 2 * PIECE_CHARACTERS:
+                size += len(pieces[last])
+                last += 1
+            for one in self.tokenizer.encode_batch_fast(pieces[first:last], add_special_tokens=False):
+                yield np.asarray(one.ids, self.dtype)
+            first = last
