@@ -182,7 +182,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(content, arguments, expected, 
     to = tmp_path / "some" / "where"
     status, out, err = isthmus("data", "prepare", path, "--to", to, *arguments)
     assert (status, out) == (2, "")
-    lines = [line for line in err.splitlines() if not line.startswith(("training", "encoding"))]
+    lines = [line for line in err.splitlines() if line.startswith("isthmus: ")]
+    assert err.endswith(f"{lines[0]}\n")
     assert len(lines) == 1
     assert expected in lines[0]
     assert list(tmp_path.iterdir()) == [path]
