@@ -1,0 +1,64 @@
+"""`isthmus compare`: several runs in one table and one picture."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+EPILOG = """examples:
+  isthmus compare runs/demo runs/h50
+  isthmus compare runs/keep-* --plot keep.svg --metric loss_full
+"""
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="set runs side by side: what differs, what came of it",
+        description="Print a table of runs with the settings in which they differ, and plot one loss of all "
+        "of them against tokens.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, such as runs/demo")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="where the plot goes, .png or .svg (default: compare.png)"
+    )
+    parser.add_argument("--metric", default="loss_mixed", help="what is plotted (default: loss_mixed)")
+    parser.add_argument("--json", action="store_true", help="print JSON, and plot only where --plot says so")
+    parser.set_defaults(run=compare)
+
+
+def compare(args: argparse.Namespace) -> int:
+    from isthmus.dashboard import plot
+    from isthmus.dashboard.compare import check_metric, differences, preamble, read_runs, table
+
+    check_metric(args.metric)
+    path = args.plot or (None if args.json else Path("compare.png"))
+    if path:
+        plot.check_plot_path(path)
+    entries = read_runs(args.runs)
+    found = differences([entry.run.recipe for entry in entries])
+    without = plot.draw(entries, found, args.metric, path) if path else []
+    if args.json:
+        runs = [
+            {
+                "run": str(entry.run.path),
+                "settings": {key: values[i] for key, values in found.items()},
+                **entry.results,
+            }
+            for i, entry in enumerate(entries)
+        ]
+        print(
+            json.dumps({"differ": list(found), "runs": runs, "plot": str(path) if path else None}, indent=2)
+        )
+        return 0
+    print("\n".join(preamble(entries, found)))
+    print()
+    print(table(entries, found))
+    print(f"\nPlot of {args.metric}: {path}")
+    if without:
+        print(
+            f"isthmus: not in the plot, {args.metric} was not measured: {', '.join(without)}", file=sys.stderr
+        )
+    return 0
