@@ -1,6 +1,7 @@
 """Recipes: what is right loads and comes back unchanged; what is wrong says what would be right."""
 
 import glob
+import re
 
 import pytest
 
@@ -42,7 +43,8 @@ def test_every_recipe_in_the_repository_loads(path):
 
 def test_overrides_reach_every_level_and_replicas_by_name_or_number():
     recipe = parse_recipe(
-        TEXT, ["outer.keep=64", "seed=7", "replicas.edge.compression=1/4", "replicas.0.count=3", "model.layers=6"]
+        TEXT,
+        ["outer.keep=64", "seed=7", "replicas.edge.compression=1/4", "replicas.0.count=3", "model.layers=6"],
     )
     assert (recipe.outer.keep, recipe.seed, recipe.num_replicas, recipe.model.layers) == (64, 7, 5, 6)
     assert recipe.replicas[1].subspace_dim(128) == 32
@@ -106,9 +108,8 @@ def test_bad_values_are_one_line_that_says_what_would_be_right(override, says):
     ],
 )
 def test_malformed_recipes_are_named(text, says):
-    with pytest.raises(ConfigError, match=".") as caught:
+    with pytest.raises(ConfigError, match=re.escape(says)):
         parse_recipe(text)
-    assert says in str(caught.value)
 
 
 def test_a_missing_file_is_one_line(tmp_path):

@@ -49,10 +49,7 @@ def shards_read(recipe: Recipe, member: Member) -> tuple[int, ...]:
     """How many machines of this replica read each shard of every other replica's update."""
     stages = stage_names(recipe.model, member.config.stages)
     return tuple(
-        sum(
-            set(names) <= set(own) or (names == (EMBEDDING,) and member.config.compressed)
-            for own in stages
-        )
+        sum(set(names) <= set(own) or (names == (EMBEDDING,) and member.config.compressed) for own in stages)
         for names in shards(recipe)
     )
 
@@ -103,6 +100,7 @@ def dense_round_bytes(recipe: Recipe) -> Mapping[str, int]:
     """What the same round costs with open stage boundaries, and with gradients averaged every inner step."""
     steps = recipe.outer.inner_steps
     stages = sum(
-        steps * sum(inner_step_bytes(recipe, member, recipe.model.width).values()) for member in recipe.fleet()
+        steps * sum(inner_step_bytes(recipe, member, recipe.model.width).values())
+        for member in recipe.fleet()
     )
     return {"stages": stages, "replicas": 2 * steps * recipe.num_replicas * _ring_bytes(recipe)}

@@ -132,7 +132,7 @@ def test_identical_replicas_make_both_aggregations_agree(corpus):
     """Same data for every replica: the payloads are the same, so their mean is, however it is taken."""
     anchors = []
     for how in ("contributors", "all"):
-        recipe, fleet = build(corpus, FULL, f"outer.aggregation={how}")
+        _, fleet = build(corpus, FULL, f"outer.aggregation={how}")
         first = fleet.batches.at(0, 0)
         fleet.batches.stacked = lambda step, first=first: torch.stack([first] * 2)
         for t in range(2):
@@ -194,7 +194,9 @@ def test_mixed_loss_is_the_mean_over_replicas_as_they_train(corpus):
     kinds = scores["loss_by_kind"]
     assert kinds["rack"] == scores["loss_full"]
     assert scores["loss_pipelined"] == pytest.approx((kinds["edge"] + kinds["far"]) / 2, rel=1e-12)
-    assert scores["loss_mixed"] == pytest.approx((2 * kinds["rack"] + kinds["edge"] + kinds["far"]) / 4, rel=1e-12)
+    assert scores["loss_mixed"] == pytest.approx(
+        (2 * kinds["rack"] + kinds["edge"] + kinds["far"]) / 4, rel=1e-12
+    )
     assert len({round(loss, 9) for loss in kinds.values()}) == 3
 
 
@@ -202,7 +204,8 @@ def test_mixed_loss_is_the_mean_over_replicas_as_they_train(corpus):
 @pytest.mark.parametrize("replicas", [FULL, MIXED])
 def test_bytes_of_a_run_are_exactly_those_that_traffic_predicts(tmp_path, replicas, values):
     recipe = parse_recipe(
-        BASE + replicas, ["inner.precision=fp32", f"outer.values={values}", "outer.rounds=1", "outer.inner_steps=1"]
+        BASE + replicas,
+        ["inner.precision=fp32", f"outer.values={values}", "outer.rounds=1", "outer.inner_steps=1"],
     )
     results = simulate(recipe, tmp_path / "run", device="cpu", quiet=True)
     assert results.last["bytes"] == round_bytes(recipe)
@@ -214,7 +217,11 @@ TABLES = {  # every row of Tables 1, 2, 4 and 5, at toy size: the fleet and what
     "1-pp": ("edge", []),
     "1-het": ("het", []),
     "1-het-tuned": ("het", ["outer.lr=0.8", "inner.warmup_steps=3"]),
-    **{f"2-{kind}-{d}": (kind, [f"replicas.edge.compression=1/{d}"]) for kind in ("edge", "het") for d in (8, 32)},
+    **{
+        f"2-{kind}-{d}": (kind, [f"replicas.edge.compression=1/{d}"])
+        for kind in ("edge", "het")
+        for d in (8, 32)
+    },
     "4-adamw": ("open", ["outer.method=adamw"]),
     "4-adamw-pp": ("edge", ["outer.method=adamw"]),
     "4-adamw-het": ("het", ["outer.method=adamw"]),
@@ -229,7 +236,13 @@ TABLES = {  # every row of Tables 1, 2, 4 and 5, at toy size: the fleet and what
     "per-replica U": ("het", ["subspace.basis=replica"]),
     "per-boundary U": ("het", ["subspace.basis=boundary"]),
 }
-LONGER = ["inner.precision=auto", "outer.values=fp32", "outer.inner_steps=6", "outer.keep=512", "inner.lr=0.01"]
+LONGER = [
+    "inner.precision=auto",
+    "outer.values=fp32",
+    "outer.inner_steps=6",
+    "outer.keep=512",
+    "inner.lr=0.01",
+]
 PIPED = '[[replicas]]\nname = "edge"\nkind = "pipelined"\nstages = 4\ncount = {}\ncompression = "{}"\n'
 FLEETS = {
     "open": PIPED.format(2, "none"),

@@ -1,5 +1,7 @@
 """InnerOpt against torch's own optimiser, alone and stacked."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -13,7 +15,8 @@ SHAPES = {"a": (6, 4), "b": (4,), "c": (3, 8)}
 def random_tensors(seed, lead=()):
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(*lead, *shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()
+        name: torch.randn(*lead, *shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
     }
 
 
@@ -45,7 +48,8 @@ def test_a_stack_steps_like_its_replicas_alone(modified):
     mask = torch.tensor([True, False, True])
     together = InnerOpt(stacked, config, 10, stacked=True, modified={"a": mask} if modified else None)
     alone = [
-        InnerOpt(p, config, 10, modified={"a": mask[r : r + 1]} if modified else None) for r, p in enumerate(replicas)
+        InnerOpt(p, config, 10, modified={"a": mask[r : r + 1]} if modified else None)
+        for r, p in enumerate(replicas)
     ]
     for step in range(4):
         grads = random_tensors(100 + step, lead=(3,))
@@ -62,7 +66,9 @@ def test_a_stack_steps_like_its_replicas_alone(modified):
 
 def test_modified_adamw_keeps_a_matrix_in_the_subspace_its_gradients_are_in():  # Table 5d
     config = InnerConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1, clip=0)
-    basis = torch.linalg.qr(torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
+    basis = torch.linalg.qr(
+        torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    )[0]
     projector = basis @ basis.T
 
     def outside(mask):
@@ -97,8 +103,8 @@ def test_schedule_warms_up_from_a_tenth_and_ends_at_a_tenth():
     assert rates[0] == pytest.approx(0.1)
     assert rates[10] == pytest.approx(1.0)
     assert rates[100] == pytest.approx(0.1)
-    assert all(a <= b for a, b in zip(rates[:10], rates[1:11], strict=True))
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a <= b for a, b in pairwise(rates[:11]))
+    assert all(a >= b for a, b in pairwise(rates[10:]))
 
 
 def test_a_restored_optimiser_goes_on_as_if_never_stopped():

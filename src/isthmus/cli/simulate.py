@@ -19,8 +19,9 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "simulate",
         help="train the whole fleet of a recipe on this one device",
-        description="Train every replica of a recipe on one device, full and pipelined, with byte-exact payloads and "
-        "a virtual clock for the links. Writes a run directory with metrics.jsonl and report.html.",
+        description="Train every replica of a recipe on one device, full and pipelined, with byte-exact "
+        "payloads and a virtual clock for the links. Writes a run directory with metrics.jsonl and "
+        "report.html.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -28,7 +29,9 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; may be repeated"
     )
-    parser.add_argument("--run", dest="run_dir", metavar="DIR", help="the run directory (default: the first free runs/NAME)")
+    parser.add_argument(
+        "--run", dest="run_dir", metavar="DIR", help="the run directory (default: the first free runs/NAME)"
+    )
     parser.add_argument("--resume", metavar="RUN", help="go on with this run from its last saved round")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     parser.add_argument(
@@ -44,7 +47,9 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="torch.compile the inner step (default: on CUDA)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress, only the summary")
-    parser.add_argument("--json", action="store_true", help="print the last row as JSON instead of the summary")
+    parser.add_argument(
+        "--json", action="store_true", help="print the last row as JSON instead of the summary"
+    )
     parser.set_defaults(run=simulate)
 
 
@@ -53,7 +58,9 @@ def simulate(args: argparse.Namespace) -> int:
     if bool(args.recipe) == bool(args.resume):
         raise ConfigError("give a recipe to start a run, or --resume RUN to go on with one")
     if args.resume and (args.set or args.run_dir or args.mode != "auto"):
-        raise ConfigError("--resume goes on with the run as it was; --set, --run and --mode are for a new one")
+        raise ConfigError(
+            "--resume goes on with the run as it was; --set, --run and --mode are for a new one"
+        )
     recipe = load_recipe(args.recipe, args.set) if args.recipe else None
     from isthmus.engine.start import results_json, resume
     from isthmus.engine.start import simulate as start

@@ -22,6 +22,7 @@ class StageLink(Protocol):
 
 
 class Exchange(Protocol):
-    """Takes this process's contributions and returns all that count in the round, in the order they are summed."""
+    """Takes this process's contributions and returns all that count in the round, in the order they are
+    summed."""
 
     def close(self, round_number: int, own: Sequence[Contribution]) -> Sequence[Contribution]: ...

@@ -25,8 +25,8 @@ class LocalLink:
 
 
 class LocalExchange:
-    """An Exchange among replicas of one process; counts each shard once up, and down once for each machine that
-    reads it."""
+    """An Exchange among replicas of one process; counts each shard once up, and down once for each machine
+    that reads it."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.readers = {member.name: shards_read(recipe, member) for member in recipe.fleet()}

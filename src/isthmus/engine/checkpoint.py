@@ -53,4 +53,6 @@ def load(directory: Path) -> tuple[int, dict[str, dict[str, Tensor]]] | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"the saved state in {directory} cannot be read ({error}); start a new run") from None
+        raise ConfigError(
+            f"the saved state in {directory} cannot be read ({error}); start a new run"
+        ) from None

@@ -15,7 +15,9 @@ from isthmus.traffic import PURPOSES, dense_round_bytes, inner_step_bytes, outer
 SAVE_SHARE = 0.05  # of the time may go into saving state
 
 
-def run_rounds(recipe: Recipe, fleet: SimulatedFleet, exchange: Any, run: RunDir, view: Any, done: int) -> None:
+def run_rounds(
+    recipe: Recipe, fleet: SimulatedFleet, exchange: Any, run: RunDir, view: Any, done: int
+) -> None:
     """Rounds done+1 .. R: train, exchange, apply, evaluate, write one row, save."""
     rounds, steps = recipe.outer.rounds, recipe.outer.inner_steps
     saver = Saver(run, fleet)
@@ -27,9 +29,7 @@ def run_rounds(recipe: Recipe, fleet: SimulatedFleet, exchange: Any, run: RunDir
         view.round(row)
     for round_index in range(done, rounds):
         started = time.perf_counter()
-        losses, norms, contributions = fleet.train_round(
-            round_index, lambda h: view.inner(h, steps, None)
-        )
+        losses, norms, contributions = fleet.train_round(round_index, lambda h: view.inner(h, steps, None))
         trained = time.perf_counter()
         fleet.apply(exchange.close(round_index, contributions))
         fleet.turn_basis((round_index + 1) * steps - 1)
@@ -52,7 +52,8 @@ def run_rounds(recipe: Recipe, fleet: SimulatedFleet, exchange: Any, run: RunDir
             "bytes": counted_bytes(recipe, exchange.take_counts()),
             "dense_bytes": dict(dense_round_bytes(recipe)),
         }
-        # Row before state: a row without its state is cut off and run again, a state without its row would lose it.
+        # Row before state: a row without its state is cut off and run again, a state without its row would
+        # lose it.
         run.append(row)
         saver.save(round_index + 1, last)
         view.round(row)
@@ -96,7 +97,9 @@ def counted_bytes(recipe: Recipe, payloads: dict[str, int]) -> dict[str, int]:
 class Saver:
     """Saves at round edges, as often as it may without taking more than its share of the time."""
 
-    def __init__(self, run: RunDir, fleet: SimulatedFleet, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, run: RunDir, fleet: SimulatedFleet, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.run, self.fleet, self.clock = run, fleet, clock
         self.cost, self.last = 0.0, -float("inf")
 

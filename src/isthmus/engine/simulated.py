@@ -26,11 +26,17 @@ Progress = Callable[[int], None]  # told the inner steps done in this round
 
 
 class SimulatedFleet:
-    """Every replica of a recipe in this process. The loop drives it as it would drive one replica of a real fleet:
-    train a round, hand over contributions, apply what the exchange returns, evaluate."""
+    """Every replica of a recipe in this process. The loop drives it as it would drive one replica of a real
+    fleet: train a round, hand over contributions, apply what the exchange returns, evaluate."""
 
     def __init__(
-        self, recipe: Recipe, corpus: Corpus, device: torch.device, precision: str, plan: SimulatorPlan, compiled: bool
+        self,
+        recipe: Recipe,
+        corpus: Corpus,
+        device: torch.device,
+        precision: str,
+        plan: SimulatorPlan,
+        compiled: bool,
     ) -> None:
         self.recipe, self.device, self.plan = recipe, device, plan
         self.members = recipe.fleet()
@@ -39,11 +45,14 @@ class SimulatedFleet:
         self.batches = Batches(
             corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context
         )
-        held_out = validation_batches(corpus, recipe.inner.batch, recipe.model.context, recipe.data.eval_batches)
+        held_out = validation_batches(
+            corpus, recipe.inner.batch, recipe.model.context, recipe.data.eval_batches
+        )
         self.held_out = [batch.to(device).long() for batch in held_out]
         self.bases = BasisSet(recipe, device, self.wide)
         self.anchor = {
-            name: tensor.to(device, self.wide) for name, tensor in init_params(recipe.model, recipe.seed).items()
+            name: tensor.to(device, self.wide)
+            for name, tensor in init_params(recipe.model, recipe.seed).items()
         }
         # Without adaptation (Table 5a) T_perp stays at its first value, whatever the embedding does.
         table = self.anchor[EMBEDDING] if recipe.subspace.adaptation else self.anchor[EMBEDDING].clone()
@@ -51,6 +60,7 @@ class SimulatedFleet:
         self.shared = recipe.outer.method == "adamw"
         outer = {"sparseloco": SparseLoCo, "diloco": DiLoCo, "adamw": None}[recipe.outer.method]
         self.outer = outer(self.anchor, recipe.outer) if outer else None
+        forwards: dict | None = {} if compiled else None
         self.stacks = [
             Stack(
                 recipe,
@@ -61,7 +71,7 @@ class SimulatedFleet:
                 dtype=self.dtype,
                 pieces=plan.pieces,
                 shared=self.shared,
-                compiled=compiled,
+                compiled=forwards,
             )
             for at in range(0, len(self.members), plan.group)
         ]
@@ -75,7 +85,8 @@ class SimulatedFleet:
         self.shards = shards(recipe)
 
     def train_round(self, round_index: int, progress: Progress) -> tuple[Tensor, Tensor, list[Contribution]]:
-        """H inner steps of every replica; losses (H, M), the last gradient norms (M,), and the contributions."""
+        """H inner steps of every replica; losses (H, M), the last gradient norms (M,), and the
+        contributions."""
         losses, norms, contributions = [], [], []
         steps = self.recipe.outer.inner_steps
         for turn, stack in enumerate(self.stacks):
@@ -127,7 +138,8 @@ class SimulatedFleet:
             self.outer.apply(payloads)
 
     def turn_basis(self, inner_step: int) -> None:
-        """Table 5c: after every `grassmann_every` inner steps, turn each U toward the activation gradients."""
+        """Table 5c: after every `grassmann_every` inner steps, turn each U toward the activation
+        gradients."""
         every = self.recipe.subspace.grassmann_every
         if not every or (inner_step + 1) % every:
             return
@@ -162,7 +174,7 @@ class SimulatedFleet:
         return flat.mT @ flat
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float | None | dict[str, float]]:
+    def evaluate(self) -> dict[str, float | dict[str, float] | None]:
         """The three held-out losses of METHOD 0.4: as a full forward, as a pipelined forward, and mixed."""
         by_forward: dict[tuple, float] = {(): self._held_out_loss(None)}
         per_member = []
@@ -171,7 +183,9 @@ class SimulatedFleet:
             if key not in by_forward:
                 by_forward[key] = self._held_out_loss(member)
             per_member.append(by_forward[key])
-        pipelined = [loss for loss, m in zip(per_member, self.members, strict=True) if m.config.kind == "pipelined"]
+        pipelined = [
+            loss for loss, m in zip(per_member, self.members, strict=True) if m.config.kind == "pipelined"
+        ]
         return {
             "loss_full": by_forward[()],
             "loss_pipelined": sum(pipelined) / len(pipelined) if pipelined else None,
@@ -182,10 +196,10 @@ class SimulatedFleet:
     def _held_out_loss(self, member: Member | None) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in self.held_out:
-            crossings = crossings_of(self.recipe, [member], self.bases, self.table, len(batch)) if member else None
-            logits = forward(
-                self.anchor, batch[:, :-1], self.recipe.model, self.rope, crossings, self.dtype
+            crossings = (
+                crossings_of(self.recipe, [member], self.bases, self.table, len(batch)) if member else None
             )
+            logits = forward(self.anchor, batch[:, :-1], self.recipe.model, self.rope, crossings, self.dtype)
             total += token_losses(logits, batch[:, 1:]).double() * len(batch)
         return (total / sum(map(len, self.held_out))).item()
 
@@ -204,9 +218,9 @@ class SimulatedFleet:
         step = round_index * self.recipe.outer.inner_steps + first + h
         lr = learning_rate(step, self.recipe.inner, self.recipe.num_inner_steps)
         raise RunError(
-            f"replica {members[row].name}: the loss is {losses[h, row].item()} at inner step {step + 1} (round "
-            f"{round_index + 1}), learning rate {lr:.3g}; the last good round is on disk. Try a lower inner.lr, a "
-            "longer inner.warmup_steps or a smaller inner.clip"
+            f"replica {members[row].name}: the loss is {losses[h, row].item()} at inner step {step + 1} "
+            f"(round {round_index + 1}), learning rate {lr:.3g}; the last good round is on disk. Try a lower "
+            "inner.lr, a longer inner.warmup_steps or a smaller inner.clip"
         )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -226,5 +240,3 @@ class SimulatedFleet:
                 self.outer.restore(files["outer"])
         for i, stack in enumerate(self.stacks):
             stack.restore(files[f"stack-{i}"], rounds * self.recipe.outer.inner_steps)
-
-

@@ -76,12 +76,15 @@ def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) ->
     recipe, about = run.recipe, run.about
     missing = [key for key in ("device_type", "precision", "group", "pieces", "parked") if key not in about]
     if missing:
-        raise ConfigError(f"{run.path}/about.json does not say how the run was held ({missing[0]}); start a new run")
+        raise ConfigError(
+            f"{run.path}/about.json does not say how the run was held ({missing[0]}); start a new run"
+        )
     where = pick_device(about["device_type"] if device == "auto" else device)
     corpus = checked_corpus(recipe)
     if corpus.tokenizer_sha256 != about.get("tokenizer_sha256"):
         raise ConfigError(
-            f"the corpus {recipe.data.corpus} has another tokenizer than when {run.path} began; put the old one back"
+            f"the corpus {recipe.data.corpus} has another tokenizer than when {run.path} began; "
+            "put the old one back"
         )
     plan = SimulatorPlan(about["group"], about["pieces"], about["parked"], about.get("predicted_bytes", 0))
     found = checkpoint.load(run.state_path)
@@ -108,7 +111,9 @@ def _run(
         if state:
             fleet.restore(state, done)
         with open_view(recipe, done, recipe.outer.rounds, rows=run.rows(), quiet=quiet) as view:
-            view.note(f"{run.path}: {plan.describe(recipe.num_replicas)} on {about['device']}, {about['precision']}")
+            view.note(
+                f"{run.path}: {plan.describe(recipe.num_replicas)} on {about['device']}, {about['precision']}"
+            )
             run_rounds(recipe, fleet, LocalExchange(recipe), run, view, done)
         checkpoint.save_tensors(run.model_path, fleet.anchor)
         status = "finished"
@@ -122,8 +127,10 @@ def _run(
         run.update_about(status=status, error=error)
         try:
             from isthmus.dashboard.report import write_report
+
             write_report(run.path)
-        except ImportError: pass
+        except ImportError:
+            pass
     return Results(run.path, run.rows())
 
 
@@ -135,8 +142,14 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError(f'device is "{name}"; it is one of auto, cpu, cuda, cuda:N')
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        there = f"there {'is' if count == 1 else 'are'} {count} CUDA device{'s' * (count != 1)}" if count else "there is no CUDA device"
-        raise ConfigError(f'device is "{name}", but {there} here; use --device {"cuda:0" if count else "cpu"}')
+        there = (
+            f"there {'is' if count == 1 else 'are'} {count} CUDA device{'s' * (count != 1)}"
+            if count
+            else "there is no CUDA device"
+        )
+        raise ConfigError(
+            f'device is "{name}", but {there} here; use --device {"cuda:0" if count else "cpu"}'
+        )
     return torch.device(name)
 
 
@@ -151,8 +164,9 @@ def checked_corpus(recipe: Recipe) -> Corpus:
     corpus = open_corpus(recipe.data.corpus)
     if corpus.vocab_size > recipe.model.vocab:
         raise ConfigError(
-            f"the tokenizer of {recipe.data.corpus} has {corpus.vocab_size} tokens, the model {recipe.model.vocab}; "
-            f"set model.vocab={corpus.vocab_size} or prepare the corpus with --vocab {recipe.model.vocab}"
+            f"the tokenizer of {recipe.data.corpus} has {corpus.vocab_size} tokens, the model "
+            f"{recipe.model.vocab}; set model.vocab={corpus.vocab_size}, or "
+            f"prepare the corpus with --vocab {recipe.model.vocab}"
         )
     return corpus
 
@@ -167,7 +181,7 @@ def _plan(recipe: Recipe, device: torch.device, precision: str, compiled: bool, 
     )
     if plan.predicted_bytes > available:
         print(
-            f"isthmus: about {plan.predicted_bytes / 2**30:.1f} GiB are needed even {plan.describe(recipe.num_replicas)}, "
+            f"isthmus: even {plan.describe(recipe.num_replicas)} are needed, "
             f"{available / 2**30:.1f} GiB are free; trying all the same",
             file=sys.stderr,
         )

@@ -1,7 +1,9 @@
-"""LLaMA as functions of named tensors, so that one replica, a stack of replicas and a single stage share them.
+"""LLaMA as functions of named tensors, so that one replica, a stack of replicas and a single stage share
+them.
 
-A weight has its own shape, (O, D), or carries the replicas of a stack in front, (R, O, D). The residual stream is
-(B, L, D) or (R, B, L, D) alike. Attention has no parameters, so there the replica axis folds into the batch.
+A weight has its own shape, (O, D), or carries the replicas of a stack in front, (R, O, D). The residual
+stream is (B, L, D) or (R, B, L, D) alike. Attention has no parameters, so there the replica axis folds into
+the batch.
 """
 
 import hashlib
@@ -37,7 +39,8 @@ def init_params(model: ModelConfig, seed: int) -> dict[str, Tensor]:
 
 
 def rope_table(model: ModelConfig, length: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin of RoPE, (L, head_dim) each; float64 until the end, so every device holds the same table."""
+    """cos and sin of RoPE, (L, head_dim) each; float64 until the end, so every device holds the same
+    table."""
     half = model.width // model.heads // 2
     frequency = model.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency).repeat(1, 2)  # (L, head_dim)
@@ -77,7 +80,9 @@ def embed(params: Params, tokens: Tensor, dtype: torch.dtype) -> Tensor:
 def attention(params: Params, prefix: str, x: Tensor, model: ModelConfig, cos: Tensor, sin: Tensor) -> Tensor:
     def heads(matrix: str) -> Tensor:
         projected = linear(x, params[f"{prefix}.{matrix}.weight"])
-        return projected.flatten(0, -3).unflatten(-1, (model.heads, -1)).transpose(1, 2)  # (R B, heads, L, head_dim)
+        return (
+            projected.flatten(0, -3).unflatten(-1, (model.heads, -1)).transpose(1, 2)
+        )  # (R B, heads, L, head_dim)
 
     q, k, v = rotate(heads("wq"), cos, sin), rotate(heads("wk"), cos, sin), heads("wv")
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -93,7 +98,9 @@ def layer(params: Params, i: int, x: Tensor, model: ModelConfig, cos: Tensor, si
     block, eps = f"layers.{i}", model.norm_eps
     normed = rms_norm(x, params[f"{block}.attention_norm.weight"], eps)
     x = x + attention(params, f"{block}.attention", normed, model, cos, sin)
-    return x + feed_forward(params, f"{block}.feed_forward", rms_norm(x, params[f"{block}.ffn_norm.weight"], eps))
+    return x + feed_forward(
+        params, f"{block}.feed_forward", rms_norm(x, params[f"{block}.ffn_norm.weight"], eps)
+    )
 
 
 def head(params: Params, x: Tensor, model: ModelConfig) -> Tensor:

@@ -1,4 +1,5 @@
-"""Dense averaging behind the same interface. Per-step AdamW needs none: its replicas share one set of weights."""
+"""Dense averaging behind the same interface. Per-step AdamW needs none: its replicas share one set of
+weights."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +22,9 @@ class DiLoCo(SparseLoCo):
         self.velocity = {name: torch.zeros_like(tensor) for name, tensor in anchor.items()}
 
     @torch.no_grad()
-    def contribute(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> dict[str, SparseChunks]:
+    def contribute(
+        self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]
+    ) -> dict[str, SparseChunks]:
         return self.codec.encode_many({name: self.anchor[name] - param for name, param in params.items()})
 
     @torch.no_grad()

@@ -1,4 +1,5 @@
-"""Error feedback and one outer round: from pseudo-gradients to payloads, from all payloads to the next anchor."""
+"""Error feedback and one outer round: from pseudo-gradients to payloads, from all payloads to the next
+anchor."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +17,8 @@ Payload = Mapping[str, SparseChunks]
 class SparseLoCo:
     """Eq. 2 of arXiv 2601.02360 on named tensors; it has not heard of replicas or stages.
 
-    One anchor, and a feedback for every contributor: the caller keeps it, because it moves with the contributor.
+    One anchor, and a feedback for every contributor: the caller keeps it, because it moves with the
+    contributor.
     """
 
     def __init__(self, anchor: dict[str, Tensor], config: OuterConfig) -> None:
@@ -24,7 +26,9 @@ class SparseLoCo:
         self.codec = TopK(config.chunk_side, config.keep, config.values)
 
     @torch.no_grad()
-    def contribute(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> dict[str, SparseChunks]:
+    def contribute(
+        self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]
+    ) -> dict[str, SparseChunks]:
         """Delta and e of eq. 2; `feedback` is brought to e^(t+1) in place."""
         scale = self.config.step_size if self.config.feedback_lr_scaled else 1.0
         pseudo_grads = {}

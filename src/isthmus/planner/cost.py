@@ -12,9 +12,9 @@ def step_flops(recipe: Recipe) -> float:
 def inner_step_seconds(recipe: Recipe, member: Member, measured_seconds: float) -> float:
     """One inner step of a replica with its links full duplex and overlapped with compute.
 
-    With m micro-batches of t seconds of compute per stage and l on the link each way, the slower of the two sets the
-    pace and the pipeline fills and drains once: m max(t, l) + (S-1)(t + 2 (l + latency)). For l <= t this is the
-    ceiling U = m / (m + (S-1)(1 + 2(r + lat/t))) that no flushing schedule beats.
+    With m micro-batches of t seconds of compute per stage and l on the link each way, the slower of the two
+    sets the pace and the pipeline fills and drains once: m max(t, l) + (S-1)(t + 2 (l + latency)). For l <=
+    t this is the ceiling U = m / (m + (S-1)(1 + 2(r + lat/t))) that no flushing schedule beats.
 
     measured_seconds stands in for the compute of the whole replica where the recipe gives no rate.
     """

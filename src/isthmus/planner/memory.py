@@ -33,9 +33,9 @@ def state_bytes(recipe: Recipe, precision: str) -> int:
 def activation_bytes(recipe: Recipe, precision: str, num_sequences: int, compiled: bool) -> int:
     """What one forward keeps for its backward.
 
-    A layer keeps about 9 tensors of the stream's width (input, two normed inputs, q, k, v before and after RoPE,
-    attention, the second input) and 4 of the FFN's; uncompiled code also keeps the wide copies of both norms. The
-    head keeps logits, their fp32 copy and log-probabilities; their gradient comes on top.
+    A layer keeps about 9 tensors of the stream's width (input, two normed inputs, q, k, v before and after
+    RoPE, attention, the second input) and 4 of the FFN's; uncompiled code also keeps the wide copies of both
+    norms. The head keeps logits, their fp32 copy and log-probabilities; their gradient comes on top.
     """
     model, size = recipe.model, STREAM_BYTES[precision]
     num_tokens = num_sequences * model.context
@@ -63,7 +63,13 @@ def simulator_bytes(
 
 
 def plan_simulator(
-    recipe: Recipe, precision: str, available_bytes: int, *, compiled: bool, can_park: bool, mode: str = "auto"
+    recipe: Recipe,
+    precision: str,
+    available_bytes: int,
+    *,
+    compiled: bool,
+    can_park: bool,
+    mode: str = "auto",
 ) -> SimulatorPlan:
     """The largest group that fits, then the fewest pieces; parked on the host only when nothing else fits."""
     replicas, batch = recipe.num_replicas, recipe.inner.batch

@@ -1,7 +1,7 @@
 """Which rows of a stack cross a stage boundary after which layer, and what the crossing does to them."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,8 +55,8 @@ class BasisSet:
 def crossings_of(
     recipe: Recipe, members: Sequence[Member], bases: BasisSet, table: Tensor, rows_each: int = 1
 ) -> dict[int, list[tuple[slice, Crossing]]]:
-    """For each edge (layers before it), the rows of the leading axis that cross there; neighbours that cross alike
-    cross together. `rows_each` is the number of rows that each member has."""
+    """For each edge (layers before it), the rows of the leading axis that cross there; neighbours that
+    cross alike cross together. `rows_each` is the number of rows that each member has."""
     at: dict[int, list[tuple[slice, Key, Member, int]]] = {}
     for i, member in enumerate(members):
         rows = slice(i * rows_each, (i + 1) * rows_each)
@@ -85,7 +85,9 @@ def forward_key(recipe: Recipe, member: Member, bases: BasisSet) -> Key:
 
 
 def build(member: Member, boundary: int, bases: BasisSet, table: Tensor) -> Crossing:
-    inside = SubspaceBoundary(bases.get(member, boundary), table) if member.config.compressed else OpenBoundary()
+    inside = (
+        SubspaceBoundary(bases.get(member, boundary), table) if member.config.compressed else OpenBoundary()
+    )
     return crossing(inside, LocalLink(member.config.wire))
 
 
@@ -102,6 +104,3 @@ def projected_names(recipe: Recipe, member: Member) -> tuple[str, ...]:
 def write_projection_(weight: Tensor, basis: Tensor) -> None:
     """W <- U U^T W: what a d-sided matrix (D, in) writes into the stream returns to S."""
     weight.copy_(basis @ (basis.mT @ weight))
-
-
-Crossings = Mapping[int, Sequence[tuple[slice, Crossing]]]

@@ -1,8 +1,9 @@
 """Layers -> stages, full-model names kept. Standard library only.
 
-The rule: embedding and head each weigh as much as one layer; the weights are dealt as evenly as they go, first
-stages taking the remainder (9 layers in 4 stages: 2, 3, 3, 1); a stage left without a layer takes one from the
-fullest. The paper does not give its split, and boundary positions change the loss, so the rule is part of a run.
+The rule: embedding and head each weigh as much as one layer; the weights are dealt as evenly as they go,
+first stages taking the remainder (9 layers in 4 stages: 2, 3, 3, 1); a stage left without a layer takes one
+from the fullest. The paper does not give its split, and boundary positions change the loss, so the rule is
+part of a run.
 """
 
 from isthmus.config import ModelConfig

@@ -8,13 +8,13 @@ from torch import Tensor
 from isthmus.config import Member, Recipe
 from isthmus.model.inner import InnerOpt
 from isthmus.model.llama import forward, rope_table, token_losses
-from isthmus.replica.crossings import BasisSet, crossings_of, projected_names, write_projection_
+from isthmus.replica.crossings import BasisSet, crossings_of, forward_key, projected_names, write_projection_
 from isthmus.replica.split import stage_of
 
 
 class Stack:
-    """R replicas with weights of their own (R, ...), or, when `shared`, M replicas that average every gradient and
-    so hold one set of weights between them: the per-step AdamW baseline."""
+    """R replicas with weights of their own (R, ...), or, when `shared`, M replicas that average every
+    gradient and so hold one set of weights between them: the per-step AdamW baseline."""
 
     def __init__(
         self,
@@ -27,19 +27,25 @@ class Stack:
         dtype: torch.dtype,
         pieces: int = 1,
         shared: bool = False,
-        compiled: bool = False,
+        compiled: dict | None = None,
     ) -> None:
+        """`compiled` holds the compiled forwards of stacks built before; None: nothing is compiled."""
         self.recipe, self.members, self.bases, self.shared = recipe, tuple(members), bases, shared
         self.dtype, self.pieces = dtype, pieces
         device = table.device
         lead = () if shared else (len(members),)
         self.params = {
-            name: tensor.expand(*lead, *tensor.shape).clone().requires_grad_() for name, tensor in anchor.items()
+            name: tensor.expand(*lead, *tensor.shape).clone().requires_grad_()
+            for name, tensor in anchor.items()
         }
         with_feedback = recipe.outer.method == "sparseloco"
-        self.feedback = {name: torch.zeros_like(p) for name, p in self.params.items()} if with_feedback else {}
+        self.feedback = (
+            {name: torch.zeros_like(p) for name, p in self.params.items()} if with_feedback else {}
+        )
         if shared and recipe.subspace.adaptation:
-            table = self.params["tok_embeddings.weight"].detach()  # synchronised every step, so it is never stale
+            table = self.params[
+                "tok_embeddings.weight"
+            ].detach()  # synchronised every step, so it is never stale
         self.table = table
         rows = recipe.inner.batch // pieces if shared else 1
         self.crossings = crossings_of(recipe, members, bases, table, rows)
@@ -53,8 +59,10 @@ class Stack:
             groups=self._clip_groups(device),
             modified=self._modified(device),
         )
-        self._losses = torch.compile(self._member_losses, dynamic=False) if compiled else self._member_losses
-        self.parked = False
+        self._losses = self._member_losses
+        if compiled is not None:  # stacks that cross alike are the same function: compile it once
+            key = (len(members), *(forward_key(recipe, member, bases) for member in members))
+            self._losses = compiled.setdefault(key, torch.compile(self._member_losses, dynamic=False))
 
     def _clip_groups(self, device: torch.device) -> Tensor | None:
         """(R, T) stage numbers, where every stage clips on its own."""
@@ -92,7 +100,8 @@ class Stack:
             self._project_weights()
 
     def inner_step(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """One InnerOpt update of every replica (eq. 1); its losses and gradient norms (R,), still on the device."""
+        """One InnerOpt update of every replica (eq. 1); its losses and gradient norms (R,), still on the
+        device."""
         self.opt.zero_grad()
         losses = torch.zeros(len(self.members), device=tokens.device, dtype=torch.float64)
         weight = 1 / (self.pieces * (len(self.members) if self.shared else 1))

@@ -20,8 +20,9 @@ class SubspaceBoundary:
 
     Both maps are affine, so plain autograd on each side of the wire already sends back grad @ U.
 
-    Any table that differs from T_perp only inside S gives the same result: the difference is subtracted before
-    the projection and added after it. The engines hand in the whole TE of the anchor, which leaves smaller numbers
+    Any table that differs from T_perp only inside S gives the same result: the difference is subtracted
+    before the projection and added after it. The engines hand in the whole TE of the anchor, which leaves
+    smaller numbers
     for bf16 to carry (and spares a second table).
     """
 

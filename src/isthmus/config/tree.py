@@ -1,21 +1,14 @@
-"""The Recipe tree: TOML in, frozen and checked dataclasses out. Standard library only."""
+"""The Recipe tree: frozen dataclasses that check themselves. Standard library only."""
 
-import dataclasses
 import difflib
-import json
-import tomllib
-import types
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 from isthmus.errors import ConfigError
 
 
-def _choice(name: str, value: str, known: Sequence[str]) -> None:
+def choice(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ConfigError(f'{name} is "{value}"; it is one of {", ".join(known)}{nearest(value, known)}')
 
@@ -89,7 +82,9 @@ class ModelConfig:
         return 1 if self.vocab <= 2**8 else 2 if self.vocab <= 2**16 else 4
 
 
-def _preset(name: str, vocab: int, width: int, layers: int, heads: int, ffn: int, context: int) -> ModelConfig:
+def _preset(
+    name: str, vocab: int, width: int, layers: int, heads: int, ffn: int, context: int
+) -> ModelConfig:
     return ModelConfig(
         preset=name, vocab=vocab, width=width, layers=layers, heads=heads, ffn=ffn, context=context
     )
@@ -153,9 +148,11 @@ class InnerConfig:
                 raise ConfigError(f"inner.{name} is {getattr(self, name)}; it lies in [0, 1)")
         for name in ("warmup_start", "final_lr"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"inner.{name} is {getattr(self, name)}; a share of inner.lr lies in [0, 1]")
-        _choice("inner.clip_scope", self.clip_scope, ("replica", "stage"))
-        _choice("inner.precision", self.precision, ("auto", "fp32", "bf16", "fp64"))
+                raise ConfigError(
+                    f"inner.{name} is {getattr(self, name)}; a share of inner.lr lies in [0, 1]"
+                )
+        choice("inner.clip_scope", self.clip_scope, ("replica", "stage"))
+        choice("inner.precision", self.precision, ("auto", "fp32", "bf16", "fp64"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,22 +167,24 @@ class OuterConfig:
     keep: int = 32  # kappa
     values: str = "fp32"  # Q: "fp32", "bf16" or "2bit"; "fp64" for float64 runs
     feedback_decay: float = 0.95  # beta
-    feedback_lr_scaled: bool = False  # scale the pseudo-gradient by lr before the feedback, as public code does
+    feedback_lr_scaled: bool = (
+        False  # scale the pseudo-gradient by lr before the feedback, as public code does
+    )
     aggregation: str = "contributors"  # or "all": eq. 2 read literally
     clip: str = "none"  # or "median": payloads are scaled down to the round's median norm
     momentum: float = 0.9  # Nesterov, diloco only
 
     def __post_init__(self) -> None:
-        _choice("outer.method", self.method, ("sparseloco", "diloco", "adamw"))
+        choice("outer.method", self.method, ("sparseloco", "diloco", "adamw"))
         for name in ("inner_steps", "rounds", "chunk_side"):
             _at_least(f"outer.{name}", getattr(self, name), 1)
         if self.chunk_side > 64:
             raise ConfigError(f"outer.chunk_side is {self.chunk_side}; a chunk is at most 64 x 64")
         if not 1 <= self.keep <= self.chunk_side**2:
             raise ConfigError(f"outer.keep is {self.keep}; a chunk holds 1 to {self.chunk_side**2} entries")
-        _choice("outer.values", self.values, ("fp32", "bf16", "2bit", "fp64"))
-        _choice("outer.aggregation", self.aggregation, ("contributors", "all"))
-        _choice("outer.clip", self.clip, ("none", "median"))
+        choice("outer.values", self.values, ("fp32", "bf16", "2bit", "fp64"))
+        choice("outer.aggregation", self.aggregation, ("contributors", "all"))
+        choice("outer.clip", self.clip, ("none", "median"))
         _at_least("outer.lr", self.lr, 0)
         for name in ("feedback_decay", "momentum"):
             if not 0 <= getattr(self, name) <= 1:
@@ -203,17 +202,21 @@ class SubspaceConfig:
 
     basis: str = "global"  # one U for the run; or "replica", "boundary": one for each
     adaptation: bool = True  # eqs. 3-4 after every round; false: T_perp stays at its first value
-    weight_projection: bool = False  # Table 5b: W_p1, W_p2 of compressed replicas back onto S after every step
+    weight_projection: bool = (
+        False  # Table 5b: W_p1, W_p2 of compressed replicas back onto S after every step
+    )
     grassmann_every: int = 0  # Table 5c: inner steps between updates of U; 0: never
     grassmann_lr: float = 0.1
     modified_adamw: bool = False  # Table 5d
 
     def __post_init__(self) -> None:
-        _choice("subspace.basis", self.basis, ("global", "replica", "boundary"))
+        choice("subspace.basis", self.basis, ("global", "replica", "boundary"))
         _at_least("subspace.grassmann_every", self.grassmann_every, 0)
         _above("subspace.grassmann_lr", self.grassmann_lr, 0)
         if self.grassmann_every and self.basis != "global":
-            raise ConfigError('subspace.grassmann_every needs subspace.basis = "global": all replicas turn one U')
+            raise ConfigError(
+                'subspace.grassmann_every needs subspace.basis = "global": all replicas turn one U'
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,14 +252,14 @@ class ReplicaConfig:
         where = f"replica {self.name}"
         if not self.name or not all(c.isalnum() or c in "-_" for c in self.name):
             raise ConfigError(f'replica name "{self.name}": use letters, digits, "-" and "_"')
-        _choice(f"{where}: kind", self.kind, ("full", "pipelined"))
-        _choice(f"{where}: wire", self.wire, ("bf16", "fp32", "fp64"))
+        choice(f"{where}: kind", self.kind, ("full", "pipelined"))
+        choice(f"{where}: wire", self.wire, ("bf16", "fp32", "fp64"))
         _at_least(f"{where}: count", self.count, 1)
         _at_least(f"{where}: stages", self.stages, 1)
         _at_least(f"{where}: tflops", self.tflops, 0)
         if self.kind == "full" and (self.stages != 1 or self.compression != "none"):
             raise ConfigError(
-                f'{where} is full, so it has no stages and no compression; set kind = "pipelined" or drop them'
+                f'{where} is full: no stages and no compression; set kind = "pipelined" or drop them'
             )
         if self.kind == "pipelined" and self.stages < 2:
             raise ConfigError(f"{where} is pipelined with {self.stages} stage; give stages = 2 or more")
@@ -273,8 +276,8 @@ class ReplicaConfig:
             ratio = Fraction(0)
         if not 0 < ratio <= 1:
             raise ConfigError(
-                f'replica {self.name}: compression is "{self.compression}"; k/d is a fraction above 0 and at most 1 '
-                'such as "1/8", or "none"'
+                f'replica {self.name}: compression is "{self.compression}"; k/d is a fraction above 0 and at '
+                'most 1 such as "1/8", or "none"'
             )
         return ratio
 
@@ -326,7 +329,11 @@ class Recipe:
     replicas: tuple[ReplicaConfig, ...]
 
     def __post_init__(self) -> None:
-        if not self.name or not all(c.isalnum() or c in "-_." for c in self.name) or self.name.startswith("."):
+        if (
+            not self.name
+            or not all(c.isalnum() or c in "-_." for c in self.name)
+            or self.name.startswith(".")
+        ):
             raise ConfigError(f'name is "{self.name}"; use letters, digits, "-", "_" and "."')
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}; it must be 0 or more and below 2**63")
@@ -335,26 +342,50 @@ class Recipe:
         names = [member.name for member in self.fleet()]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f'two replicas are called "{name}"; give each [[replicas]] table its own name')
+                raise ConfigError(
+                    f'two replicas are called "{name}"; give each [[replicas]] table its own name'
+                )
         for replica in self.replicas:
             if replica.stages > self.model.layers:
                 raise ConfigError(
-                    f"replica {replica.name}: {replica.stages} stages for a model of {self.model.layers} layers; "
+                    f"replica {replica.name}: {replica.stages} stages for {self.model.layers} layers; "
                     f"stages is at most {self.model.layers}"
                 )
             if replica.kind == "pipelined" and self.inner.batch % self.inner.micro_batches:
                 raise ConfigError(
-                    f"inner.batch is {self.inner.batch}, which {self.inner.micro_batches} micro-batches do not "
-                    "divide; change inner.batch or inner.micro_batches"
+                    f"inner.batch is {self.inner.batch}, which {self.inner.micro_batches} micro-batches "
+                    "do not divide; change inner.batch or inner.micro_batches"
                 )
         every = self.subspace.grassmann_every
         if every % self.outer.inner_steps:
             raise ConfigError(
-                f"subspace.grassmann_every is {every}; U turns right after a round, so it must be a multiple of "
-                f"outer.inner_steps = {self.outer.inner_steps}"
+                f"subspace.grassmann_every is {every}; U turns right after a round, so it must be a "
+                f"multiple of outer.inner_steps = {self.outer.inner_steps}"
             )
+        self._check_ablations()
         if self.outer.values == "fp64" and self.inner.precision != "fp64":
             raise ConfigError('outer.values is "fp64"; that is for runs with inner.precision = "fp64"')
+
+    def _check_ablations(self) -> None:
+        compressed = [replica for replica in self.replicas if replica.compressed]
+        if self.subspace.weight_projection and self.subspace.basis == "boundary":
+            raise ConfigError(
+                'subspace.weight_projection projects onto one U; set subspace.basis to "global"'
+            )
+        shared = (
+            self.outer.method == "adamw"
+        )  # one set of weights cannot be projected for some and not for others
+        for name in ("weight_projection", "modified_adamw"):
+            if (
+                getattr(self.subspace, name)
+                and shared
+                and len({(r.stages, r.compression) for r in self.replicas}) > 1
+            ):
+                raise ConfigError(
+                    f'subspace.{name} with outer.method = "adamw" needs replicas that are all alike'
+                )
+            if getattr(self.subspace, name) and not compressed:
+                raise ConfigError(f"subspace.{name} is for compressed replicas, and there is none")
 
     @property
     def num_replicas(self) -> int:
@@ -376,141 +407,3 @@ class Recipe:
                 name = replica.name if replica.count == 1 else f"{replica.name}-{i}"
                 members.append(Member(len(members), name, replica))
         return tuple(members)
-
-
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file and apply `key=value` overrides such as `outer.keep=64` or `replicas.edge.count=2`."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"cannot read the recipe {path}: {reason}") from None
-    return parse_recipe(text, overrides, source=str(path))
-
-
-def parse_recipe(text: str, overrides: Sequence[str] = (), source: str = "recipe") -> Recipe:
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is not valid TOML: {error}") from None
-    for override in overrides:
-        _override(table, override)
-    return _recipe(table)
-
-
-def _recipe(table: dict[str, Any]) -> Recipe:
-    table = dict(table)
-    if "model" in table and isinstance(table["model"], dict):
-        table["model"] = _with_preset(table["model"])
-    return _build(Recipe, table, "")
-
-
-def _with_preset(model: dict[str, Any]) -> dict[str, Any]:
-    name = model.get("preset", "custom")
-    if name == "custom":
-        return model
-    if name not in PRESETS:
-        _choice("model.preset", str(name), tuple(PRESETS))
-    # A preset gives defaults; a field beside it wins.
-    return dataclasses.asdict(PRESETS[name]) | model
-
-
-def _build(cls: type, table: Any, where: str) -> Any:
-    """One dataclass from one TOML table: unknown keys, missing keys and wrong types are named."""
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} must be a table, not {_kind(table)}")
-    hints = typing.get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]
-    prefix = f"{where}." if where else ""
-    values = {}
-    for key, value in table.items():
-        if key not in known:
-            raise ConfigError(f'unknown key "{prefix}{key}"{nearest(key, known) or "; known: " + ", ".join(known)}')
-        values[key] = _convert(hints[key], value, f"{prefix}{key}")
-    for f in dataclasses.fields(cls):
-        missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if missing and f.name not in values:
-            hint = f'; give model.preset, one of {", ".join(PRESETS)}' if where == "model" or f.name == "model" else ""
-            raise ConfigError(f'"{prefix}{f.name}" is missing{hint}')
-    return cls(**values)
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    if isinstance(hint, types.UnionType):  # LinkConfig | None
-        hint = typing.get_args(hint)[0]
-    if dataclasses.is_dataclass(hint):
-        return _build(hint, value, where)
-    if typing.get_origin(hint) is tuple:
-        if not isinstance(value, list):
-            raise ConfigError(f"{where} must be a list of tables ([[{where}]]), not {_kind(value)}")
-        item = typing.get_args(hint)[0]
-        return tuple(_build(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
-    if where.endswith(".compression") and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)  # compression = 0.125 reads as well as "1/8"
-    wanted = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[hint]
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
-        raise ConfigError(f"{where} is {_kind(value)} ({value!r}); it must be {wanted}")
-    return value
-
-
-def _kind(value: Any) -> str:
-    return {dict: "a table", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}.get(
-        type(value), "a number" if isinstance(value, float) else type(value).__name__
-    )
-
-
-def _override(table: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f'--set {override}: write it as key=value, for example "outer.keep=64"')
-    try:
-        value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text  # --set outer.values=2bit needs no quotes
-    *path, last = key.strip().split(".")
-    at: Any = table
-    for part in path:
-        if isinstance(at, list):
-            at = _entry(at, part, override)
-        elif isinstance(at, dict):
-            at = at.setdefault(part, {})
-        if not isinstance(at, dict | list):
-            raise ConfigError(f'--set {override}: "{part}" holds no keys')
-    if isinstance(at, list):
-        raise ConfigError(f"--set {override}: name the entry, for example replicas.NAME.{last}=...")
-    at[last] = value
-
-
-def _entry(entries: list[Any], part: str, override: str) -> Any:
-    """A [[replicas]] table by its name, or by its number from 0."""
-    names = [str(entry.get("name", i)) if isinstance(entry, dict) else str(i) for i, entry in enumerate(entries)]
-    if part in names:
-        return entries[names.index(part)]
-    if part.isdigit() and int(part) < len(entries):
-        return entries[int(part)]
-    raise ConfigError(f'--set {override}: there is no "{part}"; there is {", ".join(names) or "none"}')
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as TOML; `parse_recipe` gives it back unchanged."""
-    table = dataclasses.asdict(recipe)
-    replicas = table.pop("replicas")
-    sections = {key: table.pop(key) for key in list(table) if isinstance(table[key], dict)}
-    lines = _lines(table)
-    for key, section in sections.items():
-        lines += ["", f"[{key}]", *_lines(section)]
-    for replica in replicas:
-        lines += ["", "[[replicas]]", *_lines(replica)]
-    return "\n".join(lines) + "\n"
-
-
-def _lines(table: dict[str, Any]) -> list[str]:
-    return [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(_lines(value)) + " }"
-    return json.dumps(value) if isinstance(value, str | bool) else repr(value)

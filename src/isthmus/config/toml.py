@@ -1,0 +1,164 @@
+"""TOML in, a checked Recipe out, and back. Unknown keys, wrong types and bad overrides are named."""
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from isthmus.config.tree import PRESETS, Recipe, choice, nearest
+from isthmus.errors import ConfigError
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply `key=value` overrides such as `outer.keep=64` or
+    `replicas.edge.count=2`."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"cannot read the recipe {path}: {reason}") from None
+    return parse_recipe(text, overrides, source=str(path))
+
+
+def parse_recipe(text: str, overrides: Sequence[str] = (), source: str = "recipe") -> Recipe:
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from None
+    for override in overrides:
+        _override(table, override)
+    return _recipe(table)
+
+
+def _recipe(table: dict[str, Any]) -> Recipe:
+    table = dict(table)
+    if "model" in table and isinstance(table["model"], dict):
+        table["model"] = _with_preset(table["model"])
+    return _build(Recipe, table, "")
+
+
+def _with_preset(model: dict[str, Any]) -> dict[str, Any]:
+    name = model.get("preset", "custom")
+    if name == "custom":
+        return model
+    if name not in PRESETS:
+        choice("model.preset", str(name), tuple(PRESETS))
+    # A preset gives defaults; a field beside it wins.
+    return dataclasses.asdict(PRESETS[name]) | model
+
+
+def _build(cls: type, table: Any, where: str) -> Any:
+    """One dataclass from one TOML table: unknown keys, missing keys and wrong types are named."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} must be a table, not {_kind(table)}")
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    prefix = f"{where}." if where else ""
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(
+                f'unknown key "{prefix}{key}"{nearest(key, known) or "; known: " + ", ".join(known)}'
+            )
+        values[key] = _convert(hints[key], value, f"{prefix}{key}")
+    for f in dataclasses.fields(cls):
+        missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if missing and f.name not in values:
+            hint = (
+                f"; give model.preset, one of {', '.join(PRESETS)}"
+                if where == "model" or f.name == "model"
+                else ""
+            )
+            raise ConfigError(f'"{prefix}{f.name}" is missing{hint}')
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType):  # LinkConfig | None
+        hint = typing.get_args(hint)[0]
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, where)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} must be a list of tables ([[{where}]]), not {_kind(value)}")
+        item = typing.get_args(hint)[0]
+        return tuple(_build(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
+    if where.endswith(".compression") and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)  # compression = 0.125 reads as well as "1/8"
+    wanted = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[hint]
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{where} is {_kind(value)} ({value!r}); it must be {wanted}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return {
+        dict: "a table",
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        int: "a whole number",
+    }.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
+
+
+def _override(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f'--set {override}: write it as key=value, for example "outer.keep=64"')
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text  # --set outer.values=2bit needs no quotes
+    *path, last = key.strip().split(".")
+    at: Any = table
+    for part in path:
+        if isinstance(at, list):
+            at = _entry(at, part, override)
+        elif isinstance(at, dict):
+            at = at.setdefault(part, {})
+        if not isinstance(at, dict | list):
+            raise ConfigError(f'--set {override}: "{part}" holds no keys')
+    if isinstance(at, list):
+        raise ConfigError(f"--set {override}: name the entry, for example replicas.NAME.{last}=...")
+    at[last] = value
+
+
+def _entry(entries: list[Any], part: str, override: str) -> Any:
+    """A [[replicas]] table by its name, or by its number from 0."""
+    names = [
+        str(entry.get("name", i)) if isinstance(entry, dict) else str(i) for i, entry in enumerate(entries)
+    ]
+    if part in names:
+        return entries[names.index(part)]
+    if part.isdigit() and int(part) < len(entries):
+        return entries[int(part)]
+    raise ConfigError(f'--set {override}: there is no "{part}"; there is {", ".join(names) or "none"}')
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as TOML; `parse_recipe` gives it back unchanged."""
+    table = dataclasses.asdict(recipe)
+    replicas = table.pop("replicas")
+    sections = {key: table.pop(key) for key in list(table) if isinstance(table[key], dict)}
+    lines = _lines(table)
+    for key, section in sections.items():
+        lines += ["", f"[{key}]", *_lines(section)]
+    for replica in replicas:
+        lines += ["", "[[replicas]]", *_lines(replica)]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(table: dict[str, Any]) -> list[str]:
+    return [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(_lines(value)) + " }"
+    return json.dumps(value) if isinstance(value, str | bool) else repr(value)
