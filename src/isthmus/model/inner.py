@@ -20,31 +20,47 @@ def learning_rate(step: int, config: InnerConfig, total_steps: int) -> float:
     return config.lr * share
 
 
-def clip_(grads: Mapping[str, Tensor], limit: float, groups: Tensor | None, stacked: bool) -> Tensor:
-    """Scale each replica's gradients down to a norm of `limit`; returns the norms (R,) before it.
-
-    groups (R, T) numbers the stage of each of the T tensors where every stage clips on its own; None: one norm
-    over the whole replica. Nothing here waits for the device.
-    """
+def squared_norms(grads: Mapping[str, Tensor], stacked: bool) -> Tensor:
+    """(R, T): the squared norm of each of the T gradients of each replica."""
     first = 1 if stacked else 0
     norms = [torch.linalg.vector_norm(g, dim=tuple(range(first, g.dim()))) for g in grads.values()]
-    squares = torch.stack(norms, dim=-1).square().reshape(-1, len(norms))  # (R, T)
-    if groups is None:
-        totals = squares.sum(1, keepdim=True).expand_as(squares)
+    return torch.stack(norms, dim=-1).square().reshape(-1, len(norms))
+
+
+def clip_(
+    grads: Mapping[str, Tensor],
+    limit: float,
+    groups: Tensor | None,
+    stacked: bool,
+    squared_norm: Tensor | None = None,
+) -> Tensor:
+    """Scale each replica's gradients down to a norm of `limit`; returns the norms (R,) before it.
+
+    groups (R, T) numbers the stage of each of the T tensors where every stage clips on its own; None: one
+    norm over the whole replica. squared_norm (R,) is given where these gradients are one stage's only: the
+    sum over all of its replica's. Nothing here waits for the device.
+    """
+    if squared_norm is not None:
+        totals = squared_norm.view(-1, 1).expand(-1, len(grads))
     else:
-        totals = torch.zeros_like(squares).scatter_add_(1, groups, squares).gather(1, groups)
+        squares = squared_norms(grads, stacked)  # (R, T)
+        squared_norm = squares.sum(1)
+        if groups is None:
+            totals = squared_norm[:, None].expand_as(squares)
+        else:
+            totals = torch.zeros_like(squares).scatter_add_(1, groups, squares).gather(1, groups)
     scale = (limit / (totals.sqrt() + 1e-6)).clamp(max=1.0)  # (R, T)
     if scale.device.type != "cpu" or bool((scale < 1).any()):
         for g, factor in zip(grads.values(), scale.unbind(1), strict=True):
             g.mul_(factor.view(-1, *[1] * (g.dim() - 1)) if stacked else factor.view(()))
-    return squares.sum(1).sqrt()
+    return squared_norm.sqrt()
 
 
 class InnerOpt:
     """AdamW on named tensors; its moments outlive the rounds and are never averaged (METHOD 1.1).
 
-    `modified` names the d-sided matrices that take the row-constant second moment of Table 5d, with a mask (R,)
-    of the replicas that do.
+    `modified` names the d-sided matrices that take the row-constant second moment of Table 5d, with a mask
+    (R,) of the replicas that do.
     """
 
     def __init__(
@@ -69,7 +85,8 @@ class InnerOpt:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        # Both moments exist from the start, so that a checkpoint before the first step has the same shape as any other.
+        # Both moments exist from the start, so that a checkpoint before the first step has the same shape
+        # as any other.
         self.first = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self._bind()
@@ -79,17 +96,32 @@ class InnerOpt:
         for name, p in self.params.items():
             if name not in self.modified:
                 step = torch.tensor(float(self.step_count), dtype=torch.float32, device=p.device)
-                self.adamw.state[p] = {"step": step, "exp_avg": self.first[name], "exp_avg_sq": self.second[name]}
+                self.adamw.state[p] = {
+                    "step": step,
+                    "exp_avg": self.first[name],
+                    "exp_avg_sq": self.second[name],
+                }
 
     def lr(self) -> float:
         """The learning rate of the step to come."""
         return learning_rate(self.step_count, self.config, self.total_steps)
 
     @torch.no_grad()
-    def step(self) -> Tensor:
-        """One update from the gradients in `.grad`; returns each replica's gradient norm."""
-        grads = {name: p.grad for name, p in self.params.items()}
-        norms = clip_(grads, self.config.clip or math.inf, self.groups, self.stacked)
+    def squared_norm(self) -> Tensor:
+        """(R,) of the gradients in `.grad`: what a stage adds to the squared norm of its replica."""
+        return squared_norms(self._grads(), self.stacked).sum(1)
+
+    def _grads(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.params.items()}
+
+    @torch.no_grad()
+    def step(self, squared_norm: Tensor | None = None) -> Tensor:
+        """One update from the gradients in `.grad`; returns each replica's gradient norm.
+
+        A stage hands in the squared norm (1,) of its whole replica, to be clipped by that.
+        """
+        limit = self.config.clip or math.inf
+        norms = clip_(self._grads(), limit, self.groups, self.stacked, squared_norm)
         lr = self.lr()
         for group in self.adamw.param_groups:
             group["lr"] = lr
