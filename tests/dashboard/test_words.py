@@ -23,7 +23,7 @@ def test_a_mixed_fleet_in_five_sentences(tmp_path: Path):
         "uncompressed they would have sent 316 MB (7.8 times as much).",
         "Between replicas 8.0 MB crossed (2.0 up, 5.9 down, 0.1 control): sparse updates, once a round; "
         "dense data parallelism would have sent 8.0 GB (1,000 times as much).",
-        "On that fleet's links the run would have taken 4 min 10 s.",
+        "On that fleet and its links the run would have taken 4 min 10 s.",
     ]
 
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from isthmus import __version__
-from isthmus.cli import data, simulate
+from isthmus.cli import compare, data, report, simulate
 from isthmus.errors import ConfigError, RunError
 
 
@@ -14,7 +14,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"isthmus {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (simulate, data):
+    for module in (simulate, compare, report, data):
         module.register(commands)
     return parser
 
@@ -32,6 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("isthmus: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `isthmus compare ... | head` has read enough
+        sys.stderr.close()
+        return 0
 
 
 if __name__ == "__main__":

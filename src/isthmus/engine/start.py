@@ -1,5 +1,6 @@
 """From a recipe to a finished run directory: `simulate`, and `resume` after a stop or a kill."""
 
+import contextlib
 import datetime
 import json
 import sys
@@ -13,11 +14,12 @@ from isthmus import __version__
 from isthmus.comm.local import LocalExchange
 from isthmus.config import Recipe
 from isthmus.dashboard.live import open_view
+from isthmus.dashboard.report import write_report
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.engine import checkpoint
 from isthmus.engine.loop import run_rounds
 from isthmus.engine.simulated import SimulatedFleet
-from isthmus.errors import ConfigError, RunError
+from isthmus.errors import ConfigError
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
 from isthmus.runlog import RunDir, next_run_dir
 
@@ -111,26 +113,24 @@ def _run(
         if state:
             fleet.restore(state, done)
         with open_view(recipe, done, recipe.outer.rounds, rows=run.rows(), quiet=quiet) as view:
-            view.note(
-                f"{run.path}: {plan.describe(recipe.num_replicas)} on {about['device']}, {about['precision']}"
-            )
+            how = plan.describe(recipe.num_replicas)
+            view.note(f"{run.path}: {how} on {about['device']}, {about['precision']}")
+            passes = fleet.batches.passes(recipe.num_inner_steps)
+            if passes > 4:
+                view.note(f"the run reads its text {passes:.1f} times over; more text would serve it better")
             run_rounds(recipe, fleet, LocalExchange(recipe), run, view, done)
         checkpoint.save_tensors(run.model_path, fleet.anchor)
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
         raise
-    except (RunError, torch.OutOfMemoryError) as fault:
-        error = str(fault).splitlines()[0]
+    except BaseException as fault:
+        error = f"{type(fault).__name__}: {fault}".splitlines()[0]
         raise
     finally:
         run.update_about(status=status, error=error)
-        try:
-            from isthmus.dashboard.report import write_report
-
+        with contextlib.suppress(OSError, ConfigError):  # a report that fails must not hide why the run did
             write_report(run.path)
-        except ImportError:
-            pass
     return Results(run.path, run.rows())
 
 
