@@ -1,6 +1,5 @@
 """2N rounds = N + kill + N, bit for bit; what stops a run is named, and what was good stays on disk."""
 
-import json
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ from isthmus.config import parse_recipe
 from isthmus.engine import checkpoint, loop
 from isthmus.engine.start import resume
 from isthmus.errors import RunError
+from isthmus.replica.stack import Stack
 from isthmus.runlog import TIMING_FIELDS, RunDir
 
 RECIPE = """
@@ -119,14 +119,35 @@ def test_every_method_resumes_from_its_state(tmp_path, monkeypatch, method, extr
     assert history(tmp_path / "stopped") == history(tmp_path / "straight")
 
 
-def test_a_non_finite_loss_stops_the_run_by_name_with_the_last_good_round_on_disk(tmp_path):
-    recipe = parse_recipe(RECIPE, ["inner.lr=1e18", "inner.clip=0", "inner.warmup_steps=0", "outer.lr=1e-12"])
+def test_a_diverging_replica_is_named_with_its_step_and_learning_rate(tmp_path):
+    recipe = parse_recipe(RECIPE, ["inner.lr=1e18", "inner.clip=0", "inner.warmup_steps=0"])
     with pytest.raises(
-        RunError, match=r"replica rack: the loss is nan at inner step \d+ .*learning rate 1e\+18"
+        RunError, match=r"replica rack: the loss is nan at inner step 2 .*learning rate 9.99e\+17.*Try"
     ):
         simulate(recipe, tmp_path / "run", device="cpu", quiet=True)
+    about = RunDir.open(tmp_path / "run").about
+    assert about["status"] == "failed"
+    assert "replica rack" in about["error"]
+
+
+def test_a_non_finite_loss_leaves_the_last_good_round_on_disk(tmp_path, monkeypatch):
+    recipe = parse_recipe(RECIPE, ["outer.rounds=4"])
+    monkeypatch.setattr(loop, "SAVE_SHARE", 1e9)
+    simulate(recipe, tmp_path / "straight", device="cpu", quiet=True)
+    real_step, calls = Stack.inner_step, []
+
+    def poisoned(stack, tokens):
+        calls.append(1)
+        if len(calls) == 10:  # the second step of round 3
+            stack.params["norm.weight"].data[1] = float("nan")
+        return real_step(stack, tokens)
+
+    monkeypatch.setattr(Stack, "inner_step", poisoned)
+    with pytest.raises(RunError, match=r"replica edge: the loss is nan at inner step 10 \(round 3\)"):
+        simulate(recipe, tmp_path / "run", device="cpu", quiet=True)
     run = RunDir.open(tmp_path / "run")
-    assert run.about["status"] == "failed"
-    assert "replica rack" in run.about["error"]
+    assert [row["round"] for row in run.rows()] == [0, 1, 2]
+    assert checkpoint.load(run.state_path)[0] == 2
     assert run.report_path.exists()
-    json.loads(run.metrics_path.read_text().splitlines()[0])
+    resume(tmp_path / "run", quiet=True)  # the fault was passing: the run is whole again
+    assert history(tmp_path / "run") == history(tmp_path / "straight")

@@ -2,14 +2,22 @@
 
 import argparse
 import sys
+from typing import NoReturn
 
 from isthmus import __version__
 from isthmus.cli import compare, data, report, simulate
 from isthmus.errors import ConfigError, RunError
 
 
+class Parser(argparse.ArgumentParser):
+    """A wrong command line is one line too, not a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="isthmus", description="Pre-train one language model on machines that share no fast network."
     )
     parser.add_argument("--version", action="version", version=f"isthmus {__version__}")

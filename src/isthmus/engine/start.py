@@ -16,6 +16,7 @@ from isthmus.config import Recipe
 from isthmus.dashboard.live import open_view
 from isthmus.dashboard.report import write_report
 from isthmus.data.corpus import Corpus, open_corpus
+from isthmus.data.tokens import Batches, validation_batches
 from isthmus.engine import checkpoint
 from isthmus.engine.loop import run_rounds
 from isthmus.engine.simulated import SimulatedFleet
@@ -160,7 +161,7 @@ def pick_precision(recipe: Recipe, device: torch.device) -> str:
 
 
 def checked_corpus(recipe: Recipe) -> Corpus:
-    """The corpus, its vocabulary checked against the model's."""
+    """The corpus, its vocabulary and length checked against the model and the batch."""
     corpus = open_corpus(recipe.data.corpus)
     if corpus.vocab_size > recipe.model.vocab:
         raise ConfigError(
@@ -168,6 +169,9 @@ def checked_corpus(recipe: Recipe) -> Corpus:
             f"{recipe.model.vocab}; set model.vocab={corpus.vocab_size}, or "
             f"prepare the corpus with --vocab {recipe.model.vocab}"
         )
+    # Too little text is said here, before a run directory exists.
+    Batches(corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context)
+    validation_batches(corpus, recipe.inner.batch, recipe.model.context, 1)
     return corpus
 
 

@@ -1,0 +1,134 @@
+"""`isthmus simulate` as a user meets it: what it prints, and what it says to bad input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from isthmus.cli.main import main
+
+RECIPE = """
+name = "tiny"
+[model]
+preset = "nano"
+width = 32
+ffn = 64
+heads = 2
+context = 16
+[data]
+eval_batches = 1
+[inner]
+batch = 4
+micro_batches = 2
+[outer]
+inner_steps = 2
+rounds = 2
+values = "2bit"
+[[replicas]]
+name = "rack"
+[[replicas]]
+name = "edge"
+kind = "pipelined"
+stages = 2
+compression = "1/4"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.toml").write_text(RECIPE)
+    return "r.toml"
+
+
+def everything_in(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--set", "outer.kep=1"], 'unknown key "outer.kep"; did you mean "keep"?'),
+        (["--set", "replicas.edge.compression=0"], 'such as "1/8"'),
+        (["--set", "replicas.edge.compression=3/2"], 'such as "1/8"'),
+        (["--set", "replicas.edge.compression=abc"], 'such as "1/8"'),
+        (["--set", "outer.keep=4097"], "a chunk holds 1 to 4096 entries"),
+        (["--set", "replicas.edge.stages=5"], "stages is at most 4"),
+        (["--set", "inner.batch=40000"], "it needs 640,001"),
+        (["--set", "data.corpus=nowhere/"], "isthmus data prepare"),
+        (["--set", "model.vocab=100"], "set model.vocab=1024"),
+        (["--device", "cuda:9"], "CUDA device"),
+        (["--device", "tpu"], "auto, cpu, cuda"),
+        (["--mode", "sideways"], "invalid choice"),
+        (["--resume", "r.toml"], "or --resume RUN"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2_and_nothing_is_written(recipe, tmp_path, capsys, arguments, says):
+    before = everything_in(tmp_path)
+    try:
+        status = main(["simulate", recipe, *arguments])
+    except SystemExit as stop:
+        status = stop.code
+    printed = capsys.readouterr()
+    assert status == 2
+    assert says in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_cuda_device_that_is_not_there_is_refused(recipe, tmp_path, capsys):
+    assert main(["simulate", recipe, "--device", "cuda"]) == 2
+    assert "there is no CUDA device here; use --device cpu" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_directory_that_holds_another_run_is_left_alone(recipe, tmp_path, capsys):
+    assert main(["simulate", recipe, "--run", "mine", "--quiet"]) == 0
+    before = everything_in(tmp_path / "mine")
+    capsys.readouterr()
+    assert main(["simulate", recipe, "--run", "mine", "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert 'already holds the run "tiny" (finished, 2 of 2 rounds)' in error
+    assert error.count("\n") == 1
+    assert everything_in(tmp_path / "mine") == before
+
+
+def test_it_says_in_words_what_happened_and_where_the_report_is(recipe, tmp_path, capsys):
+    assert main(["simulate", recipe]) == 0
+    printed = capsys.readouterr()
+    assert "2 replicas (1 full; 1 pipelined in 2 stages at k/d = 1/4)" in printed.out
+    assert "Between stages" in printed.out
+    assert "Between replicas" in printed.out
+    assert "dense data parallelism would have sent" in printed.out
+    assert printed.out.rstrip().endswith("report.html")
+    assert (tmp_path / "runs" / "tiny" / "report.html").exists()
+    assert "round 2/2" in printed.err
+    assert "stacked, all together; about" in printed.err
+
+
+def test_json_is_the_last_row_and_nothing_else(recipe, capsys):
+    assert main(["simulate", recipe, "--json", "--quiet"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["last"]["round"] == 2
+    assert set(result["last"]["bytes"]) == {
+        "activations", "gradients", "tokens", "payload_up", "payload_down", "control",
+    }  # fmt: skip
+
+
+def test_a_finished_run_resumes_to_itself(recipe, tmp_path, capsys):
+    assert main(["simulate", recipe, "--run", "mine", "--quiet"]) == 0
+    weights = (tmp_path / "mine" / "model.safetensors").read_bytes()
+    assert main(["simulate", "--resume", "mine", "--quiet"]) == 0
+    assert (tmp_path / "mine" / "model.safetensors").read_bytes() == weights
+
+
+def test_help_answers_without_loading_torch():
+    code = (
+        "import sys; from isthmus.cli.main import build_parser; build_parser(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
