@@ -1,0 +1,221 @@
+"""What a store's failure means, and how long to keep trying.
+
+A store's own error text can hold a key id, a token or a string to sign. So only two things are taken from it,
+the HTTP status and the error code, and both are put into words of ours.
+"""
+
+import asyncio
+import errno
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from isthmus.errors import RunError
+
+DEFAULT_SECONDS = 60.0
+FLOOR_BYTES_PER_SECOND = 0.25e6 / 8  # the slowest link that is still waited for
+EXPIRED_TRIES = 4  # credentials are renewed by others; they get a few seconds to do it
+
+
+class StoreError(RunError):
+    """The store cannot be used, or not in time. `kind` is that of the last Fault: "network", "denied", ..."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class StoreRefused(ValueError):
+    """We will not do this: an odd key, an object larger than its reader allows, a link out of the folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One failed request: absent, exists, busy, slow, network, disk, expired, clock, denied or config."""
+
+    kind: str
+    words: str
+    retry: bool
+
+
+_EXPIRED = {
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "TokenRefreshRequired",
+    "RequestExpired",
+    "CredentialsExpired",
+}
+_CLOCK = {"RequestTimeTooSkewed", "RequestInTheFuture"}
+_BAD_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidSecurity", "AuthFailure"}
+_BUSY = {"SlowDown", "Throttling", "TooManyRequests", "RequestTimeout", "ServiceUnavailable", "InternalError"}
+_BUSY_STATUS = {408, 425, 429, 500, 502, 503, 504}
+_NETWORK = (
+    ("ConnectionRefused", "connection refused"),
+    ("dns error", "its host name does not resolve"),
+    ("ertificate", "its TLS certificate is not trusted"),
+    ("NetworkUnreachable", "no route to it"),
+    ("HostUnreachable", "no route to it"),
+)
+_PASSING = {
+    errno.ESTALE,
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.EBUSY,
+    errno.ETIMEDOUT,
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EDQUOT,
+}
+
+
+def classify(error: BaseException) -> Fault:
+    """Put an exception of obstore or of the operating system into our words."""
+    text = str(error)
+    name = type(error).__name__
+    status = int(found[1]) if (found := re.search(r"status code: (\d{3})", text)) else None
+    code = found[1] if (found := re.search(r"<Code>([A-Za-z.]{3,60})</Code>", text)) else ""
+    label = code or (f"HTTP {status}" if status else "no reason given")
+
+    if isinstance(error, TimeoutError) and not error.errno:
+        return Fault("slow", "no answer in time", True)
+    if name == "AlreadyExistsError" or isinstance(error, FileExistsError):
+        return Fault("exists", f"already there ({label})", True)
+    if code == "NoSuchBucket":
+        return Fault("config", "no such bucket; create it, or correct the URL", False)
+    if code in _EXPIRED:
+        words = (
+            f"the credentials have expired ({code}); renew them in the environment or the credentials file"
+        )
+        return Fault("expired", words, True)
+    if code in _CLOCK:
+        words = (
+            f"not a matter of permission: this machine's clock is wrong ({code}); set it, for instance by NTP"
+        )
+        return Fault("clock", words, False)
+    if code in _BAD_KEYS:
+        return Fault(
+            "denied",
+            f"the store does not know these credentials ({code}); check the key and its secret",
+            False,
+        )
+    if status in (401, 403):
+        # A HEAD is refused without a body, so without a reason.
+        hint = "" if code else "; the reason may also be this machine's clock"
+        return Fault("denied", f"permission denied ({label}): these credentials do not allow it{hint}", False)
+    if isinstance(error, FileNotFoundError):
+        return Fault("absent", f"not there ({label})", False)
+    if status in _BUSY_STATUS or code in _BUSY:
+        return Fault("busy", f"the store is busy or failing ({label})", True)
+    if status == 501:
+        return Fault("config", f"the store does not support this request ({label})", False)
+    if "redirect" in text or status in (301, 307, 308):
+        return Fault("config", "the bucket is in another region; set AWS_REGION or AWS_ENDPOINT_URL", False)
+    if status:
+        return Fault("config", f"the store rejects the request ({label})", False)
+    if number := getattr(error, "errno", None) or (
+        (found := re.search(r"\(os error (\d+)\)", text)) and int(found[1])
+    ):
+        return Fault("disk", os.strerror(number), number in _PASSING)
+    if "error sending request" in text or "HTTP error" in text or "error decoding" in text:
+        reason = next((words for mark, words in _NETWORK if mark in text), "the connection broke")
+        return Fault("network", f"cannot reach the store: {reason}", True)
+    return Fault("network", f"the request failed ({name})", True)
+
+
+class Patience:
+    """When to try again and when to give up: exponential back-off with jitter, up to a deadline.
+
+    A store's Retry-After does not reach us through obstore, so "busy" starts at a second instead.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self.began = time.monotonic()
+        self.deadline = deadline
+        self.tries = 0
+        self._kinds: dict[str, int] = {}
+
+    def remaining(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def again(self, fault: Fault) -> bool:
+        """Wait and say True, or say at once that it is time to give up."""
+        self.tries += 1
+        seen = self._kinds[fault.kind] = self._kinds.get(fault.kind, 0) + 1
+        if not fault.retry or self.remaining() <= 0 or (fault.kind == "expired" and seen >= EXPIRED_TRIES):
+            return False
+        first, most = {"busy": (1.0, 15.0), "expired": (0.5, 5.0)}.get(fault.kind, (0.1, 5.0))
+        pause = min(most, first * 2 ** min(seen - 1, 10)) * random.uniform(0.5, 1.0)
+        # Past the deadline nothing is gained: the last try is made at the deadline's edge.
+        time.sleep(max(0.0, min(pause, self.remaining() - 0.5)))
+        return self.remaining() > 0
+
+    def allow(self, seconds: float) -> float:
+        """The time-out of the next request: longer after each that was too slow, not past the deadline."""
+        return max(1.0, min(seconds * 2 ** self._kinds.get("slow", 0), self.remaining()))
+
+    def spent(self) -> str:
+        return f"gave up after {time.monotonic() - self.began:.0f} s and {self.tries} tries"
+
+
+class Rate:
+    """How fast bytes went one way lately, and so how long a request of some size may take."""
+
+    def __init__(self, least_seconds: float = 10.0) -> None:
+        self.least_seconds = least_seconds
+        self.bytes_per_second: float | None = None
+        self._lock = threading.Lock()
+
+    def limit(self, num_bytes: int) -> float:
+        """A fifth of the measured rate is slow; below it something is wrong."""
+        slow = max(FLOOR_BYTES_PER_SECOND, 0.2 * (self.bytes_per_second or 0.0))
+        return max(self.least_seconds, num_bytes / slow)
+
+    def saw(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes < 1 << 16:  # latency, not rate
+            return
+        rate = num_bytes / max(seconds, 1e-6)
+        with self._lock:
+            self.bytes_per_second = (
+                rate if self.bytes_per_second is None else 0.7 * self.bytes_per_second + 0.3 * rate
+            )
+
+    def too_slow(self) -> None:
+        """A time-out says the link is slower than believed, so the next try gets longer."""
+        with self._lock:
+            if self.bytes_per_second is not None:
+                self.bytes_per_second /= 2
+
+
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # one per process: a fork does not inherit the thread
+_loops_lock = threading.Lock()
+
+
+def wait(request: Coroutine[Any, Any, Any]) -> Any:
+    """Run a request on a loop in a thread of its own and wait for it here.
+
+    A time-out then really cancels the request, and Ctrl-C gets through: obstore's own synchronous calls would
+    hold it back until the store answers.
+    """
+    with _loops_lock:
+        if (loop := _loops.get(os.getpid())) is None:
+            loop = _loops[os.getpid()] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="isthmus-store", daemon=True).start()
+    future = asyncio.run_coroutine_threadsafe(request, loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+async def drain(result: Any, stall_seconds: float) -> bytes:
+    """The body of a GET; a connection that goes silent is given up long before a slow one."""
+    stream, parts = result.stream(min_chunk_size=1 << 16), []
+    while part := await asyncio.wait_for(anext(stream, None), stall_seconds):
+        parts.append(bytes(part))
+    return b"".join(parts)
