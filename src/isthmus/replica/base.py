@@ -1,0 +1,44 @@
+"""The Replica protocol: one copy of the model, as the outer-round loop of a real fleet drives it."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Replica(Protocol):
+    """This process's part of a replica: all of it, one stage, or one of several that share a batch."""
+
+    grad_norm: float  # of the whole replica, at the last inner step, before clipping
+
+    def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
+        """Stand at the anchor: own parameters take its values, compressed stages its embedding (eqs. 3-4)."""
+
+    def inner_step(self, inner_step: int) -> Tensor:
+        """One InnerOpt update (eq. 1) on the batch of this inner step, counted over the whole run.
+
+        The loss of the whole replica, a float64 scalar that may still be on the device; the same in every
+        process of the replica.
+        """
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """What this process trains, under full-model names; the tensors themselves, detached."""
+
+    def state(self) -> dict[str, Tensor]:
+        """InnerOpt's moments of this process, for a resumed run."""
+
+    def restore(self, state: Mapping[str, Tensor], step_count: int) -> None:
+        """Take up `state` as it was after `step_count` inner steps."""
+
+    def take_counts(self) -> dict[str, int]:
+        """Bytes that this process sent to other stages since the last call, by purpose."""
+
+    def close(self) -> None:
+        """Part from the other processes of the replica."""
+
+
+def types_of(precision: str) -> tuple[torch.dtype, torch.dtype]:
+    """(weights, stream) of "fp32", "fp64" or "bf16", the last over fp32 master weights."""
+    wide = torch.float64 if precision == "fp64" else torch.float32
+    return wide, torch.bfloat16 if precision == "bf16" else wide

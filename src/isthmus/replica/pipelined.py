@@ -1,0 +1,273 @@
+"""Drives the stages it is given, all of them or one, through the schedule."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from isthmus.comm.stages import Part, StageEnd, local_pair
+from isthmus.config import Member, Recipe
+from isthmus.data.tokens import Batches
+from isthmus.errors import ConfigError
+from isthmus.replica.schedule import Action, Forward, Schedule, deep, depths, gpipe, in_flight, one_f_one_b
+from isthmus.replica.stage import Stage
+
+# What the stages tell each other at the end of an inner step: squared gradient norm, loss, the slowest
+# stage's seconds per micro-batch, the slowest link's seconds there and back, and for how long the sender held
+# micro-batch 0.
+CONTROL = (Part("control", (5,), torch.float64),)
+FIRST_LOOK, LOOK_EVERY = 3, 20  # inner steps until depths are chosen from measured times, and then again
+
+
+class PipelinedReplica:
+    """The stages of one replica that live in this process: one of them, or all, joined by local links.
+
+    The schedule decides only when a stage does what: every stage runs its backwards in the order of the
+    micro-batches, so the weights do not depend on it. Once they are all done, shares of the norm and the loss
+    run down the links to stage 0, right behind the last gradients, and the totals back up, ahead of the next
+    step's first activations: agreeing on the norm costs the pipeline no round trip of its own.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        member: Member,
+        stages: Sequence[Stage],
+        links: Sequence[tuple[StageEnd | None, StageEnd | None]],
+        batches: Batches | None = None,
+        *,
+        schedule: str = "auto",
+        limit: int = 0,
+        round_patience_seconds: float = 1800.0,
+    ) -> None:
+        """links: for each stage its ends to the one before and the one after. batches: where stage 0 is here.
+
+        `schedule` is "auto" (depths from measured times), "1f1b" or "gpipe"; `limit` bounds the micro-batches
+        in flight. Between rounds a neighbour may be silent for round_patience_seconds.
+        """
+        self.recipe, self.member, self.stages, self.links = recipe, member, tuple(stages), tuple(links)
+        self.batches, self.limit, self.round_patience_seconds = batches, limit, round_patience_seconds
+        self.num_stages, self.num_micro_batches = member.config.stages, recipe.inner.micro_batches
+        if schedule not in ("auto", "1f1b", "gpipe"):
+            raise ConfigError(f'schedule is "{schedule}"; it is one of auto, 1f1b, gpipe')
+        if self.stages[0].first and batches is None:
+            raise ValueError("stage 0 reads the batches; none were given")
+        self.automatic = schedule == "auto"
+        fixed = {"1f1b": one_f_one_b, "gpipe": gpipe}.get(schedule)
+        self.schedule = fixed(self.num_stages, self.num_micro_batches) if fixed else self._first_guess()
+        self.patience: float | None = None  # the links' own, except in a round's first inner step
+        self.grad_norm = math.nan
+        self.seconds: dict[
+            str, float
+        ] = {}  # of the slowest stage and the slowest link, at the last inner step
+        self.seen: list[tuple[float, float]] = []
+        self.num_steps = 0
+        self.counted: dict[str, int] = {}
+
+    @classmethod
+    def in_one_process(
+        cls,
+        recipe: Recipe,
+        member: Member,
+        batches: Batches,
+        *,
+        device: torch.device | str = "cpu",
+        precision: str = "fp32",
+        schedule: str = "1f1b",
+    ) -> "PipelinedReplica":
+        """All the stages here, with local links between them."""
+        num_stages = member.config.stages
+        stages = [Stage(recipe, member, s, device=device, precision=precision) for s in range(num_stages)]
+        pairs = [local_pair() for _ in range(num_stages - 1)]
+        before = [None, *(late for _, late in pairs)]
+        after = [*(early for early, _ in pairs), None]
+        links = list(zip(before, after, strict=True))
+        return cls(recipe, member, stages, links, batches, schedule=schedule)
+
+    def _first_guess(self) -> Schedule:
+        """The recipe's figures, until there are measured ones."""
+        config, model, m = self.member.config, self.recipe.model, self.num_micro_batches
+        frame_bytes = sum(part.num_bytes for part in self.stages[0].frames()[0])
+        link_seconds = frame_bytes * 8 / (config.link.mbps * 1e6)
+        tokens = self.recipe.inner.batch // m * model.context
+        flops = 6 * model.num_parameters / self.num_stages * tokens
+        # Where the machines' rate is not known: a link as slow as compute, the slowest that can be hidden.
+        t_seconds = flops / (config.tflops * 1e12) if config.tflops else link_seconds
+        latency = config.link.latency_ms / 1e3
+        return self._deep(t_seconds, link_seconds + latency)
+
+    def _deep(self, t_seconds: float, one_way_seconds: float) -> Schedule:
+        s, m = self.num_stages, self.num_micro_batches
+        return deep(s, m, depths(s, m, t_seconds, one_way_seconds, 0.0, self.limit))
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        return tuple(in_flight(order) for order in self.schedule)
+
+    def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
+        for stage in self.stages:
+            stage.begin_round(anchor)
+        self.patience = self.round_patience_seconds
+
+    def inner_step(self, inner_step: int) -> Tensor:
+        """One InnerOpt update of the whole replica (eq. 1); its loss, the same at every stage."""
+        runs = [_Run(stage, *ends) for stage, ends in zip(self.stages, self.links, strict=True)]
+        for run in runs:
+            run.begin(self.depths, self.num_micro_batches, self.patience)
+        if self.stages[0].first:
+            tokens = self.batches.at(self.member.index, inner_step).to(self.stages[0].device)
+            runs[0].micro_batches = tokens.chunk(self.num_micro_batches)  # each (B, L + 1)
+        self._execute(runs)
+        totals = self._agree(runs)
+        square, loss, compute, trip = totals[:4].tolist()
+        for run in runs:
+            by_replica = self.recipe.inner.clip_scope == "replica"
+            run.stage.step(square if by_replica else run.square)
+        self.patience = None
+        self.grad_norm = math.sqrt(square) if square >= 0 else math.nan
+        self.seconds = {"compute": compute, "there_and_back": trip}
+        self._look(compute, trip)
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def _execute(self, runs: Sequence["_Run"]) -> None:
+        """Every stage's actions in its order; stages of one process take turns as their input comes."""
+        left = [list(reversed(self.schedule[run.stage.index])) for run in runs]
+        while any(left):
+            moved = False
+            for run, actions in zip(runs, left, strict=True):
+                while actions and run.ready(actions[-1]):
+                    run.act(actions.pop())
+                    moved = True
+            if not moved:
+                raise RuntimeError(f"replica {self.member.name}: its schedule stopped")
+
+    def _agree(self, runs: Sequence["_Run"]) -> Tensor:
+        """Shares down to stage 0, totals back up: the same bits at every stage."""
+        for run in reversed(runs):
+            run.tell_share()
+        for run in runs:
+            run.tell_totals()
+        return runs[0].totals
+
+    def _look(self, compute: float, trip: float) -> None:
+        """Choose the depths from agreed times, so that all stages choose alike."""
+        self.num_steps += 1
+        if not self.automatic or self.num_steps == 1:  # the first step also pays for warming up
+            return
+        self.seen.append((compute, trip))
+        if self.num_steps == FIRST_LOOK or len(self.seen) == LOOK_EVERY:
+            # A measured round trip is never too short: the smallest is the nearest.
+            self.schedule = self._deep(
+                sum(c for c, _ in self.seen) / len(self.seen), min(t for _, t in self.seen) / 2
+            )
+            self.seen = []
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach() for stage in self.stages for name, p in stage.params.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: t for stage in self.stages for name, t in stage.opt.state().items()}
+
+    def restore(self, state: Mapping[str, Tensor], step_count: int) -> None:
+        with torch.no_grad():
+            for stage in self.stages:
+                stage.opt.restore(state, step_count)
+
+    def take_counts(self) -> dict[str, int]:
+        """Bytes sent from the stages here since the last call, by purpose."""
+        total: dict[str, int] = {}
+        for end in (end for ends in self.links for end in ends if end):
+            for purpose, count in end.counts.items():
+                total[purpose] = total.get(purpose, 0) + count
+        since = {purpose: count - self.counted.get(purpose, 0) for purpose, count in total.items()}
+        self.counted = total
+        return since
+
+    def close(self) -> None:
+        for end in (end for ends in self.links for end in ends if end):
+            end.close()
+
+
+class _Run:
+    """One stage through one inner step: its actions, its clock, its share of what all have to know."""
+
+    def __init__(self, stage: Stage, before: StageEnd | None, after: StageEnd | None) -> None:
+        self.stage, self.before, self.after = stage, before, after
+        self.micro_batches: Sequence[Tensor] = ()
+        self.loss = torch.zeros((), dtype=torch.float64, device=stage.device)
+        self.compute_seconds = 0.0
+        self.first_in = self.first_out = self.first_back = 0.0  # micro-batch 0: came, went forward, came back
+        self.held_seconds = 0.0  # between its coming from the stage before and its going back there
+
+    def begin(self, depths: Sequence[int], num_micro_batches: int, patience: float | None) -> None:
+        """Post what will come. A neighbour's frames that we have not taken are at most its depth or ours."""
+        self.num_micro_batches, self.patience = num_micro_batches, patience
+        self.stage.begin_step()
+        forth, back = self.stage.frames()
+        s = self.stage.index
+        if self.before:
+            self.before.expect([forth] * num_micro_batches + [CONTROL], depths[s - 1])
+        if self.after:
+            self.after.expect([back] * num_micro_batches + [CONTROL], depths[s])
+
+    def ready(self, action: Action) -> bool:
+        end = self.before if isinstance(action, Forward) else self.after
+        return end is None or end.ready()
+
+    def act(self, action: Action) -> None:
+        if isinstance(action, Forward):
+            self._forward(action.micro_batch)
+        else:
+            self._backward(action.micro_batch)
+
+    def _forward(self, i: int) -> None:
+        z_in, tokens = (None, self.micro_batches[i]) if not self.before else self.before.take(self.patience)
+        started = time.perf_counter()
+        out = self.stage.forward(i, tokens.long(), z_in)
+        if self.after:
+            ids = tokens.to(self.stage.frames()[0][1].dtype)
+            sent = time.perf_counter()
+            self.after.send({"activations": out, "tokens": ids})
+        else:
+            self.loss += out
+            sent = time.perf_counter()
+        if i == 0:
+            self.first_in, self.first_out = started, sent
+        self.compute_seconds += time.perf_counter() - started
+
+    def _backward(self, i: int) -> None:
+        (grad,) = self.after.take(self.patience) if self.after else (None,)
+        started = time.perf_counter()
+        if i == 0:
+            self.first_back = started
+        back = self.stage.backward(i, grad)
+        if self.before:
+            self.before.send({"gradients": back})
+        if i == 0:
+            self.held_seconds = time.perf_counter() - self.first_in
+        self.compute_seconds += time.perf_counter() - started
+
+    def tell_share(self) -> None:
+        """This stage's share, joined to those of the stages after it, for the one before it."""
+        self.square = self.stage.squared_norm()
+        compute = self.compute_seconds / self.num_micro_batches
+        share = torch.tensor(
+            [self.square, self.loss.item(), compute, 0.0, self.held_seconds], dtype=torch.float64
+        )
+        if self.after:
+            later = self.after.take(self.patience)[0].cpu()
+            trip = self.first_back - self.first_out - later[4].item()
+            share[:2] += later[:2]
+            share[2] = max(compute, later[2].item())
+            share[3] = max(trip, later[3].item())
+        self.totals = share
+        if self.before:
+            self.before.send({"control": share})
+
+    def tell_totals(self) -> None:
+        if self.before:
+            self.totals = self.before.take(self.patience)[0].cpu()
+        if self.after:
+            self.after.send({"control": self.totals})

@@ -1,0 +1,172 @@
+"""Pipelines of real processes, over loopback: the simulator's weights, the predicted bytes, named faults."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_stage import FP32, RECIPE, batches_of, relative, simulated, trained
+
+from isthmus.comm.stages import connect
+from isthmus.config import parse_recipe
+from isthmus.errors import RunError
+from isthmus.replica.pipelined import PipelinedReplica
+from isthmus.replica.stage import Stage
+from isthmus.traffic import inner_step_bytes
+
+SPAWN = multiprocessing.get_context("spawn")
+CASES = {  # settings and precision
+    "4 stages, 1/4": ([], "fp64"),
+    "4 stages, open": (["replicas.edge.compression=none"], "fp64"),
+    "4 stages, 1/8, fp32": ([*FP32, "replicas.edge.compression=1/8"], "fp32"),
+    "2 stages, 1/8": (["replicas.edge.stages=2", "replicas.edge.compression=1/8"], "fp64"),
+    "2 stages, open, fp32": ([*FP32, "replicas.edge.stages=2", "replicas.edge.compression=none"], "fp32"),
+}
+COUNTED = ("activations", "gradients", "tokens", "control")
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def start(recipe, stage, port, precision="fp64", **settings):
+    """One process's part of the replica."""
+    member = recipe.fleet()[1]
+    links = connect(
+        replica=member.name,
+        stage=stage,
+        num_stages=member.config.stages,
+        master=f"127.0.0.1:{port}",
+        session=recipe.name,
+        **settings,
+    )
+    batches = batches_of(recipe) if stage == 0 else None
+    own = Stage(recipe, member, stage, precision=precision)
+    return PipelinedReplica(recipe, member, [own], [links], batches, limit=6)
+
+
+def train_cases(stage, ports, folder):
+    torch.set_num_threads(1)
+    for (name, (settings, precision)), port in zip(CASES.items(), ports, strict=True):
+        recipe = parse_recipe(RECIPE, settings)
+        if stage >= recipe.fleet()[1].config.stages:
+            continue
+        replica = start(recipe, stage, port, precision)
+        chosen = [torch.tensor(replica.depths)]
+        seen, params = trained(recipe, replica, precision)
+        chosen.append(torch.tensor(replica.depths))
+        counts = replica.take_counts()
+        replica.close()
+        about = {
+            "seen": seen,
+            "counts": torch.tensor([counts[c] for c in COUNTED]),
+            "depths": torch.stack(chosen),
+        }
+        tensors = about | {f"params/{n}": t for n, t in params.items()}
+        save_file(tensors, folder / f"{name.replace('/', '-')}-{stage}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Every case, by four processes that stay for all of them."""
+    folder = tmp_path_factory.mktemp("stages")
+    ports = [free_port() for _ in CASES]
+    processes = [SPAWN.Process(target=train_cases, args=(s, ports, folder)) for s in range(4)]
+    finish(processes, 80)
+    assert [p.exitcode for p in processes] == [0] * 4
+    return folder
+
+
+def finish(processes, seconds):
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_processes_and_simulator_end_at_the_same_weights(results, case):
+    settings, precision = CASES[case]
+    recipe = parse_recipe(RECIPE, settings)
+    member = recipe.fleet()[1]
+    seen, weights = simulated(recipe, member, precision)
+    files = [
+        load_file(results / f"{case.replace('/', '-')}-{s}.safetensors") for s in range(member.config.stages)
+    ]
+    params = {n.removeprefix("params/"): t for f in files for n, t in f.items() if n.startswith("params/")}
+    assert params.keys() == weights.keys()
+    tolerance = 1e-9 if precision == "fp64" else 1e-5
+    assert relative(params, weights) < tolerance
+    for file in files:
+        assert torch.allclose(file["seen"], seen, rtol=tolerance)
+        assert torch.equal(file["seen"], files[0]["seen"])  # loss and norm: the same bits at every stage
+        assert torch.equal(file["depths"], files[0]["depths"])  # and the same schedule
+    for depths in files[0]["depths"].tolist():
+        assert all(6 >= a >= b >= 1 for a, b in pairwise(depths))
+    totals = dict(zip(COUNTED, sum(file["counts"] for file in files).tolist(), strict=True))
+    steps, links = len(seen), member.config.stages - 1
+    assert totals.pop("control") == 2 * links * steps * 40
+    assert totals == {purpose: steps * count for purpose, count in inner_step_bytes(recipe, member).items()}
+
+
+def train_until(stage, port, folder, fault):
+    torch.set_num_threads(1)
+    recipe = parse_recipe(RECIPE, ["replicas.edge.stages=3"])
+    replica = start(recipe, stage, port, timeout_seconds=4)
+    for step in range(4):
+        if (stage, step) == (1, 2):
+            (folder / "fault").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), fault)
+        try:
+            replica.inner_step(step)
+        except RunError as error:
+            (folder / f"{stage}").write_text(str(error))
+            (folder / f"{stage}-time").write_text(str(time.monotonic()))
+            replica.close()
+            return
+
+
+@pytest.mark.parametrize(("fault", "seconds"), [(signal.SIGKILL, 4), (signal.SIGSTOP, 10)])
+def test_a_stage_that_dies_or_stalls_is_named_by_its_neighbours_in_time(tmp_path, fault, seconds):
+    port = free_port()
+    processes = [SPAWN.Process(target=train_until, args=(s, port, tmp_path, fault)) for s in range(3)]
+    for process in processes:
+        process.start()
+    for stage in (0, 2):
+        processes[stage].join(60)
+    processes[1].kill()
+    processes[1].join()
+    assert [p.exitcode for p in processes] == [0, -signal.SIGKILL, 0]
+    happened = float((tmp_path / "fault").read_text())
+    for stage in (0, 2):
+        message = (tmp_path / f"{stage}").read_text()
+        if fault == signal.SIGKILL:
+            end = "lost its link to stage 1 at 127.0.0.1: the connection was closed"
+        else:
+            end = "heard nothing from stage 1 at 127.0.0.1 for 4 s"
+        assert message == f"replica edge: stage {stage} {end}"
+        assert float((tmp_path / f"{stage}-time").read_text()) - happened < seconds
+
+
+def test_depths_follow_measured_times_and_the_limit():
+    recipe = parse_recipe(RECIPE, ["inner.micro_batches=8"])
+    replica = PipelinedReplica.in_one_process(recipe, recipe.fleet()[1], batches_of(recipe))
+    replica.automatic, replica.limit = True, 0
+    for _ in range(3):
+        replica._look(1.0, 0.1)
+    assert replica.depths == (7, 5, 3, 1)  # ceil(2 (t_link + latency) / t) = 1
+    replica.limit = 4
+    for _ in range(20):
+        replica._look(1.0, 2.5)
+    assert replica.depths == (4, 4, 4, 1)
+    assert all(a >= b for a, b in pairwise(replica.depths))
