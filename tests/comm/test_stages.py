@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from isthmus.comm.stages import Part, check_private, connect, local_pair
+from isthmus.comm.stages import Part, check_private, connect, local_pair, open_store
 from isthmus.errors import ConfigError, RunError
 
 FORTH = (Part("activations", (3, 5, 1), torch.bfloat16), Part("tokens", (3, 7), torch.int32))  # 30 + 84 bytes
@@ -30,12 +30,15 @@ def meet(num_stages=2, sessions=None, **settings):
     settings = {"timeout_seconds": 10, "join_seconds": 20} | settings
 
     def join(stage):
+        store, address = open_store(
+            replica="edge-0", stage=stage, master=master, session=sessions[stage], join_seconds=20
+        )
         return connect(
             replica="edge-0",
             stage=stage,
             num_stages=num_stages,
-            master=master,
-            session=sessions[stage],
+            store=store,
+            address=address,
             **settings,
         )
 
@@ -144,14 +147,7 @@ def test_names_are_resolved_and_addresses_of_no_machine_refused():
 def test_a_master_that_does_not_answer_is_one_line_within_the_time_stated():
     started = time.monotonic()
     with pytest.raises(ConfigError) as error:
-        connect(
-            replica="edge-0",
-            stage=1,
-            num_stages=2,
-            master=f"127.0.0.1:{free_port()}",
-            session="",
-            join_seconds=1,
-        )
+        open_store(replica="edge-0", stage=1, master=f"127.0.0.1:{free_port()}", join_seconds=1)
     assert time.monotonic() - started < 3
     assert "replica edge-0: no stage 0 at 127.0.0.1:" in str(error.value)
     assert "within 1 s" in str(error.value)
@@ -159,15 +155,9 @@ def test_a_master_that_does_not_answer_is_one_line_within_the_time_stated():
 
 
 def test_a_neighbour_that_never_comes_is_named():
+    store, address = open_store(replica="edge-0", stage=0, master=f"127.0.0.1:{free_port()}")
     with pytest.raises(RunError, match="replica edge-0: stage 1 did not join within 1 s"):
-        connect(
-            replica="edge-0",
-            stage=0,
-            num_stages=2,
-            master=f"127.0.0.1:{free_port()}",
-            session="",
-            join_seconds=1,
-        )
+        connect(replica="edge-0", stage=0, num_stages=2, store=store, address=address, join_seconds=1)
 
 
 def test_a_stage_of_another_run_is_turned_away():
@@ -180,13 +170,13 @@ def test_a_stage_of_another_run_is_turned_away():
 @pytest.mark.parametrize("master", ["10.0.0.2", "10.0.0.2:", ":29500", "10.0.0.2:99999", "host:port"])
 def test_a_master_is_host_and_port(master):
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        connect(replica="edge-0", stage=0, num_stages=2, master=master)
+        open_store(replica="edge-0", stage=0, master=master)
 
 
 def test_a_port_that_is_taken_and_a_stage_that_is_not_there():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         master = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match="stage 0 cannot listen on 127"):
-            connect(replica="edge-0", stage=0, num_stages=2, master=master)
+        with pytest.raises(ConfigError, match="cannot listen on 127"):
+            open_store(replica="edge-0", stage=0, master=master)
     with pytest.raises(ConfigError, match="its stages are 0 to 1"):
-        connect(replica="edge-0", stage=2, num_stages=2, master=master)
+        connect(replica="edge-0", stage=2, num_stages=2, store=None, address="127.0.0.1")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_stage import FP32, RECIPE, batches_of, relative, simulated, trained
 
-from isthmus.comm.stages import connect
+from isthmus.comm.stages import connect, open_store
 from isthmus.config import parse_recipe
 from isthmus.errors import RunError
 from isthmus.replica.pipelined import PipelinedReplica
@@ -38,13 +38,10 @@ def free_port():
 def start(recipe, stage, port, precision="fp64", **settings):
     """One process's part of the replica."""
     member = recipe.fleet()[1]
+    name, num_stages = member.name, member.config.stages
+    store, address = open_store(replica=name, stage=stage, master=f"127.0.0.1:{port}", session=recipe.name)
     links = connect(
-        replica=member.name,
-        stage=stage,
-        num_stages=member.config.stages,
-        master=f"127.0.0.1:{port}",
-        session=recipe.name,
-        **settings,
+        replica=name, stage=stage, num_stages=num_stages, store=store, address=address, **settings
     )
     batches = batches_of(recipe) if stage == 0 else None
     own = Stage(recipe, member, stage, precision=precision)

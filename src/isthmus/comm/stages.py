@@ -285,52 +285,66 @@ def check_private(host: str, trust_network: bool = False) -> str:
     return numbers[0]
 
 
-def connect(
+def open_store(
     *,
     replica: str,
     stage: int,
-    num_stages: int,
     master: str,
-    device: torch.device | str = "cpu",
     session: str = "",
-    address: str | None = None,
-    timeout_seconds: float = 60.0,
     join_seconds: float = 120.0,
     trust_network: bool = False,
-    backend: str = "gloo",
-) -> tuple[ProcessLink | None, ProcessLink | None]:
-    """The links of a stage to the one before it and the one after it (None at the ends), once all are up.
+) -> tuple[dist.Store, str]:
+    """Where the processes of a replica meet: a store that stage 0 keeps at `master`, HOST:PORT, and the
+    address of this process, from which it reaches the master.
 
-    `master` is stage 0's HOST:PORT, where the stages find each other; `address` is this stage's own (by
-    default the one from which it reaches the master). `session` must be the same for all of them: the run,
-    the replica's incarnation, whatever tells a stage that it came to the wrong place. Nothing is read from
-    the environment.
+    `session` must be the same for all of them: the run, the replica's incarnation, whatever tells a stage
+    that it came to the wrong place.
     """
     host, port = _split(master)
     host = check_private(host, trust_network)
-    if not 0 <= stage < num_stages:
-        raise ConfigError(
-            f"replica {replica}: there is no stage {stage}; its stages are 0 to {num_stages - 1}"
-        )
-    deadline = time.monotonic() + join_seconds
     patience = timedelta(seconds=join_seconds)
+    deadline = time.monotonic() + join_seconds
     if stage == 0:
-        listener = _listen(host, port)
-        own = check_private(address, trust_network) if address else host
         # Left to itself the store would listen on every address of this machine.
-        store = dist.TCPStore(
-            host, port, None, True, patience, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        fd, own = _listen(host, port).detach(), host
+        store = dist.TCPStore(host, port, None, True, patience, wait_for_workers=False, master_listen_fd=fd)
         store.set("session", session)
     else:
-        reached_from = _reach(replica, host, port, deadline, join_seconds)
-        own = check_private(address or reached_from, trust_network)
+        own = check_private(_reach(replica, host, port, deadline, join_seconds), trust_network)
         store = dist.TCPStore(host, port, None, False, patience, wait_for_workers=False)
     if _ask(store, "session", deadline) != session:
         raise ConfigError(
             f"replica {replica}: {master} is stage 0 of another run or start than stage {stage}'s"
         )
-    store.set(f"stage/{stage}", own)
+    return store, own
+
+
+def connect(
+    *,
+    replica: str,
+    stage: int,
+    num_stages: int,
+    store: dist.Store,
+    address: str,
+    device: torch.device | str = "cpu",
+    timeout_seconds: float = 60.0,
+    join_seconds: float = 120.0,
+    trust_network: bool = False,
+    backend: str = "gloo",
+) -> tuple[ProcessLink | None, ProcessLink | None]:
+    """The links of a stage to the one before it and the one after it (None at the ends), once they are up.
+
+    `address` is this stage's own: it listens there and nowhere else, and tells its neighbours that number.
+    A store that outlives a restart is handed in with a prefix of its own for every start. Nothing is read
+    from the environment. A neighbour may be silent for timeout_seconds.
+    """
+    if not 0 <= stage < num_stages:
+        raise ConfigError(
+            f"replica {replica}: there is no stage {stage}; its stages are 0 to {num_stages - 1}"
+        )
+    address = check_private(address, trust_network)
+    patience, deadline = timedelta(seconds=join_seconds), time.monotonic() + join_seconds
+    store.set(f"stage/{stage}", address)
     links: list[ProcessLink | None] = []
     for neighbour in (stage - 1, stage + 1):
         if not 0 <= neighbour < num_stages:
@@ -343,7 +357,7 @@ def connect(
         rank, edge = int(neighbour < stage), min(stage, neighbour)
         try:
             forth, back = (
-                _group(backend, dist.PrefixStore(f"{edge}/{way}", store), rank, own, patience)
+                group(backend, dist.PrefixStore(f"{edge}/{way}", store), rank, 2, address, patience)
                 for way in ("forth", "back")
             )
         except RuntimeError as error:
@@ -355,14 +369,14 @@ def connect(
     return links[0], links[1]
 
 
-def _group(backend: str, store: dist.Store, rank: int, own: str, patience: timedelta) -> Any:
-    """A process group of two, bound to our address and advertising it; there is no default group."""
+def group(backend: str, store: dist.Store, rank: int, size: int, address: str, patience: timedelta) -> Any:
+    """A process group on our address, which it advertises; there is no default group."""
     if backend == "nccl":
-        return dist.ProcessGroupNCCL(store, rank, 2, patience)
+        return dist.ProcessGroupNCCL(store, rank, size, patience)
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout, options._threads = patience, 1
-    return dist.ProcessGroupGloo(store, rank, 2, options)
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _split(master: str) -> tuple[str, int]:
@@ -377,7 +391,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise ConfigError(f"stage 0 cannot listen on {host}:{port}: {error.strerror}") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def _reach(replica: str, host: str, port: int, deadline: float, join_seconds: float) -> str:

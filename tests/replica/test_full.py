@@ -1,0 +1,110 @@
+"""A full replica, alone and shared by processes: the simulator's numbers either way."""
+
+import multiprocessing
+import os
+import signal
+import socket
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_stage import FP32, RECIPE, batches_of, relative, simulated, trained
+
+from isthmus.comm.stages import open_store
+from isthmus.config import parse_recipe
+from isthmus.errors import ConfigError, RunError
+from isthmus.replica.full import FullReplica, share_batches
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize(("settings", "precision"), [([], "fp64"), (FP32, "fp32")])
+def test_a_full_replica_is_the_simulated_one(settings, precision, pieces):
+    recipe = parse_recipe(RECIPE, settings)
+    member = recipe.fleet()[0]
+    seen, weights = simulated(recipe, member, precision)
+    replica = FullReplica(recipe, member, batches_of(recipe), precision=precision, pieces=pieces)
+    ours, params = trained(recipe, replica, precision)
+    tolerance = 1e-9 if precision == "fp64" else 1e-5
+    assert relative(params, weights) < tolerance
+    assert torch.allclose(ours, seen, rtol=tolerance)
+
+
+def test_a_restored_replica_goes_on_as_if_never_stopped():
+    recipe = parse_recipe(RECIPE)
+    member, batches = recipe.fleet()[0], batches_of(recipe)
+    straight, again = (FullReplica(recipe, member, batches, precision="fp64") for _ in range(2))
+    for step in range(4):
+        if step == 2:
+            again.begin_round(straight.named_parameters())
+            again.restore(straight.state(), step)
+        straight.inner_step(step)
+    for step in (2, 3):
+        again.inner_step(step)
+    assert relative(again.named_parameters(), straight.named_parameters()) == 0
+
+
+def test_a_batch_that_the_processes_do_not_divide_is_refused():
+    recipe = parse_recipe(RECIPE)
+    with pytest.raises(ConfigError, match="3 processes in 1 pieces do not divide"):
+        FullReplica(recipe, recipe.fleet()[0], batches_of(recipe), num_processes=3)
+
+
+def train_shared(rank, port, folder):
+    """Two rounds, then a third in which process 1 dies."""
+    torch.set_num_threads(1)
+    recipe = parse_recipe(RECIPE)
+    store, _ = open_store(replica="rack", stage=rank, master=f"127.0.0.1:{port}")
+    share_batches(store, rank, 2, "cpu", timeout_seconds=20)
+    replica = FullReplica(
+        recipe,
+        recipe.fleet()[0],
+        batches_of(recipe),
+        precision="fp64",
+        pieces=2,
+        rank=rank,
+        num_processes=2,
+    )
+    if rank:  # only number 0 is told the anchor
+        given = replica.begin_round
+        replica.begin_round = lambda anchor: given(None)
+    seen, params = trained(recipe, replica)
+    replica.restore(replica.state() if rank == 0 else None, 6)
+    save_file({"seen": seen} | {f"params/{n}": t for n, t in params.items()}, folder / f"{rank}.safetensors")
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        replica.inner_step(6)
+    except RunError as error:
+        (folder / "fault").write_text(str(error))
+
+
+def test_processes_that_share_a_batch_are_one_replica_and_a_death_is_named(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes = [SPAWN.Process(target=train_shared, args=(rank, port, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    recipe = parse_recipe(RECIPE)
+    seen, weights = simulated(recipe, recipe.fleet()[0])
+    files = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]
+    for file in files:
+        params = {n.removeprefix("params/"): t for n, t in file.items() if n.startswith("params/")}
+        assert relative(params, weights) < 1e-9
+        assert torch.allclose(file["seen"], seen, rtol=1e-9)
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    assert (
+        tmp_path / "fault"
+    ).read_text() == "replica rack: process 0 lost the other processes of its replica"
