@@ -30,9 +30,8 @@ class _Loss(nn.Module):
         self.names, self.config, self.dtype = tuple(params), recipe.model, dtype
         self.weights = nn.ParameterList(params.values())
         first = next(iter(params.values()))
-        self.rope = tuple(
-            t.to(first.device) for t in rope_table(self.config, self.config.context, first.dtype)
-        )
+        rope = rope_table(self.config, self.config.context, first.dtype)
+        self.rope = tuple(t.to(first.device) for t in rope)
 
     def forward(self, tokens: Tensor) -> Tensor:
         params = dict(zip(self.names, self.weights, strict=True))
@@ -61,8 +60,8 @@ class FullReplica:
         `share_batches` comes first."""
         if recipe.inner.batch % (pieces * num_processes):
             raise ConfigError(
-                f"inner.batch is {recipe.inner.batch}, which {num_processes} processes in {pieces} pieces do not "
-                "divide; change inner.batch or their number"
+                f"inner.batch is {recipe.inner.batch}, which {num_processes} processes in {pieces} pieces do "
+                "not divide; change inner.batch or their number"
             )
         self.recipe, self.member, self.batches, self.pieces = recipe, member, batches, pieces
         self.device, self.rank, self.num_processes = torch.device(device), rank, num_processes
@@ -120,12 +119,10 @@ class FullReplica:
         try:
             yield
         except RuntimeError as error:
-            text = str(error)
-            if self.num_processes > 1 and any(
-                word in text for word in ("by peer", "imed out", "pair closure")
-            ):
+            lost = any(word in str(error) for word in ("by peer", "imed out", "pair closure"))
+            if self.num_processes > 1 and lost:
                 raise RunError(
-                    f"replica {self.member.name}: process {self.rank} lost the other processes of its replica"
+                    f"replica {self.member.name}: process {self.rank} lost the other processes of the replica"
                 ) from None
             raise
 
