@@ -64,8 +64,7 @@ def main() -> None:
     steps = recipe.outer.inner_steps
 
     def simulated_round(index: int) -> None:
-        contributions = fleet.train_round(index, lambda h: None)[2]
-        fleet.apply(exchange.close(index, contributions))
+        fleet.apply(index + 1, exchange.close(index + 1, fleet.train_round(index, lambda h: None)))
         fleet.evaluate()
 
     def plain_round(index: int) -> None:

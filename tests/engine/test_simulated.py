@@ -8,6 +8,7 @@ from isthmus import simulate
 from isthmus.comm.local import LocalExchange
 from isthmus.config import parse_recipe
 from isthmus.data.corpus import open_corpus
+from isthmus.engine.loop import run_rounds
 from isthmus.engine.simulated import SimulatedFleet
 from isthmus.model.inner import learning_rate
 from isthmus.model.llama import forward, init_params, rope_table, token_losses
@@ -57,10 +58,7 @@ def build(corpus, replicas, *overrides, group=None, pieces=1):
 def train(corpus, replicas, *overrides, rounds=2, **how):
     recipe, fleet = build(corpus, replicas, *overrides, **how)
     exchange = LocalExchange(recipe)
-    for t in range(rounds):
-        _, _, contributions = fleet.train_round(t, lambda h: None)
-        fleet.apply(exchange.close(t, contributions))
-        fleet.turn_basis((t + 1) * recipe.outer.inner_steps - 1)
+    run_rounds(fleet, exchange, range(1, rounds + 1), lambda h: None, lambda t, seconds: None)
     return fleet
 
 
@@ -136,7 +134,7 @@ def test_identical_replicas_make_both_aggregations_agree(corpus):
         first = fleet.batches.at(0, 0)
         fleet.batches.stacked = lambda step, first=first: torch.stack([first] * 2)
         for t in range(2):
-            fleet.apply(fleet.train_round(t, lambda h: None)[2])
+            fleet.apply(t + 1, fleet.train_round(t, lambda h: None))
         anchors.append(fleet.anchor)
     assert relative(*anchors) < 1e-12
 

@@ -32,10 +32,13 @@ class LocalExchange:
         self.readers = {member.name: shards_read(recipe, member) for member in recipe.fleet()}
         self.sent = {"payload_up": 0, "payload_down": 0}
 
+    def closed(self, round_number: int) -> None:
+        return None
+
     def close(self, round_number: int, own: Sequence[Contribution]) -> Sequence[Contribution]:
         if len(own) > 1:
             for contribution in own:
-                sizes = [len(shard) for shard in contribution.shards]
+                sizes = [len(shard) for shard in contribution.shards.values()]
                 self.sent["payload_up"] += sum(sizes)
                 for name, readers in self.readers.items():
                     if name != contribution.replica:

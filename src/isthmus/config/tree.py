@@ -300,9 +300,21 @@ class ReplicaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketConfig:
-    """Where a real fleet keeps its rounds; the simulator has no use for it."""
+    """Where a real fleet keeps its rounds and when one is closed; the simulator has no use for it."""
 
     url: str = ""  # default: a folder beside the run
+    deadline_seconds: float = 0.0  # a round may be closed without the missing; 0: from the rounds before it
+    quorum: int = 0  # contributions that suffice then; 0: more than half of the members
+    anchor_every: int = 10  # rounds between whole models in the bucket
+    heartbeat_seconds: float = 3.0
+    norm_limit: float = 20.0  # times the round's median norm; a payload beyond is refused
+
+    def __post_init__(self) -> None:
+        for name in ("deadline_seconds", "quorum"):
+            _at_least(f"bucket.{name}", getattr(self, name), 0)
+        _at_least("bucket.anchor_every", self.anchor_every, 1)
+        _above("bucket.heartbeat_seconds", self.heartbeat_seconds, 0)
+        _above("bucket.norm_limit", self.norm_limit, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     os.replace(part, path)
 
 
-def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write the state after `rounds` rounds beside the one before, point to it, then drop the one before."""
+def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]], keep: int = 1) -> None:
+    """Write the state after `rounds` rounds beside the ones before, point to it, then drop all but `keep`."""
     name = f"round-{rounds:06d}"
     folder = directory / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -38,18 +38,34 @@ def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]]
         pointer.flush()
         os.fsync(pointer.fileno())
     os.replace(part, directory / POINTER)
-    for other in directory.glob("round-*"):
-        if other.name != name:
+    others = sorted(path for path in directory.glob("round-*") if path.name != name)
+    older = [path for path in others if path.name < name]
+    kept = older[len(older) - (keep - 1) :] if keep > 1 else []
+    for other in others:  # also what a killed process left half-written beyond us
+        if other not in kept:
             shutil.rmtree(other, ignore_errors=True)
+
+
+def saved_rounds(directory: Path) -> list[int]:
+    """Rounds whose state is whole, oldest first: a state is written before the pointer moves to it."""
+    try:
+        newest = int(json.loads((directory / POINTER).read_text(encoding="utf-8"))["round"])
+    except (OSError, ValueError, KeyError):
+        return []
+    rounds = [int(path.name.removeprefix("round-")) for path in directory.glob("round-*")]
+    return sorted(number for number in rounds if number <= newest)
+
+
+def load_round(directory: Path, rounds: int) -> dict[str, dict[str, Tensor]]:
+    folder = directory / f"round-{rounds:06d}"
+    return {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
 def load(directory: Path) -> tuple[int, dict[str, dict[str, Tensor]]] | None:
     """(rounds done, tensors by file) of the newest whole state, or None when no round was finished."""
     try:
         pointer = json.loads((directory / POINTER).read_text(encoding="utf-8"))
-        folder = directory / Path(pointer["folder"]).name
-        files = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
-        return int(pointer["round"]), files
+        return int(pointer["round"]), load_round(directory, int(pointer["round"]))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, OSError) as error:

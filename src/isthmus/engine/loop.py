@@ -1,12 +1,13 @@
 """The outer-round loop, written once: whatever fleet and exchange it is handed."""
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+from isthmus.comm.base import Contribution, Exchange
 from isthmus.config import Recipe
 from isthmus.engine import checkpoint
-from isthmus.engine.simulated import SimulatedFleet
+from isthmus.engine.evaluate import by_kind
 from isthmus.model.inner import learning_rate
 from isthmus.planner.cost import round_seconds
 from isthmus.runlog import RunDir
@@ -15,48 +16,81 @@ from isthmus.traffic import PURPOSES, dense_round_bytes, inner_step_bytes, outer
 SAVE_SHARE = 0.05  # of the time may go into saving state
 
 
+class Fleet(Protocol):
+    """What the loop drives: a whole simulated fleet, or the one replica of a real fleet that lives here."""
+
+    def train_round(self, round_index: int, progress: Callable[[int], None]) -> Sequence[Contribution]: ...
+
+    def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None: ...
+
+
 def run_rounds(
-    recipe: Recipe, fleet: SimulatedFleet, exchange: Any, run: RunDir, view: Any, done: int
-) -> None:
-    """Rounds done+1 .. R: train, exchange, apply, evaluate, write one row, save."""
+    fleet: Fleet,
+    exchange: Exchange,
+    rounds: range,
+    progress: Callable[[int], None],
+    after: Callable[[int, float], None],
+    leave: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Outer rounds, written once: train, exchange, apply, and `after(round, seconds of training)`.
+
+    A round that was settled without us is applied and not trained. False when `leave` ended it at a round's
+    edge.
+    """
+    for round_number in rounds:
+        if leave():
+            return False
+        started, trained = time.perf_counter(), 0.0
+        counted = exchange.closed(round_number)
+        if counted is None:
+            own = fleet.train_round(round_number - 1, progress)
+            trained = time.perf_counter() - started
+            counted = exchange.close(round_number, own)
+        fleet.apply(round_number, counted)
+        after(round_number, trained)
+    return True
+
+
+def simulate_rounds(recipe: Recipe, fleet: Any, exchange: Any, run: RunDir, view: Any, done: int) -> None:
+    """The rounds of a simulated run: after each, evaluate, write one row, save."""
     rounds, steps = recipe.outer.rounds, recipe.outer.inner_steps
     saver = Saver(run, fleet)
+    clock = time.perf_counter()
     if done == 0:
-        started = time.perf_counter()
         scores = fleet.evaluate()
-        row = start_row(recipe, scores, time.perf_counter() - started)
+        row = start_row(recipe, scores, time.perf_counter() - clock)
         run.append(row)
         view.round(row)
-    for round_index in range(done, rounds):
-        started = time.perf_counter()
-        losses, norms, contributions = fleet.train_round(round_index, lambda h: view.inner(h, steps, None))
-        trained = time.perf_counter()
-        fleet.apply(exchange.close(round_index, contributions))
-        fleet.turn_basis((round_index + 1) * steps - 1)
-        last = round_index + 1 == rounds
-        scores = fleet.evaluate() if last or (round_index + 1) % recipe.data.eval_every == 0 else NO_SCORES
-        seconds = time.perf_counter() - started
-        per_member = losses.mean(0).tolist()
+        clock = time.perf_counter()
+
+    def after(round_number: int, trained_seconds: float) -> None:
+        nonlocal clock
+        last = round_number == rounds
+        scores = fleet.evaluate() if last or round_number % recipe.data.eval_every == 0 else NO_SCORES
+        seconds = time.perf_counter() - clock
         row = {
-            "round": round_index + 1,
-            "inner_steps": (round_index + 1) * steps,
-            "tokens": (round_index + 1) * recipe.round_tokens,
-            "lr": learning_rate((round_index + 1) * steps - 1, recipe.inner, recipe.num_inner_steps),
-            "loss_train": losses.mean().item(),
-            "train_by_kind": fleet.by_kind(per_member),
+            "round": round_number,
+            "inner_steps": round_number * steps,
+            "tokens": round_number * recipe.round_tokens,
+            "lr": learning_rate(round_number * steps - 1, recipe.inner, recipe.num_inner_steps),
+            "loss_train": fleet.losses.mean().item(),
+            "train_by_kind": by_kind(fleet.members, fleet.losses.mean(0).tolist()),
             **scores,
-            "grad_norm": norms.mean().item(),
+            "grad_norm": fleet.norms.mean().item(),
             "seconds": seconds,
             "tokens_per_second": recipe.round_tokens / seconds,
-            "fleet_seconds": round_seconds(recipe, (trained - started) / steps / recipe.num_replicas),
+            "fleet_seconds": round_seconds(recipe, trained_seconds / steps / recipe.num_replicas),
             "bytes": counted_bytes(recipe, exchange.take_counts()),
             "dense_bytes": dict(dense_round_bytes(recipe)),
         }
         # Row before state: a row without its state is cut off and run again, a state without its row would
         # lose it.
         run.append(row)
-        saver.save(round_index + 1, last)
+        saver.save(round_number, last)
         view.round(row)
+        clock = time.perf_counter()
+
+    run_rounds(fleet, exchange, range(done + 1, rounds + 1), lambda h: view.inner(h, steps, None), after)
 
 
 NO_SCORES = {"loss_full": None, "loss_pipelined": None, "loss_mixed": None, "loss_by_kind": {}}
@@ -97,9 +131,7 @@ def counted_bytes(recipe: Recipe, payloads: dict[str, int]) -> dict[str, int]:
 class Saver:
     """Saves at round edges, as often as it may without taking more than its share of the time."""
 
-    def __init__(
-        self, run: RunDir, fleet: SimulatedFleet, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, run: RunDir, fleet: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self.run, self.fleet, self.clock = run, fleet, clock
         self.cost, self.last = 0.0, -float("inf")
 

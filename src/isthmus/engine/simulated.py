@@ -8,14 +8,15 @@ from torch import Tensor
 from isthmus.comm.base import Contribution
 from isthmus.config import Member, Recipe
 from isthmus.data.corpus import Corpus
-from isthmus.data.tokens import Batches, validation_batches
+from isthmus.data.tokens import Batches
+from isthmus.engine.evaluate import Scorer
 from isthmus.errors import RunError
 from isthmus.model.inner import learning_rate
-from isthmus.model.llama import forward, init_params, rope_table, token_losses
+from isthmus.model.llama import forward, init_params, token_losses
 from isthmus.outer.baselines import DiLoCo
 from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.planner.memory import SimulatorPlan
-from isthmus.replica.crossings import BasisSet, crossings_of, forward_key
+from isthmus.replica.crossings import BasisSet, crossings_of
 from isthmus.replica.split import EMBEDDING
 from isthmus.replica.stack import Stack
 from isthmus.sparse import pack_many, unpack_many
@@ -45,11 +46,8 @@ class SimulatedFleet:
         self.batches = Batches(
             corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context
         )
-        held_out = validation_batches(
-            corpus, recipe.inner.batch, recipe.model.context, recipe.data.eval_batches
-        )
-        self.held_out = [batch.to(device).long() for batch in held_out]
         self.bases = BasisSet(recipe, device, self.wide)
+        self.scorer = Scorer(recipe, corpus, self.bases, device, self.dtype)
         self.anchor = {
             name: tensor.to(device, self.wide)
             for name, tensor in init_params(recipe.model, recipe.seed).items()
@@ -81,7 +79,6 @@ class SimulatedFleet:
         if plan.parked:
             for stack in self.stacks:
                 stack.move("cpu")
-        self.rope = tuple(t.to(device) for t in rope_table(recipe.model, recipe.model.context, self.wide))
         self.shards = shards(recipe)
 
     def train_round(self, round_index: int, progress: Progress) -> tuple[Tensor, Tensor, list[Contribution]]:
@@ -108,7 +105,8 @@ class SimulatedFleet:
                 contributions += [self._contribute(stack, i) for i in range(len(stack.members))]
             if self.plan.parked:
                 stack.move("cpu")
-        return torch.cat(losses, dim=1), torch.cat(norms), contributions
+        self.losses, self.norms = torch.cat(losses, dim=1), torch.cat(norms)
+        return contributions
 
     def _tokens(self, stack: Stack, inner_step: int) -> Tensor:
         first = stack.members[0].index
@@ -123,21 +121,22 @@ class SimulatedFleet:
             sent = self.outer.contribute(stack.row(stack.params, i), stack.row(stack.feedback, i))
         except ValueError as error:
             raise RunError(f"replica {stack.members[i].name}: {error}") from error
-        packed = tuple(pack_many({name: sent[name] for name in names}) for names in self.shards)
+        packed = {i: pack_many({n: sent[n] for n in names}) for i, names in enumerate(self.shards)}
         return Contribution(stack.members[i].name, packed)
 
-    def apply(self, contributions: Sequence[Contribution]) -> None:
+    def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
         """Decode what the exchange returned and take the anchor to theta^(t)."""
         if self.outer:
             payloads = []
             for contribution in contributions:
                 tensors = {}
-                for shard in contribution.shards:
+                for shard in contribution.shards.values():
                     tensors |= unpack_many(shard, device=self.device)
                 payloads.append(tensors)
             self.outer.apply(payloads)
+        self._turn_basis(round_number * self.recipe.outer.inner_steps - 1)
 
-    def turn_basis(self, inner_step: int) -> None:
+    def _turn_basis(self, inner_step: int) -> None:
         """Table 5c: after every `grassmann_every` inner steps, turn each U toward the activation
         gradients."""
         every = self.recipe.subspace.grassmann_every
@@ -168,47 +167,16 @@ class SimulatedFleet:
         crossings[last] = [(rows, probe)]
         params = {name: t.detach() for name, t in self.anchor.items()}
         with torch.enable_grad():
-            logits = forward(params, tokens[:, :-1], self.recipe.model, self.rope, crossings, self.dtype)
+            logits = forward(
+                params, tokens[:, :-1], self.recipe.model, self.scorer.rope, crossings, self.dtype
+            )
             (grad,) = torch.autograd.grad(token_losses(logits, tokens[:, 1:]), caught)
         flat = grad.flatten(0, -2).double()  # (B L, D)
         return flat.mT @ flat
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float | dict[str, float] | None]:
-        """The three held-out losses of METHOD 0.4: as a full forward, as a pipelined forward, and mixed."""
-        by_forward: dict[tuple, float] = {(): self._held_out_loss(None)}
-        per_member = []
-        for member in self.members:
-            key = forward_key(self.recipe, member, self.bases)
-            if key not in by_forward:
-                by_forward[key] = self._held_out_loss(member)
-            per_member.append(by_forward[key])
-        pipelined = [
-            loss for loss, m in zip(per_member, self.members, strict=True) if m.config.kind == "pipelined"
-        ]
-        return {
-            "loss_full": by_forward[()],
-            "loss_pipelined": sum(pipelined) / len(pipelined) if pipelined else None,
-            "loss_mixed": sum(per_member) / len(per_member),
-            "loss_by_kind": self.by_kind(per_member),
-        }
-
-    def _held_out_loss(self, member: Member | None) -> float:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in self.held_out:
-            crossings = (
-                crossings_of(self.recipe, [member], self.bases, self.table, len(batch)) if member else None
-            )
-            logits = forward(self.anchor, batch[:, :-1], self.recipe.model, self.rope, crossings, self.dtype)
-            total += token_losses(logits, batch[:, 1:]).double() * len(batch)
-        return (total / sum(map(len, self.held_out))).item()
-
-    def by_kind(self, per_member: Sequence[float]) -> dict[str, float]:
-        """Mean over the replicas of each [[replicas]] table."""
-        kinds: dict[str, list[float]] = {}
-        for member, value in zip(self.members, per_member, strict=True):
-            kinds.setdefault(member.config.name, []).append(value)
-        return {name: sum(values) / len(values) for name, values in kinds.items()}
+        """The three held-out losses at the anchor."""
+        return self.scorer.score(self.anchor, self.table)
 
     def _check_finite(self, losses: Tensor, members: Sequence[Member], round_index: int, first: int) -> None:
         bad = (~losses.isfinite()).nonzero()

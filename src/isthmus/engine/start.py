@@ -18,7 +18,7 @@ from isthmus.dashboard.report import write_report
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.data.tokens import Batches, validation_batches
 from isthmus.engine import checkpoint
-from isthmus.engine.loop import run_rounds
+from isthmus.engine.loop import simulate_rounds
 from isthmus.engine.simulated import SimulatedFleet
 from isthmus.errors import ConfigError
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
@@ -119,7 +119,7 @@ def _run(
             passes = fleet.batches.passes(recipe.num_inner_steps)
             if passes > 4:
                 view.note(f"the run reads its text {passes:.1f} times over; more text would serve it better")
-            run_rounds(recipe, fleet, LocalExchange(recipe), run, view, done)
+            simulate_rounds(recipe, fleet, LocalExchange(recipe), run, view, done)
         checkpoint.save_tensors(run.model_path, fleet.anchor)
         status = "finished"
     except KeyboardInterrupt:

@@ -36,6 +36,9 @@ class DiLoCo(SparseLoCo):
             update = (mean + velocity * mu) * self.config.step_size
             self.anchor[name].sub_(update)
 
+    def take_back(self, sent: Payload, feedback: Mapping[str, Tensor]) -> None:
+        """DiLoCo keeps no feedback: a missed round is work lost."""
+
     def state(self) -> dict[str, Tensor]:
         return {f"velocity/{name}": tensor for name, tensor in self.velocity.items()}
 

@@ -10,6 +10,7 @@ from isthmus.config import OuterConfig
 from isthmus.outer.aggregate import aggregate_many
 from isthmus.outer.feedback import feed_back_many
 from isthmus.sparse import SparseChunks, TopK
+from isthmus.sparse.topk import add_payload
 
 Payload = Mapping[str, SparseChunks]
 
@@ -47,6 +48,12 @@ class SparseLoCo:
             # Scaled, then subtracted: a fused multiply-add on one device could round differently on another.
             update = mean * self.config.step_size
             self.anchor[name].sub_(update)
+
+    @torch.no_grad()
+    def take_back(self, sent: Payload, feedback: Mapping[str, Tensor]) -> None:
+        """A payload that missed its round returns to the feedback: nothing is lost (METHOD 0.7)."""
+        for name, payload in sent.items():
+            add_payload(feedback[name], payload)
 
     def state(self) -> dict[str, Tensor]:
         return {}

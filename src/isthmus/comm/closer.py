@@ -1,0 +1,218 @@
+"""Closing a round: verify every commit, decide when to stop waiting, create the manifest."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from isthmus.comm.ledger import Entry, Ledger, Manifest, Shard
+from isthmus.comm.trust import Refused, canonical, sha256
+from isthmus.sparse import SparseChunks, unpack_many
+from isthmus.traffic import codec_settings
+
+FIRST_DEADLINE_SECONDS = 600.0  # nobody knows yet how long a round takes
+STEP_IN_SECONDS = 3.0  # the next closer in line waits this much longer
+MAX_FACTS_BYTES = 4096
+LEAVING = ("leaving", "left")
+
+Fetch = Callable[[str, int, Shard], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one commit."""
+
+    entry: Entry | None
+    reason: str = ""
+
+
+class Closer:
+    """One replica's judgement of a round. Every closer may judge; put-if-absent lets one manifest be."""
+
+    def __init__(self, ledger: Ledger, fetch: Fetch, log: Callable[[str], None]) -> None:
+        self.ledger, self.fetch, self.log = ledger, fetch, log
+        self.recipe = ledger.run.recipe
+        self.names = [member.name for member in self.recipe.fleet()]
+        self.verdicts: dict[str, Verdict] = {}  # by the commit's hash: a commit is judged once
+        self.beats: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, was it alive)
+        self.round, self.could_since = 0, None
+
+    def attempt(self, round_number: int, anchor: str) -> bool:
+        """Close the round if it can be closed now; True when our manifest is the one."""
+        if round_number != self.round:
+            self.round, self.could_since = round_number, None
+            self.verdicts.clear()
+            self.beats.clear()
+        previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
+        accepted, refused = self.judge(round_number, anchor, previous)
+        members = [m for m in (previous.members if previous else self.names) if m in self.ledger.run.keys]
+        if not self._may_close(round_number, members, accepted, refused, previous):
+            self.could_since = None
+            return False
+        now = time.monotonic()
+        self.could_since = now if self.could_since is None else self.could_since
+        if now < self.could_since + STEP_IN_SECONDS * self._place_in_line(round_number):
+            return False
+        seconds = self.ledger.store.now(self._clock_key()) - self.ledger.settled_at(round_number - 1)
+        body = {
+            "anchor": anchor,
+            "entries": [accepted[name].body() for name in self.names if name in accepted],
+            "refused": [[name, refused[name]] for name in self.names if name in refused],
+            "members": self._next_members(accepted),
+            "deadline_seconds": self._deadline(round_number, seconds),
+            "seconds": round(seconds, 3),
+        }
+        won = self.ledger.create_manifest(round_number, body)
+        if won:
+            for name, reason in refused.items():
+                self.log(f"round {round_number}: refused {name}: {reason}")
+        return won
+
+    def judge(
+        self, round_number: int, anchor: str, previous: Manifest | None
+    ) -> tuple[dict[str, Entry], dict[str, str]]:
+        """(accepted, refused with the reason) of all the commits that are there."""
+        accepted: dict[str, Entry] = {}
+        refused: dict[str, str] = {}
+        for name in self.names:
+            try:
+                data = self.ledger.get_commit(name, round_number)
+            except ValueError as error:  # an oversized object
+                refused[name] = f"the commit: {error}"
+                continue
+            if data is None:
+                continue
+            key = sha256(data)
+            if key not in self.verdicts:
+                self.verdicts[key] = self._verdict(data, name, round_number, anchor)
+            verdict = self.verdicts[key]
+            if verdict.entry:
+                accepted[name] = verdict.entry
+            else:
+                refused[name] = verdict.reason
+        history = [entry.norm for entry in previous.entries] if previous else []
+        self._refuse_outliers(accepted, refused, history)
+        return accepted, refused
+
+    def _verdict(self, data: bytes, name: str, round_number: int, anchor: str) -> Verdict:
+        try:
+            entry = self.ledger.check_commit(data, name, round_number, anchor)
+            if len(canonical(entry.facts)) > MAX_FACTS_BYTES:
+                raise Refused("the commit tells too much")
+            square = 0.0
+            for shard in entry.shards:
+                packed = self.fetch(name, round_number, shard)
+                square += self._checked_square(packed, shard.index)
+            return Verdict(replace(entry, norm=math.sqrt(square)))
+        except Refused as reason:
+            return Verdict(None, str(reason)[:300])
+
+    def _checked_square(self, packed: bytes, index: int) -> float:
+        """The squared norm of one shard's update, once names, shapes, codec and finiteness are right."""
+        payloads = checked_payloads(self.ledger, packed, index)
+        square = sum(float(p.values.double().square().sum()) for p in payloads.values())
+        if not math.isfinite(square):
+            raise Refused(f"shard {index} is not finite")
+        return square
+
+    def _refuse_outliers(
+        self, accepted: dict[str, Entry], refused: dict[str, str], history: Sequence[float]
+    ) -> None:
+        norms = [entry.norm for entry in accepted.values()] + list(history)
+        if len(norms) < 2:
+            return
+        median = statistics.median_low(norms)
+        limit = self.recipe.bucket.norm_limit
+        for name, entry in list(accepted.items()):
+            if entry.norm > limit * median > 0:
+                refused[name] = f"its norm {entry.norm:.3g} is over {limit:g} times the median {median:.3g}"
+                del accepted[name]
+
+    def _may_close(
+        self,
+        round_number: int,
+        members: Sequence[str],
+        accepted: Mapping[str, Entry],
+        refused: Mapping[str, str],
+        previous: Manifest | None,
+    ) -> bool:
+        if not accepted:
+            return False
+        awaited = [name for name in members if name not in accepted and name not in refused]
+        if not awaited:
+            return True
+        stated = self.recipe.bucket.quorum
+        quorum = min(stated, len(self.names)) or len(members) // 2 + 1
+        alive = [name for name in awaited if self.alive(name)]
+        if not alive and not stated:
+            return True  # whoever is missing is not there: waiting would bring nothing
+        if len(accepted) < quorum:
+            return False
+        return not alive or self.past_deadline(round_number, previous)
+
+    def past_deadline(self, round_number: int, previous: Manifest | None) -> bool:
+        opened = self.ledger.settled_at(round_number - 1)
+        limit = previous.deadline_seconds if previous else FIRST_DEADLINE_SECONDS
+        return self.ledger.store.now(self._clock_key()) > opened + (
+            self.recipe.bucket.deadline_seconds or limit
+        )
+
+    def alive(self, name: str) -> bool:
+        """Does the replica's heartbeat still come? Asked at most once in a heartbeat's time."""
+        every = self.recipe.bucket.heartbeat_seconds
+        looked, answer = self.beats.get(name, (-math.inf, True))
+        if time.monotonic() - looked < every:
+            return answer
+        beat = self.ledger.heartbeat(name)
+        age = math.inf if beat is None else self.ledger.store.now(self._clock_key()) - beat[1]
+        if beat is None and self.round == 1:  # it may not have started yet
+            age = self.ledger.store.now(self._clock_key()) - self.ledger.settled_at(0) - 60
+        answer = age < 5 * every + 2 and not (beat and beat[0].get("state") in LEAVING)
+        self.beats[name] = (time.monotonic(), answer)
+        return answer
+
+    def _next_members(self, accepted: Mapping[str, Entry]) -> list[str]:
+        def stays(name: str) -> bool:
+            if name not in accepted:
+                return self.alive(name)
+            beat = self.ledger.heartbeat(name)
+            return not (beat and beat[0].get("state") in LEAVING)
+
+        return [name for name in self.names if stays(name)]
+
+    def _deadline(self, round_number: int, seconds: float) -> float:
+        """Of the next round: generous against the rounds measured, so that only the stuck are left behind."""
+        recent = [m.seconds for m in (self.ledger.manifests.get(round_number - i) for i in range(1, 6)) if m]
+        return round(max(15.0, 4 * statistics.median([*recent, seconds])) + 10, 3)
+
+    def _place_in_line(self, round_number: int) -> int:
+        """Closers take turns; the next steps in when the one before does not."""
+        line = self.ledger.run.closers
+        return (line.index(self.ledger.signer.replica) - round_number) % len(line)
+
+    def _clock_key(self) -> str:
+        return f"members/{self.ledger.signer.replica}/clock"
+
+
+def checked_payloads(
+    ledger: Ledger, packed: bytes, index: int, device: torch.device | str = "cpu"
+) -> dict[str, SparseChunks]:
+    """One shard unpacked; Refused unless names, shapes and codec are this run's."""
+    recipe = ledger.run.recipe
+    try:
+        payloads = unpack_many(packed, device=device)
+    except ValueError as error:
+        raise Refused(f"shard {index} is malformed: {error}") from None
+    keep, values = codec_settings(recipe)
+    shapes = recipe.model.shapes()
+    if tuple(payloads) != ledger.shards[index]:
+        raise Refused(f"shard {index} does not hold the tensors it should")
+    for name, payload in payloads.items():
+        if tuple(payload.shape) != shapes[name]:
+            raise Refused(f"shard {index}: {name} has the shape {tuple(payload.shape)}, not {shapes[name]}")
+        if (payload.side, payload.keep, payload.kind) != (recipe.outer.chunk_side, keep, values):
+            raise Refused(f"shard {index}: {name} is coded otherwise than this run's recipe says")
+    return payloads

@@ -1,0 +1,76 @@
+"""How the processes of one replica agree between inner steps: small messages through stage 0's TCPStore."""
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from isthmus.errors import RunError
+
+
+class Crew(Protocol):
+    """The processes of one replica; number 0 leads: it alone speaks for the replica in the bucket."""
+
+    rank: int
+    size: int
+
+    def share(self, data: bytes) -> list[bytes]:
+        """Everybody's bytes, in the order of the ranks. All call it, the same number of times."""
+
+
+class SoloCrew:
+    """A replica of one process."""
+
+    rank, size = 0, 1
+
+    def share(self, data: bytes) -> list[bytes]:
+        return [data]
+
+
+class StageCrew:
+    """The stages of one replica. What they share are hashes, flags and counters: bytes of ours, never
+    objects."""
+
+    def __init__(
+        self, replica: str, rank: int, size: int, store: Any, timeout_seconds: float = 1800.0
+    ) -> None:
+        self.replica, self.rank, self.size, self.store = replica, rank, size, store
+        self.patience = timedelta(seconds=timeout_seconds)
+        self.turn = 0
+
+    def share(self, data: bytes) -> list[bytes]:
+        self.turn += 1
+        try:
+            self.store.set(f"share/{self.turn}/{self.rank}", data.hex())
+            keys = [f"share/{self.turn}/{rank}" for rank in range(self.size)]
+            self.store.wait(keys, self.patience)
+            shared = [bytes.fromhex(self.store.get(key).decode("ascii")) for key in keys]
+            if self.turn > 2:  # everybody has read what is two turns old
+                self.store.delete_key(f"share/{self.turn - 2}/{self.rank}")
+        except (RuntimeError, ValueError) as error:
+            why = str(error).splitlines()[0][:200]
+            raise RunError(
+                f"replica {self.replica}: stage {self.rank} lost the other stages between inner steps: {why}"
+            ) from None
+        return shared
+
+
+def agree(crew: Crew, flag: bool) -> bool:
+    """The lead's answer, for everybody."""
+    return crew.share(bytes([flag]))[0] == b"\x01"
+
+
+def all_true(crew: Crew, flag: bool) -> bool:
+    return all(answer == b"\x01" for answer in crew.share(bytes([flag])))
+
+
+def collect(crew: Crew, own: dict[int, str], total: int) -> Sequence[str]:
+    """One text for each of `total` places, every process giving those it holds; the first giver counts."""
+    found: dict[int, str] = {}
+    for data in crew.share(json.dumps({str(k): v for k, v in own.items()}).encode()):
+        for key, value in json.loads(data).items():
+            found.setdefault(int(key), value)
+    missing = [place for place in range(total) if place not in found]
+    if missing:
+        raise RunError(f"no process of this replica holds part {missing[0]}")
+    return [found[place] for place in range(total)]

@@ -1,0 +1,140 @@
+"""Exchange through an object store: deliver shards and a commit, wait for the manifest, fetch what counts."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from isthmus.comm.base import Contribution
+from isthmus.comm.closer import Closer
+from isthmus.comm.crew import Crew, agree, collect
+from isthmus.comm.ledger import Entry, Ledger, Manifest, Shard, anchor_digest
+from isthmus.comm.trust import Refused, sha256
+from isthmus.errors import RunError
+
+POLL_SECONDS = (0.1, 1.0)  # between looks at the manifest: soon at first, then patiently
+
+
+class LedgerExchange:
+    """One process's end of the exchange. `writes` are the shards it delivers, `reads` those it applies.
+
+    Only the manifest settles a round, never the result of a PUT: a PUT that reported an error may have
+    landed.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        crew: Crew,
+        writes: Sequence[int],
+        reads: Sequence[int],
+        incarnation: str,
+        log: Callable[[str], None],
+    ) -> None:
+        self.ledger, self.crew, self.incarnation, self.log = ledger, crew, incarnation, log
+        self.writes, self.reads = tuple(writes), tuple(reads)
+        self.replica = ledger.signer.replica
+        self.anchor = ""  # digest of the anchor that all hold now
+        self.facts: Callable[[], Mapping[str, Any]] = dict
+        self.sent = {"payload_up": 0, "payload_down": 0, "control": 0}
+        self.cache: dict[str, bytes] = {}
+        self.closer = None
+        if crew.rank == 0 and self.replica in ledger.run.closers:
+            self.closer = Closer(ledger, self.fetch, log)
+        self.awaiting = ""  # what this process waits for: the heartbeat tells it
+
+    def hold_anchor(self, round_number: int, digests: Mapping[int, str]) -> str:
+        """Say which anchor this replica holds after `round_number`; all of its processes must fit
+        together."""
+        parts = collect(self.crew, dict(digests), len(self.ledger.shards))
+        for mine in self.crew.share(json.dumps({str(i): d for i, d in digests.items()}).encode()):
+            for index, digest in json.loads(mine).items():
+                if parts[int(index)] != digest:
+                    raise RunError(
+                        f"replica {self.replica}: its stages hold different copies of shard {index} after round "
+                        f"{round_number}"
+                    )
+        self.anchor = anchor_digest(parts)
+        return self.anchor
+
+    def closed(self, round_number: int) -> Sequence[Contribution] | None:
+        """All processes of a replica take the lead's answer, so that none trains a round the others skip."""
+        self.cache.clear()
+        there = self.crew.rank == 0 and self.ledger.manifest(round_number) is not None
+        return self._counted(self._await(round_number)) if agree(self.crew, there) else None
+
+    def close(self, round_number: int, own: Sequence[Contribution]) -> Sequence[Contribution]:
+        for mine in own:  # none, when this replica has nothing to give this time
+            self.deliver(round_number, mine)
+        return self._counted(self._await(round_number))
+
+    def deliver(self, round_number: int, mine: Contribution) -> None:
+        """Shards first, the commit last; doing it again after a crash changes nothing."""
+        self.cache.clear()
+        for index in self.writes:
+            data = mine.shards[index]
+            self.cache[sha256(data)] = data
+            self.ledger.put_shard(round_number, index, data)
+            self.sent["payload_up"] += len(data)
+        rows = {i: json.dumps([sha256(mine.shards[i]), len(mine.shards[i])]) for i in self.writes}
+        listed = [json.loads(text) for text in collect(self.crew, rows, len(self.ledger.shards))]
+        facts = self._gathered_facts()
+        if self.crew.rank == 0:
+            shards = tuple(Shard(i, digest, size) for i, (digest, size) in enumerate(listed))
+            entry = Entry(self.replica, shards, 0.0, facts)
+            self.ledger.commit(round_number, self.incarnation, self.anchor, entry)
+
+    def _gathered_facts(self) -> dict[str, Any]:
+        """The lead's facts, with the byte counts of all processes added up."""
+        every = [json.loads(data) for data in self.crew.share(json.dumps(dict(self.facts())).encode())]
+        total: dict[str, int] = {}
+        for facts in every:
+            for purpose, count in facts.get("bytes", {}).items():
+                total[purpose] = total.get(purpose, 0) + int(count)
+        return every[0] | {"bytes": total}
+
+    def _await(self, round_number: int) -> Manifest:
+        """Wait for the manifest; a closer tries to make it meanwhile."""
+        pause, last = POLL_SECONDS
+        self.awaiting = f"the manifest of round {round_number}"
+        while (manifest := self.ledger.manifest(round_number)) is None:
+            if self.closer and self.closer.attempt(round_number, self.anchor):
+                continue
+            time.sleep(pause)
+            pause = min(last, pause * 1.3)
+        self.awaiting = ""
+        if self.anchor and manifest.anchor != self.anchor:
+            raise RunError(
+                f"replica {self.replica} holds another anchor than round {round_number} started from; it must "
+                "join anew from the bucket"
+            )
+        return manifest
+
+    def _counted(self, manifest: Manifest) -> list[Contribution]:
+        """What counts in the round, as far as this process needs it. A listed shard that is not there stops
+        us: readers never skip a payload on their own."""
+        counted = []
+        for entry in manifest.entries:
+            shards = {}
+            for index in self.reads:
+                try:
+                    shards[index] = self.fetch(entry.replica, manifest.round, entry.shards[index])
+                except Refused as reason:
+                    raise RunError(f"round {manifest.round} counts {entry.replica}, but {reason}") from None
+            counted.append(Contribution(entry.replica, shards))
+        for name, reason in manifest.refused:
+            if name == self.replica:
+                self.log(f"round {manifest.round}: our update was refused: {reason}")
+        return counted
+
+    def fetch(self, replica: str, round_number: int, shard: Shard) -> bytes:
+        """A shard's bytes, checked; from memory when it is our own or was read before."""
+        if shard.digest not in self.cache:
+            self.cache[shard.digest] = self.ledger.get_shard(replica, round_number, shard)
+            # A closer of a pipelined replica reads more than it applies: that is the price of checking.
+            self.sent["payload_down" if shard.index in self.reads else "control"] += shard.size
+        return self.cache[shard.digest]
+
+    def take_counts(self) -> dict[str, int]:
+        counts, self.sent = self.sent, dict.fromkeys(self.sent, 0)
+        return counts

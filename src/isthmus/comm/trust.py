@@ -1,0 +1,101 @@
+"""Keys, signatures, and what is refused and why.
+
+A signed document is `{"body": {...}, "replica": name, "signature": hex}`: Ed25519 over the kind of
+document, the run id and the body in canonical JSON. Kind and run id are part of what is signed, so a commit cannot be
+passed off as a manifest, nor a document of one run as another's.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from isthmus.errors import ConfigError
+
+MAX_DOCUMENT_BYTES = 4 * 2**20
+
+
+class Refused(ValueError):
+    """Something from the network that does not count; the text is the reason, fit for a log and a
+    manifest."""
+
+
+def canonical(value: Any) -> bytes:
+    """The same bytes for the same value on every machine."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _signed_bytes(kind: str, run_id: str, body: Mapping[str, Any]) -> bytes:
+    return b"isthmus/1\0" + kind.encode() + b"\0" + run_id.encode() + b"\0" + canonical(body)
+
+
+class Signer:
+    """One replica's private key."""
+
+    def __init__(self, replica: str, secret: bytes) -> None:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        self.replica = replica
+        self._key = Ed25519PrivateKey.from_private_bytes(secret)
+
+    @property
+    def public_key(self) -> str:
+        return self._key.public_key().public_bytes_raw().hex()
+
+    def seal(self, kind: str, run_id: str, body: Mapping[str, Any]) -> bytes:
+        signature = self._key.sign(_signed_bytes(kind, run_id, body)).hex()
+        return canonical({"body": body, "replica": self.replica, "signature": signature})
+
+
+def new_secret() -> bytes:
+    return os.urandom(32)
+
+
+def save_secret(path: Path, secret: bytes) -> None:
+    """Readable by its owner alone, and never over another key."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(secret.hex() + "\n")
+
+
+def load_signer(path: Path, replica: str) -> Signer:
+    try:
+        secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no key for replica {replica} at {path}; copy it from where `isthmus init` ran, or give --key"
+        ) from None
+    except (OSError, ValueError):
+        secret = b""
+    if len(secret) != 32:
+        raise ConfigError(f"{path} is not a key of `isthmus init` (64 hexadecimal digits)")
+    return Signer(replica, secret)
+
+
+def open_sealed(data: bytes, kind: str, run_id: str, keys: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    """(replica, body) of a signed document, or Refused: no trust in a byte before its signature."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        document = json.loads(data)
+        body, replica, signature = document["body"], document["replica"], document["signature"]
+        signature = bytes.fromhex(signature)
+        signed = _signed_bytes(kind, run_id, body)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Refused(f"the {kind} is not signed: it is no document of ours") from None
+    if not isinstance(body, dict) or not isinstance(replica, str):
+        raise Refused(f"the {kind} is not signed: it is no document of ours")
+    if replica not in keys:
+        raise Refused(f"the {kind} is signed by a stranger ({replica!r:.80}), who is not on the run's list")
+    try:
+        Ed25519PublicKey.from_public_bytes(bytes.fromhex(keys[replica])).verify(signature, signed)
+    except (InvalidSignature, ValueError):
+        raise Refused(f"the {kind} does not carry {replica}'s signature for this run") from None
+    return replica, body

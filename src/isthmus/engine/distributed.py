@@ -1,0 +1,317 @@
+"""One process of a real fleet: a full replica, or one stage of a pipelined one. Join, train, leave, come
+back."""
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isthmus.comm.base import Contribution
+from isthmus.comm.closer import checked_payloads
+from isthmus.comm.crew import Crew, collect
+from isthmus.comm.ledger import Ledger, shard_digest
+from isthmus.comm.rounds import LedgerExchange
+from isthmus.comm.trust import Refused, canonical
+from isthmus.config import Member, Recipe
+from isthmus.engine import checkpoint
+from isthmus.errors import RunError
+from isthmus.model.llama import init_tensor
+from isthmus.outer.baselines import DiLoCo
+from isthmus.outer.sparseloco import SparseLoCo
+from isthmus.replica.base import Replica
+from isthmus.replica.split import EMBEDDING
+from isthmus.sparse import pack_many
+
+Log = Callable[[str], None]
+
+
+@dataclass
+class Told:
+    """What this process says of itself: heartbeats and commits are made of it."""
+
+    state: str = "starting"
+    round: int = 0
+    inner_step: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class RealFleet:
+    """The fleet as this process sees it: itself. The loop drives it as it drives the simulator's."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        member: Member,
+        replica: Replica,
+        ledger: Ledger,
+        crew: Crew,
+        device: torch.device,
+        work_dir: Path,
+        incarnation: str,
+        log: Log,
+    ) -> None:
+        self.recipe, self.member, self.replica, self.ledger = recipe, member, replica, ledger
+        self.crew, self.device, self.work_dir, self.log = crew, device, work_dir, log
+        self.told = Told()
+        own = replica.named_parameters()
+        self.wide = next(iter(own.values())).dtype
+        # Every stage of a compressed replica holds the embedding, and applies its update like stage 0 does.
+        self.held = dict.fromkeys([*own, *([EMBEDDING] if member.config.compressed else [])])
+        self.writes = [i for i, names in enumerate(ledger.shards) if set(names) <= set(own)]
+        self.reads = [i for i, names in enumerate(ledger.shards) if set(names) <= set(self.held)]
+        shapes = recipe.model.shapes()
+        self.anchor = {
+            name: init_tensor(name, shapes[name], recipe.model, recipe.seed).to(device, self.wide)
+            for name in self.held
+        }
+        self.outer = {"sparseloco": SparseLoCo, "diloco": DiLoCo}[recipe.outer.method](
+            self.anchor, recipe.outer
+        )
+        with_feedback = recipe.outer.method == "sparseloco"
+        self.feedback = {name: torch.zeros_like(p) for name, p in own.items()} if with_feedback else {}
+        self.exchange = LedgerExchange(ledger, crew, self.writes, self.reads, incarnation, log)
+        self.exchange.facts = self._facts
+        self.pending: Contribution | None = None
+        self.step_count = 0  # inner steps that the optimiser has taken
+        self.round_started = time.monotonic()
+
+    # What the loop calls
+
+    def train_round(self, round_index: int, progress: Callable[[int], None]) -> list[Contribution]:
+        """H inner steps, then this replica's update on disk before any of it is sent."""
+        steps = self.recipe.outer.inner_steps
+        self.told.state, self.told.round = "training", round_index + 1
+        self.replica.begin_round(self.anchor)
+        started, losses = time.monotonic(), []
+        for h in range(steps):
+            losses.append(self.replica.inner_step(round_index * steps + h))
+            self.told.inner_step = round_index * steps + h + 1
+            if self.device.type == "cpu":
+                self.told.loss = float(losses[-1])
+            progress(h + 1)
+        self.told.loss = float(torch.stack([loss.double().cpu() for loss in losses]).mean())
+        self.told.seconds = time.monotonic() - started
+        tokens = steps * self.recipe.inner.batch * self.recipe.model.context
+        self.told.tokens_per_second = tokens / self.told.seconds
+        if not math.isfinite(self.told.loss):  # the same at every stage
+            self._roll_back(round_index + 1)
+            return []
+        self.step_count += steps
+        params = {name: p.detach() for name, p in self.replica.named_parameters().items()}
+        try:
+            sent = self.outer.contribute(params, self.feedback)
+        except ValueError as error:
+            raise RunError(f"replica {self.member.name}: {error}") from error
+        packed = {i: pack_many({n: sent[n] for n in self.ledger.shards[i]}) for i in self.writes}
+        self.pending = Contribution(self.member.name, packed)
+        self.save(round_index + 1)
+        self.told.state = "delivering"
+        return [self.pending]
+
+    def apply(self, round_number: int, counted: Sequence[Contribution]) -> None:
+        """theta^(t-1) -> theta^(t); a payload of ours that does not count returns to the feedback."""
+        payloads = []
+        for contribution in counted:
+            tensors = {}
+            for index, packed in contribution.shards.items():
+                tensors |= checked_payloads(self.ledger, packed, index, self.device)
+            payloads.append(tensors)
+        try:
+            self.outer.apply(payloads)
+        except Refused as reason:
+            raise RunError(f"round {round_number}: {reason}") from None
+        self._settle_pending(round_number, counted)
+        self._hold(round_number)
+        if round_number % self.recipe.bucket.anchor_every == 0:
+            self._write_anchor(round_number)
+
+    def _settle_pending(self, round_number: int, counted: Sequence[Contribution]) -> None:
+        if self.pending is None:
+            return
+        for contribution in counted:
+            if contribution.replica == self.member.name:
+                same = all(contribution.shards.get(i) == data for i, data in self.pending.shards.items())
+                if same:
+                    self.pending = None
+                    return
+        sent = {}
+        for index, packed in self.pending.shards.items():
+            sent |= checked_payloads(self.ledger, packed, index, self.device)
+        self.outer.take_back(sent, self.feedback)
+        self.pending = None
+        self.log(f"round {round_number} was settled without our update; it returned to the error feedback")
+
+    def _hold(self, round_number: int) -> None:
+        self.digests = {i: shard_digest(self.anchor, self.ledger.shards[i]) for i in self.reads}
+        digest = self.exchange.hold_anchor(round_number, self.digests)
+        self.told.round = round_number
+        if self.crew.rank == 0:
+            self.log(f"round {round_number}: anchor {digest[:16]}")
+
+    def _write_anchor(self, round_number: int) -> None:
+        """The round's closer writes theta^(t): each of its processes the shards it trains."""
+        manifest = self.ledger.manifest(round_number)
+        if manifest is None or manifest.closer != self.member.name:
+            return
+        files = {}
+        for i in self.writes:
+            tensors = {name: self.anchor[name] for name in self.ledger.shards[i]}
+            outer = {key: t for key, t in self.outer.state().items() if key.split("/", 1)[1] in tensors}
+            files[i] = self.ledger.put_anchor_shard(round_number, i, tensors | outer)
+        names = collect(self.crew, files, len(self.ledger.shards))
+        if self.crew.rank == 0:
+            self.ledger.complete_anchor(round_number, self.exchange.anchor, names)
+
+    def _roll_back(self, round_number: int) -> None:
+        """A loss that is not finite: this round goes without us, and the optimiser returns to before it."""
+        self.log(
+            f"round {round_number}: the loss is {self.told.loss}; rolled back to the round's start, no update "
+            "of ours. If it happens again, lower inner.lr"
+        )
+        rounds = checkpoint.saved_rounds(self.work_dir / "state")
+        if rounds:
+            files = checkpoint.load_round(self.work_dir / "state", rounds[-1])
+            self.replica.restore(files["optimiser"], self.step_count)
+        else:
+            self.replica.restore({k: torch.zeros_like(t) for k, t in self.replica.state().items()}, 0)
+            self.step_count = 0
+        self.pending = None
+
+    # Coming back
+
+    def save(self, round_number: int) -> None:
+        """State with a round's update in it, before the PUT: a crash from here on loses nothing."""
+        facts = {"step_count": torch.tensor(self.step_count), "round": torch.tensor(round_number)}
+        shards = {
+            f"shard-{i}": torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for i, data in self.pending.shards.items()
+        }
+        files = {
+            "anchor": self.anchor,
+            "optimiser": self.replica.state(),
+            "feedback": self.feedback,
+            "outer": self.outer.state(),
+            "pending": shards | facts,
+        }
+        checkpoint.save(self.work_dir / "state", round_number, files, keep=2)
+
+    def come_up(self) -> int:
+        """Take up what is on this disk, or start from the bucket; the number of rounds that lie behind us."""
+        rounds = set(checkpoint.saved_rounds(self.work_dir / "state"))
+        for data in self.crew.share(canonical(sorted(rounds))):
+            rounds &= set(json.loads(data))
+        if rounds:
+            return self._restore(max(rounds))
+        last = self._agreed_last_round()
+        start = self._from_bucket(last)
+        if last:
+            self.log(
+                f"no private state here: joining at round {last} from the bucket with a fresh optimiser and an "
+                "empty error feedback"
+            )
+        return start
+
+    def _restore(self, round_number: int) -> int:
+        files = checkpoint.load_round(self.work_dir / "state", round_number)
+        with torch.no_grad():
+            for name, tensor in self.anchor.items():
+                tensor.copy_(files["anchor"][name])
+            for name, tensor in self.feedback.items():
+                tensor.copy_(files["feedback"][name])
+            self.outer.restore(files.get("outer", {}))
+        self.step_count = int(files["pending"]["step_count"])
+        self.replica.restore(files["optimiser"], self.step_count)
+        shards = {
+            int(name.removeprefix("shard-")): bytes(t.numpy())
+            for name, t in files["pending"].items()
+            if name.startswith("shard-")
+        }
+        self.pending = Contribution(self.member.name, shards)
+        self._hold(round_number - 1)
+        self.log(f"back with the state of round {round_number}")
+        counted = self.exchange.closed(round_number)
+        if counted is None:
+            counted = self.exchange.close(round_number, [self.pending])
+        self.apply(round_number, counted)
+        return round_number
+
+    def _agreed_last_round(self) -> int:
+        mine = self.ledger.last_round() if self.crew.rank == 0 else 0
+        return int(self.crew.share(str(mine).encode())[0])
+
+    def _from_bucket(self, last: int) -> int:
+        """The newest whole anchor; the loop then replays the rounds after it, digest by digest."""
+        anchors = [t for t in self.ledger.anchor_rounds() if t <= last]
+        start = int(self.crew.share(str(anchors[-1] if anchors else 0).encode())[0])
+        if start:
+            digest, tensors = self.ledger.read_anchor(start, self.reads)
+            with torch.no_grad():
+                for name, tensor in self.anchor.items():
+                    tensor.copy_(tensors[name])
+                self.outer.restore(tensors)
+        self._hold(start)
+        if start and self.exchange.anchor != digest:
+            raise RunError(
+                f"the anchor of round {start} does not have the digest it states; it cannot be used"
+            )
+        return start
+
+    def _facts(self) -> dict[str, Any]:
+        counts = self.replica.take_counts()
+        for purpose, count in self.exchange.take_counts().items():
+            counts[purpose] = counts.get(purpose, 0) + count
+        return {
+            "loss": self.told.loss,
+            "grad_norm": self.replica.grad_norm,
+            "seconds": round(self.told.seconds or 0.0, 4),
+            "bytes": counts,
+        }
+
+
+class Heart(threading.Thread):
+    """Heartbeats of the lead, in the bucket, and a file that tells the launcher that this process still
+    runs."""
+
+    def __init__(self, fleet: RealFleet, incarnation: str, every_seconds: float) -> None:
+        super().__init__(daemon=True, name="heart")
+        self.fleet, self.incarnation, self.every = fleet, incarnation, every_seconds
+        self.ended = threading.Event()
+
+    def beat(self) -> None:
+        told, member = self.fleet.told, self.fleet.member
+        self.fleet.ledger.beat(
+            {
+                "incarnation": self.incarnation,
+                "kind": member.config.kind,
+                "stages": member.config.stages,
+                "state": told.state,
+                "round": told.round,
+                "inner_step": told.inner_step,
+                "loss": told.loss if told.loss is None or math.isfinite(told.loss) else None,
+                "tokens_per_second": told.tokens_per_second,
+                "awaiting": self.fleet.exchange.awaiting,
+                "pid": os.getpid(),
+            }
+        )
+
+    def run(self) -> None:
+        while not self.ended.wait(self.every):
+            try:
+                self.beat()
+            except Exception as error:  # the next one may pass; the run itself finds out what is wrong
+                self.fleet.log(f"no heartbeat: {str(error).splitlines()[0]}")
+
+    def end(self) -> None:
+        self.ended.set()
+        self.join(timeout=10)
+        self.beat()
