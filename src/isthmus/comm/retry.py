@@ -5,6 +5,7 @@ the HTTP status and the error code, and both are put into words of ours.
 """
 
 import asyncio
+import atexit
 import errno
 import os
 import random
@@ -12,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from isthmus.errors import RunError
 
 DEFAULT_SECONDS = 60.0
 FLOOR_BYTES_PER_SECOND = 0.25e6 / 8  # the slowest link that is still waited for
+LAST_TRY_SECONDS = 0.5  # the last try is made this long before the deadline
 EXPIRED_TRIES = 4  # credentials are renewed by others; they get a few seconds to do it
 
 
@@ -52,7 +55,12 @@ _EXPIRED = {
 }
 _CLOCK = {"RequestTimeTooSkewed", "RequestInTheFuture"}
 _BAD_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidSecurity", "AuthFailure"}
-_BUSY = {"SlowDown", "Throttling", "TooManyRequests", "RequestTimeout", "ServiceUnavailable", "InternalError"}
+_BUSY = {"SlowDown", "Throttling", "RequestTimeout", "InternalError", "OperationAborted"}
+_GARBLED = {
+    "IncompleteBody",
+    "BadDigest",
+    "XAmzContentSHA256Mismatch",
+}  # on the way, so the next try may be whole
 _BUSY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _NETWORK = (
     ("ConnectionRefused", "connection refused"),
@@ -78,7 +86,9 @@ def classify(error: BaseException) -> Fault:
     text = str(error)
     name = type(error).__name__
     status = int(found[1]) if (found := re.search(r"status code: (\d{3})", text)) else None
-    code = found[1] if (found := re.search(r"<Code>([A-Za-z.]{3,60})</Code>", text)) else ""
+    # The second form is a bulk delete's, which obstore always uses: its refusals come inside a 200.
+    found = re.search(r"<Code>([A-Za-z.]{3,60})</Code>|\(code: ([A-Za-z.]{3,60})\)", text)
+    code = found[1] or found[2] if found else ""
     label = code or (f"HTTP {status}" if status else "no reason given")
 
     if isinstance(error, TimeoutError) and not error.errno:
@@ -103,13 +113,13 @@ def classify(error: BaseException) -> Fault:
             f"the store does not know these credentials ({code}); check the key and its secret",
             False,
         )
-    if status in (401, 403):
+    if status in (401, 403) or code == "AccessDenied":
         # A HEAD is refused without a body, so without a reason.
         hint = "" if code else "; the reason may also be this machine's clock"
         return Fault("denied", f"permission denied ({label}): these credentials do not allow it{hint}", False)
     if isinstance(error, FileNotFoundError):
         return Fault("absent", f"not there ({label})", False)
-    if status in _BUSY_STATUS or code in _BUSY:
+    if status in _BUSY_STATUS or code in _BUSY | _GARBLED:
         return Fault("busy", f"the store is busy or failing ({label})", True)
     if status == 501:
         return Fault("config", f"the store does not support this request ({label})", False)
@@ -137,6 +147,7 @@ class Patience:
         self.began = time.monotonic()
         self.deadline = deadline
         self.tries = 0
+        self.fault: Fault | None = None  # the latest that says more than "slow"
         self._kinds: dict[str, int] = {}
 
     def remaining(self) -> float:
@@ -146,13 +157,16 @@ class Patience:
         """Wait and say True, or say at once that it is time to give up."""
         self.tries += 1
         seen = self._kinds[fault.kind] = self._kinds.get(fault.kind, 0) + 1
-        if not fault.retry or self.remaining() <= 0 or (fault.kind == "expired" and seen >= EXPIRED_TRIES):
+        if fault.kind != "slow" or self.fault is None:
+            self.fault = fault
+        if not fault.retry or self.remaining() <= LAST_TRY_SECONDS:
             return False
-        first, most = {"busy": (1.0, 15.0), "expired": (0.5, 5.0)}.get(fault.kind, (0.1, 5.0))
+        if fault.kind == "expired" and seen >= EXPIRED_TRIES:
+            return False
+        first, most = {"busy": (1.0, 8.0), "expired": (0.5, 5.0)}.get(fault.kind, (0.1, 5.0))
         pause = min(most, first * 2 ** min(seen - 1, 10)) * random.uniform(0.5, 1.0)
-        # Past the deadline nothing is gained: the last try is made at the deadline's edge.
-        time.sleep(max(0.0, min(pause, self.remaining() - 0.5)))
-        return self.remaining() > 0
+        time.sleep(min(pause, max(0.0, self.remaining() - LAST_TRY_SECONDS)))
+        return True
 
     def allow(self, seconds: float) -> float:
         """The time-out of the next request: longer after each that was too slow, not past the deadline."""
@@ -204,13 +218,33 @@ def wait(request: Coroutine[Any, Any, Any]) -> Any:
     with _loops_lock:
         if (loop := _loops.get(os.getpid())) is None:
             loop = _loops[os.getpid()] = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="isthmus-store", daemon=True).start()
+            thread = threading.Thread(target=loop.run_forever, name="isthmus-store", daemon=True)
+            thread.start()
+            atexit.register(_end, loop, thread, os.getpid())
     future = asyncio.run_coroutine_threadsafe(request, loop)
     try:
         return future.result()
     except BaseException:
         future.cancel()
         raise
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int) -> None:
+    """Leave no request under way when the interpreter ends: one that finishes after it aborts the process."""
+    if process != os.getpid():
+        return
+
+    async def cancel() -> None:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+    with suppress(TimeoutError):
+        asyncio.run_coroutine_threadsafe(cancel(), loop).result(2)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(2)
+    time.sleep(0.05)  # obstore's threads are waiting for the interpreter only to let go of it
 
 
 async def drain(result: Any, stall_seconds: float) -> bytes:

@@ -174,7 +174,7 @@ class Store:
 
         Always from the start: a listing from an offset misses keys on SeaweedFS.
         """
-        path = self._key(prefix) if prefix else self._prefix.rstrip("/")
+        path = self._key(prefix.rstrip("/")) if prefix else self._prefix.rstrip("/")
 
         async def names(client: Any, allow: Allow) -> list[str]:
             batches, found = obstore.list(client, path or None, chunk_size=1000), []
@@ -326,6 +326,7 @@ class Store:
                     raise self._error(verb, key, fault, patience) from None
 
     def _error(self, verb: str, key: str, fault: Fault, patience: Patience) -> StoreError:
+        fault = patience.fault or fault
         tail = f" ({patience.spent()})" if fault.retry else ""
         return StoreError(f"{self.url}: {verb} {key}: {fault.words}{tail}", fault.kind)
 
@@ -338,6 +339,8 @@ def open_store(url: str, *, patience_seconds: float = 15.0) -> Store:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_file(folder, f"probe/{secrets.token_hex(8)}", b"", create=False, durable=False, keep=False)
+        except FileExistsError:
+            raise ConfigError(f"{root} is a file; the store needs a folder") from None
         except OSError as error:
             raise ConfigError(f"cannot write to the folder {root}: {error.strerror or error}") from None
         store.sweep()
