@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,7 @@ class Server:
     def __init__(self, command: list[str], port: int, folder: Path) -> None:
         self.command, self.port, self.folder = command, port, folder
         self.endpoint = f"http://127.0.0.1:{port}"
+        self.grpc_ports: list[int] = []
         self.process: subprocess.Popen[bytes] | None = None
         atexit.register(self.kill)
 
@@ -59,6 +61,9 @@ class Server:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+        for port in self.grpc_ports:  # weed leaves its sockets behind
+            for path in Path(tempfile.gettempdir()).glob(f"seaweedfs-*-grpc-{port}.sock"):
+                path.unlink(missing_ok=True)
 
 
 def start_moto(folder: Path) -> Server | str:
@@ -106,7 +111,10 @@ def start_seaweed(folder: Path) -> Server | str:
     command += ["-s3", f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
     command += [f"-s3.localSocket={folder}/s3.sock", f"-filer.localSocket={folder}/filer.sock"]
     command += ["-volume.max=20", "-master.volumeSizeLimitMB=64", "-master.telemetry=false"]
-    server = Server(command, ports[6], folder).start()
+    command += ["-master.electionTimeout=1s"]  # else it takes 20 s to find itself after a kill
+    server = Server(command, ports[6], folder)
+    server.grpc_ports = ports[1::2]
+    server.start()
     admin = S3Store(
         BUCKET,
         endpoint=server.endpoint,

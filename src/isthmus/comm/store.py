@@ -52,6 +52,7 @@ _CREDENTIALS = {
     "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
     "az": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_CLIENT_ID", "AZURE_STORAGE_TOKEN"),
 }
+_AWS_KEY = ("access_key_id", "secret_access_key", "session_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +328,10 @@ class Store:
 
     def _error(self, verb: str, key: str, fault: Fault, patience: Patience) -> StoreError:
         fault = patience.fault or fault
+        if fault.kind == "absent":
+            fault = Fault(
+                "config", "a write is answered by 404: is there such a bucket, and is it S3?", False
+            )
         tail = f" ({patience.spent()})" if fault.retry else ""
         return StoreError(f"{self.url}: {verb} {key}: {fault.words}{tail}", fault.kind)
 
@@ -381,51 +386,53 @@ def parse_url(url: str) -> tuple[str, Path | None]:
 
 
 def connect(root: str, folder: Path | None) -> Any:
-    """An obstore client without retries and with a time-out out of the way: both are ours, per request."""
+    """An obstore client without retries and with a time-out out of the way: both are ours, per request.
+
+    Credentials are checked first, because obstore would go on to ask the cloud's metadata service: who writes
+    to the bucket is said, not discovered.
+    """
     if folder:
         return LocalStore(folder)
     scheme = root.partition(":")[0]
     options = aws_options() if scheme == "s3" else {}
-    if "access_key_id" not in options and not any(map(os.environ.get, _CREDENTIALS[scheme])):
-        # Never by asking the cloud's metadata service: who writes to the bucket is said, not discovered.
-        raise ConfigError(f"no credentials for {root}: set {_CREDENTIALS[scheme][0]} or the credentials file")
+    said = "access_key_id" in options or any(map(os.environ.get, _CREDENTIALS[scheme]))
+    usual = Path.home() / ".config/gcloud/application_default_credentials.json"
+    if not said and not (scheme == "gs" and usual.exists()):
+        names = " or ".join(_CREDENTIALS[scheme])
+        raise ConfigError(f"no credentials for {root}: set {names}, or fill the usual credentials file")
     client = {"timeout": timedelta(days=1), "connect_timeout": timedelta(seconds=5)}
     client["allow_http"] = str(options.get("endpoint", "")).startswith("http://")
     try:
         return from_url(root, client_options=client, retry_config={"max_retries": 0}, **options)
-    except Exception as error:
-        raise ConfigError(
-            f"cannot use {root}: its settings in the environment are wrong ({type(error).__name__})"
-        ) from None
+    except Exception:  # whose text may hold what it read
+        raise ConfigError(f"cannot use {root}: the environment's settings for it do not fit") from None
 
 
 def aws_options() -> dict[str, str]:
-    """Endpoint, and what the AWS files say where the environment is silent: obstore reads no files."""
-    home = Path.home() / ".aws"
-    profile = os.environ.get("AWS_PROFILE", "default")
-    files = ConfigParser(interpolation=None), ConfigParser(interpolation=None)
+    """Endpoint, key and region where the AWS tools find them: the environment first, then the usual files."""
+    home, profile = Path.home() / ".aws", os.environ.get("AWS_PROFILE", "default")
+    keys, config = ConfigParser(interpolation=None), ConfigParser(interpolation=None)
     try:
-        files[0].read(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials"))
-        files[1].read(os.environ.get("AWS_CONFIG_FILE", home / "config"))
+        keys.read(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials"))
+        config.read(os.environ.get("AWS_CONFIG_FILE", home / "config"))
     except (ParserError, UnicodeDecodeError, OSError):
         raise ConfigError("the AWS credentials or config file is malformed") from None
     section = profile if profile == "default" else f"profile {profile}"
-    said = {
-        **(files[1][section] if files[1].has_section(section) else {}),
-        **(files[0][profile] if files[0].has_section(profile) else {}),
-    }
-    options = {}
+    said = dict(config[section]) if config.has_section(section) else {}
+    said |= dict(keys[profile]) if keys.has_section(profile) else {}
+    env = {name: value for name, value in os.environ.items() if value}
+    if "AWS_ACCESS_KEY_ID" in env:
+        said |= {f"aws_{name}": env.get(f"AWS_{name.upper()}", "") for name in _AWS_KEY}
+    options = {name: said[f"aws_{name}"] for name in _AWS_KEY if said.get(f"aws_{name}")}
+    if ("access_key_id" in options) != ("secret_access_key" in options):
+        raise ConfigError("only one of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY is set; set both")
+    if region := env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or said.get("region"):
+        options["region"] = region
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    if endpoint := next(filter(None, map(os.environ.get, names)), said.get("endpoint_url", "")):
+    if endpoint := next((env[name] for name in names if name in env), said.get("endpoint_url")):
         if not re.fullmatch(r"https?://[^/@?#\s]+(/[^@?#\s]*)?", endpoint):
             raise ConfigError("AWS_ENDPOINT_URL is malformed; write https://host or https://host:port")
         options["endpoint"] = endpoint
-    if "region" in said and not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
-        options["region"] = said["region"]
-    if not os.environ.get("AWS_ACCESS_KEY_ID") and "aws_secret_access_key" in said:
-        for name in ("access_key_id", "secret_access_key", "session_token"):
-            if value := said.get(f"aws_{name}"):
-                options[name] = value
     return options
 
 
