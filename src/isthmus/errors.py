@@ -7,3 +7,11 @@ class ConfigError(ValueError):
 
 class RunError(RuntimeError):
     """A fault at run time: one line that names the replica, stage, link or file; exit status 1."""
+
+
+class RunStopped(RunError):
+    """The run itself cannot be trusted or cannot go on: no restart would mend it."""
+
+
+class Diverged(RunError):
+    """This replica does not hold the anchor of the others: it must join anew from the bucket."""

@@ -1,10 +1,16 @@
 """`isthmus simulate`: the whole fleet of a recipe on one device."""
 
 import argparse
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
+from isthmus.runlog import RunDir, summary
+
+if TYPE_CHECKING:
+    from isthmus.engine.start import Results
 
 EPILOG = """examples:
   isthmus simulate recipes/demo.toml
@@ -62,9 +68,8 @@ def simulate(args: argparse.Namespace) -> int:
             "--resume goes on with the run as it was; --set, --run and --mode are for a new one"
         )
     recipe = load_recipe(args.recipe, args.set) if args.recipe else None
-    from isthmus.engine.start import results_json, resume
+    from isthmus.engine.start import resume
     from isthmus.engine.start import simulate as start
-    from isthmus.runlog import RunDir, summary
 
     if args.resume:
         results = resume(args.resume, device=args.device, quiet=args.quiet)
@@ -72,10 +77,15 @@ def simulate(args: argparse.Namespace) -> int:
         results = start(
             recipe, args.run_dir, device=args.device, mode=args.mode, compiled=args.compile, quiet=args.quiet
         )
-    if args.json:
-        print(results_json(results))
+    return tell(results, args.json)
+
+
+def tell(results: "Results", as_json: bool) -> int:
+    """The last lines of a run: in words, or its last row."""
+    if as_json:
+        last = {"run": str(results.run_dir), "rounds": len(results.rows) - 1, "last": results.last}
+        print(json.dumps(last))
     else:
-        run = RunDir.open(results.run_dir)
-        print("\n".join(summary(run)))
+        print("\n".join(summary(RunDir.open(results.run_dir))))
         print(f"Report: {Path(results.run_dir) / 'report.html'}")
     return 0

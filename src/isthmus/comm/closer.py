@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,14 +47,21 @@ class Closer:
             self.verdicts.clear()
             self.beats.clear()
         previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
-        accepted, refused = self.judge(round_number, anchor, previous)
         members = [m for m in (previous.members if previous else self.names) if m in self.ledger.run.keys]
-        if not self._may_close(round_number, members, accepted, refused, previous):
+        commits, oversized = self._commits(round_number)
+        place = self._place_in_line(round_number)
+        if place == 0:  # who is to close reads what comes while it waits for the rest
+            self.judge(commits, round_number, anchor, previous)
+        if not self._may_close(round_number, members, commits, oversized, previous):
             self.could_since = None
             return False
         now = time.monotonic()
         self.could_since = now if self.could_since is None else self.could_since
-        if now < self.could_since + STEP_IN_SECONDS * self._place_in_line(round_number):
+        if now < self.could_since + STEP_IN_SECONDS * place:
+            return False
+        accepted, refused = self.judge(commits, round_number, anchor, previous)
+        refused |= oversized
+        if not self._may_close(round_number, members, accepted, refused, previous):
             return False
         seconds = self.ledger.store.now(self._clock_key()) - self.ledger.settled_at(round_number - 1)
         body = {
@@ -71,20 +78,26 @@ class Closer:
                 self.log(f"round {round_number}: refused {name}: {reason}")
         return won
 
+    def _commits(self, round_number: int) -> tuple[dict[str, bytes], dict[str, str]]:
+        """The commits that are there, and who put something else in their place."""
+        commits, oversized = {}, {}
+        for name in self.names:
+            try:
+                data = self.ledger.get_commit(name, round_number)
+            except ValueError as error:
+                oversized[name] = f"the commit: {error}"
+                continue
+            if data is not None:
+                commits[name] = data
+        return commits, oversized
+
     def judge(
-        self, round_number: int, anchor: str, previous: Manifest | None
+        self, commits: Mapping[str, bytes], round_number: int, anchor: str, previous: Manifest | None
     ) -> tuple[dict[str, Entry], dict[str, str]]:
         """(accepted, refused with the reason) of all the commits that are there."""
         accepted: dict[str, Entry] = {}
         refused: dict[str, str] = {}
-        for name in self.names:
-            try:
-                data = self.ledger.get_commit(name, round_number)
-            except ValueError as error:  # an oversized object
-                refused[name] = f"the commit: {error}"
-                continue
-            if data is None:
-                continue
+        for name, data in commits.items():
             key = sha256(data)
             if key not in self.verdicts:
                 self.verdicts[key] = self._verdict(data, name, round_number, anchor)
@@ -135,8 +148,8 @@ class Closer:
         self,
         round_number: int,
         members: Sequence[str],
-        accepted: Mapping[str, Entry],
-        refused: Mapping[str, str],
+        accepted: Collection[str],
+        refused: Collection[str],
         previous: Manifest | None,
     ) -> bool:
         if not accepted:
@@ -189,9 +202,14 @@ class Closer:
         return round(max(15.0, 4 * statistics.median([*recent, seconds])) + 10, 3)
 
     def _place_in_line(self, round_number: int) -> int:
-        """Closers take turns; the next steps in when the one before does not."""
-        line = self.ledger.run.closers
-        return (line.index(self.ledger.signer.replica) - round_number) % len(line)
+        """Closers take turns, and the next steps in when the one before does not. Full replicas come first:
+        they read every payload anyway, so that checking costs them no bytes."""
+        own, stages = self.ledger.signer.replica, {m.name: m.config.stages for m in self.recipe.fleet()}
+        full = [name for name in self.ledger.run.closers if stages.get(name) == 1]
+        rest = [name for name in self.ledger.run.closers if name not in full]
+        if own in full:
+            return (full.index(own) - round_number) % len(full)
+        return len(full) + (rest.index(own) - round_number) % len(rest)
 
     def _clock_key(self) -> str:
         return f"members/{self.ledger.signer.replica}/clock"

@@ -26,7 +26,7 @@ from torch import Tensor
 from isthmus.comm.store import Store
 from isthmus.comm.trust import MAX_DOCUMENT_BYTES, Refused, Signer, canonical, open_sealed, sha256
 from isthmus.config import Recipe, dump_recipe, parse_recipe
-from isthmus.errors import ConfigError, RunError
+from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.traffic import shard_bytes, shards
 
 FORMAT = 1
@@ -203,7 +203,7 @@ class Ledger:
                 f"{where} of this run is not to be trusted: {reason}; the run stops here"
             ) from None
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise RunError(f"{where} of this run is malformed; the run stops here") from None
+            raise RunStopped(f"{where} of this run is malformed; the run stops here") from None
         self.manifests[round_number] = manifest
         self.chain[round_number] = manifest.digest
         return manifest

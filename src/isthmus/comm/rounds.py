@@ -10,7 +10,7 @@ from isthmus.comm.closer import Closer
 from isthmus.comm.crew import Crew, agree, collect
 from isthmus.comm.ledger import Entry, Ledger, Manifest, Shard, anchor_digest
 from isthmus.comm.trust import Refused, sha256
-from isthmus.errors import RunError
+from isthmus.errors import Diverged, RunError
 
 POLL_SECONDS = (0.1, 1.0)  # between looks at the manifest: soon at first, then patiently
 
@@ -51,8 +51,8 @@ class LedgerExchange:
             for index, digest in json.loads(mine).items():
                 if parts[int(index)] != digest:
                     raise RunError(
-                        f"replica {self.replica}: its stages hold different copies of shard {index} after round "
-                        f"{round_number}"
+                        f"replica {self.replica}: its stages hold different copies of shard {index} "
+                        f"after round {round_number}"
                     )
         self.anchor = anchor_digest(parts)
         return self.anchor
@@ -78,13 +78,13 @@ class LedgerExchange:
             self.sent["payload_up"] += len(data)
         rows = {i: json.dumps([sha256(mine.shards[i]), len(mine.shards[i])]) for i in self.writes}
         listed = [json.loads(text) for text in collect(self.crew, rows, len(self.ledger.shards))]
-        facts = self._gathered_facts()
+        facts = self.gathered_facts()
         if self.crew.rank == 0:
             shards = tuple(Shard(i, digest, size) for i, (digest, size) in enumerate(listed))
             entry = Entry(self.replica, shards, 0.0, facts)
             self.ledger.commit(round_number, self.incarnation, self.anchor, entry)
 
-    def _gathered_facts(self) -> dict[str, Any]:
+    def gathered_facts(self) -> dict[str, Any]:
         """The lead's facts, with the byte counts of all processes added up."""
         every = [json.loads(data) for data in self.crew.share(json.dumps(dict(self.facts())).encode())]
         total: dict[str, int] = {}
@@ -104,9 +104,9 @@ class LedgerExchange:
             pause = min(last, pause * 1.3)
         self.awaiting = ""
         if self.anchor and manifest.anchor != self.anchor:
-            raise RunError(
-                f"replica {self.replica} holds another anchor than round {round_number} started from; it must "
-                "join anew from the bucket"
+            raise Diverged(
+                f"replica {self.replica} holds another anchor than round {round_number} started from; it "
+                "must join anew from the bucket"
             )
         return manifest
 

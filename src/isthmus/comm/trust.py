@@ -1,8 +1,8 @@
 """Keys, signatures, and what is refused and why.
 
 A signed document is `{"body": {...}, "replica": name, "signature": hex}`: Ed25519 over the kind of
-document, the run id and the body in canonical JSON. Kind and run id are part of what is signed, so a commit cannot be
-passed off as a manifest, nor a document of one run as another's.
+document, the run id and the body in canonical JSON. Kind and run id are part of what is signed, so a commit
+cannot be passed off as a manifest, nor a document of one run as another's.
 """
 
 import hashlib

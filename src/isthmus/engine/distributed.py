@@ -175,8 +175,8 @@ class RealFleet:
     def _roll_back(self, round_number: int) -> None:
         """A loss that is not finite: this round goes without us, and the optimiser returns to before it."""
         self.log(
-            f"round {round_number}: the loss is {self.told.loss}; rolled back to the round's start, no update "
-            "of ours. If it happens again, lower inner.lr"
+            f"round {round_number}: the loss is {self.told.loss}; rolled back to the round's start, no "
+            "update of ours. If it happens again, lower inner.lr"
         )
         rounds = checkpoint.saved_rounds(self.work_dir / "state")
         if rounds:
@@ -216,8 +216,8 @@ class RealFleet:
         start = self._from_bucket(last)
         if last:
             self.log(
-                f"no private state here: joining at round {last} from the bucket with a fresh optimiser and an "
-                "empty error feedback"
+                f"no private state here: joining at round {last} from the bucket with a fresh optimiser and "
+                "an empty error feedback"
             )
         return start
 

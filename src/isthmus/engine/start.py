@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,7 +198,3 @@ def available_host_bytes() -> int:
         return int(facts["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return 8 * 2**30  # not Linux: a guess that fits most laptops
-
-
-def results_json(results: Results) -> str:
-    return json.dumps({"run": str(results.run_dir), "rounds": len(results.rows) - 1, "last": results.last})

@@ -1,0 +1,50 @@
+"""`isthmus init`: create a run in a bucket, and the keys of its replicas."""
+
+import argparse
+from pathlib import Path
+
+from isthmus.config import load_recipe
+
+EPILOG = """examples:
+  isthmus init recipes/demo.toml s3://my-runs/first
+  isthmus init recipes/demo.toml /mnt/shared/first        a folder serves where all machines see it
+then, on each machine, with its key copied there:
+  isthmus join s3://my-runs/first --replica rack-0 --key rack-0.key
+"""
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "init",
+        help="create a run in a bucket, and the keys of its replicas",
+        description="Write run.json into the bucket, only if there is none, and one private key per replica.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", help="a recipe file (TOML)")
+    parser.add_argument("url", help="s3://bucket/prefix, or a folder")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key")
+    parser.add_argument("--keys", metavar="DIR", help="where the private keys go (default: keys/NAME)")
+    parser.add_argument(
+        "--closers", metavar="NAMES", help="replicas that may close rounds, by commas (default: all)"
+    )
+    parser.set_defaults(run=init)
+
+
+def init(args: argparse.Namespace) -> int:
+    recipe = load_recipe(args.recipe, args.set)
+    from isthmus.engine.fleet import create
+
+    keys = Path(args.keys or Path("keys") / recipe.name)
+    closers = args.closers.split(",") if args.closers else None
+    run = create(recipe, args.url, keys, closers)
+    print(f'The run "{recipe.name}" ({run.run_id}) is in {args.url}; its keys are in {keys}.')
+    print("On each machine, with its key:")
+    for member in recipe.fleet():
+        stages = (
+            f" [--stage 0..{member.config.stages - 1} --master HOST:PORT]" if member.config.stages > 1 else ""
+        )
+        print(
+            f"  isthmus join {args.url} --replica {member.name} --key {keys / (member.name + '.key')}{stages}"
+        )
+    return 0

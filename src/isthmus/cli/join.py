@@ -1,0 +1,179 @@
+"""`isthmus join` and `isthmus leave`: this machine's part of a fleet."""
+
+import argparse
+import socket
+import sys
+import time
+from pathlib import Path
+
+from isthmus.errors import ConfigError
+
+EPILOG = """examples:
+  isthmus join s3://my-runs/first --replica rack-0
+  isthmus join s3://my-runs/first --replica edge-0          all stages of edge-0 on this machine
+  isthmus join s3://my-runs/first --replica edge-0 --stage 1 --master 10.0.0.2:29500
+Ctrl-C leaves at the end of the round, a second Ctrl-C leaves now. After a crash, type the same command again.
+"""
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "join",
+        help="run this machine's part of a fleet",
+        description="Take part in a run as one replica, or as one stage of it, until it ends. Start it at "
+        "any time: it takes up its own state, or the newest anchor in the bucket, and contributes from the next "
+        "round on.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("url", help="the run's bucket: s3://bucket/prefix, or a folder")
+    parser.add_argument(
+        "--replica", required=True, metavar="NAME", help="which replica this machine is (part of)"
+    )
+    parser.add_argument(
+        "--key", metavar="FILE", help="the replica's private key (default: keys/RUN/NAME.key)"
+    )
+    parser.add_argument(
+        "--stage", type=int, help="this machine's stage, where stages are on several machines"
+    )
+    parser.add_argument("--master", metavar="HOST:PORT", help="where stage 0 listens for the others")
+    parser.add_argument(
+        "--work", metavar="DIR", help="private state of this replica (default: work/RUN/NAME)"
+    )
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="CPU threads of each process (default: torch's)"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=60.0, metavar="SECONDS", help="how long to look for the master"
+    )
+    parser.add_argument(
+        "--link-timeout", type=float, default=60.0, metavar="SECONDS", help="a silent stage is lost"
+    )
+    parser.add_argument(
+        "--stall-timeout", type=float, default=30.0, metavar="SECONDS", help="a stopped worker is killed"
+    )
+    parser.add_argument(
+        "--trust-network",
+        action="store_true",
+        help="let stages talk over a public address; gloo neither encrypts nor authenticates",
+    )
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)  # by `isthmus train`
+    parser.set_defaults(run=join)
+
+    leave_parser = commands.add_parser(
+        "leave",
+        help="ask a replica to leave a run at the end of its round",
+        description="Ask a replica, wherever it runs, to leave at the end of its round. Needs its key.",
+    )
+    leave_parser.add_argument("url")
+    leave_parser.add_argument("--replica", required=True, metavar="NAME")
+    leave_parser.add_argument("--key", metavar="FILE")
+    leave_parser.set_defaults(run=leave)
+
+
+def join(args: argparse.Namespace) -> int:
+    from isthmus.comm.stages import check_private
+    from isthmus.comm.store import open_store
+    from isthmus.engine.fleet import (
+        Ledger,
+        check_key,
+        check_not_taken,
+        check_trainable,
+        find_member,
+        read_run,
+    )
+    from isthmus.engine.launcher import run_replica
+    from isthmus.engine.start import checked_corpus, pick_device
+    from isthmus.engine.worker import WorkerConfig, die_with_parent
+
+    if args.supervised:
+        die_with_parent()
+    store = open_store(args.url)
+    run = read_run(store)
+    check_trainable(run.recipe)
+    member = find_member(run, args.replica)
+    key = Path(args.key or Path("keys") / run.recipe.name / f"{args.replica}.key")
+    check_key(run, args.replica, key)
+    pick_device(args.device)
+    stages = member.config.stages
+    if args.stage is not None and not 0 <= args.stage < stages:
+        raise ConfigError(
+            f"replica {member.name} has the stages 0 to {stages - 1}; there is no stage {args.stage}"
+        )
+    if args.stage is not None and not args.master:
+        raise ConfigError(
+            "--stage needs --master HOST:PORT: the address of stage 0, for example 10.0.0.2:29500"
+        )
+    host, port = "127.0.0.1", 0
+    if args.stage is not None:
+        host, port = address(args.master)
+        host = check_private(host, args.trust_network)
+    if args.stage in (None, 0):
+        checked_corpus(run.recipe)
+        if not args.supervised:
+            check_not_taken(Ledger(store, run), args.replica)
+    else:
+        find_master(host, port, args.wait, member.name)
+    config = WorkerConfig(
+        url=args.url,
+        replica=member.name,
+        key=str(key.resolve()),
+        work_dir=str(Path(args.work or Path("work") / run.recipe.name / member.name).resolve()),
+        device=args.device,
+        num_threads=args.threads,
+        trust_network=args.trust_network,
+        link_timeout_seconds=args.link_timeout,
+    )
+
+    def log(text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} [{member.name}] {text}", file=sys.stderr, flush=True)
+
+    log(f'joining "{run.recipe.name}" as {member.config.kind} replica of {stages} stage{"s" * (stages > 1)}')
+    return run_replica(
+        config,
+        num_stages=stages,
+        stage=args.stage,
+        host=host,
+        port=port,
+        log=log,
+        stall_seconds=args.stall_timeout,
+    )
+
+
+def leave(args: argparse.Namespace) -> int:
+    from isthmus.engine.fleet import check_key, find_member, open_ledger
+
+    ledger = open_ledger(args.url)
+    find_member(ledger.run, args.replica)
+    key = Path(args.key or Path("keys") / ledger.run.recipe.name / f"{args.replica}.key")
+    check_key(ledger.run, args.replica, key)
+    beat = ledger.heartbeat(args.replica)
+    if beat is None or beat[0].get("state") in ("left", "finished"):
+        raise ConfigError(f"replica {args.replica} is not in the run now")
+    ledger.store.put(f"members/{args.replica}/leave-{beat[0]['incarnation']}", b"leave")
+    print(f"{args.replica} will leave at the end of round {beat[0].get('round', 0) + 1}.")
+    return 0
+
+
+def address(master: str) -> tuple[str, int]:
+    host, colon, port = master.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ConfigError(f'--master is "{master}"; write HOST:PORT, for example 10.0.0.2:29500')
+    return host.strip("[]"), int(port)
+
+
+def find_master(host: str, port: int, patience_seconds: float, replica: str) -> None:
+    """A later stage looks for stage 0 before it starts anything."""
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"replica {replica}: no stage 0 at {host}:{port} within {patience_seconds:g} s "
+                    f"({error.strerror or 'no answer'}); start it there, or correct --master"
+                ) from None
+            time.sleep(0.5)

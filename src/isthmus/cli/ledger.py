@@ -1,0 +1,162 @@
+"""`isthmus ledger`: what is in a run's bucket: show, verify, rebuild, sweep."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from isthmus.errors import ConfigError
+
+EPILOG = """examples:
+  isthmus ledger show runs/demo/bucket
+  isthmus ledger verify s3://my-runs/first                   replays every round it still can
+  isthmus ledger rebuild s3://my-runs/first --round 40 --to theta-40.safetensors
+  isthmus ledger rebuild s3://my-runs/first --without edge-1 --to without.safetensors
+  isthmus ledger sweep s3://my-runs/first                    drops payloads older than the second-newest
+  anchor
+"""
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "ledger",
+        help="a run's history in its bucket: show, verify, rebuild, sweep",
+        description="The bucket is the run's history: who gave what, and every theta^(t), bit for bit.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, run, text in (
+        ("show", show, "rounds, contributors, norms, bytes, timings"),
+        ("verify", verify, "replay the rounds from an anchor and compare digests"),
+        ("rebuild", rebuild, "write theta^(T) as safetensors"),
+        ("sweep", sweep, "delete payloads older than the second-newest complete anchor; manifests stay"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("url", help="the run's bucket")
+        action.add_argument("--json", action="store_true")
+        if name == "verify":
+            action.add_argument(
+                "--from", dest="start", type=int, default=0, metavar="T", help="start at an anchor"
+            )
+        if name == "rebuild":
+            action.add_argument(
+                "--round", type=int, metavar="T", help="which theta^(T) (default: the newest)"
+            )
+            action.add_argument(
+                "--without", action="append", default=[], metavar="NAME", help="leave a replica out"
+            )
+            action.add_argument("--to", required=True, metavar="FILE", help="the safetensors file to write")
+        action.set_defaults(run=run)
+
+
+def show(args: argparse.Namespace) -> int:
+    from isthmus.engine.fleet import open_ledger
+
+    ledger = open_ledger(args.url)
+    rows = []
+    for t in range(1, ledger.last_round() + 1):
+        manifest = ledger.manifest(t)
+        rows.append(
+            {
+                "round": t,
+                "seconds": manifest.seconds,
+                "closer": manifest.closer,
+                "contributors": {e.replica: round(e.norm, 6) for e in manifest.entries},
+                "refused": dict(manifest.refused),
+                "payload_bytes": sum(s.size for e in manifest.entries for s in e.shards),
+                "anchor_before": manifest.anchor,
+            }
+        )
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    print(f'run "{ledger.run.recipe.name}" ({ledger.run.run_id}), {len(rows)} rounds; norm by contributor')
+    for row in rows:
+        norms = "  ".join(f"{name} {norm:.3g}" for name, norm in row["contributors"].items())
+        print(
+            f"{row['round']:>5}  {row['seconds']:7.1f} s  {row['payload_bytes'] / 1e6:8.2f} MB  closed by "
+            f"{row['closer']:<12} {norms}"
+        )
+        for name, reason in row["refused"].items():
+            print(f"       refused {name}: {reason}")
+    return 0
+
+
+def verify(args: argparse.Namespace) -> int:
+    from isthmus.engine.fleet import open_ledger
+    from isthmus.engine.replay import Replay
+
+    ledger = open_ledger(args.url)
+    last = ledger.last_round()
+    if not last:
+        raise ConfigError("no round of this run is settled yet; there is nothing to verify")
+    first_kept = next((t for t in range(1, last + 1) if _has_payloads(ledger, t)), last + 1)
+    replay = Replay(ledger, max(args.start, first_kept - 1))
+    start = replay.round
+    anchors = set(ledger.anchor_rounds())
+    while replay.step() is not None:
+        if replay.round in anchors:
+            stated, _ = ledger.read_anchor(replay.round, [])
+            if stated != replay.digest():
+                raise ConfigError(f"the anchor of round {replay.round} is not what replaying gives")
+    facts = {"from": start, "to": replay.round, "digest": replay.digest(), "anchors": sorted(anchors)}
+    text = (
+        f"rounds {start + 1} to {replay.round} replay to anchor {facts['digest'][:16]}; every digest matches"
+    )
+    print(json.dumps(facts) if args.json else text)
+    return 0
+
+
+def _has_payloads(ledger: Any, t: int) -> bool:
+    manifest = ledger.manifest(t)
+    entry = manifest.entries[0]
+    return ledger.store.head(ledger._shard_key(entry.replica, t, entry.shards[0])) is not None
+
+
+def rebuild(args: argparse.Namespace) -> int:
+    from isthmus.engine.checkpoint import save_tensors
+    from isthmus.engine.fleet import find_member, open_ledger
+    from isthmus.engine.replay import Replay
+
+    target = Path(args.to)
+    if target.exists():
+        raise ConfigError(f"{target} exists; give --to another file")
+    ledger = open_ledger(args.url)
+    for name in args.without:
+        find_member(ledger.run, name)
+    last = ledger.last_round()
+    wanted = last if args.round is None else args.round
+    if not 0 <= wanted <= last:
+        raise ConfigError(f"round {wanted} is not settled; this run has the rounds 0 to {last}")
+    replay = Replay(ledger, wanted, args.without)
+    while replay.round < wanted:
+        replay.step()
+    save_tensors(target, replay.anchor)
+    facts = {"round": wanted, "without": args.without, "digest": replay.digest(), "file": str(target)}
+    left_out = f" without {', '.join(args.without)}" if args.without else ""
+    print(json.dumps(facts) if args.json else f"theta^({wanted}){left_out}, {facts['digest'][:16]}: {target}")
+    return 0
+
+
+def sweep(args: argparse.Namespace) -> int:
+    from isthmus.engine.fleet import open_ledger
+
+    ledger = open_ledger(args.url)
+    anchors = ledger.anchor_rounds()
+    if len(anchors) < 2:
+        raise ConfigError(
+            f"this run has {len(anchors)} complete anchors; sweeping needs two to keep the newest safe"
+        )
+    keep_after, dropped = anchors[-2], 0
+    for key in ledger.store.list("payloads/"):
+        parts = key.split("/")
+        if len(parts) >= 4 and parts[-2].isdigit() and int(parts[-2]) <= keep_after:
+            ledger.store.delete(key)
+            dropped += 1
+    facts = {"deleted": dropped, "kept_after_round": keep_after}
+    text = (
+        f"deleted {dropped} objects of rounds up to {keep_after}; all later payloads and all manifests stay"
+    )
+    print(json.dumps(facts) if args.json else text)
+    return 0

@@ -1,0 +1,89 @@
+"""Follows a run from the bucket alone and writes its run directory: rows, losses, bytes."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from isthmus.comm.ledger import Ledger, Manifest
+from isthmus.config import Recipe
+from isthmus.data.corpus import Corpus
+from isthmus.engine.evaluate import Scorer, by_kind
+from isthmus.engine.loop import NO_SCORES, start_row
+from isthmus.engine.replay import Replay
+from isthmus.model.inner import learning_rate
+from isthmus.planner.cost import round_seconds
+from isthmus.replica.crossings import BasisSet
+from isthmus.replica.split import EMBEDDING
+from isthmus.runlog import RunDir
+from isthmus.traffic import PURPOSES, dense_round_bytes
+
+
+class Follower:
+    """A reader of the ledger: replays every round as the replicas did, scores it, and adds a row."""
+
+    def __init__(self, ledger: Ledger, corpus: Corpus, run: RunDir, view: Any) -> None:
+        self.ledger, self.run, self.view = ledger, run, view
+        self.recipe: Recipe = ledger.run.recipe
+        self.replay = Replay(ledger)
+        cpu = torch.device("cpu")
+        wide = next(iter(self.replay.anchor.values())).dtype
+        self.scorer = Scorer(self.recipe, corpus, BasisSet(self.recipe, cpu, wide), cpu, wide)
+        frozen = self.replay.anchor[EMBEDDING].clone()
+        self.table = self.replay.anchor[EMBEDDING] if self.recipe.subspace.adaptation else frozen
+        self.row(start_row(self.recipe, self._scores(), 0.0))
+
+    def _scores(self) -> dict[str, Any]:
+        return self.scorer.score(self.replay.anchor, self.table)
+
+    def row(self, row: dict[str, Any]) -> None:
+        self.run.append(row)
+        self.view.round(row)
+
+    def advance(self) -> Manifest | None:
+        """One round further, if it is settled."""
+        manifest = self.replay.step()
+        if manifest is None:
+            return None
+        recipe, t, steps = self.recipe, manifest.round, self.recipe.outer.inner_steps
+        entries = {entry.replica: entry.facts for entry in manifest.entries}
+        took_part = [member for member in recipe.fleet() if member.name in entries]
+        losses = [float(entries[m.name].get("loss") or 0.0) for m in took_part]
+        due = t == recipe.outer.rounds or t % recipe.data.eval_every == 0
+        tokens = len(took_part) * steps * recipe.inner.batch * recipe.model.context
+        last = self.run.rows()[-1]
+        # Bytes as the replicas counted them, from one commit to the next: a round's downloads are told with
+        # the next round's commit, and the last round's with the farewell.
+        counts = dict.fromkeys(PURPOSES, 0)
+        for facts in entries.values():
+            for purpose, count in facts.get("bytes", {}).items():
+                counts[purpose] = counts.get(purpose, 0) + int(count)
+        row = {
+            "round": t,
+            "inner_steps": t * steps,
+            "tokens": last["tokens"] + tokens,
+            "lr": learning_rate(t * steps - 1, recipe.inner, recipe.num_inner_steps),
+            "loss_train": sum(losses) / len(losses),
+            "train_by_kind": by_kind(took_part, losses),
+            **(self._scores() if due else NO_SCORES),
+            "grad_norm": sum(float(f.get("grad_norm") or 0) for f in entries.values()) / len(entries),
+            "seconds": manifest.seconds,
+            "tokens_per_second": tokens / max(manifest.seconds, 1e-9),
+            "fleet_seconds": round_seconds(recipe, manifest.seconds / steps),
+            "bytes": counts,
+            "dense_bytes": dict(dense_round_bytes(recipe)),
+            "contributors": [entry.replica for entry in manifest.entries],
+            "refused": {name: reason for name, reason in manifest.refused},
+            "anchor": self.replay.digest(),
+        }
+        self.row(row)
+        return manifest
+
+    def follow(self, stop: Callable[[], bool], poll_seconds: float = 0.5) -> None:
+        """Until the last round is settled, or `stop`."""
+        while self.replay.round < self.recipe.outer.rounds:
+            if self.advance() is None:
+                if stop():
+                    return
+                time.sleep(poll_seconds)
