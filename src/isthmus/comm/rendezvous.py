@@ -1,8 +1,8 @@
 """How the elastic agents of one replica's machines find each other, again and again.
 
-torch's own elastic rendezvous keeps its state pickled in the store; this one keeps counters and flags, because
-nothing that came over a network is unpickled here. A generation begins when every machine has called; one that
-comes back calls for the next, the others see it waiting, stop their workers and call too.
+torch's own elastic rendezvous keeps its state pickled in the store; this one keeps counters and flags, since
+nothing that came over a network is unpickled here. A generation begins when every machine has called; one
+that comes back calls for the next, the others see it waiting, stop their workers and call too.
 """
 
 import socket

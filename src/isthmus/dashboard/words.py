@@ -34,7 +34,8 @@ def summary(run: RunDir) -> list[str]:
     sentences = [f"{fleet_in_words(run.recipe)} trained {model} for {how} on {spent}."]
     sentences += [*([ending] if ending else []), *_losses(rows, run.recipe), *_traffic(sums, run.recipe)]
     if sums["fleet_seconds"] is not None:
-        sentences.append(f"On that fleet and its links the run would have taken {duration(sums['fleet_seconds'])}.")
+        taken = duration(sums["fleet_seconds"])
+        sentences.append(f"On that fleet and its links the run would have taken {taken}.")
     return sentences
 
 
