@@ -193,6 +193,15 @@ def test_a_store_killed_for_seconds_comes_back_to_the_same_calls(seaweed_url: st
     assert store.get("late", max_bytes=99) == b"after"
 
 
+def test_the_last_word_is_the_final_fault_not_an_earlier_one(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    store = open_store(url)
+    proxy.trouble("answer", status=500, code="InternalError")
+    proxy.trouble("answer", status=403, code="AccessDenied")
+    with pytest.raises(StoreError, match="create a: permission denied"):
+        store.create("a", b"x")
+
+
 def test_a_contributor_needs_only_its_own_prefixes(seaweed_url: str, seaweed_server, monkeypatch):
     owner = open_store("s3://runs/demo")
     owner.put("run.json", b"{}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.comm.store import StoreError, StoreRefused, open_store
+from isthmus.errors import ConfigError
 
 
 def test_a_control_object_is_on_the_disk_before_it_has_its_name(
@@ -53,6 +54,25 @@ def test_a_full_disk_leaves_the_old_object_and_no_litter(folder_url: str, monkey
     assert caught.value.kind == "disk"
     assert store.get("a", max_bytes=3) == b"old"
     assert [path.name for path in Path(folder_url).rglob("*") if path.is_file()] == ["a"]
+
+
+def test_below_an_object_nothing_is_found_and_nothing_written(folder_url: str):
+    store = open_store(folder_url)
+    store.put("run.json", b"{}")
+    assert store.get("run.json/x", max_bytes=1) is None
+    assert store.head("run.json/x") is None
+    for key in ("run.json/x", "run.json/x/y"):
+        with pytest.raises(StoreRefused, match="below an object"):
+            store.put(key, b"")
+
+
+def test_a_file_system_without_links_cannot_be_a_store(folder_url: str, monkeypatch: pytest.MonkeyPatch):
+    def link(source: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(ConfigError, match="no hard links"):
+        open_store(folder_url).probe()
 
 
 def test_stale_temporary_files_are_unlisted_and_swept(folder_url: str):

@@ -130,6 +130,8 @@ def classify(error: BaseException) -> Fault:
     if number := getattr(error, "errno", None) or (
         (found := re.search(r"\(os error (\d+)\)", text)) and int(found[1])
     ):
+        if number == errno.ENOTDIR:  # a key below an object: a bucket would say 404
+            return Fault("absent", os.strerror(number), False)
         return Fault("disk", os.strerror(number), number in _PASSING)
     if "error sending request" in text or "HTTP error" in text or "error decoding" in text:
         reason = next((words for mark, words in _NETWORK if mark in text), "the connection broke")

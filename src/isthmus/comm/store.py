@@ -6,6 +6,7 @@ bad network is waited out until the caller's deadline. What the objects mean is 
 
 import asyncio
 import copy
+import errno
 import os
 import re
 import secrets
@@ -138,6 +139,7 @@ class Store:
 
         A failed create proves nothing: "already exists" may be about our own write whose reply was lost,
         and a 409 may come without any object. Whatever is no clean success is settled by reading the key.
+        A StoreError leaves open whether the object was written.
         """
         write = self._writer(key, data, "create", durable)
         patience = self._patience(len(data), deadline)
@@ -149,6 +151,7 @@ class Store:
             except Exception as error:
                 if not (fault := self._fault(error)).retry:
                     raise self._error("create", key, fault, patience) from None
+                self._count("bytes sent", len(data) if fault.kind == "exists" else 0)
             try:
                 there = self.get(key, max_bytes=len(data), deadline=patience.deadline)
             except StoreRefused:
@@ -327,11 +330,10 @@ class Store:
                     raise self._error(verb, key, fault, patience) from None
 
     def _error(self, verb: str, key: str, fault: Fault, patience: Patience) -> StoreError:
-        fault = patience.fault or fault
+        if fault.kind == "slow" and patience.fault:
+            fault = patience.fault  # an earlier try said more
         if fault.kind == "absent":
-            fault = Fault(
-                "config", "a write is answered by 404: is there such a bucket, and is it S3?", False
-            )
+            fault = Fault("config", "a write is answered by 404: is there such a bucket, is it S3?", False)
         tail = f" ({patience.spent()})" if fault.retry else ""
         return StoreError(f"{self.url}: {verb} {key}: {fault.words}{tail}", fault.kind)
 
@@ -436,6 +438,17 @@ def aws_options() -> dict[str, str]:
     return options
 
 
+def link(aside: Path, path: Path) -> None:
+    """Give a file its second name, unless that is taken."""
+    try:
+        os.link(aside, path)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            words = "its file system has no hard links, without which no object can be created only if absent"
+            raise ConfigError(f"{path.parent} cannot be a store: {words}") from None
+        raise
+
+
 def write_file(root: Path, key: str, data: bytes, *, create: bool, durable: bool, keep: bool = True) -> None:
     """Write below `root`: aside, then under its name by rename or (to create) by link, which has one winner.
 
@@ -446,7 +459,10 @@ def write_file(root: Path, key: str, data: bytes, *, create: bool, durable: bool
     if not path.parent.resolve().is_relative_to(root.resolve()):
         raise StoreRefused(f"{key} leads out of {root} by a symbolic link")
     fresh = not path.parent.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise StoreRefused(f"{key} cannot be written below an object") from None
     aside = path.with_name(f"{path.name}#{os.getpid()}{secrets.randbits(48)}")
     handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     try:
@@ -456,7 +472,7 @@ def write_file(root: Path, key: str, data: bytes, *, create: bool, durable: bool
             if durable:
                 os.fsync(handle)
         if create:
-            os.link(aside, path)
+            link(aside, path)
         elif keep:
             os.replace(aside, path)
     finally:
