@@ -9,4 +9,8 @@ def __getattr__(name: str):
         from isthmus.engine.start import simulate
 
         return simulate
+    if name == "train":
+        from isthmus.engine.train import train
+
+        return train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -120,3 +120,17 @@ def test_a_restored_optimiser_goes_on_as_if_never_stopped():
         opt.step()
         first.step()
     assert all(torch.equal(straight[name], stopped[name]) for name in SHAPES)
+
+
+def test_a_replica_that_was_away_takes_the_learning_rate_of_the_run():
+    config = InnerConfig(lr=1e-2, warmup_steps=5)
+    params = leaves(random_tensors(0))
+    opt = InnerOpt(params, config, 100)
+    opt.follow(40)
+    assert opt.lr() == learning_rate(40, config, 100)
+    for name, grad in random_tensors(1).items():
+        params[name].grad = grad
+    opt.step()
+    assert opt.step_count == 1
+    opt.follow(41)
+    assert opt.lr() == learning_rate(41, config, 100)

@@ -20,7 +20,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "join",
         help="run this machine's part of a fleet",
-        description="Take part in a run as one replica, or as one stage of it, until it ends. Start it at any "
+        description="Take part in a run as one replica, or as one stage of it, until it ends. Start it any "
         "time: it takes up its own state, or the newest anchor in the bucket, and contributes from the next "
         "round on.",
         epilog=EPILOG,

@@ -9,6 +9,7 @@ from isthmus.comm.base import Contribution
 from isthmus.comm.closer import Closer
 from isthmus.comm.crew import Crew, agree, collect
 from isthmus.comm.ledger import Entry, Ledger, Manifest, Shard, anchor_digest
+from isthmus.comm.retry import StoreError
 from isthmus.comm.trust import Refused, sha256
 from isthmus.errors import Diverged, RunError
 
@@ -97,9 +98,17 @@ class LedgerExchange:
         """Wait for the manifest; a closer tries to make it meanwhile."""
         pause, last = POLL_SECONDS
         self.awaiting = f"the manifest of round {round_number}"
-        while (manifest := self.ledger.manifest(round_number)) is None:
-            if self.closer and self.closer.attempt(round_number, self.anchor):
-                continue
+        while True:
+            try:
+                if (manifest := self.ledger.manifest(round_number)) is not None:
+                    break
+                if self.closer and self.closer.attempt(round_number, self.anchor):
+                    continue
+            except StoreError as error:  # waiting is all there is to do here: a bucket that is away comes
+            back
+                if error.kind != "network":
+                    raise
+                self.log(f"round {round_number}: {error}; still trying")
             time.sleep(pause)
             pause = min(last, pause * 1.3)
         self.awaiting = ""

@@ -300,6 +300,7 @@ class Heart(threading.Thread):
                 "loss": told.loss if told.loss is None or math.isfinite(told.loss) else None,
                 "tokens_per_second": told.tokens_per_second,
                 "awaiting": self.fleet.exchange.awaiting,
+                "farewell": told.extra,
                 "pid": os.getpid(),
             }
         )

@@ -75,7 +75,8 @@ class InnerOpt:
     ) -> None:
         self.params, self.config, self.total_steps = dict(params), config, total_steps
         self.stacked, self.groups, self.modified = stacked, groups, dict(modified or {})
-        self.step_count = 0
+        self.step_count = 0  # updates taken: what the moments have seen
+        self.missed = 0  # inner steps of the run that this replica was away for
         plain = [p for name, p in self.params.items() if name not in self.modified]
         self.adamw = torch.optim.AdamW(
             plain,
@@ -104,7 +105,12 @@ class InnerOpt:
 
     def lr(self) -> float:
         """The learning rate of the step to come."""
-        return learning_rate(self.step_count, self.config, self.total_steps)
+        return learning_rate(self.step_count + self.missed, self.config, self.total_steps)
+
+    def follow(self, inner_step: int) -> None:
+        """The step to come is this one of the run: a replica that was away takes the run's learning rate,
+        while its moments count only what they have seen."""
+        self.missed = inner_step - self.step_count
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:

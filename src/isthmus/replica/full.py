@@ -97,6 +97,7 @@ class FullReplica:
 
     def inner_step(self, inner_step: int) -> Tensor:
         self.opt.zero_grad()
+        self.opt.follow(inner_step)
         tokens = self.batches.at(self.member.index, inner_step)
         own = tokens.chunk(self.num_processes)[self.rank].to(self.device).long()  # (B, L + 1)
         total = torch.zeros((), dtype=torch.float64, device=self.device)

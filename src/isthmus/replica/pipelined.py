@@ -124,6 +124,7 @@ class PipelinedReplica:
         square, loss, compute, trip = totals[:4].tolist()
         for run in runs:
             by_replica = self.recipe.inner.clip_scope == "replica"
+            run.stage.opt.follow(inner_step)
             run.stage.step(square if by_replica else run.square)
         self.patience = None
         self.grad_norm = math.sqrt(square) if square >= 0 else math.nan
