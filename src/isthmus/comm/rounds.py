@@ -104,8 +104,7 @@ class LedgerExchange:
                     break
                 if self.closer and self.closer.attempt(round_number, self.anchor):
                     continue
-            except StoreError as error:  # waiting is all there is to do here: a bucket that is away comes
-            back
+            except StoreError as error:  # a bucket that is away comes back, and waiting is all we do here
                 if error.kind != "network":
                     raise
                 self.log(f"round {round_number}: {error}; still trying")
