@@ -1,0 +1,160 @@
+"""README.md and docs/method.md name only what exists; the README's recipe states every key and default."""
+
+import ast
+import dataclasses
+import re
+import shlex
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.main import build_parser
+from isthmus.config import PRESETS, Recipe, load_recipe, parse_recipe
+from isthmus.engine.loop import NO_SCORES, start_row
+
+ROOT = Path(__file__).parents[1]
+README, METHOD = ROOT / "README.md", ROOT / "docs" / "method.md"
+PAGES = pytest.mark.parametrize("page", [README, METHOD], ids=lambda page: page.name)
+OURS = ("src/", "tests/", "docs/", "recipes/", "bench/")
+
+
+@cache
+def text(page):
+    return page.read_text(encoding="utf-8")
+
+
+def links(page):
+    """(label, target) of every link that leads into the repository."""
+    found = re.findall(r"\[([^]]*)\]\(([^)\s]+)\)", text(page))
+    return [(label, target) for label, target in found if "://" not in target]
+
+
+def commands(markdown):
+    """Every `isthmus ...` in backticks and in indented blocks, split as a shell would."""
+    spans = re.findall(r"`(isthmus [^`]+)`", markdown)
+    lines = re.findall(r"^    (isthmus .+)$", markdown, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in [*spans, *lines]]
+
+
+def section(page, title):
+    return text(page).split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+@cache
+def names_in(path):
+    """Every function, class and assigned name of a Python file."""
+    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    names = set()
+    for node in tree:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+@PAGES
+def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(page):
+    assert links(page)
+    for _, target in links(page):
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", text(there), re.MULTILINE)
+            assert anchor in [re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings]
+
+
+@PAGES
+def test_every_path_that_is_named_exists(page):
+    named = re.findall(rf"(?<![\w/.])((?:{'|'.join(OURS)})[\w./-]*[\w/])", text(page))
+    assert named
+    for path in named:
+        assert (ROOT / path).exists(), path
+
+
+@PAGES
+def test_every_test_that_is_named_exists(page):
+    for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", text(page)):
+        assert name in names_in(ROOT / path), f"{path}::{name}"
+
+
+def test_every_function_that_the_method_links_is_in_that_file():
+    linked = [(label.strip("`"), target) for label, target in links(METHOD) if label.startswith("`")]
+    assert len(linked) > 30
+    for label, target in linked:
+        names = names_in((METHOD.parent / target).resolve())
+        assert set(label.split(".")) <= names, f"{label} in {target}"
+
+
+def parsed(arguments):
+    try:
+        return build_parser().parse_args(arguments)
+    except SystemExit as stop:  # --help ends so too
+        return pytest.fail(f"isthmus {' '.join(arguments)}") if stop.code else None
+
+
+@PAGES
+def test_every_command_that_is_shown_is_one_that_isthmus_takes(page):
+    shown = text(page)
+    if page == README:
+        shown = shown.replace(section(page, "What it does not do yet"), "")
+    for _, *arguments in commands(shown):
+        args = parsed(arguments)
+        if args and args.command == "simulate" and args.recipe:
+            load_recipe(ROOT / args.recipe, args.set)
+
+
+def test_every_setting_that_is_shown_fits_a_recipe():
+    table = section(README, "The paper's tables")
+    for row in re.findall(r"^\| .+", table, re.MULTILINE):
+        recipes = re.findall(r"recipes/[\w-]+\.toml", row) or ["recipes/512m-het-half-k192.toml"]
+        for recipe in recipes:
+            load_recipe(ROOT / recipe, re.findall(r"--set (\S+?)[`\s]", row))
+    for setting in re.findall(r"`--set (\S+)`", text(README).replace(table, "")):
+        if setting != "KEY=VALUE":
+            load_recipe(ROOT / "recipes" / "demo.toml", [setting])
+
+
+def recipe_block():
+    (block,) = re.findall(r"```toml\n(.+?)```", text(README), re.DOTALL)
+    return block
+
+
+def fields(cls):
+    return {field.name: field for field in dataclasses.fields(cls)}
+
+
+def test_the_readmes_recipe_states_every_key_and_its_default():
+    shown, recipe = tomllib.loads(recipe_block()), parse_recipe(recipe_block())
+    assert shown.keys() == fields(Recipe).keys()
+    assert shown["model"] == dataclasses.asdict(PRESETS["178m"])
+    for name in ("data", "inner", "outer", "subspace", "bucket"):
+        config = getattr(recipe, name)
+        assert shown[name].keys() == fields(type(config)).keys()
+        assert config == type(config)()
+    edge = recipe.replicas[1]
+    assert shown["replicas"][1].keys() == fields(type(edge)).keys()
+    for link in ("link", "bucket_link"):
+        assert shown["replicas"][1][link].keys() == fields(type(edge.link)).keys()
+
+
+def test_the_readmes_presets_are_the_presets():
+    rows = re.findall(r"^\| `(\w+)` \|(.+)\|$", text(README), re.MULTILINE)
+    shown = {
+        name: [int(cell.replace(",", "")) for cell in cells.split("|")]
+        for name, cells in rows
+        if name in PRESETS
+    }
+    assert shown == {
+        name: [m.width, m.layers, m.heads, m.ffn, m.context, m.vocab, m.num_parameters]
+        for name, m in PRESETS.items()
+    }
+
+
+def test_every_field_of_a_row_and_every_purpose_of_bytes_is_explained():
+    row = start_row(load_recipe(ROOT / "recipes" / "demo.toml"), NO_SCORES, 0.0)
+    explained = set(re.findall(r"`(\w+)`", section(README, "The commands")))
+    assert row.keys() | row["bytes"].keys() | row["dense_bytes"].keys() <= explained
