@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint bench clean
 
 demo: $(READY)
-	$(BIN)/isthmus simulate recipes/demo.toml
+	$(BIN)/isthmus train recipes/demo.toml
 
 test: $(READY)
 	$(BIN)/ruff check .
