@@ -379,6 +379,10 @@ class Recipe:
             raise ConfigError('outer.values is "fp64"; that is for runs with inner.precision = "fp64"')
 
     def _check_ablations(self) -> None:
+        if self.inner.clip_scope == "stage" and self.outer.method == "adamw":
+            raise ConfigError(
+                'inner.clip_scope "stage" is for replicas with weights of their own; set "replica"'
+            )
         compressed = [replica for replica in self.replicas if replica.compressed]
         if self.subspace.weight_projection and self.subspace.basis == "boundary":
             raise ConfigError(

@@ -123,6 +123,7 @@ def _run(
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
+        print(f"isthmus: go on with: isthmus simulate --resume {run.path}", file=sys.stderr)
         raise
     except BaseException as fault:
         error = f"{type(fault).__name__}: {fault}".splitlines()[0]
