@@ -388,15 +388,10 @@ class Recipe:
             raise ConfigError(
                 'subspace.weight_projection projects onto one U; set subspace.basis to "global"'
             )
-        shared = (
-            self.outer.method == "adamw"
-        )  # one set of weights cannot be projected for some and not for others
+        alike = len({(replica.stages, replica.compression) for replica in self.replicas}) == 1
         for name in ("weight_projection", "modified_adamw"):
-            if (
-                getattr(self.subspace, name)
-                and shared
-                and len({(r.stages, r.compression) for r in self.replicas}) > 1
-            ):
+            # AdamW's replicas share one set of weights: it cannot be projected for some and not for others.
+            if getattr(self.subspace, name) and self.outer.method == "adamw" and not alike:
                 raise ConfigError(
                     f'subspace.{name} with outer.method = "adamw" needs replicas that are all alike'
                 )
