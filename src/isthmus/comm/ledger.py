@@ -4,8 +4,8 @@
     members/<replica>/live.json               heartbeat of the incarnation that runs now
     payloads/<replica>/<t>/<shard>-<sha256>   one shard of one update
     payloads/<replica>/<t>/commit.json        written last and signed; no commit, not delivered
-    manifests/<t>.json                        which commits count in round t; created only if absent,
-    chained, signed anchors/<t>/<shard>.safetensors           theta^(t); complete.json last, with the digest
+    manifests/<t>.json                        which commits count in round t; only if absent, chained, signed
+    anchors/<t>/<shard>.safetensors           theta^(t); complete.json last, with the digest
 
 Round t takes theta^(t-1) to theta^(t), t = 1 .. R. Nothing read here is trusted before its signature, hash
 and size are checked, and nothing is ever unpickled.
@@ -14,22 +14,35 @@ and size are checked, and nothing is ever unpickled.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
+from isthmus.comm.retry import StoreRefused
 from isthmus.comm.store import Store
-from isthmus.comm.trust import MAX_DOCUMENT_BYTES, Refused, Signer, canonical, open_sealed, sha256
+from isthmus.comm.trust import (
+    MAX_DOCUMENT_BYTES,
+    OtherAnchor,
+    Refused,
+    Signer,
+    canonical,
+    open_sealed,
+    plain_words,
+    sha256,
+)
 from isthmus.config import Recipe, dump_recipe, parse_recipe
 from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.traffic import shard_bytes, shards
 
 FORMAT = 1
+MAX_HEARTBEAT_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +113,17 @@ def create_run(store: Store, recipe: Recipe, keys: Mapping[str, str], closers: S
 
 
 def read_run(store: Store) -> RunInfo:
-    data = store.get("run.json", max_bytes=MAX_DOCUMENT_BYTES)
-    if data is None:
-        raise ConfigError("there is no run in this bucket; create one with `isthmus init RECIPE URL`")
     try:
+        data = store.get("run.json", max_bytes=MAX_DOCUMENT_BYTES)
+        if data is None:
+            raise ConfigError("there is no run in this bucket; create one with `isthmus init RECIPE URL`")
         body = json.loads(data)
         if body["format"] != FORMAT:
             raise ConfigError(f"run.json is of format {body['format']!r}; this Isthmus reads format {FORMAT}")
         keys = {str(name): str(key) for name, key in body["keys"].items()}
         closers = tuple(str(name) for name in body["closers"])
         return RunInfo(str(body["run_id"]), parse_recipe(body["recipe"]), keys, closers, sha256(data))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError("run.json in this bucket is not one of ours; give the URL of a run") from None
@@ -157,19 +170,32 @@ class Ledger:
     def get_commit(self, replica: str, round_number: int) -> bytes | None:
         return self.store.get(self._commit_key(replica, round_number), max_bytes=MAX_DOCUMENT_BYTES)
 
-    def check_commit(self, data: bytes, replica: str, round_number: int, anchor: str | None) -> Entry:
-        """A commit's entry, or Refused with the reason. `anchor` None leaves the anchor unchecked."""
+    def has_commit(self, replica: str, round_number: int) -> bool:
+        return self.store.head(self._commit_key(replica, round_number)) is not None
+
+    def check_commit(self, data: bytes, replica: str, round_number: int, anchor: str) -> Entry:
+        """A commit's entry, or Refused with the reason."""
         signer, body = open_sealed(data, "commit", self.run.run_id, self.run.keys)
         if signer != replica:
             raise Refused(f"the commit of {replica} is signed by {signer}")
         if body.get("round") != round_number:
             raise Refused(f"the commit is for round {body.get('round')!r:.20}, not {round_number}")
-        if anchor is not None and body.get("anchor") != anchor:
-            raise Refused("the update starts from another anchor than this round's")
+        if body.get("anchor") != anchor:
+            raise OtherAnchor("the update starts from another anchor than this round's")
         entry = _entry(body)
-        if entry.replica != replica or [s.index for s in entry.shards] != list(range(len(self.shards))):
-            raise Refused("the commit does not list every shard once")
+        if entry.replica != replica:
+            raise Refused(f"the commit of {replica} speaks of {entry.replica!r:.80}")
+        self._check_shards(entry)
         return entry
+
+    def _check_shards(self, entry: Entry) -> None:
+        if [shard.index for shard in entry.shards] != list(range(len(self.shards))):
+            raise Refused("it does not list every shard once")
+        for shard, size in zip(entry.shards, self.sizes, strict=True):
+            if shard.size != size:
+                raise Refused(
+                    f"shard {shard.index} is said to have {shard.size} bytes; this run's have {size}"
+                )
 
     # Manifests
 
@@ -183,29 +209,47 @@ class Ledger:
         """Round `round_number` as settled, or None while it is open. A forged one stops the run, by name."""
         if round_number in self.manifests:
             return self.manifests[round_number]
-        data = self.store.get(_manifest_key(round_number), max_bytes=MAX_DOCUMENT_BYTES)
-        if data is None:
-            return None
-        where = f"manifest {round_number}"
+        known = round_number - 1
+        while known not in self.chain:  # back to what is known already: run.json, or an anchor's round
+            known -= 1
+        for t in range(known + 1, round_number + 1):
+            try:
+                data = self.store.get(_manifest_key(t), max_bytes=MAX_DOCUMENT_BYTES)
+            except StoreRefused as reason:
+                raise RunStopped(f"manifest {t} of this run: {reason}; the run stops here") from None
+            if data is None:
+                later = t < round_number and self.store.head(_manifest_key(round_number)) is not None
+                if later and self.store.head(_manifest_key(t)) is None:
+                    raise RunStopped(f"manifest {t} of this run is gone; the run stops here")
+                return None
+            self.manifests[t] = self._checked_manifest(data, t)
+            self.chain[t] = self.manifests[t].digest
+        return self.manifests[round_number]
+
+    def _checked_manifest(self, data: bytes, round_number: int) -> Manifest:
         try:
             closer, body = open_sealed(data, "manifest", self.run.run_id, self.run.keys)
             if closer not in self.run.closers:
                 raise Refused(f"it is signed by {closer}, who may not close rounds")
             if body["round"] != round_number:
                 raise Refused(f"it is for round {body['round']!r:.20}")
-            if round_number - 1 not in self.chain:
-                self.manifest(round_number - 1)
-            if body["previous"] != self.chain.get(round_number - 1):
+            if body["previous"] != self.chain[round_number - 1]:
                 raise Refused(f"it is not chained to manifest {round_number - 1}")
             manifest = _manifest(body, closer, sha256(data))
+            if self.chain.get(round_number, manifest.digest) != manifest.digest:
+                raise Refused("it is not the one that the anchor of its round belongs to")
+            names = [entry.replica for entry in manifest.entries]
+            if not names or len(set(names)) < len(names) or not set(names) <= set(self.run.keys):
+                raise Refused("it does not list contributors of this run once each")
+            for entry in manifest.entries:
+                self._check_shards(entry)
         except Refused as reason:
-            raise RunError(
-                f"{where} of this run is not to be trusted: {reason}; the run stops here"
-            ) from None
+            words = f"manifest {round_number} of this run is not to be trusted: {reason}; the run stops here"
+            raise RunStopped(words) from None
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise RunStopped(f"{where} of this run is malformed; the run stops here") from None
-        self.manifests[round_number] = manifest
-        self.chain[round_number] = manifest.digest
+            raise RunStopped(
+                f"manifest {round_number} of this run is malformed; the run stops here"
+            ) from None
         return manifest
 
     def last_round(self, at_least: int = 0) -> int:
@@ -256,8 +300,7 @@ class Ledger:
             writer, body = open_sealed(sealed, "anchor", self.run.run_id, self.run.keys)
             if writer not in self.run.closers or body["round"] != round_number:
                 raise Refused(f"{writer} may not write it")
-            self.chain.setdefault(round_number, str(body["manifest"]))
-            if self.chain[round_number] != body["manifest"]:
+            if self.chain.get(round_number, body["manifest"]) != body["manifest"]:
                 raise Refused("it belongs to another history")
             tensors: dict[str, Tensor] = {}
             shapes = self.run.recipe.model.shapes()
@@ -266,9 +309,14 @@ class Ledger:
                 data = self.store.get(f"{folder}/{index}.safetensors", max_bytes=limit)
                 if data is None or sha256(data) != body["files"][index]:
                     raise Refused(f"file {index} is missing or not what complete.json says")
-                tensors |= load_safetensors(data)
+                held = load_safetensors(data)
+                for name in self.shards[index]:
+                    if name not in held or tuple(held[name].shape) != shapes[name]:
+                        raise Refused(f"file {index} does not hold {name} as this run's model has it")
+                tensors |= held
+            self.chain[round_number] = str(body["manifest"])
             return str(body["digest"]), tensors
-        except (Refused, KeyError, IndexError, TypeError, ValueError) as error:
+        except (Refused, KeyError, IndexError, TypeError, ValueError, SafetensorError) as error:
             raise RunError(f"the anchor of round {round_number} cannot be used: {error}") from None
 
     # Heartbeats
@@ -280,14 +328,14 @@ class Ledger:
     def heartbeat(self, replica: str) -> tuple[dict[str, Any], float] | None:
         """(what the replica last said of itself, when by the store's clock), or None."""
         key = f"members/{replica}/live.json"
-        info, data = self.store.head(key), self.store.get(key, max_bytes=MAX_DOCUMENT_BYTES)
-        if info is None or data is None:
-            return None
         try:
+            info, data = self.store.head(key), self.store.get(key, max_bytes=MAX_HEARTBEAT_BYTES)
+            if info is None or data is None:
+                return None
             signer, body = open_sealed(data, "heartbeat", self.run.run_id, self.run.keys)
-        except Refused:
+        except (Refused, StoreRefused):  # who beats otherwise than agreed is not there
             return None
-        return (body, info.modified_unix_seconds) if signer == replica else None
+        return (plain_words(body), info.modified_unix_seconds) if signer == replica else None
 
     def _shard_key(self, replica: str, round_number: int, shard: Shard) -> str:
         return f"payloads/{replica}/{round_number:06d}/{shard.index}-{shard.digest}"
@@ -331,10 +379,10 @@ def _numel(shape: Sequence[int]) -> int:
 def _entry(body: Mapping[str, Any]) -> Entry:
     try:
         rows = tuple(Shard(int(i), str(digest), int(size)) for i, digest, size in body["shards"])
-        if any(len(s.digest) != 64 or not s.digest.isalnum() or s.size < 0 for s in rows):
+        if not all(re.fullmatch("[0-9a-f]{64}", shard.digest) for shard in rows):
             raise ValueError
         return Entry(str(body["replica"]), rows, float(body["norm"]), dict(body["facts"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise Refused("the commit is malformed") from None
 
 
