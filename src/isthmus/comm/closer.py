@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from isthmus.comm.ledger import Entry, Ledger, Manifest, Shard
-from isthmus.comm.trust import Refused, canonical, sha256
+from isthmus.comm.trust import OtherAnchor, Refused, canonical, plain_words, sha256
+from isthmus.errors import Diverged
 from isthmus.sparse import SparseChunks, unpack_many
 from isthmus.traffic import codec_settings
 
@@ -27,6 +28,7 @@ class Verdict:
 
     entry: Entry | None
     reason: str = ""
+    elsewhere: bool = False  # a good commit, but from another anchor than ours
 
 
 class Closer:
@@ -36,7 +38,8 @@ class Closer:
         self.ledger, self.fetch, self.log = ledger, fetch, log
         self.recipe = ledger.run.recipe
         self.names = [member.name for member in self.recipe.fleet()]
-        self.verdicts: dict[str, Verdict] = {}  # by the commit's hash: a commit is judged once
+        self.verdicts: dict[tuple[str, str], Verdict] = {}  # by name and the commit's hash: judged once
+        self.givers: dict[str, str] = {}  # a shard's digest -> the replica under whose name we read it
         self.beats: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, was it alive)
         self.round, self.could_since = 0, None
 
@@ -45,6 +48,7 @@ class Closer:
         if round_number != self.round:
             self.round, self.could_since = round_number, None
             self.verdicts.clear()
+            self.givers.clear()
             self.beats.clear()
         previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
         members = [m for m in (previous.members if previous else self.names) if m in self.ledger.run.keys]
@@ -97,8 +101,11 @@ class Closer:
         """(accepted, refused with the reason) of all the commits that are there."""
         accepted: dict[str, Entry] = {}
         refused: dict[str, str] = {}
-        for name, data in commits.items():
-            key = sha256(data)
+        elsewhere = 0
+        own = self.ledger.signer.replica
+        for name, data in sorted(commits.items(), key=lambda item: item[0] != own):
+            # By name too: another's commit under one's own name is not that other's verdict.
+            key = name, sha256(data)
             if key not in self.verdicts:
                 self.verdicts[key] = self._verdict(data, name, round_number, anchor)
             verdict = self.verdicts[key]
@@ -106,6 +113,12 @@ class Closer:
                 accepted[name] = verdict.entry
             else:
                 refused[name] = verdict.reason
+                elsewhere += verdict.elsewhere
+        if elsewhere > len(accepted):
+            raise Diverged(
+                f"replica {own} holds another anchor than {elsewhere} of those who gave to round "
+                f"{round_number}, and does not close it; it must join anew from the bucket"
+            )
         history = [entry.norm for entry in previous.entries] if previous else []
         self._refuse_outliers(accepted, refused, history)
         return accepted, refused
@@ -117,11 +130,19 @@ class Closer:
                 raise Refused("the commit tells too much")
             square = 0.0
             for shard in entry.shards:
-                packed = self.fetch(name, round_number, shard)
+                packed = self._read(name, round_number, shard)
                 square += self._checked_square(packed, shard.index)
-            return Verdict(replace(entry, norm=math.sqrt(square)))
+            return Verdict(replace(entry, norm=math.sqrt(square), facts=plain_words(entry.facts)))
         except Refused as reason:
-            return Verdict(None, str(reason)[:300])
+            words = "".join(letter if letter.isprintable() else "?" for letter in str(reason)[:300])
+            return Verdict(None, words, isinstance(reason, OtherAnchor))
+
+    def _read(self, name: str, round_number: int, shard: Shard) -> bytes:
+        """What `name` gave, from where later readers will look for it: bytes that we remember as another's
+        may not lie there."""
+        if self.givers.setdefault(shard.digest, name) != name:
+            return self.ledger.get_shard(name, round_number, shard)
+        return self.fetch(name, round_number, shard)
 
     def _checked_square(self, packed: bytes, index: int) -> float:
         """The squared norm of one shard's update, once names, shapes, codec and finiteness are right."""
@@ -134,13 +155,13 @@ class Closer:
     def _refuse_outliers(
         self, accepted: dict[str, Entry], refused: dict[str, str], history: Sequence[float]
     ) -> None:
-        norms = [entry.norm for entry in accepted.values()] + list(history)
+        norms = [norm for norm in (*(entry.norm for entry in accepted.values()), *history) if norm > 0]
         if len(norms) < 2:
             return
         median = statistics.median_low(norms)
         limit = self.recipe.bucket.norm_limit
         for name, entry in list(accepted.items()):
-            if entry.norm > limit * median > 0:
+            if entry.norm > limit * median:
                 refused[name] = f"its norm {entry.norm:.3g} is over {limit:g} times the median {median:.3g}"
                 del accepted[name]
 
