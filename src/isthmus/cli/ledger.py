@@ -1,19 +1,19 @@
 """`isthmus ledger`: what is in a run's bucket: show, verify, rebuild, sweep."""
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, RunError
 
 EPILOG = """examples:
   isthmus ledger show runs/demo/bucket
   isthmus ledger verify s3://my-runs/first                   replays every round it still can
   isthmus ledger rebuild s3://my-runs/first --round 40 --to theta-40.safetensors
   isthmus ledger rebuild s3://my-runs/first --without edge-1 --to without.safetensors
-  isthmus ledger sweep s3://my-runs/first                    drops payloads older than the second-newest
-  anchor
+  isthmus ledger sweep s3://my-runs/first                    drops payloads up to the second-newest anchor
 """
 
 
@@ -84,6 +84,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
+    from isthmus.comm.ledger import anchor_digest, shard_digest
     from isthmus.engine.fleet import open_ledger
     from isthmus.engine.replay import Replay
 
@@ -91,15 +92,18 @@ def verify(args: argparse.Namespace) -> int:
     last = ledger.last_round()
     if not last:
         raise ConfigError("no round of this run is settled yet; there is nothing to verify")
+    if not 0 <= args.start <= last:
+        raise ConfigError(f"round {args.start} is not settled; this run has the rounds 0 to {last}")
     first_kept = next((t for t in range(1, last + 1) if _has_payloads(ledger, t)), last + 1)
     replay = Replay(ledger, max(args.start, first_kept - 1))
     start = replay.round
     anchors = set(ledger.anchor_rounds())
     while replay.step() is not None:
         if replay.round in anchors:
-            stated, _ = ledger.read_anchor(replay.round, [])
-            if stated != replay.digest():
-                raise ConfigError(f"the anchor of round {replay.round} is not what replaying gives")
+            stated, tensors = ledger.read_anchor(replay.round, range(len(ledger.shards)))
+            held = anchor_digest([shard_digest(tensors, names) for names in ledger.shards])
+            if not stated == held == replay.digest():
+                raise RunError(f"the anchor of round {replay.round} is not what replaying gives")
     facts = {"from": start, "to": replay.round, "digest": replay.digest(), "anchors": sorted(anchors)}
     text = (
         f"rounds {start + 1} to {replay.round} replay to anchor {facts['digest'][:16]}; every digest matches"
@@ -122,6 +126,8 @@ def rebuild(args: argparse.Namespace) -> int:
     target = Path(args.to)
     if target.exists():
         raise ConfigError(f"{target} exists; give --to another file")
+    if not target.parent.is_dir():
+        raise ConfigError(f"there is no folder {target.parent}; create it, or give --to another file")
     ledger = open_ledger(args.url)
     for name in args.without:
         find_member(ledger.run, name)
@@ -139,16 +145,27 @@ def rebuild(args: argparse.Namespace) -> int:
     return 0
 
 
+def _sound_anchors(ledger: Any, count: int) -> list[int]:
+    """The newest anchors that can be read whole: what is deleted for their sake does not come back."""
+    sound: list[int] = []
+    for t in reversed(ledger.anchor_rounds()):
+        if len(sound) < count and ledger.manifest(t) is not None:
+            with contextlib.suppress(RunError):
+                ledger.read_anchor(t, range(len(ledger.shards)))
+                sound.append(t)
+    return sound
+
+
 def sweep(args: argparse.Namespace) -> int:
     from isthmus.engine.fleet import open_ledger
 
     ledger = open_ledger(args.url)
-    anchors = ledger.anchor_rounds()
+    anchors = _sound_anchors(ledger, 2)
     if len(anchors) < 2:
         raise ConfigError(
             f"this run has {len(anchors)} complete anchors; sweeping needs two to keep the newest safe"
         )
-    keep_after, dropped = anchors[-2], 0
+    keep_after, dropped = anchors[-1], 0
     for key in ledger.store.list("payloads/"):
         parts = key.split("/")
         if len(parts) >= 4 and parts[-2].isdigit() and int(parts[-2]) <= keep_after:
