@@ -1,9 +1,11 @@
 """`isthmus init`: create a run in a bucket, and the keys of its replicas."""
 
 import argparse
+import os
 from pathlib import Path
 
 from isthmus.config import load_recipe
+from isthmus.errors import ConfigError
 
 EPILOG = """examples:
   isthmus init recipes/demo.toml s3://my-runs/first
@@ -36,7 +38,8 @@ def init(args: argparse.Namespace) -> int:
     from isthmus.engine.fleet import create
 
     keys = Path(args.keys or Path("keys") / recipe.name)
-    closers = args.closers.split(",") if args.closers else None
+    closers = list(dict.fromkeys(name.strip() for name in args.closers.split(","))) if args.closers else None
+    check_keys_folder(keys)
     run = create(recipe, args.url, keys, closers)
     print(f'The run "{recipe.name}" ({run.run_id}) is in {args.url}; its keys are in {keys}.')
     print("On each machine, with its key:")
@@ -48,3 +51,12 @@ def init(args: argparse.Namespace) -> int:
             f"  isthmus join {args.url} --replica {member.name} --key {keys / (member.name + '.key')}{stages}"
         )
     return 0
+
+
+def check_keys_folder(keys: Path) -> None:
+    """A run whose keys cannot be saved would hold its bucket for nothing."""
+    if keys.exists() and not keys.is_dir():
+        raise ConfigError(f"{keys} is a file; give --keys a folder")
+    there = next(path for path in (keys, *keys.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write keys below {there}; give --keys another folder")
