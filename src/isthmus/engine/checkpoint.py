@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -24,14 +25,20 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]], keep: int = 1) -> None:
-    """Write the state after `rounds` rounds beside the ones before, point to it, then drop all but `keep`."""
+    """Write the state after `rounds` rounds beside the ones before, point to it, then drop all but `keep`.
+
+    A folder gets its name when all of it is on the disk and loses it before any of it goes: also a round that
+    is saved for the second time, after a restart, is whole or not there.
+    """
     name = f"round-{rounds:06d}"
-    folder = directory / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    fresh = directory / f"part-{rounds:06d}"
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
     for file, tensors in files.items():
         if tensors:
-            save_tensors(folder / f"{file}.safetensors", tensors)
+            save_tensors(fresh / f"{file}.safetensors", tensors)
+    drop_round(directory, rounds)
+    os.replace(fresh, directory / name)
     part = directory / (POINTER + ".part")
     with open(part, "w", encoding="utf-8") as pointer:
         json.dump({"round": rounds, "folder": name}, pointer)
@@ -41,9 +48,20 @@ def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]]
     others = sorted(path for path in directory.glob("round-*") if path.name != name)
     older = [path for path in others if path.name < name]
     kept = older[len(older) - (keep - 1) :] if keep > 1 else []
-    for other in others:  # also what a killed process left half-written beyond us
+    for other in others:  # also rounds beyond us, of a start that came to nothing
         if other not in kept:
-            shutil.rmtree(other, ignore_errors=True)
+            drop_round(directory, int(other.name.removeprefix("round-")))
+    for left in [*directory.glob("gone-*"), *directory.glob("part-*")]:  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def drop_round(directory: Path, rounds: int) -> None:
+    """Forget the state after `rounds` rounds, if there is one: out of sight first, then off the disk."""
+    folder, gone = directory / f"round-{rounds:06d}", directory / f"gone-{rounds:06d}"
+    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        os.replace(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def saved_rounds(directory: Path) -> list[int]:
