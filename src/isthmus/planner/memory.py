@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from isthmus.config import Recipe
 
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # weights, moments, feedback
+RUNTIME_BYTES = 150 * 2**20  # kernels, thread pools and the allocator's slack, measured on a CPU
 STREAM_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 
@@ -59,7 +60,7 @@ def simulator_bytes(
     if precision == "bf16":  # the half-width copy of the weights that autograd keeps
         weights += min(shared, group) * n * 2
     sequences = group * -(-recipe.inner.batch // pieces)
-    return weights + activation_bytes(recipe, precision, sequences, compiled)
+    return RUNTIME_BYTES + weights + activation_bytes(recipe, precision, sequences, compiled)
 
 
 def plan_simulator(
