@@ -13,7 +13,7 @@ import pytest
 import servers
 from conftest import use
 
-from isthmus.comm import store as store_module
+from isthmus.comm import place
 from isthmus.comm.store import open_store
 from isthmus.errors import ConfigError
 
@@ -46,7 +46,7 @@ def test_a_wrong_url_is_one_line(url: str, says: str):
 def test_without_credentials_nothing_is_asked(scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     use(monkeypatch, "http://127.0.0.1:1")
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in [name for names in store_module._CREDENTIALS.values() for name in names]:
+    for name in [name for names in place._CREDENTIALS.values() for name in names]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(ConfigError, match="no credentials for"):
