@@ -126,6 +126,7 @@ class ProcessLink:
         self.posted: deque[tuple[Any, Tensor, Layout]] = deque()
         self.expected: deque[Layout] = deque()
         self.ahead, self.broken = 1, False
+        self.store: dist.Store | None = None  # stage 0's serves those that still join, so it stays open
         self.num_sent = self.num_posted = 0  # the tags: a frame can meet no other receive than its own
 
     def _buffer(self, num_bytes: int) -> Tensor:
@@ -312,7 +313,7 @@ def open_store(
     else:
         own = check_private(_reach(replica, host, port, deadline, join_seconds), trust_network)
         store = dist.TCPStore(host, port, None, False, patience, wait_for_workers=False)
-    if _ask(store, "session", deadline) != session:
+    if _ask(store, "session", deadline, replica) != session:
         raise ConfigError(
             f"replica {replica}: {master} is stage 0 of another run or start than stage {stage}'s"
         )
@@ -350,7 +351,7 @@ def connect(
         if not 0 <= neighbour < num_stages:
             links.append(None)
             continue
-        there = _ask(store, f"stage/{neighbour}", deadline)
+        there = _ask(store, f"stage/{neighbour}", deadline, replica)
         if there is None:
             raise RunError(f"replica {replica}: stage {neighbour} did not join within {join_seconds:g} s")
         between = Between(replica, stage, neighbour, check_private(there, trust_network))
@@ -364,7 +365,7 @@ def connect(
             raise RunError(between.lost(str(error).splitlines()[0])) from None
         out, into = (back, forth) if rank else (forth, back)
         link = ProcessLink(out, into, 1 - rank, between, torch.device(device), timeout_seconds)
-        link.store = store  # stage 0's serves those that still join
+        link.store = store
         links.append(link)
     return links[0], links[1]
 
@@ -411,9 +412,12 @@ def _reach(replica: str, host: str, port: int, deadline: float, join_seconds: fl
             time.sleep(min(0.2, max(0.0, left)))
 
 
-def _ask(store: dist.Store, key: str, deadline: float) -> str | None:
+def _ask(store: dist.Store, key: str, deadline: float, replica: str) -> str | None:
+    """What another process has put there, or None when the time is over."""
     try:
         store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
         return store.get(key).decode(errors="replace")
     except RuntimeError:
+        if time.monotonic() < deadline - 0.5:
+            raise RunError(f"replica {replica}: stage 0 went away while the stages met") from None
         return None

@@ -19,6 +19,7 @@ from isthmus.replica.stage import Stage
 # micro-batch 0.
 CONTROL = (Part("control", (5,), torch.float64),)
 FIRST_LOOK, LOOK_EVERY = 3, 20  # inner steps until depths are chosen from measured times, and then again
+SLACK = 1.15  # on measured round trips: a link that jitters finds no room in an exact fit
 
 
 class PipelinedReplica:
@@ -63,6 +64,7 @@ class PipelinedReplica:
             str, float
         ] = {}  # of the slowest stage and the slowest link, at the last inner step
         self.seen: list[tuple[float, float]] = []
+        self.chosen_for = math.inf  # the link's round trip over a micro-batch's compute
         self.num_steps = 0
         self.counted: dict[str, int] = {}
 
@@ -160,9 +162,12 @@ class PipelinedReplica:
         self.seen.append((compute, trip))
         if self.num_steps == FIRST_LOOK or len(self.seen) == LOOK_EVERY:
             # A measured round trip is never too short: the smallest is the nearest.
-            self.schedule = self._deep(
-                sum(c for c, _ in self.seen) / len(self.seen), min(t for _, t in self.seen) / 2
-            )
+            compute = sum(seconds for seconds, _ in self.seen) / len(self.seen)
+            trip = max(1e-6, min(seconds for _, seconds in self.seen))
+            # Deeper queues make round trips look longer, so only a real change is followed.
+            if not 0.5 < (trip / compute) / self.chosen_for < 2:
+                self.chosen_for = trip / compute
+                self.schedule = self._deep(compute, trip * SLACK / 2)
             self.seen = []
 
     def named_parameters(self) -> dict[str, Tensor]:
