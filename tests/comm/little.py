@@ -190,8 +190,10 @@ def at_once(*calls: Callable[[], Any], patience_seconds: float = 60.0) -> list[A
 
 
 def rounds(replicas: Sequence[Replica], numbers: Sequence[int]) -> None:
-    """Whole rounds of all of them, one thread each."""
+    """Whole rounds of all of them, one thread each, and nobody taken for dead."""
     for number in numbers:
+        for each in replicas:
+            each.beat()
         at_once(*(lambda each=each, number=number: each.round(number) for each in replicas))
 
 
