@@ -1,0 +1,261 @@
+"""When a round is closed, by whom, and whom the next one waits for; all by the store's clock."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from little import RECIPE, Little, Replica, rounds
+
+from isthmus.comm import closer as closer_module
+from isthmus.errors import Diverged
+
+
+@pytest.fixture
+def run(folder_url: str, tmp_path: Path) -> list[Replica]:
+    """a, b and c after round 1, all of them alive; only a closes."""
+    return started(folder_url, tmp_path)
+
+
+def started(url: str, folder: Path, recipe: str = RECIPE, closers: tuple[str, ...] = ("a",)) -> list[Replica]:
+    replicas = Little(url, folder, recipe, closers).replicas()
+    rounds(replicas, [1])
+    for each in replicas:
+        each.beat()
+    return replicas
+
+
+def ago(replica: Replica, key: str, seconds: float) -> None:
+    """Let an object of a folder be so old, as the store's clock has it."""
+    then = time.time() - seconds
+    os.utime(Path(replica.ledger.store.url, key), (then, then))
+
+
+def give(round_number: int, *replicas: Replica) -> None:
+    for each in replicas:
+        each.exchange.deliver(round_number, each.update())
+
+
+def closes(replica: Replica, round_number: int = 2) -> bool:
+    replica.exchange.closer.beats.clear()  # else an answer is kept for a heartbeat's time
+    return replica.exchange.closer.attempt(round_number, replica.exchange.anchor)
+
+
+def contributors(replica: Replica, round_number: int = 2) -> str:
+    return "".join(entry.replica for entry in replica.ledger.manifest(round_number).entries)
+
+
+def test_a_round_is_closed_at_once_when_everybody_gave(run: list[Replica]):
+    give(2, *run[1:])
+    assert not closes(run[0])
+    give(2, run[0])
+    assert closes(run[0])
+    assert contributors(run[0]) == "abc"
+    assert run[0].ledger.manifest(2).members == ("a", "b", "c")
+
+
+def test_a_silent_member_is_not_waited_for_and_is_no_member_of_the_next_round(run: list[Replica]):
+    give(2, *run[:2])
+    assert not closes(run[0])
+    ago(run[0], "members/c/live.json", 60)
+    assert closes(run[0])
+    assert contributors(run[0]) == "ab"
+    assert run[0].ledger.manifest(2).members == ("a", "b")
+
+
+def test_who_said_that_it_leaves_is_not_waited_for(run: list[Replica]):
+    give(2, *run[:2])
+    run[2].beat("left")
+    assert closes(run[0])
+    assert run[0].ledger.manifest(2).members == ("a", "b")
+
+
+def test_who_gives_and_leaves_counts_and_is_not_awaited_again(run: list[Replica]):
+    give(2, *run)
+    run[2].beat("leaving")
+    assert closes(run[0])
+    assert contributors(run[0]) == "abc"
+    assert run[0].ledger.manifest(2).members == ("a", "b")
+
+
+def test_a_live_straggler_is_waited_for_until_the_deadline_of_the_stores_clock(run: list[Replica]):
+    give(2, *run[:2])
+    limit = run[0].ledger.manifest(1).deadline_seconds
+    assert 20 < limit < 60
+    ago(run[0], "manifests/000001.json", limit - 5)
+    assert not closes(run[0])
+    ago(run[0], "manifests/000001.json", limit + 1)
+    assert closes(run[0])
+    assert contributors(run[0]) == "ab"
+    assert run[0].ledger.manifest(2).members == ("a", "b", "c")  # it lives: the next round waits again
+
+
+def test_this_machines_clock_has_no_say(run: list[Replica], monkeypatch: pytest.MonkeyPatch):
+    give(2, *run[:2])
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 10**6)
+    assert not closes(run[0])
+    run[0].ledger.store._clock["offset"] += 10**6  # the store's own, as it is remembered
+    assert closes(run[0])
+
+
+def test_a_late_payload_does_not_count_and_its_giver_learns_so(run: list[Replica]):
+    a, b, c = run
+    give(2, a, b)
+    ago(a, "members/c/live.json", 60)
+    assert closes(a)
+    counted = c.exchange.close(2, [c.update()])
+    assert [each.replica for each in counted] == ["a", "b"]
+    for each in run:
+        each.apply(2, each.exchange.closed(2))
+    c.beat()
+    give(3, *run)
+    assert closes(a, 3)
+    assert contributors(a, 3) == "abc"  # no member of this round, and welcome
+    assert a.ledger.manifest(3).members == ("a", "b", "c")
+
+
+def test_half_of_the_members_is_no_quorum_at_the_deadline(run: list[Replica]):
+    give(2, run[0])
+    ago(run[0], "manifests/000001.json", 1000)
+    assert not closes(run[0])
+    give(2, run[1])
+    assert closes(run[0])
+
+
+@pytest.mark.parametrize(("quorum", "givers", "closed"), [(1, 1, True), (2, 1, False), (3, 2, False)])
+def test_the_recipes_quorum_is_honoured_at_the_deadline(
+    folder_url: str, tmp_path: Path, quorum: int, givers: int, closed: bool
+):
+    recipe = RECIPE.replace("[bucket]", f"[bucket]\nquorum = {quorum}")
+    run = started(folder_url, tmp_path, recipe)
+    give(2, *run[:givers])
+    assert not closes(run[0])
+    ago(run[0], "manifests/000001.json", 1000)
+    assert closes(run[0]) is closed
+
+
+def test_a_stated_quorum_is_waited_for_even_when_the_others_are_gone(folder_url: str, tmp_path: Path):
+    run = started(folder_url, tmp_path, RECIPE.replace("[bucket]", "[bucket]\nquorum = 2"))
+    give(2, run[0])
+    for name in "bc":
+        ago(run[0], f"members/{name}/live.json", 60)
+    ago(run[0], "manifests/000001.json", 1000)
+    assert not closes(run[0])
+    give(2, run[2])
+    assert closes(run[0])
+
+
+def test_the_recipes_deadline_goes_before_the_measured_one(folder_url: str, tmp_path: Path):
+    run = started(folder_url, tmp_path, RECIPE.replace("[bucket]", "[bucket]\ndeadline_seconds = 7"))
+    give(2, *run[:2])
+    ago(run[0], "manifests/000001.json", 4)
+    assert not closes(run[0])
+    ago(run[0], "manifests/000001.json", 8)
+    assert closes(run[0])
+
+
+def test_the_first_round_waits_for_those_who_have_not_started_yet(folder_url: str, tmp_path: Path):
+    a, b, _ = Little(folder_url, tmp_path, closers=["a"]).replicas()
+    give(1, a, b)
+    assert not closes(a, 1)
+    ago(a, "run.json", 100)
+    assert closes(a, 1)
+    assert a.ledger.manifest(1).members == ("a", "b")
+
+
+def test_nobodys_update_closes_no_round(run: list[Replica]):
+    for name in "bc":
+        ago(run[0], f"members/{name}/live.json", 60)
+    ago(run[0], "manifests/000001.json", 10_000)
+    assert not closes(run[0])
+
+
+def test_the_next_deadline_is_generous_against_the_rounds_measured(run: list[Replica]):
+    a = run[0]
+    ago(a, "manifests/000001.json", 100)
+    give(2, *run)
+    assert closes(a)
+    second = a.ledger.manifest(2)
+    assert second.seconds == pytest.approx(100, abs=3)
+    first = a.ledger.manifest(1)
+    assert second.deadline_seconds == pytest.approx(
+        max(15, 2 * (first.seconds + second.seconds)) + 10, abs=0.1
+    )
+    for each in run:
+        each.apply(2, each.exchange.closed(2))
+    give(3, *run)
+    assert closes(a, 3)
+    assert a.ledger.manifest(3).deadline_seconds == 25  # the median: one slow round does not move it
+
+
+def test_closers_take_turns_and_full_replicas_come_first(folder_url: str, tmp_path: Path):
+    run = Little(folder_url, tmp_path).replicas()
+    for t in range(1, 9):
+        places = {each.name: each.exchange.closer._place_in_line(t) for each in run}
+        assert sorted(places.values()) == [0, 1, 2]
+        assert places["c"] == 2  # pipelined: it would read more than it applies
+        assert (places["a"] == 0) is (t % 2 == 0)
+
+
+def test_the_next_in_line_steps_in_when_the_first_does_not_close(
+    folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(closer_module, "STEP_IN_SECONDS", 0.4)
+    a, b, c = Little(folder_url, tmp_path).replicas()
+    give(1, a, b, c)
+    began = time.monotonic()
+    while not a.exchange.closer.attempt(1, a.exchange.anchor):
+        time.sleep(0.05)
+    assert 0.4 <= time.monotonic() - began < 2
+    assert not b.exchange.closer.attempt(1, b.exchange.anchor)  # too late, and no harm done
+    assert {each.ledger.manifest(1).closer for each in (a, b, c)} == {"a"}
+
+
+def test_only_closers_have_a_say(folder_url: str, tmp_path: Path):
+    a, b, c = Little(folder_url, tmp_path, closers=["b"]).replicas()
+    assert (a.exchange.closer, c.exchange.closer) == (None, None)
+    assert b.exchange.closer is not None
+
+
+def test_a_closer_that_diverged_stands_aside_and_is_refused_by_the_others(folder_url: str, tmp_path: Path):
+    a, b, c = started(folder_url, tmp_path, closers=("a", "b"))
+    a.anchor["norm.weight"].add_(1e-6)
+    a.hold(1)
+    give(2, a, b, c)
+    with pytest.raises(Diverged, match="replica a holds another anchor than 2 of those who gave to round 2"):
+        closes(a)
+    assert a.ledger.manifest(2) is None
+    b.exchange.closer.could_since = -1e9  # as if it had waited for its turn
+    b.exchange.closer.round = 2
+    assert closes(b)
+    manifest = b.ledger.manifest(2)
+    assert contributors(b) == "bc"
+    assert dict(manifest.refused) == {"a": "the update starts from another anchor than this round's"}
+    with pytest.raises(Diverged, match="replica a holds another anchor than round 2 started from"):
+        a.exchange.closed(2)
+
+
+def test_a_commit_is_judged_once_and_a_new_one_again(run: list[Replica]):
+    a, b, c = run
+    give(2, a, b)
+    closes(a)
+    asked = a.ledger.store.requests["get"]
+    down = a.ledger.store.bytes_received
+    closes(a)
+    per_shard = sum(a.ledger.sizes)
+    assert a.ledger.store.bytes_received - down < per_shard + 8000
+    assert a.ledger.store.requests["get"] - asked <= 8  # commits and heartbeats, no shard
+    c.deliver_as(2, c.update(scale=100.0))
+    b.exchange.deliver(2, b.update())  # a crash, and once more with other bytes
+    assert closes(a)
+    listed = {entry.replica: entry for entry in a.ledger.manifest(2).entries}
+    assert set(listed) == {"a", "b"}
+    assert {shard.digest for shard in listed["b"].shards} <= set(b.exchange.cache)
+
+
+def test_what_a_round_counted_follows_the_recipes_order_not_arrival(run: list[Replica]):
+    for each in reversed(run):
+        give(2, each)
+    assert closes(run[0])
+    assert contributors(run[0]) == "abc"
