@@ -1,6 +1,7 @@
 """`isthmus join` and `isthmus leave`: this machine's part of a fleet."""
 
 import argparse
+import os
 import socket
 import sys
 import time
@@ -58,7 +59,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="let stages talk over a public address; gloo neither encrypts nor authenticates",
     )
-    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)  # by `isthmus train`
+    # By `isthmus train`: its process id.
+    parser.add_argument("--supervised", type=int, default=0, metavar="PID", help=argparse.SUPPRESS)
     parser.set_defaults(run=join)
 
     leave_parser = commands.add_parser(
@@ -73,6 +75,8 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def join(args: argparse.Namespace) -> int:
+    # c10d would print C++ stack traces whenever a neighbour goes away; our own line says who it was.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from isthmus.comm.stages import check_private
     from isthmus.comm.store import open_store
     from isthmus.engine.fleet import (
@@ -88,7 +92,7 @@ def join(args: argparse.Namespace) -> int:
     from isthmus.engine.worker import WorkerConfig, die_with_parent
 
     if args.supervised:
-        die_with_parent()
+        die_with_parent(args.supervised)
     store = open_store(args.url)
     run = read_run(store)
     check_trainable(run.recipe)
@@ -109,17 +113,18 @@ def join(args: argparse.Namespace) -> int:
     if args.stage is not None:
         host, port = address(args.master)
         host = check_private(host, args.trust_network)
+    work = Path(args.work or Path("work") / run.recipe.name / member.name).resolve()
     if args.stage in (None, 0):
         checked_corpus(run.recipe)
         if not args.supervised:
-            check_not_taken(Ledger(store, run), args.replica)
+            check_not_taken(Ledger(store, run), args.replica, work)
     else:
         find_master(host, port, args.wait, member.name)
     config = WorkerConfig(
         url=args.url,
         replica=member.name,
         key=str(key.resolve()),
-        work_dir=str(Path(args.work or Path("work") / run.recipe.name / member.name).resolve()),
+        work_dir=str(work),
         device=args.device,
         num_threads=args.threads,
         trust_network=args.trust_network,
@@ -138,6 +143,7 @@ def join(args: argparse.Namespace) -> int:
         port=port,
         log=log,
         stall_seconds=args.stall_timeout,
+        supervised=bool(args.supervised),
     )
 
 
