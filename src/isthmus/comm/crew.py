@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 from isthmus.errors import RunError
+
+PARTING_SECONDS = 20.0
 
 
 class Crew(Protocol):
@@ -17,6 +20,9 @@ class Crew(Protocol):
     def share(self, data: bytes) -> list[bytes]:
         """Everybody's bytes, in the order of the ranks. All call it, the same number of times."""
 
+    def part(self) -> None:
+        """Nothing more will be shared; who keeps the place where the others meet waits for them."""
+
 
 class SoloCrew:
     """A replica of one process."""
@@ -25,6 +31,9 @@ class SoloCrew:
 
     def share(self, data: bytes) -> list[bytes]:
         return [data]
+
+    def part(self) -> None:
+        pass
 
 
 class StageCrew:
@@ -54,10 +63,22 @@ class StageCrew:
             ) from None
         return shared
 
+    def part(self) -> None:
+        """Number 0 keeps the store: going first, it would take what the others have still to read."""
+        with suppress(RuntimeError):
+            self.store.set(f"parted/{self.rank}", "1")
+            if self.rank == 0:
+                everybody = [f"parted/{rank}" for rank in range(self.size)]
+                self.store.wait(everybody, min(self.patience, timedelta(seconds=PARTING_SECONDS)))
+
 
 def agree(crew: Crew, flag: bool) -> bool:
     """The lead's answer, for everybody."""
     return crew.share(bytes([flag]))[0] == b"\x01"
+
+
+def any_true(crew: Crew, flag: bool) -> bool:
+    return any(answer == b"\x01" for answer in crew.share(bytes([flag])))
 
 
 def all_true(crew: Crew, flag: bool) -> bool:

@@ -7,6 +7,7 @@ that comes back calls for the next, the others see it waiting, stop their worker
 
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -15,16 +16,25 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError
 
 POLL_SECONDS = 0.1
+TELL_SECONDS = 15.0  # between lines that say whom a machine waits for
 
 
 class StageRendezvous(RendezvousHandler):
     """`place` of `num_machines`; machine 0 keeps the store at host:port."""
 
     def __init__(
-        self, name: str, place: int, num_machines: int, host: str, port: int, join_seconds: float = 600.0
+        self,
+        name: str,
+        place: int,
+        num_machines: int,
+        host: str,
+        port: int,
+        join_seconds: float = 600.0,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.name, self.place, self.num_machines = name, place, num_machines
         self.host, self.port, self.join_seconds = host, port, join_seconds
+        self.log = log
         self.generation = 0
         self.store: Store | None = None
         self.stopped = False
@@ -59,7 +69,7 @@ class StageRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Call for the next generation and wait until every machine has."""
         store = self._connect()
-        deadline = time.monotonic() + self.join_seconds
+        deadline, tell = time.monotonic() + self.join_seconds, time.monotonic() + TELL_SECONDS
         try:
             self.generation = self._current(store) + 1
             here = [f"{self.generation}/here/{place}" for place in range(self.num_machines)]
@@ -67,8 +77,11 @@ class StageRendezvous(RendezvousHandler):
             while not store.check(here):
                 if self.stopped:
                     raise RendezvousClosedError(f"{self.name} is leaving")
-                if time.monotonic() > deadline:
-                    missing = [p for p, key in enumerate(here) if not store.check([key])]
+                missing = [p for p, key in enumerate(here) if not store.check([key])]
+                if missing and time.monotonic() > tell:
+                    self.log(f"waiting for the machine of stage {missing[0]}; start `isthmus join` there")
+                    tell = time.monotonic() + TELL_SECONDS
+                if missing and time.monotonic() > deadline:
                     raise RendezvousConnectionError(
                         f"replica {self.name}: stage {missing[0]} did not come within {self.join_seconds:g} s"
                     )

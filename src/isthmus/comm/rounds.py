@@ -14,6 +14,7 @@ from isthmus.comm.trust import Refused, sha256
 from isthmus.errors import Diverged, RunError
 
 POLL_SECONDS = (0.1, 1.0)  # between looks at the manifest: soon at first, then patiently
+TELL_SECONDS = 30.0  # until the first line that says what a round waits for
 
 
 class LedgerExchange:
@@ -51,7 +52,7 @@ class LedgerExchange:
         for mine in self.crew.share(json.dumps({str(i): d for i, d in digests.items()}).encode()):
             for index, digest in json.loads(mine).items():
                 if parts[int(index)] != digest:
-                    raise RunError(
+                    raise Diverged(
                         f"replica {self.replica}: its stages hold different copies of shard {index} "
                         f"after round {round_number}"
                     )
@@ -95,15 +96,22 @@ class LedgerExchange:
         return every[0] | {"bytes": total}
 
     def _await(self, round_number: int) -> Manifest:
-        """Wait for the manifest; a closer tries to make it meanwhile."""
+        """Wait for the manifest; a closer tries to make it meanwhile.
+
+        There is no limit: a round may wait for a quorum as long as it takes. But the log says so, and why.
+        """
         pause, last = POLL_SECONDS
         self.awaiting = f"the manifest of round {round_number}"
+        began, tell = time.monotonic(), TELL_SECONDS
         while True:
             try:
                 if (manifest := self.ledger.manifest(round_number)) is not None:
                     break
                 if self.closer and self.closer.attempt(round_number, self.anchor):
                     continue
+                if self.crew.rank == 0 and (waited := time.monotonic() - began) > tell:
+                    self.log(f"round {round_number}: {self._missing(round_number)} ({waited:.0f} s so far)")
+                    tell = 2 * waited
             except StoreError as error:  # a bucket that is away comes back, and waiting is all we do here
                 if error.kind != "network":
                     raise
@@ -117,6 +125,15 @@ class LedgerExchange:
                 "must join anew from the bucket"
             )
         return manifest
+
+    def _missing(self, round_number: int) -> str:
+        """Why an open round is open."""
+        previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
+        members = previous.members if previous else tuple(self.ledger.run.keys)
+        missing = [name for name in members if self.ledger.get_commit(name, round_number) is None]
+        if not missing:
+            return "every update is there; waiting for a closer to settle the round"
+        return f"waiting for the update{'s' * (len(missing) > 1)} of {', '.join(missing)}"
 
     def _counted(self, manifest: Manifest) -> list[Contribution]:
         """What counts in the round, as far as this process needs it. A listed shard that is not there stops
@@ -134,6 +151,13 @@ class LedgerExchange:
             if name == self.replica:
                 self.log(f"round {manifest.round}: our update was refused: {reason}")
         return counted
+
+    def counts_in(self, manifest: Manifest, shards: Mapping[int, str]) -> bool:
+        """Does the manifest count exactly these shards (index -> hash) of ours?"""
+        for entry in manifest.entries:
+            if entry.replica == self.replica:
+                return all(entry.shards[index].digest == digest for index, digest in shards.items())
+        return False
 
     def fetch(self, replica: str, round_number: int, shard: Shard) -> bytes:
         """A shard's bytes, checked; from memory when it is our own or was read before."""
