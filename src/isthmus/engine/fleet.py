@@ -1,20 +1,27 @@
 """Starting real fleets: create a run, join it from this machine, or run all of it here."""
 
 import contextlib
+import fcntl
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.comm.ledger import Ledger, RunInfo, create_run, read_run
+from isthmus.comm.rendezvous import free_port
 from isthmus.comm.store import open_store
 from isthmus.comm.trust import Signer, load_signer, new_secret, save_secret
 from isthmus.config import Member, Recipe
+from isthmus.engine.launcher import STALL_SECONDS, ending
+from isthmus.engine.pulse import Watch, pulse_of
 from isthmus.errors import ConfigError
 
 GONE = ("left", "finished")
+START_SECONDS = 120.0  # a launcher without a first beat
+REFUSED_SECONDS = 180.0  # a launcher that was up and now refuses its input
 
 
 def create(recipe: Recipe, url: str, keys_dir: Path, closers: Sequence[str] | None = None) -> RunInfo:
@@ -58,11 +65,18 @@ def check_key(run: RunInfo, replica: str, key: Path) -> None:
         raise ConfigError(f"{key} is not the key of replica {replica} in this run; copy the one `init` wrote")
 
 
-def check_not_taken(ledger: Ledger, replica: str) -> None:
-    """A name belongs to one machine at a time; by the store's clock, not by ours."""
+def check_not_taken(ledger: Ledger, replica: str, work: Path | None = None) -> None:
+    """A name belongs to one machine at a time; by the store's clock, not by ours.
+
+    After a crash the same command may be typed at once: the last heartbeat is then that of the incarnation
+    that `work` remembers, and the lock there tells whether it still runs.
+    """
     beat = ledger.heartbeat(replica)
     if beat is None or beat[0].get("state") in GONE:
         return
+    with contextlib.suppress(OSError):
+        if work and not held(work) and (work / "incarnation").read_text() == beat[0].get("incarnation"):
+            return
     age = ledger.store.now(f"members/{replica}/clock") - beat[1]
     if age < 5 * ledger.run.recipe.bucket.heartbeat_seconds:
         raise ConfigError(
@@ -71,86 +85,166 @@ def check_not_taken(ledger: Ledger, replica: str) -> None:
         )
 
 
-def join_command(
-    url: str, member: Member, key: Path, work: Path, threads: int, extra: Sequence[str]
-) -> list[str]:
-    command = [sys.executable, "-m", "isthmus.cli.main", "join", url, "--replica", member.name]
-    return [
-        *command,
-        "--key",
-        str(key),
-        "--work",
-        str(work),
-        "--threads",
-        str(threads),
-        "--supervised",
-        *extra,
-    ]
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one machine runs: a whole replica, or one stage of it."""
+
+    member: Member
+    stage: int | None = None
+    master: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.member.name if self.stage is None else f"{self.member.name}.{self.stage}"
 
 
 class Machines:
-    """All the machines of a fleet on this one: a launcher for each replica, started again when it dies."""
+    """All the machines of a fleet on this one: a launcher for each, started again when it dies or stops.
 
-    def __init__(self, recipe: Recipe, url: str, folder: Path, extra: Sequence[str] = ()) -> None:
+    `extra` goes to every `isthmus join`. The replicas in `apart` have a launcher for every stage, as if each
+    stage were on a machine of its own.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        url: str,
+        folder: Path,
+        extra: Sequence[str] = (),
+        *,
+        apart: Collection[str] = (),
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
         self.recipe, self.url, self.folder, self.extra = recipe, url, folder, tuple(extra)
+        self.parts: list[Part] = []
+        for member in recipe.fleet():
+            if member.name in apart:
+                master = f"127.0.0.1:{free_port('127.0.0.1')}"
+                self.parts += [Part(member, stage, master) for stage in range(member.config.stages)]
+            else:
+                self.parts.append(Part(member))
+        self.stall_seconds = stall_seconds
         self.processes: dict[str, subprocess.Popen] = {}
         self.restarts = 0
+        self.leaving = False
+        self.watch = Watch()
+        self.refused_since: dict[str, float] = {}
+        self.not_before: dict[str, float] = {}
         workers = sum(member.config.stages for member in recipe.fleet())
         self.threads = max(1, (os.cpu_count() or 1) // workers)
         (folder / "logs").mkdir(parents=True, exist_ok=True)
 
-    def start(self, member: Member) -> None:
-        command = join_command(
-            self.url,
-            member,
-            self.folder / "keys" / f"{member.name}.key",
-            self.folder / "work" / member.name,
-            self.threads,
-            self.extra,
-        )
-        with open(self.folder / "logs" / f"{member.name}.log", "ab") as log:
-            self.processes[member.name] = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+    def work(self, part: Part) -> Path:
+        return self.folder / "work" / part.name
+
+    def pulse(self, part: Part) -> Path:
+        return self.work(part) / ("launcher.alive" if part.stage is None else f"launcher-{part.stage}.alive")
+
+    def command(self, part: Part) -> list[str]:
+        options = {
+            "--replica": part.member.name,
+            "--key": self.folder / "keys" / f"{part.member.name}.key",
+            "--work": self.work(part),
+            "--threads": self.threads,
+            "--supervised": os.getpid(),
+        }
+        if part.stage is not None:
+            options |= {"--stage": part.stage, "--master": part.master}
+        flat = [str(word) for pair in options.items() for word in pair]
+        return [sys.executable, "-m", "isthmus.cli.main", "join", self.url, *flat, *self.extra]
+
+    def log(self, part: Part) -> Path:
+        return self.folder / "logs" / f"{part.name}.log"
+
+    def start(self, part: Part) -> None:
+        with open(self.log(part), "ab") as log:
+            self.processes[part.name] = subprocess.Popen(
+                self.command(part), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
 
     def start_all(self) -> None:
-        for member in self.recipe.fleet():
-            self.start(member)
+        for part in self.parts:
+            self.start(part)
 
     def tend(self) -> None:
-        """Start again what died; a launcher that refuses its input is no fault to heal but one to report."""
-        for member in self.recipe.fleet():
-            process = self.processes[member.name]
-            status = process.poll()
+        """Start again what died, kill and start again what does not stir.
+
+        A launcher that refuses its input is no fault to heal but one to report; not, though, when it was up
+        before, since then it may be the store that is away: it gets some minutes.
+        """
+        self.kill_silent()
+        for part in self.parts:
+            status, now = self.processes[part.name].poll(), time.monotonic()
+            if status in (None, 0, 130) or self.leaving or now < self.not_before.get(part.name, 0.0):
+                continue
             if status == 2:
-                raise ConfigError(self.last_line(member.name) or f"replica {member.name} could not start")
-            if status not in (None, 0, 130):
-                self.restarts += 1
-                self.start(member)
+                since = self.refused_since.setdefault(part.name, now)
+                if not self.pulse(part).exists() or now - since > REFUSED_SECONDS:
+                    raise ConfigError(self.last_line(part) or f"replica {part.name} could not start")
+            if status > 0:  # not killed: the next start may end the same way
+                self.not_before[part.name] = now + 5.0
+            self.tell(part, f"its launcher ended ({ending(status)}); starting it again")
+            self.restarts += 1
+            self.start(part)
+
+    def kill_silent(self) -> None:
+        """A launcher that was stopped does not tend its workers, and would never end."""
+        running = {part: self.processes[part.name] for part in self.parts if self._runs(part)}
+        silent = self.watch.look({self.pulse(part): process.pid for part, process in running.items()})
+        for part, process in running.items():
+            seconds, beats = silent[self.pulse(part)], pulse_of(self.pulse(part), process.pid)
+            if beats:
+                self.refused_since.pop(part.name, None)
+            # Before its first beat it is importing, on a busy machine at length.
+            if seconds > (self.stall_seconds if beats else START_SECONDS):
+                self.tell(part, f"its launcher has not stirred for {seconds:.0f} s; killing it")
+                process.kill()
+                process.wait()
+
+    def tell(self, part: Part, text: str) -> None:
+        with open(self.log(part), "a", encoding="utf-8") as log:
+            log.write(f"{time.strftime('%H:%M:%S')} [{part.name}] {text}\n")
+
+    def _runs(self, part: Part) -> bool:
+        return self.processes[part.name].poll() is None
 
     def all_ended(self) -> bool:
         return all(process.poll() is not None for process in self.processes.values())
 
-    def last_line(self, name: str) -> str:
+    def last_line(self, part: Part) -> str:
         with contextlib.suppress(OSError):
-            lines = (self.folder / "logs" / f"{name}.log").read_text(errors="replace").splitlines()
+            lines = self.log(part).read_text(errors="replace").splitlines()
             return lines[-1].removeprefix("isthmus: ") if lines else ""
         return ""
 
     def leave(self) -> None:
-        for name in self.processes:
-            (self.folder / "work" / name).mkdir(parents=True, exist_ok=True)
-            (self.folder / "work" / name / "leave").touch()
+        """Everybody leaves at the round's edge; what dies from now on has left."""
+        self.leaving = True
+        for part in self.parts:
+            self.work(part).mkdir(parents=True, exist_ok=True)
+            (self.work(part) / "leave").touch()
 
     def stop(self, patience_seconds: float = 10.0) -> None:
         """End what is still running: politely, then not."""
         deadline = time.monotonic() + patience_seconds
         while not self.all_ended() and time.monotonic() < deadline:
+            self.kill_silent()
             time.sleep(0.1)
         for process in self.processes.values():
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def held(work: Path) -> bool:
+    """Does a launcher run in this folder?"""
+    for path in work.glob("launcher*.lock"):
+        with open(path) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
+    return False
 
 
 def open_ledger(url: str) -> Ledger:

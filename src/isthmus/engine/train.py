@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -16,15 +17,26 @@ from isthmus.dashboard.report import write_report
 from isthmus.engine import checkpoint
 from isthmus.engine.fleet import Machines, check_trainable, create
 from isthmus.engine.follower import Follower
+from isthmus.engine.launcher import STALL_SECONDS
 from isthmus.engine.start import Results, checked_corpus, pick_device, pick_precision
 from isthmus.errors import ConfigError
 from isthmus.runlog import RunDir, next_run_dir
 
 
 def train(
-    recipe: Recipe, run_dir: str | Path | None = None, *, device: str = "auto", quiet: bool = False
+    recipe: Recipe,
+    run_dir: str | Path | None = None,
+    *,
+    device: str = "auto",
+    quiet: bool = False,
+    join_options: Sequence[str] = (),
+    apart: Collection[str] = (),
+    stall_seconds: float = STALL_SECONDS,
 ) -> Results:
-    """Start the fleet, tend it, write down its rounds; the run directory holds bucket, keys and logs."""
+    """Start the fleet, tend it, write down its rounds; the run directory holds bucket, keys and logs.
+
+    `join_options` go to every `isthmus join`; `apart` and `stall_seconds` as in `Machines`.
+    """
     check_trainable(recipe)
     where = pick_device(device)
     corpus = checked_corpus(recipe)
@@ -43,7 +55,14 @@ def train(
     run = RunDir.create(run_dir or next_run_dir("runs", recipe.name), recipe, about)
     url = recipe.bucket.url or str((run.path / "bucket").resolve())
     status, error = "failed", None
-    machines = Machines(recipe, url, run.path.resolve(), ["--device", device])
+    machines = Machines(
+        recipe,
+        url,
+        run.path.resolve(),
+        ["--device", device, *join_options],
+        apart=apart,
+        stall_seconds=stall_seconds,
+    )
     try:
         store_run = create(recipe, url, run.path / "keys")
         torch.set_num_threads(1)  # the replicas need the cores more

@@ -6,13 +6,17 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from isthmus.engine.pulse import Pulse
 from isthmus.errors import ConfigError, Diverged, RunError, RunStopped
+
+CREW_PATIENCE = 30  # link time-outs: between inner steps a stage may be uploading, so it is waited for longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class WorkerConfig:
     num_threads: int = 0
     trust_network: bool = False
     link_timeout_seconds: float = 60.0
+    launcher: int = 0  # its process id
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -34,22 +39,26 @@ class WorkerConfig:
 
 def main(argv: list[str]) -> int:
     config = WorkerConfig(**json.loads(argv[0]))
-    die_with_parent()
+    die_with_parent(config.launcher)
     # The agent gives a process its place by these; nothing below reads them.
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     master = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '0')}"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's: it asks us to leave at the edge
     log = logger(config.replica, rank, size)
     Pulse(Path(config.work_dir) / f"alive-{rank}").start()
+    work = Path(config.work_dir)
     try:
         return take_part(config, rank, size, master, log)
     except (ConfigError, RunStopped) as error:  # no restart would mend it: the launcher reads this and ends
-        (Path(config.work_dir) / "fatal").write_text(f"{2 if isinstance(error, ConfigError) else 1} {error}")
+        part = work / f"fatal-{rank}.part"
+        part.write_text(f"{2 if isinstance(error, ConfigError) else 1} {error}")
+        part.rename(work / "fatal")
         return 3
     except Diverged as error:
         log(f"{error}; its private state is put aside")
-        for state in Path(config.work_dir).glob("*/state"):
-            state.rename(state.with_name(f"state-diverged-{int(time.time())}"))
+        for state in work.glob("*/state"):
+            with suppress(OSError):  # another stage was faster
+                state.rename(state.with_name(f"state-diverged-{time.time_ns()}"))
         return 1
     except RunError as error:
         log(str(error))
@@ -60,7 +69,7 @@ def take_part(config: WorkerConfig, rank: int, size: int, master: str, log: Call
     """Build this process's part of the replica, take up its state, and run rounds to the end."""
     import torch
 
-    from isthmus.comm.crew import agree
+    from isthmus.comm.crew import any_true
     from isthmus.comm.ledger import Ledger, read_run
     from isthmus.comm.store import open_store
     from isthmus.comm.trust import load_signer
@@ -70,8 +79,11 @@ def take_part(config: WorkerConfig, rank: int, size: int, master: str, log: Call
 
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    store = open_store(config.url)
-    run = read_run(store)
+    try:
+        store = open_store(config.url)
+        run = read_run(store)
+    except ConfigError as error:  # the launcher found both: the store is away for now
+        raise RunError(str(error)) from None
     recipe = run.recipe
     member = next(m for m in recipe.fleet() if m.name == config.replica)
     ledger = Ledger(store, run, load_signer(Path(config.key), config.replica))
@@ -88,12 +100,10 @@ def take_part(config: WorkerConfig, rank: int, size: int, master: str, log: Call
     incarnation = crew.share(os.urandom(8))[0].hex()
     fleet = RealFleet(recipe, member, replica, ledger, crew, device, work_dir, incarnation, log)
     heart = Heart(fleet, incarnation, recipe.bucket.heartbeat_seconds)
-    leave_file = Path(config.work_dir) / "leave"
-    leave_key = f"members/{member.name}/leave-{incarnation}"
+    wish = LeaveWish(Path(config.work_dir), store, member.name, incarnation, lead=rank == 0)
 
     def leave() -> bool:
-        wanted = rank == 0 and (leave_file.exists() or store.head(leave_key) is not None)
-        if agree(crew, wanted):
+        if any_true(crew, wish.there()):
             fleet.told.state = "leaving"
             return True
         return False
@@ -116,9 +126,39 @@ def take_part(config: WorkerConfig, rank: int, size: int, master: str, log: Call
         log("all rounds are done" if whole else f"left after round {fleet.told.round}")
     finally:
         if rank == 0:
-            heart.end()
+            try:
+                heart.end()
+            except RunError as error:  # must not hide why the run ended
+                log(f"no farewell: {error}")
     replica.close()
+    crew.part()
     return 0
+
+
+class LeaveWish:
+    """Does somebody want this replica to leave: a file beside its state, or an object in the bucket.
+
+    The object names an incarnation, so that it asks nobody who comes later; a worker that was started again
+    after the wish still finds it under the name of the one before.
+    """
+
+    def __init__(self, work: Path, store: Any, replica: str, incarnation: str, lead: bool) -> None:
+        self.file, self.store, self.lead = work / "leave", store, lead
+        self.prefix, self.incarnation = f"members/{replica}/leave-", incarnation
+        if lead:
+            note = work / "incarnation"
+            with suppress(OSError):
+                self._look(note.read_text())
+            note.write_text(incarnation)
+
+    def _look(self, incarnation: str) -> None:
+        if incarnation.isalnum() and self.store.head(self.prefix + incarnation) is not None:
+            self.file.touch()
+
+    def there(self) -> bool:
+        if self.lead and not self.file.exists():
+            self._look(self.incarnation)
+        return self.file.exists()
 
 
 def build_replica(config, member, recipe, corpus, rank, size, master, device, precision, run_id):
@@ -152,33 +192,23 @@ def build_replica(config, member, recipe, corpus, rank, size, master, device, pr
         timeout_seconds=config.link_timeout_seconds,
         trust_network=config.trust_network,
     )
-    crew = StageCrew(member.name, rank, size, PrefixStore("crew", found))
+    crew = StageCrew(
+        member.name, rank, size, PrefixStore("crew", found), CREW_PATIENCE * config.link_timeout_seconds
+    )
     stage = Stage(recipe, member, rank, device=device, precision=precision)
     return PipelinedReplica(recipe, member, [stage], [(before, after)], batches), crew
 
 
-class Pulse(threading.Thread):
-    """Touches a file while this process runs, so that the launcher can tell a stopped one from a busy one."""
+def die_with_parent(parent: int = 0) -> None:
+    """No orphan survives its launcher: the kernel kills us when it goes (Linux).
 
-    def __init__(self, path: Path, every_seconds: float = 1.0) -> None:
-        super().__init__(daemon=True, name="pulse")
-        self.path, self.every = path, every_seconds
-
-    def run(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            self.path.write_text(str(os.getpid()))
-            time.sleep(self.every)
-
-
-def die_with_parent() -> None:
-    """No orphan survives its launcher: the kernel kills us when it goes (Linux)."""
-    parent = os.getppid()
+    `parent` is who started us: it may have died before the kernel was asked.
+    """
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     except (OSError, AttributeError):
         return
-    if os.getppid() != parent:
+    if parent and os.getppid() != parent:
         os._exit(1)
 
 
