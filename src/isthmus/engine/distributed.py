@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from torch import Tensor
 
 from isthmus.comm.base import Contribution
 from isthmus.comm.closer import checked_payloads
-from isthmus.comm.crew import Crew, collect
+from isthmus.comm.crew import Crew, agree, all_true, collect
 from isthmus.comm.ledger import Ledger, shard_digest
+from isthmus.comm.retry import StoreError
 from isthmus.comm.rounds import LedgerExchange
-from isthmus.comm.trust import Refused, canonical
+from isthmus.comm.trust import Refused, canonical, sha256
 from isthmus.config import Member, Recipe
 from isthmus.engine import checkpoint
 from isthmus.errors import RunError
@@ -130,26 +133,25 @@ class RealFleet:
             self.outer.apply(payloads)
         except Refused as reason:
             raise RunError(f"round {round_number}: {reason}") from None
-        self._settle_pending(round_number, counted)
+        self._settle_pending(round_number)
         self._hold(round_number)
         if round_number % self.recipe.bucket.anchor_every == 0:
             self._write_anchor(round_number)
 
-    def _settle_pending(self, round_number: int, counted: Sequence[Contribution]) -> None:
+    def _settle_pending(self, round_number: int) -> None:
+        """Only the manifest says whether our update counted, by the hashes of its shards."""
         if self.pending is None:
             return
-        for contribution in counted:
-            if contribution.replica == self.member.name:
-                same = all(contribution.shards.get(i) == data for i, data in self.pending.shards.items())
-                if same:
-                    self.pending = None
-                    return
-        sent = {}
-        for index, packed in self.pending.shards.items():
-            sent |= checked_payloads(self.ledger, packed, index, self.device)
-        self.outer.take_back(sent, self.feedback)
+        hashes = {index: sha256(packed) for index, packed in self.pending.shards.items()}
+        if not self.exchange.counts_in(self.ledger.manifest(round_number), hashes):
+            sent = {}
+            for index, packed in self.pending.shards.items():
+                sent |= checked_payloads(self.ledger, packed, index, self.device)
+            self.outer.take_back(sent, self.feedback)
+            self.log(
+                f"round {round_number} was settled without our update; it returned to the error feedback"
+            )
         self.pending = None
-        self.log(f"round {round_number} was settled without our update; it returned to the error feedback")
 
     def _hold(self, round_number: int) -> None:
         self.digests = {i: shard_digest(self.anchor, self.ledger.shards[i]) for i in self.reads}
@@ -207,11 +209,20 @@ class RealFleet:
 
     def come_up(self) -> int:
         """Take up what is on this disk, or start from the bucket; the number of rounds that lie behind us."""
-        rounds = set(checkpoint.saved_rounds(self.work_dir / "state"))
+        state = self.work_dir / "state"
+        rounds = set(checkpoint.saved_rounds(state))
         for data in self.crew.share(canonical(sorted(rounds))):
             rounds &= set(json.loads(data))
-        if rounds:
-            return self._restore(max(rounds))
+        for round_number in sorted(rounds, reverse=True):
+            files = self._readable(round_number)
+            if not all_true(self.crew, files is not None):
+                self.log(f"the private state of round {round_number} is spoilt; trying what was before it")
+                continue
+            # Beyond it lies only what some stages saved and others did not: to be trained again.
+            for newer in checkpoint.saved_rounds(state):
+                if newer > round_number:
+                    checkpoint.drop_round(state, newer)
+            return self._restore(round_number, files)
         last = self._agreed_last_round()
         start = self._from_bucket(last)
         if last:
@@ -221,8 +232,20 @@ class RealFleet:
             )
         return start
 
-    def _restore(self, round_number: int) -> int:
-        files = checkpoint.load_round(self.work_dir / "state", round_number)
+    def _readable(self, round_number: int) -> dict[str, dict[str, Tensor]] | None:
+        """A saved round's files, or None where a disk has spoilt them."""
+        try:
+            files = checkpoint.load_round(self.work_dir / "state", round_number)
+            whole = self.anchor.keys() == files["anchor"].keys() and self.feedback.keys() <= (
+                files.get("feedback", {}).keys()
+            )
+            whole = whole and {f"shard-{i}" for i in self.writes} <= files["pending"].keys()
+            return files if whole and "optimiser" in files else None
+        except (OSError, ValueError, KeyError, SafetensorError):
+            return None
+
+    def _restore(self, round_number: int, files: dict[str, dict[str, Tensor]]) -> int:
+        """Our own optimiser, error feedback and unsettled update; then the round they wait for."""
         with torch.no_grad():
             for name, tensor in self.anchor.items():
                 tensor.copy_(files["anchor"][name])
@@ -237,6 +260,11 @@ class RealFleet:
             if name.startswith("shard-")
         }
         self.pending = Contribution(self.member.name, shards)
+        if self._swept(round_number):
+            self._settle_pending(round_number)
+            last = self._agreed_last_round()
+            self.log(f"back with the state of round {round_number}, and with the anchor of a later one")
+            return self._from_bucket(last)
         self._hold(round_number - 1)
         self.log(f"back with the state of round {round_number}")
         counted = self.exchange.closed(round_number)
@@ -245,26 +273,43 @@ class RealFleet:
         self.apply(round_number, counted)
         return round_number
 
+    def _swept(self, round_number: int) -> bool:
+        """Was so long ago that its payloads may be gone: rounds up to the second-newest anchor are swept."""
+        anchors = self.ledger.anchor_rounds() if self.crew.rank == 0 else []
+        return agree(self.crew, len(anchors) > 1 and round_number <= anchors[-2])
+
     def _agreed_last_round(self) -> int:
         mine = self.ledger.last_round() if self.crew.rank == 0 else 0
         return int(self.crew.share(str(mine).encode())[0])
 
     def _from_bucket(self, last: int) -> int:
         """The newest whole anchor; the loop then replays the rounds after it, digest by digest."""
-        anchors = [t for t in self.ledger.anchor_rounds() if t <= last]
-        start = int(self.crew.share(str(anchors[-1] if anchors else 0).encode())[0])
-        if start:
-            digest, tensors = self.ledger.read_anchor(start, self.reads)
+        mine = [t for t in self.ledger.anchor_rounds() if t <= last] if self.crew.rank == 0 else []
+        for start in reversed(json.loads(self.crew.share(canonical(mine))[0])):
+            digest, tensors = self._read_anchor(start)
+            if not all_true(self.crew, bool(digest)):
+                continue
             with torch.no_grad():
                 for name, tensor in self.anchor.items():
                     tensor.copy_(tensors[name])
                 self.outer.restore(tensors)
-        self._hold(start)
-        if start and self.exchange.anchor != digest:
-            raise RunError(
-                f"the anchor of round {start} does not have the digest it states; it cannot be used"
-            )
-        return start
+            self._hold(start)
+            if self.exchange.anchor != digest:
+                raise RunError(
+                    f"the anchor of round {start} does not have the digest it states; it cannot be used"
+                )
+            return start
+        self._hold(0)
+        return 0
+
+    def _read_anchor(self, round_number: int) -> tuple[str, dict[str, Tensor]]:
+        try:
+            return self.ledger.read_anchor(round_number, self.reads)
+        except StoreError:
+            raise  # it may be whole: we cannot reach it
+        except RunError as error:
+            self.log(f"{error}; trying the one before")
+            return "", {}
 
     def _facts(self) -> dict[str, Any]:
         counts = self.replica.take_counts()
