@@ -1,0 +1,409 @@
+"""A real fleet under fire: processes are killed and stopped at random, from a seed, while it trains.
+
+    .venv/bin/python bench/kills.py --rounds 40 --every 4 --seed 0
+
+Four replicas: two full, one pipelined of two stages under one launcher, one of two stages whose stages have a
+launcher each, as if they were on two machines. Every few seconds a stage, a full replica's worker or a
+launcher gets SIGKILL, or SIGSTOP for good, or SIGSTOP for a few seconds. At the end the run must have
+finished by itself, with one history that every replica, whenever it was there, agrees with.
+"""
+
+import _thread
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from isthmus.config import Recipe, parse_recipe
+from isthmus.engine.fleet import open_ledger
+from isthmus.engine.replay import Replay
+from isthmus.engine.train import train
+
+RECIPE = """
+name = "kills"
+seed = {seed}
+[model]
+preset = "nano"
+width = 32
+heads = 2
+ffn = 64
+context = 32
+[data]
+corpus = "builtin:sample"
+eval_batches = 1
+eval_every = {rounds}
+[inner]
+batch = 4
+micro_batches = 2
+lr = 1e-3
+warmup_steps = 5
+precision = "fp32"
+[outer]
+inner_steps = {inner_steps}
+rounds = {rounds}
+keep = 16
+values = "2bit"
+[bucket]
+url = "{url}"
+heartbeat_seconds = 1.0
+anchor_every = 5
+[[replicas]]
+name = "rack"
+kind = "full"
+count = 2
+[[replicas]]
+name = "edge"
+kind = "pipelined"
+stages = 2
+compression = "1/4"
+[[replicas]]
+name = "field"
+kind = "pipelined"
+stages = 2
+compression = "1/4"
+"""
+APART = ("field",)
+ROLES = ("stage", "full", "launcher")
+KINDS = ("SIGKILL", "SIGSTOP", "nap")
+ANCHOR = re.compile(r"\[([\w-]+)(?:/\d+)?\] round (\d+): anchor ([0-9a-f]{16})")
+NEW_START = re.compile(r"\] joining |; starting (it|the replica's stages|our part) again")
+
+
+def recipe_for(rounds: int, seed: int, url: str = "", inner_steps: int = 5) -> Recipe:
+    return parse_recipe(RECIPE.format(rounds=rounds, seed=seed, url=url, inner_steps=inner_steps))
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of the fleet, found by its command line."""
+
+    pid: int
+    role: str
+    replica: str
+    name: str  # of the place it holds: its successor has the same
+
+
+def processes(folder: Path) -> Iterator[Process]:
+    """The fleet's processes of this run directory, by /proc."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if not any(str(folder) in word for word in words):
+                continue
+            if "isthmus.engine.worker" in words:
+                replica = json.loads(words[words.index("isthmus.engine.worker") + 1])["replica"]
+                environment = dict(
+                    item.split("=", 1)
+                    for item in (entry / "environ").read_text(errors="replace").split("\0")
+                    if "=" in item
+                )
+                whole = environment.get("WORLD_SIZE") == "1"
+                name = replica if whole else f"{replica} stage {environment.get('RANK')}"
+                yield Process(int(entry.name), "full" if whole else "stage", replica, name)
+            elif "isthmus.cli.main" in words and "join" in words:
+                replica = words[words.index("--replica") + 1]
+                stage = f" stage {words[words.index('--stage') + 1]}" if "--stage" in words else ""
+                yield Process(int(entry.name), "launcher", replica, f"launcher of {replica}{stage}")
+        except (OSError, ValueError, KeyError):
+            continue  # it ended while we looked
+
+
+def stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+@dataclass
+class Fault:
+    at: float
+    kind: str
+    victim: Process
+    round: int  # the last that the replica had applied
+    gone_at: float | None = None  # when the victim was replaced, or ran again
+    healed_at: float | None = None
+
+    def row(self, began: float) -> str:
+        took = "-" if self.healed_at is None else f"{self.healed_at - self.at:.1f} s"
+        kind = f"SIGSTOP {NAP_SECONDS:g} s" if self.kind == "nap" else self.kind
+        return (
+            f"{self.at - began:7.1f} s  {kind:<12}{self.victim.role:<10}{self.victim.name:<28}"
+            f"{self.round:>6}{took:>12}"
+        )
+
+
+NAP_SECONDS = 4.0
+HEADER = f"{'time':>9}  {'fault':<12}{'role':<10}{'victim':<28}{'round':>6}{'recovery':>12}"
+
+
+def script(seed: int, count: int = 1000) -> Iterator[tuple[str, str]]:
+    """(role, kind) of one fault after another: every pair once, in a random order, then at random."""
+    chance = random.Random(seed)
+    first = [(role, kind) for role in ROLES for kind in KINDS[:2]] + [(chance.choice(ROLES), "nap")]
+    chance.shuffle(first)
+    yield from first
+    for _ in range(count):
+        yield chance.choice(ROLES), chance.choice(KINDS)
+
+
+class Saboteur(threading.Thread):
+    """Strikes every few seconds, and watches until each wound has closed."""
+
+    def __init__(
+        self, folder: Path, rounds: int, every_seconds: float, seed: int, most: int, limit_seconds: float
+    ) -> None:
+        super().__init__(daemon=True, name="saboteur")
+        self.folder, self.rounds, self.every, self.most = folder, rounds, every_seconds, most
+        self.chance, self.script = random.Random(seed + 1), script(seed)
+        self.faults: list[Fault] = []
+        self.applied: dict[str, list[tuple[int, float]]] = defaultdict(list)  # replica -> (round, seen at)
+        self.read: dict[Path, int] = {}
+        self.began, self.limit = time.monotonic(), limit_seconds
+        self.ended = threading.Event()
+        self.complaint = ""
+
+    def run(self) -> None:
+        strike, warned = None, 0
+        while not self.ended.wait(0.1):
+            self.look()
+            now = time.monotonic()
+            if now - self.began > self.limit * (1 + 0.2 * warned):
+                self.complaint = f"the run was not done within {self.limit:g} s"
+                warned += 1
+                _thread.interrupt_main()
+            furthest = max((rounds[-1][0] for rounds in self.applied.values()), default=0)
+            if furthest < 1 or furthest >= self.rounds - 2 or len(self.faults) >= self.most:
+                continue
+            strike = strike or now + self.every / 2
+            if now >= strike:
+                self.strike(now)
+                strike = now + self.every * self.chance.uniform(0.7, 1.3)
+
+    def strike(self, now: float) -> None:
+        """A random process of the role that is next in the script; one that is well and truly there."""
+        role, kind = next(self.script)
+        hurt = {fault.victim.pid for fault in self.faults}
+        there = [p for p in processes(self.folder) if p.role == role and p.pid not in hurt and self.is_up(p)]
+        if not there:
+            return
+        victim = self.chance.choice(sorted(there, key=lambda p: p.name))
+        rounds = self.applied[victim.replica]
+        try:
+            os.kill(victim.pid, signal.SIGKILL if kind == "SIGKILL" else signal.SIGSTOP)
+        except ProcessLookupError:
+            return
+        self.faults.append(Fault(now, kind, victim, rounds[-1][0] if rounds else 0))
+
+    def is_up(self, process: Process) -> bool:
+        """A launcher without a worker is still importing torch: killing it again and again shows nothing."""
+        if process.role != "launcher":
+            return bool(self.applied[process.replica])
+        return any(p.role != "launcher" and p.replica == process.replica for p in processes(self.folder))
+
+    def look(self) -> None:
+        """Read the logs' new lines; see which victims were replaced, and who has gone on since."""
+        for path in (self.folder / "logs").glob("*.log"):
+            with open(path, "rb") as file:
+                file.seek(self.read.get(path, 0))
+                new = file.read()
+            new = new[: new.rfind(b"\n") + 1]
+            self.read[path] = self.read.get(path, 0) + len(new)
+            for found in ANCHOR.finditer(new.decode(errors="replace")):
+                self.applied[found[1]].append((int(found[2]), time.monotonic()))
+        now = time.monotonic()
+        for fault in self.faults:
+            if fault.healed_at is not None:
+                continue
+            if fault.gone_at is None:
+                if fault.kind == "nap" and now > fault.at + NAP_SECONDS and stopped(fault.victim.pid):
+                    os.kill(fault.victim.pid, signal.SIGCONT)
+                awake = fault.kind == "nap" and now > fault.at + NAP_SECONDS and not stopped(fault.victim.pid)
+                fault.gone_at = now if awake or self.replaced(fault.victim) else None
+            if fault.gone_at is not None:
+                later = [at for r, at in self.applied[fault.victim.replica] if r > fault.round]
+                fault.healed_at = next((at for at in later if at >= fault.gone_at), None)
+
+    def replaced(self, victim: Process) -> bool:
+        return any(p.name == victim.name and p.pid != victim.pid for p in processes(self.folder))
+
+    def finish(self) -> None:
+        """Who had finished before its wound was closed had nothing left to do."""
+        self.ended.set()
+        self.join()
+        self.look()
+        for fault in self.faults:
+            rounds = self.applied[fault.victim.replica]
+            if fault.healed_at is None and rounds and rounds[-1][0] == self.rounds:
+                fault.healed_at = rounds[-1][1]
+
+
+@dataclass
+class Outcome:
+    faults: list[Fault]
+    problems: list[str]
+    began: float
+    seconds: float
+    rounds: int
+    restarts: int
+    missed: dict[str, int] = field(default_factory=dict)  # replica -> rounds settled without it
+
+    def table(self) -> str:
+        lines = [HEADER, *(fault.row(self.began) for fault in self.faults)]
+        times = sorted(f.healed_at - f.at for f in self.faults if f.healed_at is not None)
+        if times:
+            lines.append(
+                f"{len(times)} of {len(self.faults)} faults healed; recovery {times[0]:.1f} to "
+                f"{times[-1]:.1f} s, median {times[len(times) // 2]:.1f} s"
+            )
+        missed = ", ".join(f"{name} {count}" for name, count in self.missed.items())
+        lines.append(f"{self.rounds} rounds in {self.seconds:.0f} s; rounds settled without: {missed}")
+        lines += [f"FAILED: {problem}" for problem in self.problems] or [
+            "one digest at every round in every log; ledger verify passes; no round lost or applied twice; "
+            "no process left"
+        ]
+        return "\n".join(lines)
+
+
+def ordeal(
+    folder: Path,
+    *,
+    rounds: int,
+    every_seconds: float,
+    seed: int,
+    url: str = "",
+    most: int = 1000,
+    limit_seconds: float = 1800.0,
+    inner_steps: int = 5,
+) -> Outcome:
+    """Train a fleet in `folder` while it is being shot at, then look at what it came to."""
+    saboteur = Saboteur(folder, rounds, every_seconds, seed, most, limit_seconds)
+    saboteur.start()
+    problems: list[str] = []
+    try:
+        train(
+            recipe_for(rounds, seed, url, inner_steps),
+            folder,
+            device="cpu",
+            quiet=True,
+            join_options=["--link-timeout", "10", "--stall-timeout", "8"],
+            apart=APART,
+            stall_seconds=8.0,
+        )
+    except (Exception, KeyboardInterrupt) as error:
+        problems.append(saboteur.complaint or f"{type(error).__name__}: {error}")
+    seconds = time.monotonic() - saboteur.began
+    saboteur.finish()
+    url = url or str(folder / "bucket")
+    about = json.loads((folder / "about.json").read_text())
+    outcome = Outcome(saboteur.faults, problems, saboteur.began, seconds, rounds, about.get("restarts", 0))
+    if about["status"] != "finished":
+        problems.append(f"the run is {about['status']}: {about.get('error')}")
+    problems += [
+        f"{fault.kind} of {fault.victim.name} was not healed"
+        for fault in saboteur.faults
+        if fault.healed_at is None
+    ]
+    problems += check_left_over(folder)
+    problems += check_history(folder, url, rounds, outcome)
+    return outcome
+
+
+def check_left_over(folder: Path, patience_seconds: float = 5.0) -> list[str]:
+    deadline = time.monotonic() + patience_seconds
+    while (left := list(processes(folder))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [f"process {process.pid} ({process.name}) was left behind" for process in left]
+
+
+def check_history(folder: Path, url: str, rounds: int, outcome: Outcome) -> list[str]:
+    """One digest for each round in all the logs and in the replay; rounds in order; the ledger verifies."""
+    problems: list[str] = []
+    ledger = open_ledger(url)
+    listed = [int(Path(key).stem) for key in ledger.store.list("manifests")]
+    if listed != list(range(1, rounds + 1)):
+        problems.append(f"the manifests are {listed}, not 1 to {rounds}")
+        return problems
+    replay = Replay(ledger)
+    truth = {0: replay.digest()[:16]}
+    while (manifest := replay.step()) is not None:
+        truth[manifest.round] = replay.digest()[:16]
+        for name in ledger.run.keys:
+            absent = name not in [entry.replica for entry in manifest.entries]
+            outcome.missed[name] = outcome.missed.get(name, 0) + absent
+    for path in sorted((folder / "logs").glob("*.log")):
+        problems += check_log(path, truth)
+    for member in ledger.run.recipe.fleet():
+        logs = [path.read_text() for path in (folder / "logs").glob(f"{member.name}*.log")]
+        if not any("all rounds are done" in text for text in logs):
+            problems.append(f"{member.name} did not finish")
+    rows = [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if rows != list(range(rounds + 1)):
+        problems.append(f"metrics.jsonl has the rounds {rows}")
+    words = [sys.executable, "-m", "isthmus.cli.main", "ledger", "verify", url]
+    verified = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+    if verified.returncode:
+        problems.append(f"ledger verify: {verified.stderr.strip()}")
+    return problems
+
+
+def check_log(path: Path, truth: dict[int, str]) -> list[str]:
+    """Every anchor that this replica ever said it holds is the history's, and it takes no round twice."""
+    problems, last = [], None
+    for line in path.read_text(errors="replace").splitlines():
+        if NEW_START.search(line):
+            last = None
+        if found := ANCHOR.search(line):
+            t, digest = int(found[2]), found[3]
+            if truth.get(t) != digest:
+                problems.append(f"{path.stem}: round {t} has anchor {digest}, the ledger {truth.get(t)}")
+            if last is not None and t != last + 1:
+                problems.append(f"{path.stem}: round {t} came after round {last}")
+            last = t
+    return problems
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--every", type=float, default=4.0, metavar="SECONDS", help="between faults")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--url", default="", help="the bucket (default: a folder in the run directory)")
+    parser.add_argument("--run", metavar="DIR", help="keep the run directory here (default: a temporary one)")
+    parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="give up then")
+    args = parser.parse_args(argv)
+    folder = Path(args.run or tempfile.mkdtemp(prefix="isthmus-kills-")).resolve()
+    if not args.run:
+        folder.rmdir()  # `train` makes it
+    outcome = ordeal(
+        folder,
+        rounds=args.rounds,
+        every_seconds=args.every,
+        seed=args.seed,
+        url=args.url,
+        limit_seconds=args.limit,
+    )
+    print(outcome.table())
+    if outcome.problems:
+        print(f"the run directory is {folder}", file=sys.stderr)
+    elif not args.run:
+        shutil.rmtree(folder)
+    return 1 if outcome.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
