@@ -1,8 +1,13 @@
-"""Bytes of memory that a simulated fleet needs, before it is started. Standard library only."""
+"""Bytes of memory that a simulated fleet, or a process of a real one, needs before it is started.
+
+Standard library only.
+"""
 
 from dataclasses import dataclass
+from math import prod
 
-from isthmus.config import Recipe
+from isthmus.config import Recipe, ReplicaConfig
+from isthmus.replica.split import EMBEDDING, layers_per_stage, stage_names
 
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # weights, moments, feedback
 RUNTIME_BYTES = 150 * 2**20  # kernels, thread pools and the allocator's slack, measured on a CPU
@@ -38,12 +43,18 @@ def activation_bytes(recipe: Recipe, precision: str, num_sequences: int, compile
     RoPE, attention, the second input) and 4 of the FFN's; uncompiled code also keeps the wide copies of both
     norms. The head keeps logits, their fp32 copy and log-probabilities; their gradient comes on top.
     """
+    num_tokens = num_sequences * recipe.model.context
+    per_layer, logits = _token_bytes(recipe, precision, compiled)
+    return num_tokens * (recipe.model.layers * per_layer + logits)
+
+
+def _token_bytes(recipe: Recipe, precision: str, compiled: bool) -> tuple[int, int]:
+    """What one token leaves behind in one layer, and in the head."""
     model, size = recipe.model, STREAM_BYTES[precision]
-    num_tokens = num_sequences * model.context
     wide = 0 if compiled else 6 * max(size, 4)
     per_layer = (9 * size + wide) * model.width + (4 if compiled else 5) * size * model.ffn
     logits = (2 * size + 8) * model.vocab if precision == "bf16" else 3 * size * model.vocab
-    return num_tokens * (model.layers * per_layer + logits)
+    return per_layer, logits
 
 
 def simulator_bytes(
@@ -91,3 +102,63 @@ def plan_simulator(
                 if least is None or needed < least.predicted_bytes:
                     least = plan
     return least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessMemory:
+    """One process of a real fleet, in bytes: a full replica, or one stage of a pipelined one."""
+
+    stage: int
+    weights: int
+    adam: int  # both moments
+    gradients: int
+    feedback: int  # e of eq. 2; none under DiLoCo
+    anchor: int  # theta^(t-1); a compressed stage also holds the embedding's
+    outer: int  # the momentum of DiLoCo
+    embedding_copy: int  # the table of the boundary of every compressed stage (METHOD 0.8)
+    low_precision: int  # the half-width weights that autograd keeps under bf16
+    activations: int  # of all the micro-batches in flight
+    exchange: int  # work copies of the codec at the end of a round, when no activations are held
+    runtime: int
+
+    @property
+    def total(self) -> int:
+        """The peak: activations and the codec's work copies are never there together."""
+        resting = self.weights + self.adam + self.gradients + self.feedback + self.anchor + self.outer
+        inner = self.activations + self.low_precision
+        return self.runtime + resting + self.embedding_copy + max(inner, self.exchange)
+
+
+def process_memory(recipe: Recipe, replica: ReplicaConfig, stage: int, depth: int) -> ProcessMemory:
+    """What the process of this stage holds at most, with `depth` micro-batches in flight.
+
+    A full replica (one stage) runs its whole batch at once: depth 1. `inner.precision = "auto"` is counted as
+    on CUDA: a bf16 stream over fp32 weights.
+    """
+    precision = "bf16" if recipe.inner.precision == "auto" else recipe.inner.precision
+    model, size, method = recipe.model, MASTER_BYTES[precision], recipe.outer.method
+    shapes = model.shapes()
+    own = sum(prod(shapes[name]) for name in stage_names(model, replica.stages)[stage])
+    table = prod(shapes[EMBEDDING]) if replica.compressed else 0
+    held = own + (table if stage else 0)
+    last = stage == replica.stages - 1
+    num_layers = layers_per_stage(model.layers, replica.stages)[stage] if replica.stages > 1 else model.layers
+    per_layer, logits = _token_bytes(recipe, precision, compiled=False)
+    rows = recipe.inner.batch // (recipe.inner.micro_batches if replica.stages > 1 else 1)
+    per_token = num_layers * per_layer
+    # Only one micro-batch's logits are there at a time: the last stage turns round at once (depth 1).
+    activations = rows * model.context * (per_token * depth + (logits if last else 0))
+    return ProcessMemory(
+        stage=stage,
+        weights=own * size,
+        adam=2 * own * size,
+        gradients=own * size,
+        feedback=own * size if method == "sparseloco" else 0,
+        anchor=0 if method == "adamw" else held * size,
+        outer=held * size if method == "diloco" else 0,
+        embedding_copy=table * size,
+        low_precision=own * 2 if precision == "bf16" else 0,
+        activations=activations,
+        exchange=0 if method == "adamw" else 3 * held * size,
+        runtime=RUNTIME_BYTES,
+    )
