@@ -58,7 +58,7 @@ def exchange_seconds(recipe: Recipe, member: Member) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ClosedForm:
-    """One stage of one pipelined replica, in seconds: what figures 2 and 3 of arXiv 2601.02360 are made of."""
+    """One stage of a pipelined replica, in seconds: what figures 2 and 3 of arXiv 2601.02360 are made of."""
 
     compute_seconds: float  # t_c, of an inner step
     link_seconds: float  # t_l, of an inner step, each way
@@ -102,9 +102,9 @@ def closed_form(
         t_l = tokens (k wire_bits + id_bits) / B
         t_o = (N/S) density bits_per_value (1 + downloads) / B_outer
 
-    Links are full duplex, transfers overlap compute perfectly and the pipeline never fills or drains. Ids are
-    16 bits a token on a compressed boundary and none on an open one unless `id_bits` says otherwise. The paper
-    counts uploads only (`downloads` = 0); all-read-all has M - 1 downloads.
+    Links are full duplex, transfers overlap compute perfectly and the pipeline never fills or drains. Ids
+    are 16 bits a token on a compressed boundary and none on an open one unless `id_bits` says otherwise. The
+    paper counts uploads only (`downloads` = 0); all-read-all has M - 1 downloads.
     """
     tokens = batch * context
     k = width if k_over_d >= 1 else max(1, int(width * k_over_d + 1e-9))
