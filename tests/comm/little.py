@@ -7,7 +7,8 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from isthmus.comm.store import Store, open_store
 from isthmus.comm.trust import Signer, load_signer, sha256
 from isthmus.config import Recipe, parse_recipe
 from isthmus.engine.fleet import create
+from isthmus.errors import RunError
 from isthmus.model.llama import init_params
 from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.sparse import pack_many
@@ -195,6 +197,25 @@ def rounds(replicas: Sequence[Replica], numbers: Sequence[int]) -> None:
         for each in replicas:
             each.beat()
         at_once(*(lambda each=each, number=number: each.round(number) for each in replicas))
+
+
+@contextmanager
+def beating(replicas: Sequence[Replica]) -> Iterator[None]:
+    """Their hearts beat meanwhile, as those of real processes do, also while the store is away."""
+    ended = threading.Event()
+
+    def heart(replica: Replica) -> None:
+        while not ended.wait(0.15):
+            with suppress(RunError):
+                replica.beat()
+
+    hearts = [threading.Thread(target=heart, args=(each,), daemon=True) for each in replicas]
+    for each in hearts:
+        each.start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def with_value(data: bytes, value: float) -> bytes:

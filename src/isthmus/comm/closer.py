@@ -41,6 +41,7 @@ class Closer:
         self.verdicts: dict[tuple[str, str], Verdict] = {}  # by name and the commit's hash: judged once
         self.givers: dict[str, str] = {}  # a shard's digest -> the replica under whose name we read it
         self.beats: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, was it alive)
+        self.silences: dict[str, tuple[float | None, float]] = {}  # replica -> (its last beat, since when)
         self.round, self.could_since = 0, None
 
     def attempt(self, round_number: int, anchor: str) -> bool:
@@ -195,7 +196,11 @@ class Closer:
         )
 
     def alive(self, name: str) -> bool:
-        """Does the replica's heartbeat still come? Asked at most once in a heartbeat's time."""
+        """Does the replica's heartbeat still come? Asked at most once in a heartbeat's time.
+
+        Silence is believed only after we have listened to it for a while: when the store was away nobody's
+        heart could be heard, and whoever comes back first must not take the others for dead.
+        """
         every = self.recipe.bucket.heartbeat_seconds
         looked, answer = self.beats.get(name, (-math.inf, True))
         if time.monotonic() - looked < every:
@@ -204,8 +209,17 @@ class Closer:
         age = math.inf if beat is None else self.ledger.store.now(self._clock_key()) - beat[1]
         if beat is None and self.round == 1:  # it may not have started yet
             age = self.ledger.store.now(self._clock_key()) - self.ledger.settled_at(0) - 60
-        answer = age < 5 * every + 2 and not (beat and beat[0].get("state") in LEAVING)
-        self.beats[name] = (time.monotonic(), answer)
+        now, last = time.monotonic(), beat and beat[1]
+        if age < 3 * every + 2:
+            self.silences.pop(name, None)
+            heard = True
+        else:
+            before, since = self.silences.get(name, (last, now))
+            since = since if before == last else now
+            self.silences[name] = (last, since)
+            heard = now - since < 2 * every
+        answer = heard and not (beat and beat[0].get("state") in LEAVING)
+        self.beats[name] = (now, answer)
         return answer
 
     def _next_members(self, accepted: Mapping[str, Entry]) -> list[str]:
