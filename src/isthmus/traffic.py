@@ -86,8 +86,14 @@ def outer_bytes(recipe: Recipe, member: Member, sizes: tuple[int, ...] | None = 
         return each, each
     sizes = shard_bytes(recipe) if sizes is None else sizes
     others = recipe.num_replicas - 1
-    down = sum(size * readers for size, readers in zip(sizes, shards_read(recipe, member), strict=True))
-    return sum(sizes) if others else 0, others * down
+    if not others:
+        return 0, 0
+    # Of its own update a machine holds what it sent; the stages after the first read the embedding's shard.
+    down = sum(
+        size * (others * readers + readers - 1)
+        for size, readers in zip(sizes, shards_read(recipe, member), strict=True)
+    )
+    return sum(sizes), down
 
 
 def _ring_bytes(recipe: Recipe) -> int:

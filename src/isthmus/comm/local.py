@@ -41,8 +41,10 @@ class LocalExchange:
                 sizes = [len(shard) for shard in contribution.shards.values()]
                 self.sent["payload_up"] += sum(sizes)
                 for name, readers in self.readers.items():
-                    if name != contribution.replica:
-                        self.sent["payload_down"] += sum(s * n for s, n in zip(sizes, readers, strict=True))
+                    mine = name == contribution.replica  # held already by the machine that sent it
+                    self.sent["payload_down"] += sum(
+                        size * (count - mine) for size, count in zip(sizes, readers, strict=True)
+                    )
         return own
 
     def take_counts(self) -> dict[str, int]:
