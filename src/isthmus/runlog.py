@@ -142,6 +142,11 @@ class RunDir:
                     ) from None
         return [rows[key] for key in sorted(rows)]
 
+    def amend(self, row: Mapping[str, Any]) -> None:
+        """Put `row` in the place of the one of its round."""
+        rows = [row if old["round"] == row["round"] else old for old in self.rows()]
+        replace_file(self.metrics_path, "".join(_json(row) + "\n" for row in rows))
+
     def truncate(self, round: int) -> None:
         """Forget what came after `round`, so that a resumed run writes its own."""
         kept = [row for row in self.rows() if row["round"] <= round]

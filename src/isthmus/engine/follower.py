@@ -10,6 +10,7 @@ from isthmus.comm.ledger import Ledger, Manifest
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.engine.evaluate import Scorer, by_kind
+from isthmus.engine.fleet import GONE
 from isthmus.engine.loop import NO_SCORES, start_row
 from isthmus.engine.replay import Replay
 from isthmus.model.inner import learning_rate
@@ -79,6 +80,23 @@ class Follower:
         }
         self.row(row)
         return manifest
+
+    def farewell(self, ended: Callable[[], bool], patience_seconds: float = 20.0) -> None:
+        """What the replicas counted after their last commits joins the last row: the run's sums are exact."""
+        last, deadline = self.run.rows()[-1], time.monotonic() + patience_seconds
+        while True:
+            over = ended() or time.monotonic() > deadline
+            beats = [self.ledger.heartbeat(member.name) for member in self.recipe.fleet()]
+            said = [beat[0] for beat in beats if beat and beat[0].get("state") in GONE]
+            if over or len(said) == len(beats):
+                break
+            time.sleep(0.2)
+        if last["round"] == 0:
+            return
+        for body in said:
+            for purpose, count in ((body.get("farewell") or {}).get("bytes", {})).items():
+                last["bytes"][purpose] = last["bytes"].get(purpose, 0) + int(count)
+        self.run.amend(last)
 
     def follow(self, stop: Callable[[], bool], poll_seconds: float = 0.5) -> None:
         """Until the last round is settled, or `stop`."""

@@ -72,6 +72,7 @@ def train(
             view.note(f"{run.path}: {recipe.num_replicas} replicas, {workers} processes, bucket {url}")
             follower = Follower(Ledger(open_store(url), store_run), corpus, run, view)
             asked = _follow(follower, machines, view)
+            follower.farewell(machines.all_ended)
         status = "interrupted" if asked else "finished"
         checkpoint.save_tensors(run.model_path, follower.replay.anchor)
     except BaseException as fault:
