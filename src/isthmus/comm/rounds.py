@@ -38,7 +38,8 @@ class LedgerExchange:
         self.replica = ledger.signer.replica
         self.anchor = ""  # digest of the anchor that all hold now
         self.facts: Callable[[], Mapping[str, Any]] = dict
-        self.sent = {"payload_up": 0, "payload_down": 0, "control": 0}
+        self.sent = {"payload_up": 0, "payload_down": 0}
+        self.moved = 0  # what the store had moved when counts were last taken
         self.cache: dict[str, bytes] = {}
         self.closer = None
         if crew.rank == 0 and self.replica in ledger.run.closers:
@@ -163,10 +164,14 @@ class LedgerExchange:
         """A shard's bytes, checked; from memory when it is our own or was read before."""
         if shard.digest not in self.cache:
             self.cache[shard.digest] = self.ledger.get_shard(replica, round_number, shard)
-            # A closer of a pipelined replica reads more than it applies: that is the price of checking.
-            self.sent["payload_down" if shard.index in self.reads else "control"] += shard.size
+            if shard.index in self.reads:  # a pipelined closer reads more than it applies
+                self.sent["payload_down"] += shard.size
         return self.cache[shard.digest]
 
     def take_counts(self) -> dict[str, int]:
+        """Bytes since the last call. `control` is all that the store moved and was no payload of the round:
+        documents, heartbeats, anchors, and what a closer reads only to check it."""
+        total = self.ledger.store.bytes_sent + self.ledger.store.bytes_received
+        moved, self.moved = total - self.moved, total
         counts, self.sent = self.sent, dict.fromkeys(self.sent, 0)
-        return counts
+        return counts | {"control": moved - sum(counts.values())}
