@@ -157,8 +157,7 @@ class RealFleet:
         self.digests = {i: shard_digest(self.anchor, self.ledger.shards[i]) for i in self.reads}
         digest = self.exchange.hold_anchor(round_number, self.digests)
         self.told.round = round_number
-        if self.crew.rank == 0:
-            self.log(f"round {round_number}: anchor {digest[:16]}")
+        self.log(f"round {round_number}: anchor {digest[:16]}")
 
     def _write_anchor(self, round_number: int) -> None:
         """The round's closer writes theta^(t): each of its processes the shards it trains."""
