@@ -68,6 +68,7 @@ class Step:
     depths: tuple[int, ...]  # micro-batches that each stage runs forward before its first backward
     closed_seconds: float  # m max(t, l) + (S-1)(t + 2 (l + latency))
     seconds: float  # the event simulation of the schedule with these depths
+    linkless_seconds: float  # the same if links took no time: what compute and the pipeline's flush need
     bubble: float  # share of the step in which the average stage has nothing to do
 
 
@@ -269,7 +270,9 @@ def _inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[Stage
     replica, m = member.config, recipe.inner.micro_batches
     mean = compute.seconds_per_step
     if replica.stages == 1:
-        return None, Step(micro_batches=1, depths=(1,), closed_seconds=mean, seconds=mean, bubble=0.0)
+        return None, Step(
+            micro_batches=1, depths=(1,), closed_seconds=mean, seconds=mean, linkless_seconds=mean, bubble=0.0
+        )
     crossing = inner_step_bytes(recipe, member)
     num_links, rate = replica.stages - 1, replica.link.mbps * 1e6 / 8
     forward = (crossing["activations"] + crossing["tokens"]) // num_links // m
@@ -277,13 +280,11 @@ def _inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[Stage
     latency, t = replica.link.latency_ms / 1e3, mean / m
     chosen = depths(replica.stages, m, t, forward / rate, latency)
     each = [seconds / m for seconds in compute.stage_seconds_per_step]
-    seconds = simulate_schedule(
-        deep(replica.stages, m, chosen),
-        [FORWARD_SHARE * t for t in each],
-        [(1 - FORWARD_SHARE) * t for t in each],
-        forward / rate,
-        latency,
-    )
+    there = [FORWARD_SHARE * t for t in each]
+    back = [(1 - FORWARD_SHARE) * t for t in each]
+    schedule = deep(replica.stages, m, chosen)
+    seconds = simulate_schedule(schedule, there, back, forward / rate, latency)
+    linkless = simulate_schedule(schedule, there, back, 0.0, 0.0)
     link = StageLink(
         mbps=replica.link.mbps,
         latency_ms=replica.link.latency_ms,
@@ -299,7 +300,12 @@ def _inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[Stage
     )
     closed = inner_step_seconds(recipe, member, mean * replica.stages)
     step = Step(
-        micro_batches=m, depths=chosen, closed_seconds=closed, seconds=seconds, bubble=1 - mean / seconds
+        micro_batches=m,
+        depths=chosen,
+        closed_seconds=closed,
+        seconds=seconds,
+        linkless_seconds=linkless,
+        bubble=1 - mean / seconds,
     )
     return link, step
 
@@ -402,8 +408,8 @@ def _kind(
         unread = sum(size for i, size in enumerate(sizes) if i not in reads)
         sent["control"] = recipe.outer.rounds * recipe.num_replicas * unread
     losses = {
-        "link": steps * _link_bound(pace),
-        "bubble": steps * (pace.step.seconds - pace.compute.seconds_per_step - _link_bound(pace)),
+        "link": steps * (pace.step.seconds - pace.step.linkless_seconds),
+        "bubble": steps * (pace.step.linkless_seconds - pace.compute.seconds_per_step),
         "exchange": exchange,
         "waiting": wait,
     }
@@ -427,14 +433,6 @@ def _kind(
         bottleneck=worst if losses[worst] > 0.1 * round_seconds else "compute",
         bytes=sent,
     )
-
-
-def _link_bound(pace: _Pace) -> float:
-    """Seconds of an inner step that are there because a link is slower than the machines it joins."""
-    if pace.link is None:
-        return 0.0
-    slowest = max(pace.compute.stage_seconds_per_step)
-    return max(0.0, min(pace.link.forward_seconds_per_step, pace.step.seconds) - slowest)
 
 
 def _catch_up(recipe: Recipe, replica: ReplicaConfig, sizes: tuple[int, ...]) -> CatchUp | None:

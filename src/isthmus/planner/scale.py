@@ -70,11 +70,20 @@ def pays_from(
 
     All-read-all reads M (M-1) p; with an aggregator (M-1) p + (M-1) A, which is less when M - 1 > A / p.
     """
-    for m in range(2, 100_001):
+
+    def pays(m: int) -> bool:
         how = {"entries": entries, "keep": keep, "correlation": correlation}
-        if m - 1 > aggregate_ratio(m, values, aggregate_values, **how):
-            return m
-    return None
+        return m - 1 > aggregate_ratio(m, values, aggregate_values, **how)
+
+    low, high = 1, 2  # the union grows ever slower with M, so they cross once
+    while not pays(high):
+        low, high = high, 2 * high
+        if high > 2**20:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
