@@ -311,7 +311,8 @@ def bottleneck(forecast: "Forecast", kind: "KindForecast") -> str:
     if kind.bottleneck == "link":
         return (
             "the link between stages: if it took no time an inner step would take "
-            f"{_time(kind.step.linkless_seconds)}; compress more, find a faster one, or give it more micro-batches to overlap"
+            f"{_time(kind.step.linkless_seconds)}; compress more, find a faster one, or give it more "
+            "micro-batches to overlap"
         )
     if kind.bottleneck == "bubble":
         slow = max(kind.compute.stage_seconds_per_step) / kind.compute.seconds_per_step
