@@ -1,0 +1,370 @@
+"""Bad input to the commands of a fleet: one line, exit status 2, nothing started and nothing written."""
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.main import main
+from isthmus.comm.ledger import Ledger, read_run
+from isthmus.comm.store import open_store
+from isthmus.comm.trust import load_signer, new_secret
+from isthmus.engine import launcher
+
+# The servers of the store's own tests.
+sys.path.insert(0, str(Path(__file__).parents[1] / "comm"))
+import servers
+
+RECIPE = """
+name = "tiny"
+[model]
+preset = "nano"
+width = 32
+ffn = 64
+heads = 2
+context = 16
+[inner]
+batch = 4
+micro_batches = 2
+[outer]
+inner_steps = 1
+rounds = 2
+keep = 8
+[[replicas]]
+name = "rack"
+[[replicas]]
+name = "edge"
+kind = "pipelined"
+stages = 2
+"""
+
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in a folder, as `isthmus init` leaves it."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "r.toml").write_text(RECIPE)
+    assert (
+        main(["init", str(folder / "r.toml"), str(folder / "bucket"), "--keys", str(folder / "keys/tiny")])
+        == 0
+    )
+    return folder
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it to spoil, as the working directory; nothing may be started from it."""
+    shutil.copytree(made, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+
+    def start(*args: object, **kwargs: object) -> int:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(launcher, "run_replica", start)
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    def call(*command: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = main(list(command))
+        except SystemExit as ended:  # argparse
+            status = ended.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def everything_in(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def is_refused(answer: tuple[int, str, str], says: str) -> None:
+    status, out, err = answer
+    assert status == 2, err
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("isthmus")
+    assert says in err
+
+
+JOIN = ("join", "bucket", "--replica")
+PLAIN = {
+    "init: no recipe": (("init", "none.toml", "new"), "cannot read the recipe none.toml"),
+    "init: method adamw": (("init", "r.toml", "new", "--set", "outer.method=adamw"), 'outer.method "adamw"'),
+    "init: unknown closer": (
+        ("init", "r.toml", "new", "--closers", "rack,bob"),
+        'closer "bob" is no replica',
+    ),
+    "init: keys there": (("init", "r.toml", "new"), "keys/tiny already holds keys; give --keys another"),
+    "init: keys a file": (
+        ("init", "r.toml", "new", "--keys", "r.toml"),
+        "r.toml is a file; give --keys a folder",
+    ),
+    "init: keys below a file": (("init", "r.toml", "new", "--keys", "r.toml/x"), "cannot write keys below"),
+    "init: another run": (("init", "r.toml", "bucket", "--keys", "k"), 'already holds the run "tiny"'),
+    "init: wrong URL": (("init", "r.toml", "ftp://host/x", "--keys", "k"), "is no store; write a folder"),
+    "init: secret in URL": (("init", "r.toml", "s3://me:hunter2@b/x", "--keys", "k"), "holds credentials"),
+    "init: a file": (("init", "r.toml", "r.toml", "--keys", "k"), "is a file; the store needs a folder"),
+    "join: wrong URL": (("join", "s4://x/y", "--replica", "rack"), "is no store"),
+    "join: no run": (("join", "empty", "--replica", "rack"), "there is no run in this bucket; create one"),
+    "join: no name": (("join", "bucket"), "required: --replica"),
+    "join: unknown replica": ((*JOIN, "bob"), 'there is no replica "bob" in this run; there is rack, edge'),
+    "join: missing key": ((*JOIN, "rack", "--key", "gone.key"), "no key for replica rack at gone.key"),
+    "join: key a folder": ((*JOIN, "rack", "--key", "keys"), "is not a key of `isthmus init`"),
+    "join: no key": ((*JOIN, "rack", "--key", "r.toml"), "r.toml is not a key of `isthmus init`"),
+    "join: a stranger's key": ((*JOIN, "rack", "--key", "stranger.key"), "is not the key of replica rack"),
+    "join: another's key": ((*JOIN, "rack", "--key", "keys/tiny/edge.key"), "is not the key of replica rack"),
+    "join: device": ((*JOIN, "rack", "--device", "tpu"), "tpu"),
+    "join: stage 2 of 2": (
+        (*JOIN, "edge", "--stage", "2", "--master", "127.0.0.1:9"),
+        "has the stages 0 to 1",
+    ),
+    "join: stage -1": ((*JOIN, "edge", "--stage", "-1", "--master", "127.0.0.1:9"), "there is no stage -1"),
+    "join: no number": ((*JOIN, "edge", "--stage", "one"), "invalid int value"),
+    "join: no master": ((*JOIN, "edge", "--stage", "1"), "--stage needs --master HOST:PORT"),
+    "join: a public master": (
+        (*JOIN, "edge", "--stage", "0", "--master", "8.8.8.8:29500"),
+        "inside a WireGuard tunnel, or pass --trust-network",
+    ),
+    "join: no machine": (
+        (*JOIN, "edge", "--stage", "0", "--master", "0.0.0.0:29500"),
+        "no machine's address",
+    ),
+    **{
+        f"join: master {master}": (
+            (*JOIN, "edge", "--stage", "1", "--master", master),
+            f'--master is "{master}"; write HOST:PORT',
+        )
+        for master in ("10.0.0.2", "10.0.0.2:", ":29500", "10.0.0.2:0", "10.0.0.2:65536", "10.0.0.2:x")
+    },
+    "leave: nobody there": (("leave", "bucket", "--replica", "rack"), "replica rack is not in the run now"),
+    "leave: another's key": (
+        ("leave", "bucket", "--replica", "rack", "--key", "keys/tiny/edge.key"),
+        "is not the key of replica rack",
+    ),
+    "leave: unknown": (("leave", "bucket", "--replica", "bob"), 'there is no replica "bob"'),
+    "status: no run": (("status", "empty"), "there is no run in this bucket"),
+    "status: wrong URL": (("status", "s3:/x"), "is no store"),
+    "ledger: no run": (("ledger", "show", "empty"), "there is no run in this bucket"),
+    "ledger: no action": (("ledger",), "required: ACTION"),
+    "verify: no round": (("ledger", "verify", "bucket"), "no round of this run is settled yet"),
+    "rebuild: not settled": (
+        ("ledger", "rebuild", "bucket", "--round", "1", "--to", "t"),
+        "round 1 is not settled; this run has the rounds 0 to 0",
+    ),
+    "rebuild: below 0": (
+        ("ledger", "rebuild", "bucket", "--round", "-1", "--to", "t"),
+        "round -1 is not settled",
+    ),
+    "rebuild: target there": (
+        ("ledger", "rebuild", "bucket", "--to", "r.toml"),
+        "r.toml exists; give --to another",
+    ),
+    "rebuild: no folder": (
+        ("ledger", "rebuild", "bucket", "--to", "no/t"),
+        "there is no folder no; create it",
+    ),
+    "rebuild: unknown": (
+        ("ledger", "rebuild", "bucket", "--without", "bob", "--to", "t"),
+        'there is no replica "bob"',
+    ),
+    "sweep: no anchors": (("ledger", "sweep", "bucket"), "0 complete anchors; sweeping needs two"),
+}
+
+
+@pytest.mark.parametrize(("command", "says"), PLAIN.values(), ids=PLAIN)
+def test_bad_input_is_one_line_and_changes_nothing(
+    here: Path, said: Said, command: tuple[str, ...], says: str
+):
+    (here / "empty" / "probe").mkdir(parents=True)
+    (here / "new" / "probe").mkdir(parents=True)
+    (here / "stranger.key").write_text(new_secret().hex())
+    before = everything_in(here)
+    answer = said(*command)
+    is_refused(answer, says)
+    assert "hunter2" not in answer[2]
+    assert everything_in(here) == before
+
+
+@pytest.mark.xfail(strict=True, reason="open_store creates the folder that it is asked to read")
+@pytest.mark.parametrize(
+    "command", [("status", "typo"), ("ledger", "show", "typo"), ("join", "typo", "--replica", "rack")]
+)
+def test_reading_a_folder_that_is_not_there_does_not_create_it(
+    here: Path, said: Said, command: tuple[str, ...]
+):
+    is_refused(said(*command), "")
+    assert not (here / "typo").exists()
+
+
+def test_a_master_that_does_not_answer_is_one_line(here: Path, said: Said):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    before = everything_in(here)
+    answer = said(*JOIN, "edge", "--stage", "1", "--master", f"127.0.0.1:{port}", "--wait", "1")
+    is_refused(answer, f"replica edge: no stage 0 at 127.0.0.1:{port} within 1 s")
+    assert everything_in(here) == before
+
+
+def test_a_name_taken_by_a_live_member_is_refused_until_it_has_gone(
+    here: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+):
+    store = open_store("bucket")
+    ledger = Ledger(store, read_run(store), load_signer(here / "keys/tiny/rack.key", "rack"))
+    ledger.beat({"incarnation": "1", "state": "training", "round": 0})
+    is_refused(said(*JOIN, "rack"), "replica rack is live in this run (heartbeat")
+    assert not (here / "work").exists()
+    started: list[str] = []
+    monkeypatch.setattr(launcher, "run_replica", lambda config, **rest: started.append(config.replica) or 0)
+    assert said(*JOIN, "edge")[0] == 0
+    ledger.beat({"incarnation": "1", "state": "left", "round": 0})
+    assert said(*JOIN, "rack")[0] == 0
+    assert started == ["edge", "rack"]
+
+
+def test_a_public_master_is_taken_where_the_network_is_trusted(
+    here: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[str] = []
+    monkeypatch.setattr(launcher, "run_replica", lambda config, **rest: started.append(rest["host"]) or 0)
+    command = (*JOIN, "edge", "--stage", "0", "--master", "8.8.8.8:29500", "--trust-network")
+    assert said(*command)[0] == 0
+    assert started == ["8.8.8.8"]
+
+
+def test_init_says_what_to_type_next_and_keeps_secrets_to_itself(tmp_path: Path, said: Said, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.toml").write_text(RECIPE)
+    status, out, err = said("init", "r.toml", "bucket", "--closers", "rack, rack")
+    assert (status, err) == (0, "")
+    assert (
+        "isthmus join bucket --replica edge --key keys/tiny/edge.key [--stage 0..1 --master HOST:PORT]" in out
+    )
+    run = read_run(open_store("bucket"))
+    assert run.closers == ("rack",)
+    for name in ("rack", "edge"):
+        secret = (tmp_path / "keys/tiny" / f"{name}.key").read_text().strip()
+        assert secret not in out + (tmp_path / "bucket" / "run.json").read_text()
+
+
+def test_status_tells_who_is_there_and_whom_the_round_awaits(here: Path, said: Said):
+    status, out, _ = said("status", "bucket", "--json")
+    facts = json.loads(out)
+    assert status == 0
+    assert (facts["run"], facts["round"], facts["rounds"]) == ("tiny", 0, 2)
+    assert facts["awaited"] == ["rack", "edge"]
+    assert [member["state"] for member in facts["members"]] == ["not seen", "not seen"]
+    store = open_store("bucket")
+    ledger = Ledger(store, read_run(store), load_signer(here / "keys/tiny/rack.key", "rack"))
+    ledger.beat({"state": "training", "round": 1, "inner_step": 1, "loss": 6.5, "tokens_per_second": 100.0})
+    store.put("payloads/edge/000001/commit.json", bytes(5 << 20))  # whatever it is, it was delivered
+    facts = json.loads(said("status", "bucket", "--json")[1])
+    rack, edge = facts["members"]
+    assert set(rack) == {
+        *("replica", "kind", "stages", "state", "heartbeat_age_seconds", "round", "inner_step", "loss"),
+        *("tokens_per_second", "delivered"),
+    }
+    assert (rack["state"], rack["loss"], rack["delivered"], edge["delivered"]) == (
+        "training",
+        6.5,
+        False,
+        True,
+    )
+    assert facts["awaited"] == ["rack"]
+    text = said("status", "bucket")[1]
+    assert 'run "tiny"' in text
+    assert "round 1 waits for rack" in text
+
+
+# On a server with identities
+
+
+@pytest.fixture(scope="module")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    server = servers.start_seaweed(tmp_path_factory.mktemp("seaweed"))
+    if isinstance(server, str):
+        pytest.skip(server)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def person(seaweed: servers.Server, monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[str, str]], None]:
+    """Become someone who holds these credentials and nothing else."""
+    for name in (
+        "AWS_SESSION_TOKEN",
+        "AWS_PROFILE",
+        "AWS_ENDPOINT",
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_DEFAULT_REGION",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, "no-such-file")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
+
+    def become(credentials: tuple[str, str]) -> None:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", credentials[0])
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", credentials[1])
+
+    become(servers.ADMIN)
+    return become
+
+
+def commands(url: str) -> list[tuple[str, ...]]:
+    return [
+        ("init", "r.toml", url, "--keys", "k"),
+        ("join", url, "--replica", "rack"),
+        ("leave", url, "--replica", "rack"),
+        ("status", url),
+        ("ledger", "show", url),
+        ("ledger", "verify", url),
+    ]
+
+
+def test_a_missing_bucket_or_unknown_credentials_are_one_line(here: Path, said: Said, person):
+    stranger = ("stranger-key-id", "stranger-very-secret")
+    before = everything_in(here)
+    for command in commands("s3://no-such-bucket/x"):
+        is_refused(said(*command), "no such bucket; create it, or correct the URL")
+    person(stranger)
+    for command in commands("s3://runs/x"):
+        answer = said(*command)
+        is_refused(answer, "the store does not know these credentials")
+        assert not any(secret in answer[2] for secret in stranger)
+    assert everything_in(here) == before
+
+
+def test_who_may_not_write_cannot_create_a_run_and_may_look_at_one(here: Path, said: Said, person):
+    assert said("init", "r.toml", "s3://runs/theirs", "--keys", "k")[0] == 0
+    person(servers.RACK)
+    before = everything_in(here)
+    answer = said("init", "r.toml", "s3://runs/mine", "--keys", "k2")
+    is_refused(answer, "permission denied")
+    assert not any(secret in answer[2] for secret in servers.RACK)
+    assert said("status", "s3://runs/theirs")[0] == 0
+    assert said("ledger", "show", "s3://runs/theirs")[0] == 0
+    person(servers.ADMIN)
+    assert open_store("s3://runs/theirs").list() == ["run.json"]
+    assert open_store("s3://runs/mine").list() == []
+    assert everything_in(here) == before
+
+
+@pytest.mark.xfail(strict=True, reason="join does not try whether it may write below its own prefixes")
+def test_join_without_the_right_to_write_is_one_line(here: Path, said: Said, person):
+    assert said("init", "r.toml", "s3://runs/closed", "--keys", "k")[0] == 0
+    person(servers.RACK)
+    is_refused(
+        said("join", "s3://runs/closed", "--replica", "rack", "--key", "k/rack.key"), "permission denied"
+    )
