@@ -1,4 +1,4 @@
-"""One thread for every process of the tests: their tensors are small, and threads would only wait for cores."""
+"""One thread for every process of the tests: their tensors are small, threads would wait for cores."""
 
 import os
 
