@@ -1,7 +1,8 @@
-"""README.md and docs/method.md name only what exists; the README's recipe states every key and default."""
+"""README.md and docs/ name only what exists; the README's recipe states every key and default."""
 
 import ast
 import dataclasses
+import json
 import re
 import shlex
 import tomllib
@@ -16,7 +17,8 @@ from isthmus.engine.loop import NO_SCORES, start_row
 
 ROOT = Path(__file__).parents[1]
 README, METHOD = ROOT / "README.md", ROOT / "docs" / "method.md"
-PAGES = pytest.mark.parametrize("page", [README, METHOD], ids=lambda page: page.name)
+OPERATE, PROTOCOL = ROOT / "docs" / "operate.md", ROOT / "docs" / "protocol.md"
+PAGES = pytest.mark.parametrize("page", [README, METHOD, OPERATE, PROTOCOL], ids=lambda page: page.name)
 OURS = ("src/", "tests/", "docs/", "recipes/", "bench/")
 
 
@@ -34,7 +36,7 @@ def links(page):
 def commands(markdown):
     """Every `isthmus ...` in backticks and in indented blocks, split as a shell would."""
     spans = re.findall(r"`(isthmus [^`]+)`", markdown)
-    lines = re.findall(r"^    (isthmus .+)$", markdown, re.MULTILINE)
+    lines = re.findall(r"^(?:    |ExecStart=\S+/)(isthmus .+)$", markdown, re.MULTILINE)
     return [shlex.split(line, comments=True) for line in [*spans, *lines]]
 
 
@@ -158,3 +160,67 @@ def test_every_field_of_a_row_and_every_purpose_of_bytes_is_explained():
     row = start_row(load_recipe(ROOT / "recipes" / "demo.toml"), NO_SCORES, 0.0)
     explained = set(re.findall(r"`(\w+)`", section(README, "The commands")))
     assert row.keys() | row["bytes"].keys() | row["dense_bytes"].keys() <= explained
+
+
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.+?)```", text(page), re.DOTALL)
+
+
+def test_the_operators_recipe_is_one_and_the_policies_are_json():
+    (recipe,) = blocks(OPERATE, "toml")
+    assert [member.config.stages for member in parse_recipe(recipe).fleet()] == [1, 2]
+    for policy in blocks(OPERATE, "json"):
+        json.loads(policy)
+
+
+@cache
+def sayings():
+    """Every text in the package, with an ellipsis where a value is filled in."""
+    said = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [v.value if isinstance(v, ast.Constant) else "..." for v in node.values]
+                said.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.append(node.value)
+    return "\n".join(said)
+
+
+@pytest.mark.parametrize("title", ["6. Watch", "When things go wrong"])
+def test_every_message_that_an_operator_may_look_up_is_one_that_is_said(title):
+    cells = re.findall(r"^\| (.+?) \|", section(OPERATE, title), re.MULTILINE)
+    messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    assert len(messages) > 15
+    for message in messages:
+        for part in re.split(r"\.\.\.", message):
+            words = part.strip(" :;,()")
+            assert words in sayings() or not words, f"{message}: {words}"
+
+
+@cache
+def literal_keys(path):
+    """The keys of every dictionary that is written out in a file."""
+    found = [
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Dict)
+    ]
+    return [{key.value for key in node.keys if isinstance(key, ast.Constant)} for node in found]
+
+
+def test_the_fields_of_every_document_are_those_that_the_code_writes():
+    fields_of, document = {}, None
+    for first, second in re.findall(r"^\| (.*?) ?\| (`.+?) \|", section(PROTOCOL, "Documents"), re.MULTILINE):
+        document = first.strip("` ") or document
+        fields_of.setdefault(document, set()).update(re.findall(r"`(\w+)`", second))
+    package = ROOT / "src" / "isthmus"
+    ledger, closer = (
+        literal_keys(package / "comm" / "ledger.py"),
+        literal_keys(package / "comm" / "closer.py"),
+    )
+    entry = next(keys for keys in ledger if "norm" in keys)
+    assert fields_of["run.json"] in ledger
+    assert fields_of["anchor"] in ledger
+    assert fields_of["heartbeat"] in literal_keys(package / "engine" / "distributed.py")
+    assert fields_of["commit"] - entry in ledger
+    assert entry <= fields_of["commit"]
+    assert fields_of["manifest"] - {"round", "previous"} in closer
