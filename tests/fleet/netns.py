@@ -1,0 +1,155 @@
+"""Machines out of network namespaces: each has its own addresses and counters, and the cables have a rate.
+
+A cable is a veth pair with a token bucket (`tc tbf`) at both ends; there is no netem on every kernel, so no
+latency is added. The bucket is smaller than the largest packets that TCP hands down, so on a cable with a
+rate the interfaces count segments of 1500 bytes, headers and all, as on a wire.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+
+def reason_to_skip() -> str:
+    """Why there can be no namespaces here; empty where there can."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed (Debian: iproute2)"
+    name = f"isth{os.getpid()}try"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"no network namespaces here: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    return ""
+
+
+@dataclass
+class Cable:
+    """Two machines and their addresses on the cable between them."""
+
+    machines: tuple[str, str]
+    interfaces: tuple[str, str]
+    addresses: tuple[str, str]
+
+
+@dataclass
+class Network:
+    """Namespaces that live as long as the `with` block; what still runs in them then is killed."""
+
+    prefix: str = field(default_factory=lambda: f"isth{os.getpid()}")
+    machines: list[str] = field(default_factory=list)
+    cables: list[Cable] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        for machine in self.machines:
+            for pid in _run("ip", "netns", "pids", self._name(machine)).split():
+                subprocess.run(
+                    ["kill", "-9", pid], capture_output=True
+                )  # started by us: nobody else is there
+            _run("ip", "netns", "delete", self._name(machine))
+
+    def machine(self, name: str) -> str:
+        _run("ip", "netns", "add", self._name(name))
+        self.machines.append(name)
+        self._inside(name, "ip", "link", "set", "lo", "up")
+        return name
+
+    def cable(self, one: str, two: str, mbps: float = 0.0) -> Cable:
+        """Join two machines; `mbps` each way, 0 for as fast as it goes."""
+        number = len(self.cables) + 1
+        faces = (f"v{number}a", f"v{number}b")
+        addresses = (f"10.77.{number}.1", f"10.77.{number}.2")
+        ends = [(one, faces[0], addresses[0]), (two, faces[1], addresses[1])]
+        pair = ["type", "veth", "peer", "name", faces[1], "netns", self._name(two)]
+        _run("ip", "link", "add", faces[0], "netns", self._name(one), *pair)
+        for machine, face, address in ends:
+            self._inside(machine, "ip", "address", "add", f"{address}/30", "dev", face)
+            self._inside(machine, "ip", "link", "set", face, "up")
+            if mbps:
+                rate = ["rate", f"{mbps}mbit", "burst", "16kb", "latency", "400ms"]
+                self._inside(machine, "tc", "qdisc", "add", "dev", face, "root", "tbf", *rate)
+        self.cables.append(Cable((one, two), faces, addresses))
+        return self.cables[-1]
+
+    def counted(self, cable: Cable) -> int:
+        """Bytes over a cable so far, both ways, link-layer headers and all, as its first end counted them."""
+        folder = f"/sys/class/net/{cable.interfaces[0]}/statistics"
+        told = self._inside(cable.machines[0], "cat", f"{folder}/tx_bytes", f"{folder}/rx_bytes")
+        return sum(int(line) for line in told.split())
+
+    def command(self, machine: str, command: Sequence[str]) -> list[str]:
+        return ["ip", "netns", "exec", self._name(machine), *command]
+
+    def start(self, machine: str, command: Sequence[str], log: Path, **how: Any) -> subprocess.Popen[bytes]:
+        with open(log, "ab") as file:
+            return subprocess.Popen(
+                self.command(machine, command), stdout=file, stderr=file, stdin=subprocess.DEVNULL, **how
+            )
+
+    def run(self, machine: str, command: Sequence[str], **how: Any) -> str:
+        done = subprocess.run(self.command(machine, command), capture_output=True, text=True, **how)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command[:4])} ...: {done.stderr.strip()[-2000:]}")
+        return done.stdout
+
+    def _inside(self, machine: str, *command: str) -> str:
+        return _run(*self.command(machine, command))
+
+    def _name(self, machine: str) -> str:
+        return f"{self.prefix}{machine}"
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def isthmus(*words: object) -> list[str]:
+    """A command as an operator types it."""
+    return [sys.executable, "-m", "isthmus.cli.main", *map(str, words)]
+
+
+def join_by_stages(
+    network: Network, cable: Cable, url: str, replica: str, folder: Path, **environments: dict[str, str]
+) -> list[subprocess.Popen[bytes]]:
+    """`isthmus join --stage I --master HOST:PORT` on both machines of a cable, each in a folder of its own
+    that holds nothing but the keys. environments: of a machine, where it differs from ours.
+
+    They go before whatever else this computer does: their steps are timed.
+    """
+    processes = []
+    for stage, machine in enumerate(cable.machines):
+        place = folder / machine
+        place.mkdir()
+        shutil.copytree(folder / "keys", place / "keys")
+        command = ["nice", "-n", "-15"]
+        command += isthmus("join", url, "--replica", replica, "--stage", stage, "--threads", 1)
+        command += ["--master", f"{cable.addresses[0]}:29500"]
+        env = {**os.environ, **environments.get(machine, {})}
+        processes.append(network.start(machine, command, folder / f"{machine}.log", cwd=place, env=env))
+    return processes
+
+
+def wait_for(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int]:
+    """Exit statuses, once all have ended; what has not by then is killed."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return [process.returncode for process in processes]
