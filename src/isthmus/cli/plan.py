@@ -55,6 +55,13 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--put-per-million", type=float, metavar="PRICE", help="of writing requests")
     parser.add_argument("--get-per-million", type=float, metavar="PRICE", help="of reading requests")
     parser.add_argument(
+        "--check-mb-per-second",
+        type=float,
+        default=10.0,
+        metavar="X",
+        help="how fast a closer checks packed updates (default: 10, one core)",
+    )
+    parser.add_argument(
         "--scale", action="store_true", help="one round of the same mixture with 8, 64 and 1000 replicas"
     )
     parser.add_argument("--figure", choices=FIGURES, help="draw figure 2 or 3 of the paper; needs no recipe")
@@ -78,11 +85,13 @@ def plan(args: argparse.Namespace) -> int:
     for name in ("tflops", "egress_per_gb", "put_per_million", "get_per_million"):
         if (getattr(args, name) or 0) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it is 0 or more")
+    if not args.check_mb_per_second > 0:
+        raise ConfigError(f"--check-mb-per-second is {args.check_mb_per_second}; it is above 0")
     recipe = load_recipe(args.recipe, args.set)
     prices = read_prices(args)
     if args.scale:
         return scales(args, recipe)
-    forecast = predict(recipe, args.tflops, prices)
+    forecast = predict(recipe, args.tflops, prices, args.check_mb_per_second * 1e6)
     print(forecast.to_json() if args.json else table(recipe, forecast))
     return 0
 
@@ -344,6 +353,7 @@ def scales(args: argparse.Namespace, recipe: Recipe) -> int:
     sizes = sorted({*paper.FLEETS, *([recipe.num_replicas] if recipe.num_replicas > 1 else [])})
     if recipe.outer.method == "adamw":
         raise ConfigError('--scale is about updates in a bucket; outer.method is "adamw", which has none')
+    given["verify_bytes_per_second"] = args.check_mb_per_second * 1e6
     found = [paper.scale(recipe, m, args.tflops, **given) for m in sizes]
     keep, values = recipe.outer.keep, recipe.outer.values
     if recipe.outer.method == "diloco":
@@ -358,13 +368,17 @@ def scales(args: argparse.Namespace, recipe: Recipe) -> int:
         body = {"name": recipe.name, "fleets": [row.to_dict() for row in found], "aggregate_pays_from": pays}
         print(json.dumps(body | {"correlation": paper.CORRELATION}, indent=2))
         return 0
-    print(scale_table(recipe, found, pays))
+    print(scale_table(recipe, found, pays, given))
     return 0
 
 
-def scale_table(recipe: Recipe, found: Sequence["Scale"], pays: dict[str, dict[str, int | None]]) -> str:
+def scale_table(
+    recipe: Recipe,
+    found: Sequence["Scale"],
+    pays: dict[str, dict[str, int | None]],
+    given: dict[str, float],
+) -> str:
     from isthmus.planner import scale as paper
-    from isthmus.planner.plan import VERIFY_BYTES_PER_SECOND
 
     first = found[0]
     rows: list[tuple[str, list[str]]] = [
@@ -392,21 +406,22 @@ def scale_table(recipe: Recipe, found: Sequence["Scale"], pays: dict[str, dict[s
         f'One round of "{recipe.name}", {count(recipe.model.num_parameters)} parameters, in larger fleets of '
         f"the same mixture; one update is {size(first.payload_bytes)}.",
         "",
-        *(f"{label:<28}" + "".join(f"{cell:>14}" for cell in cells) for label, cells in rows),
+        *(f"{label:<28}" + "".join(f"{cell:>17}" for cell in cells) for label, cells in rows),
         "",
         "An aggregated object pays (fewer bytes are read in all) from this M on, by the correlation of what "
         "replicas want to send:",
         "",
-        f"{'correlation':<28}" + "".join(f"{rho:>14}" for rho in pays),
+        f"{'correlation':<28}" + "".join(f"{rho:>17}" for rho in pays),
     ]
     for kind in next(iter(pays.values())):
-        cells = [f"{by_kind[kind] or 'never':>14}" for by_kind in pays.values()]
+        cells = [f"{by_kind[kind] or 'never':>17}" for by_kind in pays.values()]
         lines.append(f"{'values as ' + kind:<28}" + "".join(cells))
     lines += [
         "",
-        f"Assumed: every replica reads every update; correlation {paper.CORRELATION:g} above; checking "
-        f"{VERIFY_BYTES_PER_SECOND / 1e6:g} MB/s; every replica may close;",
-        f"prices ${paper.EGRESS_PER_GB:g} per GB read, ${paper.PUT_PER_MILLION:g} and "
-        f"${paper.GET_PER_MILLION:g} per million writes and reads where none are given.",
+        f"Assumed: every replica reads every update; correlation {paper.CORRELATION:g} above; a closer "
+        f"checks {given['verify_bytes_per_second'] / 1e6:g} MB/s; every replica may close;",
+        f"${given.get('egress_per_gb', paper.EGRESS_PER_GB):g} per GB read, "
+        f"${given.get('put_per_million', paper.PUT_PER_MILLION):g} and "
+        f"${given.get('get_per_million', paper.GET_PER_MILLION):g} per million writes and reads.",
     ]
     return "\n".join(lines)

@@ -164,7 +164,12 @@ class Forecast:
         return json.dumps(asdict(self), indent=2)
 
 
-def predict(recipe: Recipe, tflops: float = 0.0, prices: Prices | None = None) -> Forecast:
+def predict(
+    recipe: Recipe,
+    tflops: float = 0.0,
+    prices: Prices | None = None,
+    verify_bytes_per_second: float = VERIFY_BYTES_PER_SECOND,
+) -> Forecast:
     """The forecast of a run. `tflops` is the rate of machines whose own the recipe does not state."""
     rates = {replica.name: rate_of(replica, tflops) for replica in recipe.replicas}
     members = {member.config.name: member for member in reversed(recipe.fleet())}
@@ -177,7 +182,7 @@ def predict(recipe: Recipe, tflops: float = 0.0, prices: Prices | None = None) -
         + pace.exchange.up_seconds
         for name, pace in paces.items()
     }
-    closing = _closing(recipe, turns, sizes)
+    closing = _closing(recipe, turns, sizes, verify_bytes_per_second)
     close_seconds = closing.seconds if closing else 0.0
     slowest = max(turns, key=turns.__getitem__)
     round_seconds = turns[slowest] + close_seconds
@@ -310,7 +315,7 @@ def _inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[Stage
     return link, step
 
 
-def _machines(recipe: Recipe, replica: ReplicaConfig) -> list[tuple[list[int], list[int]]]:
+def machines_of(recipe: Recipe, replica: ReplicaConfig) -> list[tuple[list[int], list[int]]]:
     """(shards it writes, shards it reads) of every machine of a replica, as the exchange has them."""
     parts = shards(recipe)
     found = []
@@ -338,13 +343,13 @@ def _exchange(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> OuterEx
             gets=0,
             puts=0,
         )
-    machines = _machines(recipe, replica)
+    machines = machines_of(recipe, replica)
     up_seconds = max(
         _transfer(link, sum(sizes[i] for i in w), len(w) + (n == 0)) for n, (w, _) in enumerate(machines)
     )
-    down_seconds = max(
-        _transfer(link, others * sum(sizes[i] for i in r), others * len(r)) for _, r in machines
-    )
+    # All the others' shards, and of its own replica's those that another machine sent: the embedding's.
+    read = [[i for i in r for _ in range(others + (i not in w))] for w, r in machines]
+    down_seconds = max(_transfer(link, sum(sizes[i] for i in parts), len(parts)) for parts in read)
     return OuterExchange(
         mbps=link.mbps,
         latency_ms=link.latency_ms,
@@ -352,7 +357,7 @@ def _exchange(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> OuterEx
         down_bytes=down,
         up_seconds=up_seconds,
         down_seconds=down_seconds,
-        gets=others * sum(len(r) for _, r in machines),
+        gets=sum(len(parts) for parts in read),
         puts=sum(len(w) for w, _ in machines) + 1,
     )
 
@@ -362,7 +367,9 @@ def _transfer(link: LinkConfig, num_bytes: float, num_requests: float) -> float:
     return num_bytes * 8 / (link.mbps * 1e6) + num_requests * 2 * link.latency_ms / 1e3
 
 
-def _closing(recipe: Recipe, turns: Mapping[str, float], sizes: tuple[int, ...]) -> Closing | None:
+def _closing(
+    recipe: Recipe, turns: Mapping[str, float], sizes: tuple[int, ...], verify_rate: float
+) -> Closing | None:
     """Full replicas close where there are some. What came before the last kind is judged by then."""
     others = recipe.num_replicas - 1
     if recipe.outer.method == "adamw" or not others:
@@ -378,7 +385,7 @@ def _closing(recipe: Recipe, turns: Mapping[str, float], sizes: tuple[int, ...])
         verify_bytes=others * payload,
         last_bytes=num_last * payload,
         commit_gets=recipe.num_replicas,
-        seconds=reading + num_last * payload / VERIFY_BYTES_PER_SECOND + POLL_SECONDS,
+        seconds=reading + num_last * payload / verify_rate + POLL_SECONDS,
         manifest_bytes=recipe.num_replicas * (COMMIT_BYTES + SHARD_LINE_BYTES * len(sizes)),
     )
 
@@ -404,7 +411,7 @@ def _kind(
     sent["control"] = 0
     if closing and closing.closer == replica.name:
         # A pipelined closer's first machine also reads the shards that it has no use for, to judge them.
-        reads = _machines(recipe, replica)[0][1]
+        reads = machines_of(recipe, replica)[0][1]
         unread = sum(size for i, size in enumerate(sizes) if i not in reads)
         sent["control"] = recipe.outer.rounds * recipe.num_replicas * unread
     losses = {
@@ -442,7 +449,7 @@ def _catch_up(recipe: Recipe, replica: ReplicaConfig, sizes: tuple[int, ...]) ->
     shapes, parts, link = recipe.model.shapes(), shards(recipe), replica.outer_link
     rounds = min(recipe.bucket.anchor_every, recipe.outer.rounds) - 1
     anchor = [_anchor_bytes(recipe, sum(prod(shapes[name]) for name in names)) for names in parts]
-    reads = [r for _, r in _machines(recipe, replica)]
+    reads = [r for _, r in machines_of(recipe, replica)]
     replay = [recipe.num_replicas * sum(sizes[i] for i in r) for r in reads]
     seconds = max(
         _transfer(

@@ -130,12 +130,15 @@ def scale(
     tflops: float = 0.0,
     *,
     correlation: float = CORRELATION,
+    verify_bytes_per_second: float = VERIFY_BYTES_PER_SECOND,
     egress_per_gb: float = EGRESS_PER_GB,
     put_per_million: float = PUT_PER_MILLION,
     get_per_million: float = GET_PER_MILLION,
 ) -> Scale:
     """The recipe's mixture of replicas at this M, one round of it."""
-    forecast: Forecast = predict(with_replicas(recipe, num_replicas), tflops)
+    forecast: Forecast = predict(
+        with_replicas(recipe, num_replicas), tflops, verify_bytes_per_second=verify_bytes_per_second
+    )
     keep, values = codec_settings(recipe)
     entries = recipe.outer.chunk_side**2
     payload = forecast.payload_bytes
@@ -159,7 +162,7 @@ def scale(
         egress_dollars=down / 1e9 * egress_per_gb,
         request_dollars=(requests["put"] * put_per_million + requests["get"] * get_per_million) / 1e6,
         verify_bytes=closing.verify_bytes if closing else 0,
-        verify_seconds=closing.verify_bytes / VERIFY_BYTES_PER_SECOND if closing else 0.0,
+        verify_seconds=closing.verify_bytes / verify_bytes_per_second if closing else 0.0,
         close_seconds=closing.seconds if closing else 0.0,
         manifest_bytes=closing.manifest_bytes if closing else 0,
         round_seconds=forecast.round_seconds,

@@ -1,0 +1,239 @@
+"""`isthmus plan`: the forecast of a recipe, its table and its JSON."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli import plan as command
+from isthmus.cli.main import Parser
+from isthmus.config import load_recipe, parse_recipe
+from isthmus.errors import ConfigError
+from isthmus.planner.cost import inner_step_seconds
+from isthmus.planner.memory import process_memory
+from isthmus.planner.plan import Prices, machines_of, predict
+from isthmus.traffic import round_bytes, shard_bytes
+
+ROOT = Path(__file__).parents[2]
+DEMO, MIXED = ROOT / "recipes" / "demo.toml", ROOT / "recipes" / "512m-het-half-k192.toml"
+
+
+def run(capsys, *arguments):
+    parser = Parser(prog="isthmus")
+    command.register(parser.add_subparsers())
+    args = parser.parse_args(["plan", *map(str, arguments)])
+    assert args.run(args) == 0
+    return capsys.readouterr().out
+
+
+def kind(forecast, name):
+    return next(kind for kind in forecast.kinds if kind.name == name)
+
+
+@pytest.mark.parametrize("path", [DEMO, MIXED], ids=lambda path: path.stem)
+def test_bytes_of_the_run_are_those_of_traffic(path):
+    recipe = load_recipe(path)
+    forecast = predict(recipe, tflops=100)
+    for purpose, number in round_bytes(recipe).items():
+        assert forecast.bytes[purpose] == recipe.outer.rounds * number, purpose
+
+
+def test_the_step_is_given_by_both_levels_of_method_and_the_ceiling_is_below():
+    recipe = load_recipe(DEMO)
+    edge = kind(predict(recipe), "edge")
+    member = next(m for m in recipe.fleet() if m.config.name == "edge")
+    assert edge.step.closed_seconds == pytest.approx(inner_step_seconds(recipe, member, 0.0))
+    assert edge.step.seconds >= edge.step.closed_seconds
+    assert edge.step.seconds >= edge.step.linkless_seconds >= edge.compute.seconds_per_step
+
+
+def test_equal_stages_and_an_open_link_reach_the_ceiling_exactly():
+    recipe = load_recipe(
+        MIXED,
+        ["replicas.edge.stages=2", "model.layers=2", "model.vocab=64", "replicas.edge.link.mbps=100000"],
+    )
+    edge = kind(predict(recipe, 100), "edge")
+    uneven = max(edge.compute.stage_seconds_per_step) / edge.compute.seconds_per_step
+    assert uneven < 1.002
+    assert edge.step.seconds == pytest.approx(edge.step.closed_seconds, rel=0.005)
+
+
+def test_the_work_of_all_stages_is_that_of_the_replica():
+    edge = kind(predict(load_recipe(MIXED), 160), "edge")
+    assert sum(edge.compute.stage_seconds_per_step) == pytest.approx(4 * edge.compute.seconds_per_step)
+    assert edge.compute.seconds_per_step == pytest.approx(6 * 512_398_848 * 65_536 / 4 / 160e12)
+
+
+def test_a_slower_link_makes_deeper_warm_up_and_in_the_end_the_bottleneck():
+    fast = kind(predict(load_recipe(MIXED, ["inner.micro_batches=32"]), 20), "edge")
+    slow = kind(
+        predict(load_recipe(MIXED, ["inner.micro_batches=32", "replicas.edge.link.mbps=20"]), 20), "edge"
+    )
+    assert fast.step.depths[0] < slow.step.depths[0]
+    assert fast.bottleneck != "link"
+    assert slow.bottleneck == "link"
+    assert slow.link.forward_seconds_per_step == pytest.approx(50 * fast.link.forward_seconds_per_step)
+
+
+def test_a_round_is_h_steps_and_the_exchange_of_the_slowest():
+    forecast = predict(load_recipe(DEMO))
+    edge = kind(forecast, "edge")
+    ends = edge.exchange.up_seconds + edge.exchange.down_seconds + forecast.closing.seconds
+    assert forecast.slowest == "edge"
+    assert forecast.round_seconds == pytest.approx(15 * edge.step.seconds + ends)
+    assert forecast.hours * 3600 == pytest.approx(12 * forecast.round_seconds)
+    assert forecast.tokens_per_second * forecast.round_seconds == pytest.approx(4 * 15 * 8 * 128)
+    assert kind(forecast, "rack").wait_seconds > 0
+
+
+def test_every_request_waits_for_its_answer():
+    far = predict(load_recipe(DEMO, ["replicas.rack.link.latency_ms=105"]))
+    near = predict(load_recipe(DEMO))
+    late = kind(far, "rack").exchange.down_seconds - kind(near, "rack").exchange.down_seconds
+    assert late == pytest.approx(3 * 3 * 2 * 0.100)  # 3 others, 3 shards, there and back
+
+
+@pytest.mark.parametrize("path", [DEMO, MIXED], ids=lambda path: path.stem)
+def test_the_machines_of_a_replica_read_together_what_traffic_counts(path):
+    recipe = load_recipe(path, ["outer.values=2bit"])
+    sizes = shard_bytes(recipe)
+    for replica, forecast in zip(recipe.replicas, predict(recipe, 100).kinds, strict=True):
+        others, total = recipe.num_replicas - 1, 0
+        for writes, reads in machines_of(recipe, replica):
+            total += sum(sizes[i] * (others + (i not in writes)) for i in reads)
+        assert total == forecast.exchange.down_bytes
+
+
+def test_catching_up_is_an_anchor_and_the_rounds_since():
+    recipe = load_recipe(DEMO)
+    rack = kind(predict(recipe), "rack").catch_up
+    assert rack.anchor_bytes == 4 * recipe.model.num_parameters
+    assert rack.replay_bytes_per_round == 4 * sum(shard_bytes(recipe))
+    assert rack.bytes_most == rack.anchor_bytes + 9 * rack.replay_bytes_per_round
+
+
+def test_one_replica_alone_exchanges_and_pays_nothing_to_the_bucket():
+    recipe = load_recipe(ROOT / "recipes" / "178m-dense.toml")
+    alone = replace(recipe, replicas=(replace(recipe.replicas[0], count=1),))
+    forecast = predict(alone, 100)
+    assert forecast.closing is None
+    assert forecast.link_bytes["to_bucket"] == forecast.link_bytes["from_bucket"] == 0
+    assert forecast.requests == {"get": 0, "put": 0}
+
+
+@pytest.mark.parametrize("method", ["sparseloco", "diloco", "adamw"])
+def test_every_method_has_a_plan(method, capsys):
+    text = run(capsys, MIXED, "--tflops", 160, "--set", f"outer.method={method}")
+    assert "bottleneck" in text
+
+
+def test_memory_of_a_stage_has_the_embedding_copy_and_the_depth():
+    recipe = load_recipe(MIXED)
+    edge = next(r for r in recipe.replicas if r.name == "edge")
+    table = 32_000 * 1536 * 4
+    open_stage = process_memory(recipe, replace(edge, compression="none"), 1, 4)
+    stage = process_memory(recipe, edge, 1, 4)
+    assert stage.embedding_copy == table
+    assert stage.anchor - open_stage.anchor == table
+    assert open_stage.embedding_copy == 0
+    assert process_memory(recipe, edge, 1, 8).activations == 2 * stage.activations
+    full = process_memory(recipe, recipe.replicas[0], 0, 1)
+    assert full.weights == 4 * recipe.model.num_parameters
+    assert sum(process_memory(recipe, edge, s, 1).weights for s in range(4)) == full.weights
+    assert full.total > sum((full.weights, full.adam, full.gradients, full.feedback, full.anchor))
+
+
+def test_an_unknown_rate_is_asked_for_in_one_line():
+    with pytest.raises(ConfigError, match=r"replica rack: .*isthmus doctor.*--tflops") as error:
+        predict(load_recipe(MIXED))
+    assert "\n" not in str(error.value)
+
+
+def test_a_stated_rate_wins_over_the_one_on_the_command_line():
+    assert predict(load_recipe(DEMO), tflops=100) == predict(load_recipe(DEMO))
+
+
+def test_money_is_hours_machines_and_egress():
+    forecast = predict(load_recipe(DEMO), prices=Prices(per_hour={"edge": 0.3}, egress_per_gb=0.09))
+    machines = forecast.hours * 0.3 * 2 * 2
+    egress = forecast.link_bytes["from_bucket"] / 1e9 * 0.09
+    assert forecast.money["machines.edge"] == pytest.approx(machines)
+    assert forecast.money["total"] == pytest.approx(machines + egress)
+    with pytest.raises(ConfigError, match="no such replica; there is rack, edge"):
+        predict(load_recipe(DEMO), prices=Prices(per_hour={"rak": 1}))
+
+
+def test_the_table_says_what_it_knows_in_words(capsys):
+    text = run(capsys, DEMO, "--price-per-hour", "rack=2", "--egress-per-gb", 0.09)
+    for word in (
+        "edge sets the pace",
+        "between stages",
+        "event simulation",
+        "closed formula",
+        "catching up",
+        "bottleneck",
+        "memory",
+        "money",
+        "utilisation",
+    ):
+        assert word in text, word
+    assert max(map(len, text.splitlines())) < 200
+
+
+def test_json_has_stable_keys(capsys):
+    body = json.loads(run(capsys, DEMO, "--json"))
+    assert {"hours", "tokens_per_second", "utilisation", "bytes", "link_bytes", "requests", "kinds"} <= set(
+        body
+    )
+    edge = body["kinds"][1]
+    assert {"compute", "link", "step", "exchange", "catch_up", "memory", "bottleneck", "bytes"} <= set(edge)
+    assert {"depths", "closed_seconds", "seconds", "bubble"} <= set(edge["step"])
+    assert len(edge["memory"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give a recipe to plan"),
+        ([DEMO, "--figure", "wallclock"], "give a recipe to plan"),
+        ([DEMO, "--to", "x.png"], "give --figure too"),
+        ([DEMO, "--price-per-hour", "rack"], "write it as rack=2.5"),
+        ([DEMO, "--tflops", "-1"], "it is 0 or more"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(capsys, arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        run(capsys, *arguments)
+
+
+def test_a_plan_loads_neither_torch_nor_numpy_nor_matplotlib():
+    code = (
+        "import sys; from isthmus.cli.main import Parser; from isthmus.cli import plan\n"
+        "parser = Parser(); plan.register(parser.add_subparsers())\n"
+        f"for extra in ([], ['--json'], ['--scale']):\n"
+        f"    args = parser.parse_args(['plan', {str(DEMO)!r}, *extra]); args.run(args)\n"
+        "print([m for m in ('torch', 'numpy', 'matplotlib') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_a_thousand_replicas_are_planned_at_once():
+    recipe = load_recipe(MIXED, ["replicas.rack.count=500", "replicas.edge.count=500"])
+    started = time.process_time()
+    forecast = predict(recipe, 160)
+    assert time.process_time() - started < 0.5
+    assert forecast.num_replicas == 1000
+
+
+def test_the_recipe_in_the_docs_is_the_70b_model():
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    recipe = parse_recipe(page.split("```toml\n")[1].split("```")[0])
+    model = recipe.model
+    assert (model.width, model.layers, model.heads, model.ffn) == (8192, 80, 64, 28672)
+    assert f"{recipe.model.num_parameters:,}" in page
+    assert predict(recipe).num_replicas == 8

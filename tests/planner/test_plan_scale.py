@@ -1,0 +1,68 @@
+"""What grows with M, and when an aggregated update object would pay."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from isthmus.config import load_recipe
+from isthmus.planner.scale import aggregate_ratio, expected_union, pays_from, scale, with_replicas
+from isthmus.traffic import shard_bytes
+
+ROOT = Path(__file__).parents[2]
+RECIPE = load_recipe(ROOT / "recipes" / "512m-het-half-k192.toml", ["outer.values=2bit"])
+
+
+def test_the_union_of_independent_choices():
+    assert expected_union(1) == pytest.approx(32)
+    assert expected_union(1000) == pytest.approx(4096 * (1 - (1 - 32 / 4096) ** 1000))
+
+
+@pytest.mark.parametrize(("rho", "percent"), [(0.0, 6.1), (0.3, 5.6), (0.6, 4.4), (0.9, 2.3)])
+def test_the_union_has_the_density_that_method_measured(rho, percent):  # METHOD 1.4, M = 8, k = 32
+    assert 100 * expected_union(8, correlation=rho) / 4096 == pytest.approx(percent, abs=0.05)
+
+
+def test_the_union_against_chance():
+    generator, rho, m, entries, keep = random.Random(0), 0.5, 5, 2000, 100
+    total = 0
+    for _ in range(10):
+        common = [generator.gauss() for _ in range(entries)]
+        union = set()
+        for _ in range(m):
+            own = [abs(rho**0.5 * c + (1 - rho) ** 0.5 * generator.gauss()) for c in common]
+            union |= set(sorted(range(entries), key=own.__getitem__)[-keep:])
+        total += len(union)
+    assert expected_union(m, entries, keep, rho) == pytest.approx(total / 10, rel=0.03)
+
+
+def test_replicas_that_agree_send_one_payload_and_more_of_them_never_less():
+    assert expected_union(1000, correlation=1.0) == 32
+    unions = [expected_union(m, correlation=0.3) for m in (1, 2, 8, 64, 1000)]
+    assert unions == sorted(unions)
+    assert unions[0] == pytest.approx(32, rel=1e-3)
+
+
+@pytest.mark.parametrize("written", ["2bit", "bf16"])
+def test_the_least_m_that_pays_is_the_least(written):
+    found = pays_from("2bit", written, correlation=0.3)
+    assert [m - 1 > aggregate_ratio(m, "2bit", written, correlation=0.3) for m in (found - 1, found)] == [
+        False,
+        True,
+    ]
+
+
+def test_reading_grows_with_the_square_of_m():
+    full = replace(RECIPE, replicas=RECIPE.replicas[:1])
+    small, large = scale(full, 8, 160), scale(full, 80, 160)
+    assert large.down_bytes / small.down_bytes == pytest.approx(80 * 79 / (8 * 7))
+    assert small.up_bytes == 8 * sum(shard_bytes(full))
+    assert large.verify_bytes == 79 * small.payload_bytes
+    assert large.utilisation < small.utilisation
+
+
+def test_a_larger_fleet_keeps_the_mixture():
+    counts = [replica.count for replica in with_replicas(RECIPE, 1001).replicas]
+    assert sum(counts) == 1001
+    assert abs(counts[0] - counts[1]) == 1
