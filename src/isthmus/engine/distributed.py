@@ -33,6 +33,7 @@ from isthmus.replica.split import EMBEDDING
 from isthmus.sparse import pack_many
 
 Log = Callable[[str], None]
+TOLD = ("loss", "grad_norm", "seconds")  # of a round: saved with its update
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Told:
     loss: float | None = None
     tokens_per_second: float | None = None
     seconds: float | None = None
+    grad_norm: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -106,6 +108,7 @@ class RealFleet:
         self.told.seconds = time.monotonic() - started
         tokens = steps * self.recipe.inner.batch * self.recipe.model.context
         self.told.tokens_per_second = tokens / self.told.seconds
+        self.told.grad_norm = float(self.replica.grad_norm)
         if not math.isfinite(self.told.loss):  # the same at every stage
             self._roll_back(round_index + 1)
             return []
@@ -193,6 +196,9 @@ class RealFleet:
     def save(self, round_number: int) -> None:
         """State with a round's update in it, before the PUT: a crash from here on loses nothing."""
         facts = {"step_count": torch.tensor(self.step_count), "round": torch.tensor(round_number)}
+        # The commit tells these; made again after a crash, it tells the same.
+        for name in TOLD:
+            facts[f"told-{name}"] = torch.tensor(float(getattr(self.told, name) or 0.0), dtype=torch.float64)
         shards = {
             f"shard-{i}": torch.frombuffer(bytearray(data), dtype=torch.uint8)
             for i, data in self.pending.shards.items()
@@ -238,7 +244,8 @@ class RealFleet:
             whole = self.anchor.keys() == files["anchor"].keys() and self.feedback.keys() <= (
                 files.get("feedback", {}).keys()
             )
-            whole = whole and {f"shard-{i}" for i in self.writes} <= files["pending"].keys()
+            wanted = {f"shard-{i}" for i in self.writes} | {"step_count"}
+            whole = whole and wanted <= files["pending"].keys()
             return files if whole and "optimiser" in files else None
         except (OSError, ValueError, KeyError, SafetensorError):
             return None
@@ -253,6 +260,8 @@ class RealFleet:
             self.outer.restore(files.get("outer", {}))
         self.step_count = int(files["pending"]["step_count"])
         self.replica.restore(files["optimiser"], self.step_count)
+        for name in TOLD:
+            setattr(self.told, name, float(files["pending"].get(f"told-{name}", 0.0)))
         shards = {
             int(name.removeprefix("shard-")): bytes(t.numpy())
             for name, t in files["pending"].items()
@@ -315,11 +324,16 @@ class RealFleet:
         for purpose, count in self.exchange.take_counts().items():
             counts[purpose] = counts.get(purpose, 0) + count
         return {
-            "loss": self.told.loss,
-            "grad_norm": self.replica.grad_norm,
+            "loss": finite(self.told.loss),
+            "grad_norm": finite(self.told.grad_norm),
             "seconds": round(self.told.seconds or 0.0, 4),
             "bytes": counts,
         }
+
+
+def finite(number: float | None) -> float | None:
+    """JSON has no NaN."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 class Heart(threading.Thread):
@@ -341,7 +355,7 @@ class Heart(threading.Thread):
                 "state": told.state,
                 "round": told.round,
                 "inner_step": told.inner_step,
-                "loss": told.loss if told.loss is None or math.isfinite(told.loss) else None,
+                "loss": finite(told.loss),
                 "tokens_per_second": told.tokens_per_second,
                 "awaiting": self.fleet.exchange.awaiting,
                 "farewell": told.extra,
