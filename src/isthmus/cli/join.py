@@ -3,7 +3,6 @@
 import argparse
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -77,6 +76,12 @@ def register(commands: argparse._SubParsersAction) -> None:
 def join(args: argparse.Namespace) -> int:
     # c10d would print C++ stack traces whenever a neighbour goes away; our own line says who it was.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from isthmus.engine.pulse import Pulse, launcher_pulse
+    from isthmus.engine.worker import WorkerConfig, die_with_parent, logger
+
+    if args.supervised:  # before the long imports: also while it starts, a launcher can be stopped
+        die_with_parent(args.supervised)
+        Pulse(Path(args.work) / launcher_pulse(args.stage)).start()
     from isthmus.comm.stages import check_private
     from isthmus.comm.store import open_store
     from isthmus.engine.fleet import (
@@ -89,10 +94,7 @@ def join(args: argparse.Namespace) -> int:
     )
     from isthmus.engine.launcher import run_replica
     from isthmus.engine.start import checked_corpus, pick_device
-    from isthmus.engine.worker import WorkerConfig, die_with_parent
 
-    if args.supervised:
-        die_with_parent(args.supervised)
     store = open_store(args.url)
     run = read_run(store)
     check_trainable(run.recipe)
@@ -131,9 +133,7 @@ def join(args: argparse.Namespace) -> int:
         link_timeout_seconds=args.link_timeout,
     )
 
-    def log(text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} [{member.name}] {text}", file=sys.stderr, flush=True)
-
+    log = logger(member.name, 0, 1)
     log(f'joining "{run.recipe.name}" as {member.config.kind} replica of {stages} stage{"s" * (stages > 1)}')
     return run_replica(
         config,

@@ -16,11 +16,11 @@ from isthmus.comm.store import open_store
 from isthmus.comm.trust import Signer, load_signer, new_secret, save_secret
 from isthmus.config import Member, Recipe
 from isthmus.engine.launcher import STALL_SECONDS, ending
-from isthmus.engine.pulse import Watch, pulse_of
+from isthmus.engine.pulse import Watch, launcher_pulse, pulse_of
 from isthmus.errors import ConfigError
 
 GONE = ("left", "finished")
-START_SECONDS = 120.0  # a launcher without a first beat
+START_SECONDS = 30.0  # a launcher without a first beat: Python itself is starting
 REFUSED_SECONDS = 180.0  # a launcher that was up and now refuses its input
 
 
@@ -128,7 +128,7 @@ class Machines:
         self.restarts = 0
         self.leaving = False
         self.watch = Watch()
-        self.refused_since: dict[str, float] = {}
+        self.refused: dict[str, tuple[float, float]] = {}  # part -> since when, and when last
         self.not_before: dict[str, float] = {}
         workers = sum(member.config.stages for member in recipe.fleet())
         self.threads = max(1, (os.cpu_count() or 1) // workers)
@@ -138,7 +138,11 @@ class Machines:
         return self.folder / "work" / part.name
 
     def pulse(self, part: Part) -> Path:
-        return self.work(part) / ("launcher.alive" if part.stage is None else f"launcher-{part.stage}.alive")
+        return self.work(part) / launcher_pulse(part.stage)
+
+    def was_up(self, part: Part) -> bool:
+        """Its input was right once: a launcher takes its lock after it has checked everything."""
+        return any(self.work(part).glob("launcher*.lock"))
 
     def command(self, part: Part) -> list[str]:
         options = {
@@ -178,8 +182,10 @@ class Machines:
             if status in (None, 0, 130) or self.leaving or now < self.not_before.get(part.name, 0.0):
                 continue
             if status == 2:
-                since = self.refused_since.setdefault(part.name, now)
-                if not self.pulse(part).exists() or now - since > REFUSED_SECONDS:
+                since, last = self.refused.get(part.name, (now, now))
+                since = now if now - last > 60 else since  # it was up in between
+                self.refused[part.name] = (since, now)
+                if not self.was_up(part) or now - since > REFUSED_SECONDS:
                     raise ConfigError(self.last_line(part) or f"replica {part.name} could not start")
             if status > 0:  # not killed: the next start may end the same way
                 self.not_before[part.name] = now + 5.0
@@ -193,9 +199,6 @@ class Machines:
         silent = self.watch.look({self.pulse(part): process.pid for part, process in running.items()})
         for part, process in running.items():
             seconds, beats = silent[self.pulse(part)], pulse_of(self.pulse(part), process.pid)
-            if beats:
-                self.refused_since.pop(part.name, None)
-            # Before its first beat it is importing, on a busy machine at length.
             if seconds > (self.stall_seconds if beats else START_SECONDS):
                 self.tell(part, f"its launcher has not stirred for {seconds:.0f} s; killing it")
                 process.kill()
@@ -223,6 +226,15 @@ class Machines:
         for part in self.parts:
             self.work(part).mkdir(parents=True, exist_ok=True)
             (self.work(part) / "leave").touch()
+
+    def finish(self, patience_seconds: float = 60.0) -> None:
+        """After the last round: who fell behind, or falls even now, still comes to its end."""
+        deadline = time.monotonic() + patience_seconds
+        while time.monotonic() < deadline:
+            if all(process.poll() in (0, 130) for process in self.processes.values()):
+                return
+            self.tend()
+            time.sleep(0.2)
 
     def stop(self, patience_seconds: float = 10.0) -> None:
         """End what is still running: politely, then not."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from isthmus.engine.pulse import Pulse, Watch
+from isthmus.engine.pulse import Watch
 from isthmus.engine.worker import WorkerConfig
 from isthmus.errors import ConfigError
 
@@ -50,7 +50,6 @@ def run_replica(
     lock = hold(work / f"{_own_name(stage)}.lock")
     for note in NOTES if not supervised else ("fatal",):
         (work / note).unlink(missing_ok=True)
-    Pulse(work / f"{_own_name(stage)}.alive").start()
     interrupts: list[int] = []
 
     def interrupted(signum: int, frame: object) -> None:

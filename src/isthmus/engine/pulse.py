@@ -54,6 +54,11 @@ class Watch:
         return silent
 
 
+def launcher_pulse(stage: int | None) -> str:
+    """The file by which a launcher is watched, in its work folder."""
+    return "launcher.alive" if stage is None else f"launcher-{stage}.alive"
+
+
 def pulse_of(path: Path, pid: int) -> int:
     """A number that changes with every beat of this very process; 0 before its first."""
     try:

@@ -73,13 +73,15 @@ def train(
             follower = Follower(Ledger(open_store(url), store_run), corpus, run, view)
             asked = _follow(follower, machines, view)
             follower.farewell(machines.all_ended)
+        if not asked:
+            machines.finish()
         status = "interrupted" if asked else "finished"
         checkpoint.save_tensors(run.model_path, follower.replay.anchor)
     except BaseException as fault:
         error = f"{type(fault).__name__}: {fault}".splitlines()[0]
         raise
     finally:
-        machines.stop(30.0 if status == "finished" else 5.0)
+        machines.stop(5.0)
         run.update_about(status=status, error=error, restarts=machines.restarts)
         with contextlib.suppress(OSError, ConfigError):
             write_report(run.path)

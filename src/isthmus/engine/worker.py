@@ -216,7 +216,9 @@ def logger(replica: str, rank: int, size: int) -> Callable[[str], None]:
     tag = replica if size == 1 else f"{replica}/{rank}"
 
     def log(text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} [{tag}] {text}", file=sys.stderr, flush=True)
+        # In one write: several processes share the file.
+        sys.stderr.write(f"{time.strftime('%H:%M:%S')} [{tag}] {text}\n")
+        sys.stderr.flush()
 
     return log
 
