@@ -77,7 +77,7 @@ compression = "1/4"
 APART = ("field",)
 ROLES = ("stage", "full", "launcher")
 KINDS = ("SIGKILL", "SIGSTOP", "nap")
-ANCHOR = re.compile(r"\[([\w-]+)(?:/\d+)?\] round (\d+): anchor ([0-9a-f]{16})")
+ANCHOR = re.compile(r"\[([\w-]+)(/\d+)?\] round (\d+): anchor ([0-9a-f]{16})")
 NEW_START = re.compile(r"\] joining |; starting (it|the replica's stages|our part) again")
 
 
@@ -224,7 +224,8 @@ class Saboteur(threading.Thread):
             new = new[: new.rfind(b"\n") + 1]
             self.read[path] = self.read.get(path, 0) + len(new)
             for found in ANCHOR.finditer(new.decode(errors="replace")):
-                self.applied[found[1]].append((int(found[2]), time.monotonic()))
+                if found[2] in (None, "/0"):
+                    self.applied[found[1]].append((int(found[3]), time.monotonic()))
         now = time.monotonic()
         for fault in self.faults:
             if fault.healed_at is not None:
@@ -363,17 +364,18 @@ def check_history(folder: Path, url: str, rounds: int, outcome: Outcome) -> list
 
 def check_log(path: Path, truth: dict[int, str]) -> list[str]:
     """Every anchor that this replica ever said it holds is the history's, and it takes no round twice."""
-    problems, last = [], None
+    problems: list[str] = []
+    last: dict[str | None, int] = {}  # by process
     for line in path.read_text(errors="replace").splitlines():
         if NEW_START.search(line):
-            last = None
+            last.clear()
         if found := ANCHOR.search(line):
-            t, digest = int(found[2]), found[3]
+            who, t, digest = found[2], int(found[3]), found[4]
             if truth.get(t) != digest:
                 problems.append(f"{path.stem}: round {t} has anchor {digest}, the ledger {truth.get(t)}")
-            if last is not None and t != last + 1:
-                problems.append(f"{path.stem}: round {t} came after round {last}")
-            last = t
+            if who in last and t != last[who] + 1:
+                problems.append(f"{path.stem}{who or ''}: round {t} came after round {last[who]}")
+            last[who] = t
     return problems
 
 
