@@ -210,6 +210,21 @@ def test_the_next_deadline_is_generous_against_the_rounds_measured(run: list[Rep
     assert a.ledger.manifest(3).deadline_seconds == 25  # the median: one slow round does not move it
 
 
+def test_one_who_lives_and_never_gives_does_not_stretch_the_deadlines(run: list[Replica]):
+    a, b, c = run
+    limits = []
+    for t in range(2, 10):
+        c.beat()
+        ago(a, f"manifests/{t - 1:06d}.json", a.ledger.manifest(t - 1).deadline_seconds + 1)
+        give(t, a, b)
+        assert closes(a, t)
+        assert a.ledger.manifest(t).members == ("a", "b", "c")
+        limits.append(a.ledger.manifest(t).deadline_seconds)
+        for each in (a, b):
+            each.apply(t, each.exchange.closed(t))
+    assert set(limits) == {a.ledger.manifest(1).deadline_seconds}
+
+
 def test_closers_take_turns_and_full_replicas_come_first(folder_url: str, tmp_path: Path):
     run = Little(folder_url, tmp_path).replicas()
     for t in range(1, 9):

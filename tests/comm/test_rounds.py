@@ -13,6 +13,7 @@ from little import RECIPE, Little, Replica, at_once, beating, rounds
 from isthmus.comm import closer as closer_module
 from isthmus.comm.ledger import Ledger
 from isthmus.comm.store import open_store
+from isthmus.comm.trust import MAX_DOCUMENT_BYTES
 from isthmus.config import parse_recipe
 from isthmus.engine.fleet import create
 from isthmus.errors import ConfigError
@@ -99,6 +100,13 @@ def test_delivering_again_after_a_crash_changes_nothing(folder_url: str, tmp_pat
         counted = each.exchange.close(1, [updates[each]])
         assert [one.replica for one in counted] == ["a", "b", "c"]
     assert a.ledger.store.list("payloads") == before
+
+
+@pytest.mark.xfail(strict=True, reason="LedgerExchange._missing reads a commit that it only needs to see")
+def test_an_oversized_commit_stops_nobody_who_waits(folder_url: str, tmp_path: Path):
+    a, _, c = Little(folder_url, tmp_path).replicas()
+    c.ledger.store.put(c.commit_key(), bytes(MAX_DOCUMENT_BYTES + 1))
+    assert "b" in a.exchange._missing(1)
 
 
 # A bad network

@@ -69,12 +69,14 @@ class Closer:
         if not self._may_close(round_number, members, accepted, refused, previous):
             return False
         seconds = self.ledger.store.now(self._clock_key()) - self.ledger.settled_at(round_number - 1)
+        following = self._next_members(accepted)
+        left_behind = [m for m in members if m in following and m not in accepted and m not in refused]
         body = {
             "anchor": anchor,
             "entries": [accepted[name].body() for name in self.names if name in accepted],
             "refused": [[name, refused[name]] for name in self.names if name in refused],
-            "members": self._next_members(accepted),
-            "deadline_seconds": self._deadline(round_number, seconds),
+            "members": following,
+            "deadline_seconds": self._deadline(round_number, None if left_behind else seconds),
             "seconds": round(seconds, 3),
         }
         won = self.ledger.create_manifest(round_number, body)
@@ -231,10 +233,28 @@ class Closer:
 
         return [name for name in self.names if stays(name)]
 
-    def _deadline(self, round_number: int, seconds: float) -> float:
-        """Of the next round: generous against the rounds measured, so that only the stuck are left behind."""
-        recent = [m.seconds for m in (self.ledger.manifests.get(round_number - i) for i in range(1, 6)) if m]
-        return round(max(15.0, 4 * statistics.median([*recent, seconds])) + 10, 3)
+    def _deadline(self, round_number: int, seconds: float | None) -> float:
+        """Of the next round: generous against the rounds measured, so that only the stuck are left behind.
+
+        A round that ended at its deadline (`seconds` None) measures the deadline, not the fleet: were it
+        counted, one stuck member would make every deadline longer than the one before.
+        """
+        recent = [t for t in range(round_number - 5, round_number) if not self._left_behind(t)]
+        measured = [self.ledger.manifests[t].seconds for t in recent if t in self.ledger.manifests]
+        measured += [] if seconds is None else [seconds]
+        if not measured:
+            previous = self.ledger.manifests.get(round_number - 1)
+            return previous.deadline_seconds if previous else FIRST_DEADLINE_SECONDS
+        return round(max(15.0, 4 * statistics.median(measured)) + 10, 3)
+
+    def _left_behind(self, round_number: int) -> bool:
+        """Did a settled round end without a member that was still there?"""
+        manifest, before = (self.ledger.manifests.get(t) for t in (round_number, round_number - 1))
+        if manifest is None:
+            return False
+        judged = {entry.replica for entry in manifest.entries} | {name for name, _ in manifest.refused}
+        awaited = before.members if before else self.names
+        return any(name in manifest.members and name not in judged for name in awaited)
 
     def _place_in_line(self, round_number: int) -> int:
         """Closers take turns, and the next steps in when the one before does not. Full replicas come first:
