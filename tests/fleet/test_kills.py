@@ -1,0 +1,482 @@
+"""A fleet survives its processes: killed anywhere, stopped, gone and back, asked to leave."""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from isthmus.comm import closer
+from isthmus.comm.crew import SoloCrew
+from isthmus.comm.ledger import Ledger, read_run
+from isthmus.comm.store import open_store
+from isthmus.comm.trust import load_signer
+from isthmus.config import Recipe, parse_recipe
+from isthmus.data.corpus import Corpus, open_corpus
+from isthmus.data.tokens import Batches
+from isthmus.engine import checkpoint
+from isthmus.engine.distributed import RealFleet
+from isthmus.engine.fleet import check_not_taken, create
+from isthmus.engine.loop import run_rounds
+from isthmus.engine.pulse import Watch
+from isthmus.errors import ConfigError, RunError
+from isthmus.replica.full import FullReplica
+
+ROUNDS = 4
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = """
+name = "small"
+[model]
+preset = "nano"
+width = 32
+layers = 2
+heads = 2
+ffn = 64
+context = 16
+[data]
+eval_batches = 1
+[inner]
+batch = 2
+micro_batches = 2
+lr = 1e-2
+precision = "{precision}"
+[outer]
+inner_steps = 3
+rounds = {rounds}
+keep = 8
+values = "2bit"
+[bucket]
+heartbeat_seconds = {heartbeat}
+{bucket}
+[[replicas]]
+name = "rack"
+count = {full}
+{more}
+"""
+EDGE = '[[replicas]]\nname = "edge"\nkind = "pipelined"\nstages = 2\ncompression = "1/4"'
+
+
+def small(
+    rounds: int = 5,
+    full: int = 2,
+    more: str = "",
+    bucket: str = "",
+    precision: str = "fp64",
+    heartbeat: float = 1,
+) -> Recipe:
+    bucket = bucket if "anchor_every" in bucket else f"anchor_every = 2\n{bucket}"
+    text = RECIPE.format(
+        rounds=rounds, full=full, more=more, bucket=bucket, precision=precision, heartbeat=heartbeat
+    )
+    return parse_recipe(text)
+
+
+# One process, so that a kill can be put exactly where it hurts
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing below catches it."""
+
+
+@functools.cache
+def the_corpus(name: str) -> Corpus:
+    return open_corpus(name)
+
+
+@pytest.fixture(autouse=True)
+def _no_turns(monkeypatch):
+    """Closers that step in at once: in one process there is nobody to wait for."""
+    monkeypatch.setattr(closer, "STEP_IN_SECONDS", 0.0)
+
+
+class Seat:
+    """One full replica of a run in a folder, brought up again and again on the same private state."""
+
+    def __init__(self, recipe: Recipe, folder: Path, name: str) -> None:
+        self.recipe, self.folder, self.name = recipe, folder, name
+        self.said: list[str] = []
+
+    def come(self, crew=None) -> RealFleet:
+        store = open_store(str(self.folder / "bucket"))
+        ledger = Ledger(
+            store, read_run(store), load_signer(self.folder / "keys" / f"{self.name}.key", self.name)
+        )
+        member = next(m for m in self.recipe.fleet() if m.name == self.name)
+        corpus = the_corpus(self.recipe.data.corpus)
+        inner, context = self.recipe.inner, self.recipe.model.context
+        batches = Batches(corpus.train, self.recipe.seed, self.recipe.num_replicas, inner.batch, context)
+        cpu = torch.device("cpu")
+        replica = FullReplica(self.recipe, member, batches, device=cpu, precision=inner.precision)
+        work = self.folder / "work" / self.name
+        return RealFleet(
+            self.recipe,
+            member,
+            replica,
+            ledger,
+            crew or SoloCrew(),
+            cpu,
+            work,
+            "0123456789abcdef",
+            self.said.append,
+        )
+
+    def run(self, until: int, before: Callable[[RealFleet], None] = lambda fleet: None) -> RealFleet:
+        fleet = self.come()
+        before(fleet)
+        rounds = range(fleet.come_up() + 1, until + 1)
+        run_rounds(fleet, fleet.exchange, rounds, lambda h: None, lambda t, seconds: None)
+        return fleet
+
+    def anchors(self) -> dict[int, set[str]]:
+        """Round -> every digest that was ever said of it."""
+        said: dict[int, set[str]] = {}
+        for line in self.said:
+            if found := re.fullmatch(r"round (\d+): anchor (\w+)", line):
+                said.setdefault(int(found[1]), set()).add(found[2])
+        return said
+
+
+def seat(recipe: Recipe, folder: Path, name: str = "rack") -> Seat:
+    if not (folder / "bucket").exists():
+        create(recipe, str(folder / "bucket"), folder / "keys")
+    return Seat(recipe, folder, name)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[int, set[str]]:
+    alone = seat(small(full=1), tmp_path_factory.mktemp("undisturbed"))
+    alone.run(ROUNDS)
+    return alone.anchors()
+
+
+POINTS = [
+    ("checkpoint", "save_tensors"),  # in the middle of saving state
+    ("checkpoint", "drop_round"),  # state written, not yet under its name
+    ("ledger", "put_shard"),
+    ("ledger", "commit"),  # between PUT and commit
+    ("ledger", "create_manifest"),  # between commit and manifest
+    ("outer", "apply"),
+    ("ledger", "put_anchor_shard"),
+    ("ledger", "complete_anchor"),
+]
+
+
+@pytest.mark.parametrize(("where", "what"), POINTS, ids=[what for _, what in POINTS])
+def test_a_kill_at_any_point_changes_no_bit(where, what, undisturbed, tmp_path):
+    """Killed just before that point in one start and just after it in the next; then left alone."""
+    alone = seat(small(full=1), tmp_path)
+    for after in (False, True):
+        left = [2]  # the second time that it comes by
+
+        def strike(fleet: RealFleet, left=left, after=after) -> None:
+            owner = {"checkpoint": checkpoint, "ledger": fleet.ledger, "outer": fleet.outer}[where]
+            plain = getattr(owner, what)
+
+            def deadly(*args, **kwargs):
+                left[0] -= 1
+                if left[0] == 0 and not after:
+                    raise Killed
+                result = plain(*args, **kwargs)
+                if left[0] == 0:
+                    raise Killed
+                return result
+
+            strikes.setattr(owner, what, deadly)
+
+        with pytest.MonkeyPatch.context() as strikes, contextlib.suppress(Killed):
+            alone.run(ROUNDS, strike)
+    alone.run(ROUNDS)
+    assert alone.anchors() == undisturbed
+    manifests = open_store(str(tmp_path / "bucket")).list("manifests")
+    assert manifests == [f"manifests/{t:06d}.json" for t in range(1, ROUNDS + 1)]
+
+
+LATE = "quorum = 1\ndeadline_seconds = 0.01"
+
+
+def test_a_stragglers_payload_returns_to_its_feedback_and_nothing_is_lost(tmp_path):
+    recipe = small(bucket=LATE)
+    late, quick = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
+    straggler = late.come()
+    assert straggler.come_up() == 0
+    own = straggler.train_round(0, lambda h: None)
+    trained = {name: p.detach().clone() for name, p in straggler.replica.named_parameters().items()}
+    start = {name: anchor.clone() for name, anchor in straggler.anchor.items()}
+    quick.run(1)  # settled by the deadline, without the straggler
+    counted = straggler.exchange.close(1, own)
+    assert [contribution.replica for contribution in counted] == ["rack-1"]
+    straggler.apply(1, counted)
+    for name, feedback in straggler.feedback.items():  # e was 0, so all of Delta is in it again
+        assert_close(feedback, start[name] - trained[name])
+    assert any("returned to the error feedback" in line for line in late.said)
+
+    again = late.come()  # killed before it saved anything later: the same is settled again
+    assert again.come_up() == 1
+    for name, feedback in again.feedback.items():
+        assert torch.equal(feedback, straggler.feedback[name])
+        assert torch.equal(again.anchor[name], straggler.anchor[name])
+
+
+def test_a_replica_away_for_several_rounds_replays_them_and_keeps_its_own_state(tmp_path):
+    recipe = small(rounds=9, bucket=LATE + "\nanchor_every = 9")
+    away, there = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
+    before = away.run(1)
+    there.run(4)
+    back = away.come()
+    assert back.come_up() == 1
+    rounds = range(2, 5)
+    assert run_rounds(back, back.exchange, rounds, lambda h: None, lambda t, seconds: None)
+    assert away.anchors() == there.anchors()
+    assert back.step_count == before.step_count == 3  # its optimiser took no step of the others'
+    assert not any("fresh optimiser" in line for line in away.said)
+
+
+def test_old_state_survives_a_sweep(tmp_path):
+    recipe = small(rounds=9, bucket=LATE)
+    away, there = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
+    away.run(1)
+    there.run(6)
+    store = open_store(str(tmp_path / "bucket"))
+    for key in store.list("payloads"):
+        if int(key.split("/")[2]) <= 4:  # of the anchors 2, 4 and 6 the second-newest
+            store.delete(key)
+    back = away.come()
+    assert back.come_up() == 6
+    assert back.step_count == 3
+    assert any(bool(feedback.any()) for feedback in back.feedback.values())
+    assert away.anchors()[6] == there.anchors()[6]
+
+
+def test_a_replica_without_private_state_joins_from_the_bucket_and_says_so(tmp_path):
+    recipe = small(rounds=9, full=1)
+    alone = seat(recipe, tmp_path)
+    alone.run(5)
+    shutil.rmtree(tmp_path / "work" / "rack")
+    fresh = alone.run(6)
+    assert fresh.step_count == 3
+    assert any("no private state here" in line and "fresh optimiser" in line for line in alone.said)
+    assert all(len(digests) == 1 for digests in alone.anchors().values())
+
+
+@pytest.mark.parametrize("harm", ["cut short", "file gone"])
+def test_spoilt_state_falls_back_to_the_round_before(tmp_path, harm):
+    recipe = small(rounds=9, full=1)
+    alone = seat(recipe, tmp_path)
+    alone.run(3)
+    file = tmp_path / "work" / "rack" / "state" / "round-000003" / "optimiser.safetensors"
+    os.truncate(file, 100) if harm == "cut short" else file.unlink()
+    fleet = alone.run(4)
+    assert fleet.step_count == 9  # rounds 1, 2 and 4: the third was settled, and is not trained again
+    assert any("round 3 is spoilt" in line for line in alone.said)
+    assert all(len(digests) == 1 for digests in alone.anchors().values())
+
+
+class Echo:
+    """A crew of two whose other half has what we have, except for the first thing it is asked."""
+
+    rank, size = 0, 2
+
+    def __init__(self, first: bytes) -> None:
+        self.first: bytes | None = first
+
+    def share(self, data: bytes) -> list[bytes]:
+        theirs, self.first = self.first if self.first is not None else data, None
+        return [data, theirs]
+
+    def part(self) -> None:
+        pass
+
+
+def test_stages_whose_newest_rounds_differ_take_up_the_newest_that_both_have(tmp_path):
+    alone = seat(small(rounds=9, full=1), tmp_path)
+    alone.run(3)
+    state = tmp_path / "work" / "rack" / "state"
+    assert checkpoint.saved_rounds(state) == [2, 3]
+    fleet = alone.come(Echo(b"[1,2]"))
+    assert fleet.come_up() == 2
+    assert checkpoint.saved_rounds(state) == [2]  # what one had beyond it would push it out of the two kept
+
+
+def test_a_watch_tells_silence_from_a_new_start_and_from_its_own_sleep(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    pulse, watch = tmp_path / "alive", Watch()
+    pulse.write_text("7")
+    assert watch.look({pulse: 7}) == {pulse: 0.0}
+    now[0] += 4
+    assert watch.look({pulse: 7}) == {pulse: 4.0}
+    assert watch.look({pulse: 8}) == {pulse: 0.0}  # another process in its place
+    now[0] += 3
+    assert watch.look({pulse: 8}) == {pulse: 3.0}  # and no beat from it yet
+    now[0] += 60  # we were stopped, perhaps it was too
+    assert watch.look({pulse: 8}) == {pulse: 3.0}
+    pulse.write_text("8")
+    assert watch.look({pulse: 8}) == {pulse: 0.0}
+
+
+# Real processes
+
+
+def load_kills():
+    spec = importlib.util.spec_from_file_location("kills", ROOT / "bench" / "kills.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kills"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+kills = load_kills()
+
+
+def isthmus(*words: object) -> list[str]:
+    return [sys.executable, "-m", "isthmus.cli.main", *map(str, words)]
+
+
+class Joined:
+    """`isthmus join` for some replicas of one run, as an operator would type it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.url = folder, str(folder / "bucket")
+        self.running: dict[str, subprocess.Popen] = {}
+
+    def words(self, name: str, work: str = "work") -> list[str]:
+        options = ["--key", self.folder / "keys" / f"{name}.key", "--work", self.folder / work / name]
+        return isthmus("join", self.url, "--replica", name, *options, "--threads", 1, "--device", "cpu")
+
+    def join(self, name: str) -> subprocess.Popen:
+        with open(self.folder / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(
+                self.words(name), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self.running[name] = process
+        return process
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def wait_for(self, name: str, pattern: str, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, self.log(name)):
+            assert time.monotonic() < deadline, f"no {pattern!r} in {self.log(name)}"
+            time.sleep(0.1)
+
+    def left_over(self, name: str) -> list[str]:
+        return kills.check_left_over(self.folder / "work" / name)
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory) -> Iterator[Joined]:
+    """Three full replicas and one of two stages, in a run that has no end."""
+    recipe = small(rounds=100_000, full=3, more=EDGE, precision="fp32", heartbeat=1)
+    folder = tmp_path_factory.mktemp("joined")
+    create(recipe, str(folder / "bucket"), folder / "keys")
+    fleet = Joined(folder)
+    names = [member.name for member in recipe.fleet()]
+    for name in names:
+        fleet.join(name)
+    for name in names:
+        fleet.wait_for(name, r"round [1-9]\d*: anchor")
+    yield fleet
+    for process in fleet.running.values():
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    assert kills.check_left_over(folder) == []
+
+
+def test_join_is_refused_while_the_name_is_live(joined):
+    for work in ("elsewhere", "work"):
+        done = subprocess.run(
+            joined.words("rack-2", work), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 2
+        assert re.fullmatch(r"isthmus: replica rack-2 is live in this run .*\n", done.stderr)
+
+
+def test_leave_by_file(joined):
+    (joined.folder / "work" / "rack-0" / "leave").touch()
+    assert joined.running["rack-0"].wait(30) == 0
+    assert joined.left_over("rack-0") == []
+    assert re.search(r"left after round \d+", joined.log("rack-0"))
+
+
+def test_ctrl_c_leaves_at_the_rounds_edge_with_all_stages(joined):
+    joined.running["edge"].send_signal(signal.SIGINT)
+    assert joined.running["edge"].wait(30) == 0
+    assert joined.left_over("edge") == []
+    assert "leaving at the end of this round" in joined.log("edge")
+    assert len(re.findall(r"left after round \d+", joined.log("edge"))) == 2
+
+
+def test_leave_by_command_from_anywhere(joined):
+    words = ["leave", joined.url, "--replica", "rack-1", "--key", joined.folder / "keys" / "rack-1.key"]
+    asked = subprocess.run(isthmus(*words), capture_output=True, text=True, timeout=60, check=False)
+    assert asked.returncode == 0, asked.stderr
+    assert joined.running["rack-1"].wait(30) == 0
+    assert joined.left_over("rack-1") == []
+    again = subprocess.run(isthmus(*words), capture_output=True, text=True, timeout=60, check=False)
+    assert (again.returncode, again.stderr) == (2, "isthmus: replica rack-1 is not in the run now\n")
+
+
+def test_after_a_crash_the_same_command_goes_on_and_two_ctrl_c_leave_now(joined):
+    joined.running["rack-2"].kill()
+    joined.running["rack-2"].wait()
+    assert joined.left_over("rack-2") == []  # its worker went with it
+    shutil.rmtree(joined.folder / "work" / "rack-2" / "whole")
+    process = joined.join("rack-2")
+    joined.wait_for("rack-2", "no private state here: joining at round .* fresh optimiser")
+    joined.wait_for("rack-2", r"fresh optimiser(.|\n)*round \d+: anchor")
+    process.send_signal(signal.SIGSTOP)  # both signals arrive before it can leave at an edge
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
+    joined.wait_for("rack-2", "leaving at the end of this round")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) in (0, 130)
+    assert joined.left_over("rack-2") == []
+
+
+def test_a_fleet_under_fire_finishes_with_one_history(tmp_path):
+    outcome = kills.ordeal(
+        tmp_path / "run", rounds=15, every_seconds=3.0, seed=0, most=7, limit_seconds=240, inner_steps=2
+    )
+    print(outcome.table())
+    assert outcome.problems == []
+    struck = {(fault.victim.role, fault.kind) for fault in outcome.faults}
+    assert {role for role, _ in struck} == set(kills.ROLES)
+    assert {kind for _, kind in struck} >= {"SIGKILL", "SIGSTOP"}
+    assert len(outcome.faults) >= 4
+
+
+def test_a_live_name_of_another_machine_is_not_ours_to_take(tmp_path):
+    alone = seat(small(full=1), tmp_path)
+    fleet = alone.run(1)
+    fleet.ledger.beat({"incarnation": "feed", "state": "training"})
+    work = tmp_path / "work" / "rack"
+    (work / "incarnation").write_text("beef")
+    with pytest.raises(ConfigError, match="is live"):
+        check_not_taken(fleet.ledger, "rack", work)
+    (work / "incarnation").write_text("feed")  # our own, and nothing holds the folder: it is dead
+    check_not_taken(fleet.ledger, "rack", work)
+
+
+def test_a_round_that_cannot_be_reached_is_a_run_error_not_a_loss(tmp_path):
+    """A listed payload that is gone stops a replica that needs it; readers never skip on their own."""
+    recipe = small(rounds=9, bucket=LATE)
+    away, there = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
+    there.run(1)
+    store = open_store(str(tmp_path / "bucket"))
+    for key in store.list("payloads/rack-1"):
+        store.delete(key)
+    with pytest.raises(RunError, match="round 1 counts rack-1, but shard 0 is missing"):
+        away.run(1)
