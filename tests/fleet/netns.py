@@ -126,17 +126,13 @@ def join_by_stages(
     network: Network, cable: Cable, url: str, replica: str, folder: Path, **environments: dict[str, str]
 ) -> list[subprocess.Popen[bytes]]:
     """`isthmus join --stage I --master HOST:PORT` on both machines of a cable, each in a folder of its own
-    that holds nothing but the keys. environments: of a machine, where it differs from ours.
-
-    They go before whatever else this computer does: their steps are timed.
-    """
+    that holds nothing but the keys. environments: of a machine, where it differs from ours."""
     processes = []
     for stage, machine in enumerate(cable.machines):
         place = folder / machine
         place.mkdir()
         shutil.copytree(folder / "keys", place / "keys")
-        command = ["nice", "-n", "-15"]
-        command += isthmus("join", url, "--replica", replica, "--stage", stage, "--threads", 1)
+        command = isthmus("join", url, "--replica", replica, "--stage", stage, "--threads", 1)
         command += ["--master", f"{cable.addresses[0]}:29500"]
         env = {**os.environ, **environments.get(machine, {})}
         processes.append(network.start(machine, command, folder / f"{machine}.log", cwd=place, env=env))

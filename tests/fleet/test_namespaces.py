@@ -22,8 +22,8 @@ name = "cables"
 [model]
 preset = "nano"
 width = 256
-ffn = 64
-heads = 2
+ffn = 16
+heads = 1
 layers = 2
 context = 64
 [inner]
@@ -181,8 +181,8 @@ def test_our_counters_are_what_traffic_predicts(told):
 
 def test_the_interfaces_count_what_we_count_and_headers(told):
     """Ethernet, IP and TCP headers are 66 bytes on every 1448 and on every acknowledgement: 7 % between
-    stages, 1 % where a cable without a rate carries larger packets. The rest is HTTP's headers and the agents'
-    looks at each other, some 10 KB a second, which cost the same however little is sent."""
+    stages, 1 % where a cable without a rate carries larger packets. The rest is HTTP's headers and the
+    agents' looks at each other, some 10 KB a second, which cost the same however little is sent."""
     sums = told.sums()
     for where, (ours, interfaces) in sums.items():
         print(f"{where}: we counted {ours}, the interfaces {interfaces} ({interfaces / ours - 1:+.1%})")
