@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -58,6 +59,12 @@ name = "c"
 kind = "pipelined"
 stages = 2
 """  # the stages cut every update into three shards
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on the disk when the power goes is the store's own tests' business."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 class Replica:

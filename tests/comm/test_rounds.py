@@ -9,6 +9,7 @@ import servers
 from conftest import use
 from faultproxy import FaultProxy
 from little import RECIPE, Little, Replica, at_once, beating, rounds
+from little import hasty as hasty
 
 from isthmus.comm import closer as closer_module
 from isthmus.comm.ledger import Ledger
@@ -19,6 +20,7 @@ from isthmus.engine.fleet import create
 from isthmus.errors import ConfigError
 from isthmus.traffic import outer_bytes
 
+pytestmark = pytest.mark.usefixtures("hasty")
 one_server = pytest.mark.parametrize("bad_network", ["seaweed"], indirect=True)  # where it takes seconds
 
 

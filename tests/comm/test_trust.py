@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from little import Little, Replica, with_value
+from little import hasty as hasty
 
 from isthmus.comm.base import Contribution
 from isthmus.comm.ledger import Shard
@@ -30,6 +31,7 @@ from isthmus.comm.trust import (
 from isthmus.errors import ConfigError
 from isthmus.sparse import TopK, pack_many, unpack_many
 
+pytestmark = pytest.mark.usefixtures("hasty")
 Evil = Callable[[Replica, Replica], None]
 CASES: list[tuple[str, str, Evil]] = []
 
