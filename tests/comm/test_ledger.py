@@ -155,6 +155,11 @@ def test_a_rewritten_history_is_found_out_by_the_manifest_after_it(history: str)
         ledger.manifest(2)
 
 
+def test_what_a_closer_passes_on_of_others_is_plain_too(history: str):
+    as_entries(history, lambda rows: [rows[0] | {"facts": {"loss": "\x1b[2J", "bytes": 5, "seconds": 1.5}}])
+    assert ledger_of(history).manifest(3).entries[0].facts == {"seconds": 1.5}
+
+
 def test_a_long_run_is_opened_without_deep_recursion(folder_url: str, tmp_path: Path):
     run = Little(folder_url, tmp_path)
     ledger = run.ledger("a")

@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -390,7 +390,7 @@ def _manifest(body: Mapping[str, Any], closer: str, digest: str) -> Manifest:
     return Manifest(
         round=int(body["round"]),
         anchor=str(body["anchor"]),
-        entries=tuple(_entry(entry) for entry in body["entries"]),
+        entries=tuple(replace(e, facts=plain_words(e.facts)) for e in map(_entry, body["entries"])),
         refused=tuple((str(name), str(reason)) for name, reason in body["refused"]),
         members=tuple(str(name) for name in body["members"]),
         deadline_seconds=float(body["deadline_seconds"]),
