@@ -16,6 +16,7 @@ from isthmus.errors import ConfigError
 from isthmus.planner.cost import inner_step_seconds
 from isthmus.planner.memory import process_memory
 from isthmus.planner.plan import Prices, machines_of, predict
+from isthmus.planner.scale import scale
 from isthmus.traffic import round_bytes, shard_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -237,3 +238,8 @@ def test_the_recipe_in_the_docs_is_the_70b_model():
     assert (model.width, model.layers, model.heads, model.ffn) == (8192, 80, 64, 28672)
     assert f"{recipe.model.num_parameters:,}" in page
     assert predict(recipe).num_replicas == 8
+    for m in (8, 64, 1000):
+        row = scale(recipe, m, verify_bytes_per_second=100e6)
+        assert f"${row.egress_dollars:,.2f}" in page
+        assert f"{row.gets:,}" in page
+        assert f"| {100 * row.utilisation:.1f} %" in page

@@ -392,7 +392,7 @@ def scale_table(
         ("reading requests", [f"{s.gets:,}" for s in found]),
         ("  price of requests, $", [f"{s.request_dollars:,.2f}" for s in found]),
         ("a closer checks", [size(s.verify_bytes) for s in found]),
-        ("  on one core in", [_time(s.verify_seconds) for s in found]),
+        ("  at the stated rate in", [_time(s.verify_seconds) for s in found]),
         ("last upload to manifest", [_time(s.close_seconds) for s in found]),
         ("manifest", [size(s.manifest_bytes) for s in found]),
         ("round", [_time(s.round_seconds) for s in found]),

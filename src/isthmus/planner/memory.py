@@ -11,6 +11,7 @@ from isthmus.replica.split import EMBEDDING, layers_per_stage, stage_names
 
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # weights, moments, feedback
 RUNTIME_BYTES = 150 * 2**20  # kernels, thread pools and the allocator's slack, measured on a CPU
+PROCESS_BYTES = 232 * 10**6  # of a real fleet: interpreter and torch once loaded, measured on a CPU
 STREAM_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 
@@ -118,6 +119,7 @@ class ProcessMemory:
     embedding_copy: int  # the table of the boundary of every compressed stage (METHOD 0.8)
     low_precision: int  # the half-width weights that autograd keeps under bf16
     activations: int  # of all the micro-batches in flight
+    slack: int  # what the allocator keeps between micro-batches: half of one's activations, measured on a CPU
     exchange: int  # work copies of the codec at the end of a round, when no activations are held
     runtime: int
 
@@ -125,7 +127,7 @@ class ProcessMemory:
     def total(self) -> int:
         """The peak: activations and the codec's work copies are never there together."""
         resting = self.weights + self.adam + self.gradients + self.feedback + self.anchor + self.outer
-        inner = self.activations + self.low_precision
+        inner = self.activations + self.slack + self.low_precision
         return self.runtime + resting + self.embedding_copy + max(inner, self.exchange)
 
 
@@ -145,9 +147,9 @@ def process_memory(recipe: Recipe, replica: ReplicaConfig, stage: int, depth: in
     num_layers = layers_per_stage(model.layers, replica.stages)[stage] if replica.stages > 1 else model.layers
     per_layer, logits = _token_bytes(recipe, precision, compiled=False)
     rows = recipe.inner.batch // (recipe.inner.micro_batches if replica.stages > 1 else 1)
-    per_token = num_layers * per_layer
     # Only one micro-batch's logits are there at a time: the last stage turns round at once (depth 1).
-    activations = rows * model.context * (per_token * depth + (logits if last else 0))
+    head = rows * model.context * logits if last else 0
+    micro_batch = rows * model.context * num_layers * per_layer
     return ProcessMemory(
         stage=stage,
         weights=own * size,
@@ -158,7 +160,8 @@ def process_memory(recipe: Recipe, replica: ReplicaConfig, stage: int, depth: in
         outer=held * size if method == "diloco" else 0,
         embedding_copy=table * size,
         low_precision=own * 2 if precision == "bf16" else 0,
-        activations=activations,
+        activations=depth * micro_batch + head,
+        slack=(micro_batch + head) // 2 if replica.stages > 1 else 0,
         exchange=0 if method == "adamw" else 3 * held * size,
-        runtime=RUNTIME_BYTES,
+        runtime=PROCESS_BYTES,
     )
