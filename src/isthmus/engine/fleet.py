@@ -211,6 +211,12 @@ class Machines:
     def _runs(self, part: Part) -> bool:
         return self.processes[part.name].poll() is None
 
+    def all_left(self) -> bool:
+        """Everybody ended and nobody is to be started again. Killed all at once, they have not left."""
+        final = (0, 130)
+        statuses = [process.poll() for process in self.processes.values()]
+        return all(status is not None and (self.leaving or status in final) for status in statuses)
+
     def all_ended(self) -> bool:
         return all(process.poll() is not None for process in self.processes.values())
 
@@ -231,7 +237,7 @@ class Machines:
         """After the last round: who fell behind, or falls even now, still comes to its end."""
         deadline = time.monotonic() + patience_seconds
         while time.monotonic() < deadline:
-            if all(process.poll() in (0, 130) for process in self.processes.values()):
+            if self.all_left():
                 return
             self.tend()
             time.sleep(0.2)

@@ -75,7 +75,8 @@ def train(
             follower.farewell(machines.all_ended)
         if not asked:
             machines.finish()
-        status = "interrupted" if asked else "finished"
+        # Asked to leave from elsewhere, all of them may be gone before the last round.
+        status = "finished" if follower.replay.round == recipe.outer.rounds else "interrupted"
         checkpoint.save_tensors(run.model_path, follower.replay.anchor)
     except BaseException as fault:
         error = f"{type(fault).__name__}: {fault}".splitlines()[0]
@@ -98,7 +99,7 @@ def _follow(follower: Follower, machines: Machines, view) -> bool:
         if time.monotonic() - tended > 1:
             machines.tend()
             tended = time.monotonic()
-        return machines.all_ended()
+        return machines.all_left()
 
     while True:
         try:
