@@ -4,8 +4,9 @@
 
 Four replicas: two full, one pipelined of two stages under one launcher, one of two stages whose stages have a
 launcher each, as if they were on two machines. Every few seconds a stage, a full replica's worker or a
-launcher gets SIGKILL, or SIGSTOP for good, or SIGSTOP for a few seconds. At the end the run must have
-finished by itself, with one history that every replica, whenever it was there, agrees with.
+launcher gets SIGKILL, or SIGSTOP for good, or SIGSTOP for a few seconds; once all launchers get SIGKILL at
+the same time. At the end the run must have finished by itself, with one history that every replica, whenever it
+was there, agrees with. "again" counts the faults that hit the same replica before it had recovered.
 """
 
 import _thread
@@ -137,18 +138,19 @@ class Fault:
     round: int  # the last that the replica had applied
     gone_at: float | None = None  # when the victim was replaced, or ran again
     healed_at: float | None = None
+    again: int = 0  # faults of the same replica before it had recovered
 
     def row(self, began: float) -> str:
         took = "-" if self.healed_at is None else f"{self.healed_at - self.at:.1f} s"
         kind = f"SIGSTOP {NAP_SECONDS:g} s" if self.kind == "nap" else self.kind
         return (
             f"{self.at - began:7.1f} s  {kind:<12}{self.victim.role:<10}{self.victim.name:<28}"
-            f"{self.round:>6}{took:>12}"
+            f"{self.round:>6}{self.again or '-':>7}{took:>12}"
         )
 
 
 NAP_SECONDS = 4.0
-HEADER = f"{'time':>9}  {'fault':<12}{'role':<10}{'victim':<28}{'round':>6}{'recovery':>12}"
+HEADER = f"{'time':>9}  {'fault':<12}{'role':<10}{'victim':<28}{'round':>6}{'again':>7}{'recovery':>12}"
 
 
 def script(seed: int, count: int = 1000) -> Iterator[tuple[str, str]]:
@@ -157,6 +159,7 @@ def script(seed: int, count: int = 1000) -> Iterator[tuple[str, str]]:
     first = [(role, kind) for role in ROLES for kind in KINDS[:2]] + [(chance.choice(ROLES), "nap")]
     chance.shuffle(first)
     yield from first
+    yield "everybody", "SIGKILL"
     for _ in range(count):
         yield chance.choice(ROLES), chance.choice(KINDS)
 
@@ -197,16 +200,25 @@ class Saboteur(threading.Thread):
     def strike(self, now: float) -> None:
         """A random process of the role that is next in the script; one that is well and truly there."""
         role, kind = next(self.script)
+        if role == "everybody":  # the workers go with their launchers
+            for launcher in sorted(processes(self.folder), key=lambda p: p.name):
+                if launcher.role == "launcher":
+                    self.hit(launcher, kind, now)
+            return
         hurt = {fault.victim.pid for fault in self.faults}
         there = [p for p in processes(self.folder) if p.role == role and p.pid not in hurt and self.is_up(p)]
         if not there:
             return
-        victim = self.chance.choice(sorted(there, key=lambda p: p.name))
+        self.hit(self.chance.choice(sorted(there, key=lambda p: p.name)), kind, now)
+
+    def hit(self, victim: Process, kind: str, now: float) -> None:
         rounds = self.applied[victim.replica]
         try:
             os.kill(victim.pid, signal.SIGKILL if kind == "SIGKILL" else signal.SIGSTOP)
         except ProcessLookupError:
             return
+        for fault in self.faults:
+            fault.again += fault.healed_at is None and fault.victim.replica == victim.replica
         self.faults.append(Fault(now, kind, victim, rounds[-1][0] if rounds else 0))
 
     def is_up(self, process: Process) -> bool:

@@ -396,12 +396,10 @@ def joined(tmp_path_factory) -> Iterator[Joined]:
 
 
 def test_join_is_refused_while_the_name_is_live(joined):
-    for work in ("elsewhere", "work"):
-        done = subprocess.run(
-            joined.words("rack-2", work), capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 2
-        assert re.fullmatch(r"isthmus: replica rack-2 is live in this run .*\n", done.stderr)
+    words = joined.words("rack-2", "elsewhere")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"isthmus: replica rack-2 is live in this run .*\n", done.stderr)
 
 
 def test_leave_by_file(joined):
@@ -437,18 +435,18 @@ def test_after_a_crash_the_same_command_goes_on_and_two_ctrl_c_leave_now(joined)
     process = joined.join("rack-2")
     joined.wait_for("rack-2", "no private state here: joining at round .* fresh optimiser")
     joined.wait_for("rack-2", r"fresh optimiser(.|\n)*round \d+: anchor")
-    process.send_signal(signal.SIGSTOP)  # both signals arrive before it can leave at an edge
+    worker = next(p for p in kills.processes(joined.folder / "work" / "rack-2") if p.role == "full")
+    os.kill(worker.pid, signal.SIGSTOP)  # it will not come to a round's edge
     process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGCONT)
     joined.wait_for("rack-2", "leaving at the end of this round")
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) in (0, 130)
+    assert process.wait(10) == 130
     assert joined.left_over("rack-2") == []
 
 
 def test_a_fleet_under_fire_finishes_with_one_history(tmp_path):
     outcome = kills.ordeal(
-        tmp_path / "run", rounds=15, every_seconds=3.0, seed=0, most=7, limit_seconds=240, inner_steps=2
+        tmp_path / "run", rounds=15, every_seconds=2.5, seed=0, most=7, limit_seconds=240, inner_steps=2
     )
     print(outcome.table())
     assert outcome.problems == []
