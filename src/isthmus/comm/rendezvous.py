@@ -92,8 +92,7 @@ class StageRendezvous(RendezvousHandler):
                 store.set("generation", str(self.generation))
             port = int(store.get(f"{self.generation}/port"))
         except RuntimeError as error:
-            self.drop()
-            raise RendezvousConnectionError(str(error).splitlines()[0]) from None
+            raise self._lost(error) from None
         return RendezvousInfo(inside, self.place, self.num_machines, RendezvousStoreInfo(self.host, port))
 
     def _current(self, store: Store) -> int:
@@ -108,8 +107,14 @@ class StageRendezvous(RendezvousHandler):
             waiting = sum(store.check([key]) for key in keys)
             return waiting or int(self._current(store) > self.generation)
         except RuntimeError as error:
-            self.drop()
-            raise RendezvousConnectionError(str(error).splitlines()[0]) from None
+            raise self._lost(error) from None
+
+    def _lost(self, error: RuntimeError) -> RendezvousConnectionError:
+        self.drop()
+        where, why = f"{self.host}:{self.port}", str(error).splitlines()[0]
+        return RendezvousConnectionError(
+            f"replica {self.name}: lost the launcher of stage 0 at {where} ({why})"
+        )
 
     def drop(self) -> None:
         self.store = None
