@@ -4,9 +4,9 @@
 
 Four replicas: two full, one pipelined of two stages under one launcher, one of two stages whose stages have a
 launcher each, as if they were on two machines. Every few seconds a stage, a full replica's worker or a
-launcher gets SIGKILL, or SIGSTOP for good, or SIGSTOP for a few seconds; once all launchers get SIGKILL at
-the same time. At the end the run must have finished by itself, with one history that every replica, whenever it
-was there, agrees with. "again" counts the faults that hit the same replica before it had recovered.
+launcher gets SIGKILL, or SIGSTOP for good, or SIGSTOP for a few seconds; once, all launchers get SIGKILL.
+At the end the run must have finished by itself, with one history that every replica, whenever it was there,
+agrees with. "again" counts the faults that hit the same replica before it had recovered.
 """
 
 import _thread
@@ -79,7 +79,7 @@ APART = ("field",)
 ROLES = ("stage", "full", "launcher")
 KINDS = ("SIGKILL", "SIGSTOP", "nap")
 ANCHOR = re.compile(r"\[([\w-]+)(/\d+)?\] round (\d+): anchor ([0-9a-f]{16})")
-NEW_START = re.compile(r"\] joining |; starting (it|the replica's stages|our part) again")
+NEW_START = re.compile(r"\] joining |; starting (it|the replica's stages|our part) again|; trying again in ")
 
 
 def recipe_for(rounds: int, seed: int, url: str = "", inner_steps: int = 5) -> Recipe:
