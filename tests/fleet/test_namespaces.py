@@ -35,7 +35,7 @@ precision = "fp32"
 [outer]
 inner_steps = 12
 rounds = 3
-keep = 512
+keep = 1024
 [bucket]
 quorum = 2
 deadline_seconds = 600
