@@ -137,7 +137,7 @@ def join(args: argparse.Namespace) -> int:
     log(f'joining "{run.recipe.name}" as {member.config.kind} replica of {stages} stage{"s" * (stages > 1)}')
     return run_replica(
         config,
-        num_stages=stages,
+        num_stages=stages if stages > 1 else member.config.processes,
         stage=args.stage,
         host=host,
         port=port,

@@ -242,6 +242,7 @@ class ReplicaConfig:
     kind: str = "full"  # or "pipelined"
     count: int = 1
     stages: int = 1
+    processes: int = 1  # of a full replica: several GPUs of one machine that share every batch
     compression: str = "none"  # k/d between stages, as "1/8"
     wire: str = "bf16"  # what activations and their gradients cross a link as; or "fp32", "fp64"
     link: LinkConfig = field(default_factory=LinkConfig)  # between stages
@@ -256,7 +257,10 @@ class ReplicaConfig:
         choice(f"{where}: wire", self.wire, ("bf16", "fp32", "fp64"))
         _at_least(f"{where}: count", self.count, 1)
         _at_least(f"{where}: stages", self.stages, 1)
+        _at_least(f"{where}: processes", self.processes, 1)
         _at_least(f"{where}: tflops", self.tflops, 0)
+        if self.kind == "pipelined" and self.processes > 1:
+            raise ConfigError(f"{where} is pipelined: one process for each stage; drop processes")
         if self.kind == "full" and (self.stages != 1 or self.compression != "none"):
             raise ConfigError(
                 f'{where} is full: no stages and no compression; set kind = "pipelined" or drop them'
@@ -362,6 +366,11 @@ class Recipe:
                 raise ConfigError(
                     f"replica {replica.name}: {replica.stages} stages for {self.model.layers} layers; "
                     f"stages is at most {self.model.layers}"
+                )
+            if self.inner.batch % replica.processes:
+                raise ConfigError(
+                    f"replica {replica.name}: {replica.processes} processes do not divide inner.batch = "
+                    f"{self.inner.batch}; change one of them"
                 )
             if replica.kind == "pipelined" and self.inner.batch % self.inner.micro_batches:
                 raise ConfigError(

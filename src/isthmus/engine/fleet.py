@@ -130,7 +130,7 @@ class Machines:
         self.watch = Watch()
         self.refused: dict[str, tuple[float, float]] = {}  # part -> since when, and when last
         self.not_before: dict[str, float] = {}
-        workers = sum(member.config.stages for member in recipe.fleet())
+        workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
         self.threads = max(1, (os.cpu_count() or 1) // workers)
         (folder / "logs").mkdir(parents=True, exist_ok=True)
 

@@ -68,7 +68,7 @@ def train(
         torch.set_num_threads(1)  # the replicas need the cores more
         machines.start_all()
         with open_view(recipe, 0, recipe.outer.rounds, quiet=quiet) as view:
-            workers = sum(member.config.stages for member in recipe.fleet())
+            workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
             view.note(f"{run.path}: {recipe.num_replicas} replicas, {workers} processes, bucket {url}")
             follower = Follower(Ledger(open_store(url), store_run), corpus, run, view)
             asked = _follow(follower, machines, view)

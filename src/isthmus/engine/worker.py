@@ -76,6 +76,7 @@ def take_part(config: WorkerConfig, rank: int, size: int, master: str, log: Call
     from isthmus.engine.distributed import Heart, RealFleet
     from isthmus.engine.loop import run_rounds
     from isthmus.engine.start import checked_corpus, pick_device, pick_precision
+    from isthmus.replica.led import follow_lead
 
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
@@ -89,14 +90,20 @@ def take_part(config: WorkerConfig, rank: int, size: int, master: str, log: Call
     ledger = Ledger(store, run, load_signer(Path(config.key), config.replica))
     device = pick_device(config.device)
     precision = pick_precision(recipe, device)
-    work_dir = Path(config.work_dir) / (f"stage-{rank}" if size > 1 else "whole")
-    corpus = checked_corpus(recipe) if rank == 0 else None
+    work_dir = Path(config.work_dir) / ("whole" if member.config.kind == "full" else f"stage-{rank}")
+    whole = member.config.kind == "full"
+    corpus = checked_corpus(recipe) if rank == 0 or whole else None
+    if whole and size > 1 and device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", rank)
     try:
         replica, crew = build_replica(
             config, member, recipe, corpus, rank, size, master, device, precision, run.run_id
         )
     except ConfigError as error:  # neighbours that are not there yet, a port still held: worth another start
         raise RunError(str(error)) from None
+    if whole and rank > 0:
+        follow_lead(replica, crew)
+        return 0
     incarnation = crew.share(os.urandom(8))[0].hex()
     fleet = RealFleet(recipe, member, replica, ledger, crew, device, work_dir, incarnation, log)
     heart = Heart(fleet, incarnation, recipe.bucket.heartbeat_seconds)
@@ -113,7 +120,7 @@ def take_part(config: WorkerConfig, rank: int, size: int, master: str, log: Call
     try:
         fleet.told.state = "catching up"
         done = fleet.come_up()
-        whole = run_rounds(
+        to_the_end = run_rounds(
             fleet,
             fleet.exchange,
             range(done + 1, recipe.outer.rounds + 1),
@@ -121,9 +128,9 @@ def take_part(config: WorkerConfig, rank: int, size: int, master: str, log: Call
             lambda t, seconds: None,
             leave,
         )
-        fleet.told.state = "finished" if whole else "left"
+        fleet.told.state = "finished" if to_the_end else "left"
         fleet.told.extra = fleet.exchange.gathered_facts()
-        log("all rounds are done" if whole else f"left after round {fleet.told.round}")
+        log("all rounds are done" if to_the_end else f"left after round {fleet.told.round}")
     finally:
         if rank == 0:
             try:
@@ -168,7 +175,8 @@ def build_replica(config, member, recipe, corpus, rank, size, master, device, pr
     from isthmus.comm.crew import SoloCrew, StageCrew
     from isthmus.comm.stages import connect, open_store
     from isthmus.data.tokens import Batches
-    from isthmus.replica.full import FullReplica
+    from isthmus.replica.full import FullReplica, share_batches
+    from isthmus.replica.led import LedReplica
     from isthmus.replica.pipelined import PipelinedReplica
     from isthmus.replica.stage import Stage
 
@@ -176,12 +184,20 @@ def build_replica(config, member, recipe, corpus, rank, size, master, device, pr
     batches = None
     if corpus is not None:
         batches = Batches(corpus.train, recipe.seed, recipe.num_replicas, inner.batch, model.context)
-    if member.config.kind == "full":
-        return FullReplica(recipe, member, batches, device=device, precision=precision), SoloCrew()
+    full = {"device": device, "precision": precision, "rank": rank, "num_processes": size}
+    if member.config.kind == "full" and size == 1:
+        return FullReplica(recipe, member, batches, **full), SoloCrew()
     session = f"{run_id}/{member.name}/{master}"
     found, address = open_store(
         replica=member.name, stage=rank, master=master, session=session, trust_network=config.trust_network
     )
+    crew = StageCrew(
+        member.name, rank, size, PrefixStore("crew", found), CREW_PATIENCE * config.link_timeout_seconds
+    )
+    if member.config.kind == "full":
+        share_batches(PrefixStore("batches", found), rank, size, device)
+        replica = FullReplica(recipe, member, batches, **full)
+        return (LedReplica(replica, crew), SoloCrew()) if rank == 0 else (replica, crew)
     before, after = connect(
         replica=member.name,
         stage=rank,
@@ -191,9 +207,6 @@ def build_replica(config, member, recipe, corpus, rank, size, master, device, pr
         device=device,
         timeout_seconds=config.link_timeout_seconds,
         trust_network=config.trust_network,
-    )
-    crew = StageCrew(
-        member.name, rank, size, PrefixStore("crew", found), CREW_PATIENCE * config.link_timeout_seconds
     )
     stage = Stage(recipe, member, rank, device=device, precision=precision)
     return PipelinedReplica(recipe, member, [stage], [(before, after)], batches), crew
