@@ -195,7 +195,6 @@ def test_bad_input_is_one_line_and_changes_nothing(
     assert everything_in(here) == before
 
 
-@pytest.mark.xfail(strict=True, reason="open_store creates the folder that it is asked to read")
 @pytest.mark.parametrize(
     "command", [("status", "typo"), ("ledger", "show", "typo"), ("join", "typo", "--replica", "rack")]
 )
@@ -361,7 +360,6 @@ def test_who_may_not_write_cannot_create_a_run_and_may_look_at_one(here: Path, s
     assert everything_in(here) == before
 
 
-@pytest.mark.xfail(strict=True, reason="join does not try whether it may write below its own prefixes")
 def test_join_without_the_right_to_write_is_one_line(here: Path, said: Said, person):
     assert said("init", "r.toml", "s3://runs/closed", "--keys", "k")[0] == 0
     person(servers.RACK)

@@ -82,10 +82,12 @@ def join(args: argparse.Namespace) -> int:
     if args.supervised:  # before the long imports: also while it starts, a launcher can be stopped
         die_with_parent(args.supervised)
         Pulse(Path(args.work) / launcher_pulse(args.stage)).start()
+    from isthmus.comm.retry import StoreError
     from isthmus.comm.stages import check_private
     from isthmus.comm.store import open_store
     from isthmus.engine.fleet import (
         Ledger,
+        check_corpus,
         check_key,
         check_not_taken,
         check_trainable,
@@ -93,9 +95,9 @@ def join(args: argparse.Namespace) -> int:
         read_run,
     )
     from isthmus.engine.launcher import run_replica
-    from isthmus.engine.start import checked_corpus, pick_device
+    from isthmus.engine.start import pick_device
 
-    store = open_store(args.url)
+    store = open_store(args.url, create=False)
     run = read_run(store)
     check_trainable(run.recipe)
     member = find_member(run, args.replica)
@@ -107,6 +109,8 @@ def join(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"replica {member.name} has the stages 0 to {stages - 1}; there is no stage {args.stage}"
         )
+    if args.stage is None and args.master:
+        raise ConfigError("--master is for stages on several machines; give --stage too, or drop it")
     if args.stage is not None and not args.master:
         raise ConfigError(
             "--stage needs --master HOST:PORT: the address of stage 0, for example 10.0.0.2:29500"
@@ -117,11 +121,15 @@ def join(args: argparse.Namespace) -> int:
         host = check_private(host, args.trust_network)
     work = Path(args.work or Path("work") / run.recipe.name / member.name).resolve()
     if args.stage in (None, 0):
-        checked_corpus(run.recipe)
+        check_corpus(run)
         if not args.supervised:
             check_not_taken(Ledger(store, run), args.replica, work)
     else:
         find_master(host, port, args.wait, member.name)
+    try:
+        store.probe(f"members/{member.name}/probe")  # may this machine's credentials write at all?
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
     config = WorkerConfig(
         url=args.url,
         replica=member.name,

@@ -58,7 +58,11 @@ def gather(ledger: Any) -> dict[str, Any]:
             }
         )
     expected = manifest.members if manifest else [m["replica"] for m in members]
-    awaited = [m["replica"] for m in members if m["replica"] in expected and not m["delivered"]]
+    awaited = [
+        m["replica"]
+        for m in members
+        if m["replica"] in expected and not m["delivered"] and m["state"] not in ("left", "finished")
+    ]
     return {
         "run": recipe.name,
         "run_id": ledger.run.run_id,

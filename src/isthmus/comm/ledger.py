@@ -54,6 +54,7 @@ class RunInfo:
     keys: Mapping[str, str]  # replica -> public key
     closers: tuple[str, ...]  # in the order in which they step in
     digest: str  # of run.json itself: the first manifest is chained to it
+    corpus: str = ""  # digest of the text, where `init` had it: all must train on the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,9 @@ class Manifest:
     digest: str  # of the manifest as stored
 
 
-def create_run(store: Store, recipe: Recipe, keys: Mapping[str, str], closers: Sequence[str]) -> RunInfo:
+def create_run(
+    store: Store, recipe: Recipe, keys: Mapping[str, str], closers: Sequence[str], corpus: str = ""
+) -> RunInfo:
     """Write run.json, or say whose run is there already."""
     body = {
         "format": FORMAT,
@@ -103,6 +106,7 @@ def create_run(store: Store, recipe: Recipe, keys: Mapping[str, str], closers: S
         "recipe": dump_recipe(recipe),
         "keys": dict(keys),
         "closers": list(closers),
+        "corpus": corpus,
     }
     if not store.create("run.json", canonical(body)):
         there = read_run(store)
@@ -122,7 +126,8 @@ def read_run(store: Store) -> RunInfo:
             raise ConfigError(f"run.json is of format {body['format']!r}; this Isthmus reads format {FORMAT}")
         keys = {str(name): str(key) for name, key in body["keys"].items()}
         closers = tuple(str(name) for name in body["closers"])
-        return RunInfo(str(body["run_id"]), parse_recipe(body["recipe"]), keys, closers, sha256(data))
+        recipe, corpus = parse_recipe(body["recipe"]), str(body["corpus"])
+        return RunInfo(str(body["run_id"]), recipe, keys, closers, sha256(data), corpus)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -131,7 +131,7 @@ class LedgerExchange:
         """Why an open round is open."""
         previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
         members = previous.members if previous else tuple(self.ledger.run.keys)
-        missing = [name for name in members if self.ledger.get_commit(name, round_number) is None]
+        missing = [name for name in members if not self.ledger.has_commit(name, round_number)]
         if not missing:
             return "every update is there; waiting for a closer to settle the round"
         return f"waiting for the update{'s' * (len(missing) > 1)} of {', '.join(missing)}"

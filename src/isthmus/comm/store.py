@@ -325,10 +325,17 @@ class Store:
         return StoreError(f"{self.url}: {verb} {key}: {fault.words}{tail}", fault.kind)
 
 
-def open_store(url: str, *, patience_seconds: float = 15.0) -> Store:
-    """The store at `url`, reached once: a wrong URL, right or clock is known before anything is started."""
+def open_store(url: str, *, patience_seconds: float = 15.0, create: bool = True) -> Store:
+    """The store at `url`, reached once: a wrong URL, right or clock is known before anything is started.
+
+    `create` False is for readers: a folder that is not there is refused, and nothing is written into one.
+    """
     root, folder = parse_url(url)
     store = Store(root, folder)
+    if folder and not create:
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {root}; give the URL that `isthmus init` was given")
+        return store
     if folder:
         try:
             folder.mkdir(parents=True, exist_ok=True)

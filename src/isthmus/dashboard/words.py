@@ -98,21 +98,24 @@ def _traffic(sums: dict[str, Any], recipe: Recipe) -> list[str]:
     if recipe.num_replicas == 1:
         sentences.append("With one replica there was nothing to exchange between replicas.")
     elif links["replicas"]:
-        names = {"payload_up": "up", "payload_down": "down", "control": "control"}
-        parts = ", ".join(
-            f"{size(sent[key], like=links['replicas'])} {name}" for key, name in names.items() if sent[key]
-        )
+        updates = sent["payload_up"] + sent["payload_down"]
+        names = {"payload_up": "up", "payload_down": "down"}
+        parts = ", ".join(f"{size(sent[key], like=updates)} {name}" for key, name in names.items())
         what = {
             "sparseloco": "sparse updates, once a round",
             "diloco": "dense updates, once a round",
             "adamw": "gradients, after every inner step",
         }[recipe.outer.method]
-        text = f"Between replicas {size(links['replicas'])} crossed ({parts}): {what}"
+        text = f"Between replicas {size(updates)} crossed ({parts}): {what}"
         if recipe.outer.method == "adamw":
             text += ", which is dense data parallelism"
         elif dense["replicas"]:
-            text += f"; dense data parallelism would have sent {versus(links['replicas'], dense['replicas'])}"
+            text += f"; dense data parallelism would have sent {versus(updates, dense['replicas'])}"
         sentences.append(f"{text}.")
+        if sent["control"]:
+            sentences.append(
+                f"Snapshots, manifests and heartbeats in the bucket took {size(sent['control'])} more."
+            )
     return sentences
 
 

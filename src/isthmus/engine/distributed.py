@@ -130,12 +130,12 @@ class RealFleet:
         for contribution in counted:
             tensors = {}
             for index, packed in contribution.shards.items():
-                tensors |= checked_payloads(self.ledger, packed, index, self.device)
+                try:
+                    tensors |= checked_payloads(self.ledger, packed, index, self.device)
+                except Refused as reason:
+                    raise RunError(f"round {round_number} counts {contribution.replica}: {reason}") from None
             payloads.append(tensors)
-        try:
-            self.outer.apply(payloads)
-        except Refused as reason:
-            raise RunError(f"round {round_number}: {reason}") from None
+        self.outer.apply(payloads)
         self._settle_pending(round_number)
         self._hold(round_number)
         if round_number % self.recipe.bucket.anchor_every == 0:

@@ -15,8 +15,10 @@ from isthmus.comm.rendezvous import free_port
 from isthmus.comm.store import open_store
 from isthmus.comm.trust import Signer, load_signer, new_secret, save_secret
 from isthmus.config import Member, Recipe
+from isthmus.data.corpus import open_corpus
 from isthmus.engine.launcher import STALL_SECONDS, ending
 from isthmus.engine.pulse import Watch, launcher_pulse, pulse_of
+from isthmus.engine.start import checked_corpus
 from isthmus.errors import ConfigError
 
 GONE = ("left", "finished")
@@ -39,7 +41,11 @@ def create(recipe: Recipe, url: str, keys_dir: Path, closers: Sequence[str] | No
     public = {name: Signer(name, secret).public_key for name, secret in secrets.items()}
     # Full replicas step in first: they read every payload anyway, so checking it costs them nothing.
     by_need = sorted(recipe.fleet(), key=lambda member: member.config.stages > 1)
-    run = create_run(store, recipe, public, closers or [member.name for member in by_need])
+    try:
+        corpus = open_corpus(recipe.data.corpus).sha256
+    except ConfigError:  # the text need not be where `init` runs
+        corpus = ""
+    run = create_run(store, recipe, public, closers or [member.name for member in by_need], corpus)
     for name, secret in secrets.items():
         save_secret(keys_dir / f"{name}.key", secret)
     return run
@@ -50,6 +56,16 @@ def check_trainable(recipe: Recipe) -> None:
         raise ConfigError('outer.method "adamw" averages every step; a fleet needs sparseloco or diloco')
     if recipe.subspace.grassmann_every:
         raise ConfigError("subspace.grassmann_every is for the simulator only; set 0")
+
+
+def check_corpus(run: RunInfo) -> None:
+    """This machine's text is the run's: fit for the model, and the same as everybody's."""
+    corpus = checked_corpus(run.recipe)
+    if run.corpus and corpus.sha256 != run.corpus:
+        raise ConfigError(
+            f"the corpus {run.recipe.data.corpus} here is not the one this run began with; copy that one, or "
+            "prepare it again from the same files with the same options"
+        )
 
 
 def find_member(run: RunInfo, replica: str) -> Member:
@@ -266,5 +282,5 @@ def held(work: Path) -> bool:
 
 
 def open_ledger(url: str) -> Ledger:
-    store = open_store(url)
+    store = open_store(url, create=False)
     return Ledger(store, read_run(store))

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -63,6 +64,11 @@ def main(argv: list[str]) -> int:
     except RunError as error:
         log(str(error))
         return 1
+    except Exception as error:  # a full disk, no memory on the device: one line, and another try in a while
+        log(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
+        traceback.print_exc(limit=-3)
+        time.sleep(5)
+        return 1
 
 
 def take_part(config: WorkerConfig, rank: int, size: int, master: str, log: Callable[[str], None]) -> int:
@@ -81,7 +87,7 @@ def take_part(config: WorkerConfig, rank: int, size: int, master: str, log: Call
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     try:
-        store = open_store(config.url)
+        store = open_store(config.url, create=False)
         run = read_run(store)
     except ConfigError as error:  # the launcher found both: the store is away for now
         raise RunError(str(error)) from None
