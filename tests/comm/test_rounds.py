@@ -170,8 +170,8 @@ def test_a_round_goes_on_after_the_store_was_killed_while_it_was_being_closed(
     with beating(replicas):
         at_once(outage, straggle, *(lambda each=each: each.round(1) for each in replicas[:2]))
     assert seconds[0] >= 3
-    # Whether the straggler was still waited for after the outage is the clock's affair; that all hold the same
-    # anchor and one manifest is not.
+    # Whether the straggler was still waited for after the outage is the clock's affair; that all hold one
+    # manifest and the same anchor is not.
     assert len({each.exchange.anchor for each in replicas}) == 1
     assert len({each.ledger.manifest(1).digest for each in replicas}) == 1
     counted = [entry.replica for entry in replicas[0].ledger.manifest(1).entries]
