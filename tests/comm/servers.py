@@ -43,19 +43,27 @@ class Server:
         atexit.register(self.kill)
 
     def start(self) -> "Server":
+        for _ in range(3):  # a port may still be held, or have been taken meanwhile
+            if self._started():
+                return self
+            time.sleep(1)
+        raise RuntimeError(f"{self.command[0]} did not start; see {self.folder / 'server.log'}")
+
+    def _started(self) -> bool:
         with open(self.folder / "server.log", "ab") as log:
             self.process = subprocess.Popen(self.command, cwd=self.folder, stdout=log, stderr=log)
         for _ in range(300):
             try:
                 urlopen(self.endpoint, timeout=1).close()
-                return self
+                return True
             except HTTPError:
-                return self  # it answers, even if it will not talk to strangers
+                return True  # it answers, even if it will not talk to strangers
             except (URLError, OSError):
                 if self.process.poll() is not None:
-                    break
+                    return False
                 time.sleep(0.1)
-        raise RuntimeError(f"{self.command[0]} did not start; see {self.folder / 'server.log'}")
+        self.kill()
+        return False
 
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:
