@@ -17,6 +17,8 @@ from isthmus.traffic import codec_settings
 FIRST_DEADLINE_SECONDS = 600.0  # nobody knows yet how long a round takes
 STEP_IN_SECONDS = 3.0  # the next closer in line waits this much longer
 MAX_FACTS_BYTES = 4096
+PAUSE_SECONDS = 2.0  # without an answer from the store: it may have been away, for the others too
+BACK_OFF_SECONDS = 6.0  # the longest that a client waits before it tries the store again, and a little
 LEAVING = ("leaving", "left")
 
 Fetch = Callable[[str, int, Shard], bytes]
@@ -43,6 +45,7 @@ class Closer:
         self.beats: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, was it alive)
         self.silences: dict[str, tuple[float | None, float]] = {}  # replica -> (its last beat, since when)
         self.round, self.could_since = 0, None
+        self.touched, self.forgive_until = time.monotonic(), 0.0
 
     def attempt(self, round_number: int, anchor: str) -> bool:
         """Close the round if it can be closed now; True when our manifest is the one."""
@@ -53,7 +56,9 @@ class Closer:
             self.beats.clear()
         previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
         members = [m for m in (previous.members if previous else self.names) if m in self.ledger.run.keys]
+        self._touch()
         commits, oversized = self._commits(round_number)
+        self._touch()
         place = self._place_in_line(round_number)
         if place == 0:  # who is to close reads what comes while it waits for the rest
             self.judge(commits, round_number, anchor, previous)
@@ -211,7 +216,7 @@ class Closer:
         age = math.inf if beat is None else self.ledger.store.now(self._clock_key()) - beat[1]
         if beat is None and self.round == 1:  # it may not have started yet
             age = self.ledger.store.now(self._clock_key()) - self.ledger.settled_at(0) - 60
-        now, last = time.monotonic(), beat and beat[1]
+        now, last = self._touch(), beat and beat[1]
         if age < 3 * every + 2:
             self.silences.pop(name, None)
             heard = True
@@ -219,10 +224,18 @@ class Closer:
             before, since = self.silences.get(name, (last, now))
             since = since if before == last else now
             self.silences[name] = (last, since)
-            heard = now - since < 2 * every
+            heard = now - since < 2 * every or now < self.forgive_until
         answer = heard and not (beat and beat[0].get("state") in LEAVING)
         self.beats[name] = (now, answer)
         return answer
+
+    def _touch(self) -> float:
+        """We hear the store now. After a pause the others may still be backing off: forgive silence."""
+        now = time.monotonic()
+        if now - self.touched > PAUSE_SECONDS:
+            self.forgive_until = now + BACK_OFF_SECONDS
+        self.touched = now
+        return now
 
     def _next_members(self, accepted: Mapping[str, Entry]) -> list[str]:
         def stays(name: str) -> bool:
