@@ -103,7 +103,11 @@ def join(args: argparse.Namespace) -> int:
     member = find_member(run, args.replica)
     key = Path(args.key or Path("keys") / run.recipe.name / f"{args.replica}.key")
     check_key(run, args.replica, key)
-    pick_device(args.device)
+    device = pick_device(args.device)
+    if member.config.backend == "nccl" and device.type != "cuda":
+        raise ConfigError(
+            f'replica {member.name} has backend "nccl", which needs a CUDA device on every stage'
+        )
     stages = member.config.stages
     if args.stage is not None and not 0 <= args.stage < stages:
         raise ConfigError(

@@ -245,6 +245,7 @@ class ReplicaConfig:
     processes: int = 1  # of a full replica: several GPUs of one machine that share every batch
     compression: str = "none"  # k/d between stages, as "1/8"
     wire: str = "bf16"  # what activations and their gradients cross a link as; or "fp32", "fp64"
+    backend: str = "gloo"  # between stages; "nccl" where all are GPUs on one fast network
     link: LinkConfig = field(default_factory=LinkConfig)  # between stages
     bucket_link: LinkConfig | None = None  # to the other replicas, by every machine; as `link` when not given
     tflops: float = 0.0  # training rate of one machine; 0: not known, the simulator's own time is taken
@@ -255,6 +256,7 @@ class ReplicaConfig:
             raise ConfigError(f'replica name "{self.name}": use letters, digits, "-" and "_"')
         choice(f"{where}: kind", self.kind, ("full", "pipelined"))
         choice(f"{where}: wire", self.wire, ("bf16", "fp32", "fp64"))
+        choice(f"{where}: backend", self.backend, ("gloo", "nccl"))
         _at_least(f"{where}: count", self.count, 1)
         _at_least(f"{where}: stages", self.stages, 1)
         _at_least(f"{where}: processes", self.processes, 1)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from isthmus.comm.ledger import Ledger, Manifest
+from isthmus.comm.retry import StoreError
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.engine.evaluate import Scorer, by_kind
@@ -101,7 +102,14 @@ class Follower:
     def follow(self, stop: Callable[[], bool], poll_seconds: float = 0.5) -> None:
         """Until the last round is settled, or `stop`."""
         while self.replay.round < self.recipe.outer.rounds:
-            if self.advance() is None:
+            try:
+                settled = self.advance()
+            except StoreError as error:  # who only looks on waits for the store to come back
+                if error.kind not in ("network", "busy", "slow"):
+                    raise
+                self.view.note(f"{error}; still trying")
+                settled = None
+            if settled is None:
                 if stop():
                     return
                 time.sleep(poll_seconds)

@@ -213,6 +213,7 @@ def build_replica(config, member, recipe, corpus, rank, size, master, device, pr
         device=device,
         timeout_seconds=config.link_timeout_seconds,
         trust_network=config.trust_network,
+        backend=member.config.backend,
     )
     stage = Stage(recipe, member, rank, device=device, precision=precision)
     return PipelinedReplica(recipe, member, [stage], [(before, after)], batches), crew
