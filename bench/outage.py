@@ -82,7 +82,7 @@ def main() -> int:
         slowest = max(results.rows[1:], key=lambda row: row["seconds"])
         print(
             f"store away for {args.seconds:g} s; {replay.round} of {args.rounds} rounds settled; the "
-            f"slowest, round {slowest['round']}, took {slowest['seconds']:.1f} s; every digest matches on replay"
+            f"slowest, round {slowest['round']}, took {slowest['seconds']:.1f} s; all digests match on replay"
         )
         server.kill()
         return 0 if replay.round == args.rounds else 1
