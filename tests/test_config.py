@@ -66,6 +66,7 @@ def test_subspace_dimension_rounds_down_and_never_to_zero():
         ("outer.keep=4097", "1 to 4096"),
         ("outer.keep=0", "1 to 4096"),
         ("outer.keep=many", "whole number"),
+        ("inner.in_flight=-1", "at least 0"),
         ("outer.method=sparselocco", 'did you mean "sparseloco"?'),
         ("replicas.edge.compression=0", '"1/8"'),
         ("replicas.edge.compression=3/2", '"1/8"'),

@@ -27,6 +27,7 @@ CASES = {  # settings and precision
     "2 stages, 1/8": (["replicas.edge.stages=2", "replicas.edge.compression=1/8"], "fp64"),
     "2 stages, open, fp32": ([*FP32, "replicas.edge.stages=2", "replicas.edge.compression=none"], "fp32"),
 }
+LIMIT = 6  # micro-batches in flight
 COUNTED = ("activations", "gradients", "tokens", "control")
 
 
@@ -45,13 +46,13 @@ def start(recipe, stage, port, precision="fp64", **settings):
     )
     batches = batches_of(recipe) if stage == 0 else None
     own = Stage(recipe, member, stage, precision=precision)
-    return PipelinedReplica(recipe, member, [own], [links], batches, limit=6)
+    return PipelinedReplica(recipe, member, [own], [links], batches)
 
 
 def train_cases(stage, ports, folder):
     torch.set_num_threads(1)
     for (name, (settings, precision)), port in zip(CASES.items(), ports, strict=True):
-        recipe = parse_recipe(RECIPE, settings)
+        recipe = parse_recipe(RECIPE, [*settings, f"inner.in_flight={LIMIT}"])
         if stage >= recipe.fleet()[1].config.stages:
             continue
         replica = start(recipe, stage, port, precision)
@@ -109,7 +110,7 @@ def test_processes_and_simulator_end_at_the_same_weights(results, case):
         assert torch.equal(file["seen"], files[0]["seen"])  # loss and norm: the same bits at every stage
         assert torch.equal(file["depths"], files[0]["depths"])  # and the same schedule
     for depths in files[0]["depths"].tolist():
-        assert all(6 >= a >= b >= 1 for a, b in pairwise(depths))
+        assert all(LIMIT >= a >= b >= 1 for a, b in pairwise(depths))
     totals = dict(zip(COUNTED, sum(file["counts"] for file in files).tolist(), strict=True))
     steps, links = len(seen), member.config.stages - 1
     assert totals.pop("control") == 2 * links * steps * 40
@@ -167,3 +168,26 @@ def test_depths_follow_measured_times_and_the_limit():
         for _ in range(20):
             replica._look(1.0, trip)
         assert replica.depths == expected
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b", "gpipe"])
+@pytest.mark.parametrize("limit", [1, 2, 3, 8])
+def test_no_stage_holds_more_than_in_flight_and_the_weights_do_not_depend_on_it(monkeypatch, schedule, limit):
+    recipe = parse_recipe(RECIPE, [f"inner.in_flight={limit}", "inner.micro_batches=8"])
+    member = recipe.fleet()[1]
+    most, forward = [0] * member.config.stages, Stage.forward
+
+    def counted(stage, *inputs):
+        out = forward(stage, *inputs)
+        most[stage.index] = max(most[stage.index], len(stage.held))
+        return out
+
+    monkeypatch.setattr(Stage, "forward", counted)
+    replica = PipelinedReplica.in_one_process(recipe, member, batches_of(recipe), schedule=schedule)
+    seen, params = trained(recipe, replica)
+    assert max(most) <= limit
+    if schedule == "gpipe":
+        assert most == [limit] * member.config.stages
+    expected, weights = simulated(recipe, member)
+    assert torch.allclose(seen, expected, rtol=1e-9)
+    assert relative(params, weights) < 1e-9

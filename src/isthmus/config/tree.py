@@ -123,6 +123,7 @@ class InnerConfig:
 
     batch: int = 32  # sequences per replica and inner step
     micro_batches: int = 8  # of a pipelined replica's inner step
+    in_flight: int = 0  # the most of them that a stage holds activations of; 0: as many as its link asks for
     lr: float = 3e-4
     warmup_steps: int = 500
     warmup_start: float = 0.1  # share of lr at the first step
@@ -139,7 +140,7 @@ class InnerConfig:
     def __post_init__(self) -> None:
         for name in ("batch", "micro_batches"):
             _at_least(f"inner.{name}", getattr(self, name), 1)
-        for name in ("warmup_steps", "schedule_steps", "weight_decay", "clip"):
+        for name in ("in_flight", "warmup_steps", "schedule_steps", "weight_decay", "clip"):
             _at_least(f"inner.{name}", getattr(self, name), 0)
         for name in ("lr", "eps"):
             _above(f"inner.{name}", getattr(self, name), 0)

@@ -11,7 +11,17 @@ from isthmus.comm.stages import Part, StageEnd, local_pair
 from isthmus.config import Member, Recipe
 from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError
-from isthmus.replica.schedule import Action, Forward, Schedule, deep, depths, gpipe, in_flight, one_f_one_b
+from isthmus.replica.schedule import (
+    Action,
+    Forward,
+    Schedule,
+    deep,
+    depths,
+    gpipe,
+    in_flight,
+    limited,
+    one_f_one_b,
+)
 from isthmus.replica.stage import Stage
 
 # What the stages tell each other at the end of an inner step: squared gradient norm, loss, the slowest
@@ -40,16 +50,16 @@ class PipelinedReplica:
         batches: Batches | None = None,
         *,
         schedule: str = "auto",
-        limit: int = 0,
         round_patience_seconds: float = 1800.0,
     ) -> None:
         """links: for each stage its ends to the one before and the one after. batches: where stage 0 is here.
 
-        `schedule` is "auto" (depths from measured times), "1f1b" or "gpipe"; `limit` bounds the micro-batches
-        in flight. Between rounds a neighbour may be silent for round_patience_seconds.
+        `schedule` is "auto" (depths from measured times), "1f1b" or "gpipe"; all keep to the recipe's
+        inner.in_flight. Between rounds a neighbour may be silent for round_patience_seconds.
         """
         self.recipe, self.member, self.stages, self.links = recipe, member, tuple(stages), tuple(links)
-        self.batches, self.limit, self.round_patience_seconds = batches, limit, round_patience_seconds
+        self.batches, self.limit = batches, recipe.inner.in_flight
+        self.round_patience_seconds = round_patience_seconds
         self.num_stages, self.num_micro_batches = member.config.stages, recipe.inner.micro_batches
         if schedule not in ("auto", "1f1b", "gpipe"):
             raise ConfigError(f'schedule is "{schedule}"; it is one of auto, 1f1b, gpipe')
@@ -57,7 +67,10 @@ class PipelinedReplica:
             raise ValueError("stage 0 reads the batches; none were given")
         self.automatic = schedule == "auto"
         fixed = {"1f1b": one_f_one_b, "gpipe": gpipe}.get(schedule)
-        self.schedule = fixed(self.num_stages, self.num_micro_batches) if fixed else self._first_guess()
+        if fixed:
+            self.schedule = limited(fixed(self.num_stages, self.num_micro_batches), self.limit)
+        else:
+            self.schedule = self._first_guess()
         self.patience: float | None = None  # the links' own, except in a round's first inner step
         self.grad_norm = math.nan
         self.seconds: dict[

@@ -72,6 +72,14 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     return deep(num_stages, num_micro_batches, [num_micro_batches] * num_stages)
 
 
+def limited(schedule: Schedule, limit: int) -> Schedule:
+    """The same order with no stage more than `limit` micro-batches deep; 0: as it is."""
+    if not limit:
+        return schedule
+    shallow = [min(limit, in_flight(order)) for order in schedule]
+    return deep(len(schedule), len(schedule[0]) // 2, shallow)
+
+
 def _order(num_micro_batches: int, depth: int) -> tuple[Action, ...]:
     order: list[Action] = [Forward(i) for i in range(depth)]
     for i in range(num_micro_batches):
