@@ -183,7 +183,9 @@ def test_no_stage_holds_more_than_in_flight_and_the_weights_do_not_depend_on_it(
         return out
 
     monkeypatch.setattr(Stage, "forward", counted)
-    replica = PipelinedReplica.in_one_process(recipe, member, batches_of(recipe), schedule=schedule)
+    replica = PipelinedReplica.in_one_process(
+        recipe, member, batches_of(recipe), precision="fp64", schedule=schedule
+    )
     seen, params = trained(recipe, replica)
     assert max(most) <= limit
     if schedule == "gpipe":
