@@ -1,0 +1,276 @@
+"""How a forecast reads: the table of `isthmus plan`, and that of `--scale`. Loads no torch."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from isthmus.config import Recipe
+from isthmus.dashboard.words import count, duration, fleet_in_words, rate, size
+
+if TYPE_CHECKING:
+    from isthmus.planner.plan import Forecast, KindForecast
+    from isthmus.planner.scale import Scale
+
+
+def table(recipe: Recipe, forecast: "Forecast") -> str:
+    """Everything a newcomer needs to decide, one thing a line."""
+    from isthmus.config import PRESETS
+
+    model = f" ({recipe.model.preset})" if recipe.model.preset in PRESETS else ""
+    lines = [
+        f'Plan of "{forecast.name}": {fleet_in_words(recipe).rstrip(",")}, '
+        f"{count(forecast.num_parameters)} parameters{model}, {forecast.rounds:,} rounds of "
+        f"{forecast.inner_steps} inner steps.",
+        "",
+        "The whole run",
+        *_rows(_run_rows(forecast)),
+    ]
+    for kind in forecast.kinds:
+        lines += ["", _title(kind), *_rows(_kind_rows(recipe, forecast, kind))]
+    lines += [
+        "",
+        "Assumed: 6 N operations per token at the stated rates; links full duplex and at their stated rate, "
+        "transfers overlapped with compute;",
+        "nobody drops out; evaluation, packing and saving take no time. docs/plan.md has the formulas.",
+    ]
+    return "\n".join(lines)
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> list[str]:
+    return [f"  {label:<18}{text}".rstrip() for label, text in rows]
+
+
+def _run_rows(forecast: "Forecast") -> list[tuple[str, str]]:
+    sent, links = forecast.bytes, forecast.link_bytes
+    rows = [
+        (
+            "time",
+            f"{duration(forecast.hours * 3600)}: {forecast.rounds:,} rounds of "
+            f"{_time(forecast.round_seconds)}"
+            + (f"; {forecast.slowest} sets the pace" if len(forecast.kinds) > 1 else ""),
+        ),
+        ("speed", f"{rate(forecast.tokens_per_second)}, {count(forecast.tokens)} tokens in all"),
+        (
+            "utilisation",
+            f"{forecast.utilisation:.1%} of what the {forecast.num_machines:,} machines can compute is used",
+        ),
+    ]
+    if links["stages"]:
+        parts = [("activations", "activations"), ("gradients", "gradients"), ("tokens", "token ids")]
+        text = ", ".join(f"{name} {size(sent[key])}" for key, name in parts)
+        rows.append(("between stages", f"{size(links['stages'])}: {text}"))
+    if links["to_bucket"]:
+        saved = f", anchors {size(sent['snapshots'])}" if forecast.snapshots else ""
+        rows.append(
+            ("to the bucket", f"{size(links['to_bucket'])}: updates {size(sent['payload_up'])}{saved}")
+        )
+        extra = f", by closers to check them {size(sent['control'])}" if sent["control"] else ""
+        rows.append(
+            (
+                "from the bucket",
+                f"{size(links['from_bucket'])}: updates {size(sent['payload_down'])}{extra}; whoever joins "
+                "late comes on top",
+            )
+        )
+        each = forecast.requests_per_round
+        rows.append(
+            ("requests", f"{each['put']:,} writes and {each['get']:,} reads a round, heartbeats included")
+        )
+        rows.append(("bucket holds", f"{size(forecast.stored_bytes_most)} at the end, if nothing is swept"))
+    if (closing := forecast.closing) is not None:
+        rows.append(
+            (
+                "closing a round",
+                f"{_time(closing.seconds)}: {closing.closer} checks {size(closing.verify_bytes)} of updates, "
+                f"{size(closing.last_bytes)} of them after the last have arrived",
+            )
+        )
+    if forecast.money is not None:
+        parts = ", ".join(
+            f"{key.removeprefix('machines.')} {price:,.2f}"
+            for key, price in forecast.money.items()
+            if key != "total"
+        )
+        rows.append(("money", f"{forecast.money['total']:,.2f}: {parts}"))
+    return rows
+
+
+def _title(kind: "KindForecast") -> str:
+    many = f"{kind.count:,} replica{'s' * (kind.count > 1)}"
+    machine = f"{kind.compute.tflops:g} TFLOP/s"
+    if kind.stages == 1:
+        return f"{kind.name}: {many}, each whole on one machine of {machine}"
+    return f"{kind.name}: {many}, each in {kind.stages} stages on machines of {machine}"
+
+
+def _kind_rows(recipe: Recipe, forecast: "Forecast", kind: "KindForecast") -> list[tuple[str, str]]:
+    compute, step, link, exchange = kind.compute, kind.step, kind.link, kind.exchange
+    rows = []
+    if link is None:
+        rows.append(("inner step", f"{_time(step.seconds)}, all of it compute"))
+    else:
+        dealt = ", ".join(_time(seconds) for seconds in compute.stage_seconds_per_step)
+        rows += [
+            (
+                "compute",
+                f"{_time(compute.seconds_per_step)} a stage and inner step on average; as the layers fall "
+                f"{dealt}",
+            ),
+            (
+                "link",
+                f"{link.mbps:g} Mb/s, {link.latency_ms:g} ms, k = {link.subspace_dim}: a micro-batch takes "
+                f"{_time(link.forward_seconds_per_micro_batch)} forward "
+                f"({size(link.forward_bytes_per_micro_batch)}) and "
+                f"{_time(link.backward_seconds_per_micro_batch)} back;",
+            ),
+            (
+                "",
+                f"an inner step {_time(link.forward_seconds_per_step)} and "
+                f"{_time(link.backward_seconds_per_step)}; it carries something {link.busy:.0%} of the time",
+            ),
+            (
+                "schedule",
+                f"{step.micro_batches} micro-batches; stages run {', '.join(map(str, step.depths))} of them "
+                "forward before their first backward",
+            ),
+            (
+                "inner step",
+                f"{_time(step.seconds)} by event simulation ({_time(step.closed_seconds)} by the closed "
+                f"formula); stages idle {step.bubble:.0%} of it",
+            ),
+        ]
+    if forecast.num_replicas > 1:
+        per = "round" if recipe.outer.method != "adamw" else f"{recipe.outer.inner_steps} inner steps"
+        rows.append(
+            (
+                "exchange",
+                f"every {per} up {size(exchange.up_bytes)} in {_time(exchange.up_seconds)}, down "
+                f"{size(exchange.down_bytes)} in {_time(exchange.down_seconds)}, over {exchange.mbps:g} Mb/s",
+            )
+        )
+    if kind.catch_up is not None and forecast.num_replicas > 1:
+        catch = kind.catch_up
+        rows.append(
+            (
+                "catching up",
+                f"at most {_time(catch.seconds_most)}: anchor {size(catch.anchor_bytes)}, then up to "
+                f"{catch.replay_rounds_most} rounds of {size(catch.replay_bytes_per_round)}",
+            )
+        )
+    rows += _memory_rows(kind)
+    busy = f"{kind.utilisation:.1%} of the run its machines compute"
+    if kind.wait_seconds > 0.005 * forecast.round_seconds:
+        busy += f"; {kind.utilisation_alone:.1%} if they had nobody to wait for"
+    rows.append(("utilisation", busy))
+    rows.append(("bottleneck", bottleneck(forecast, kind)))
+    return rows
+
+
+def _memory_rows(kind: "KindForecast") -> list[tuple[str, str]]:
+    names = {
+        "weights": "weights",
+        "adam": "Adam",
+        "gradients": "gradients",
+        "feedback": "feedback",
+        "anchor": "anchor",
+        "outer": "outer momentum",
+        "embedding_copy": "embedding copy",
+        "activations": "activations in flight",
+    }
+    top = max(kind.memory, key=lambda process: process["total"])
+    parts = ", ".join(f"{name} {size(top[key])}" for key, name in names.items() if top[key])
+    if kind.stages == 1:
+        return [("memory", f"{size(top['total'])}: {parts}")]
+    totals = ", ".join(size(process["total"]) for process in kind.memory)
+    return [("memory", f"{totals} by stage;"), ("", f"stage {top['stage']}: {parts}")]
+
+
+def bottleneck(forecast: "Forecast", kind: "KindForecast") -> str:
+    """What to change first, in words."""
+    share = {
+        "waiting": kind.wait_seconds,
+        "exchange": kind.exchange.up_seconds
+        + kind.exchange.down_seconds
+        + (forecast.closing.seconds if forecast.closing else 0.0),
+    }
+    if kind.bottleneck == "waiting":
+        return f"{forecast.slowest}: every round {_time(share['waiting'])} pass in waiting for it"
+    if kind.bottleneck == "exchange":
+        return (
+            f"the exchange: {share['exchange'] / forecast.round_seconds:.0%} of a round; more inner steps, "
+            "fewer kept entries or a faster link to the bucket shorten it"
+        )
+    if kind.bottleneck == "link":
+        return (
+            "the link between stages: if it took no time an inner step would take "
+            f"{_time(kind.step.linkless_seconds)}; compress more, find a faster one, or give it more "
+            "micro-batches to overlap"
+        )
+    if kind.bottleneck == "bubble":
+        slow = max(kind.compute.stage_seconds_per_step) / kind.compute.seconds_per_step
+        uneven = f", and the slowest stage has {slow:.2f} times the average work" if slow > 1.05 else ""
+        return (
+            f"filling and draining the pipeline with {kind.step.micro_batches} micro-batches{uneven}; more "
+            "micro-batches help"
+        )
+    return "compute, as it should be"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 0.9995:
+        return f"{seconds:.2f} s" if seconds < 9.95 else duration(seconds)
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else "under 0.1 ms" if seconds else "0 s"
+
+
+def scale_table(
+    recipe: Recipe,
+    found: Sequence["Scale"],
+    pays: dict[str, dict[str, int | None]],
+    given: dict[str, float],
+) -> str:
+    from isthmus.planner import scale as paper
+
+    first = found[0]
+    rows: list[tuple[str, list[str]]] = [
+        ("replicas, M", [f"{s.num_replicas:,}" for s in found]),
+        ("written to the bucket", [size(s.up_bytes) for s in found]),
+        ("read from it", [size(s.down_bytes) for s in found]),
+        ("  by one replica", [size(s.down_bytes_each) for s in found]),
+        ("  in", [_time(s.down_seconds) for s in found]),
+        ("  price of reading, $", [f"{s.egress_dollars:,.2f}" for s in found]),
+        ("writing requests", [f"{s.puts:,}" for s in found]),
+        ("reading requests", [f"{s.gets:,}" for s in found]),
+        ("  price of requests, $", [f"{s.request_dollars:,.2f}" for s in found]),
+        ("a closer checks", [size(s.verify_bytes) for s in found]),
+        ("  at the stated rate in", [_time(s.verify_seconds) for s in found]),
+        ("last upload to manifest", [_time(s.close_seconds) for s in found]),
+        ("manifest", [size(s.manifest_bytes) for s in found]),
+        ("round", [_time(s.round_seconds) for s in found]),
+        ("utilisation", [f"{s.utilisation:.1%}" for s in found]),
+        ("one aggregated object, 2bit", [size(s.aggregate_bytes["2bit"]) for s in found]),
+        ("  bf16", [size(s.aggregate_bytes["bf16"]) for s in found]),
+        ("read with it, 2bit", [size(s.aggregate_down_bytes["2bit"]) for s in found]),
+        ("  bf16", [size(s.aggregate_down_bytes["bf16"]) for s in found]),
+    ]
+    lines = [
+        f'One round of "{recipe.name}", {count(recipe.model.num_parameters)} parameters, in larger fleets of '
+        f"the same mixture; one update is {size(first.payload_bytes)}.",
+        "",
+        *(f"{label:<28}" + "".join(f"{cell:>17}" for cell in cells) for label, cells in rows),
+        "",
+        "An aggregated object pays (fewer bytes are read in all) from this M on, by the correlation of what "
+        "replicas want to send:",
+        "",
+        f"{'correlation':<28}" + "".join(f"{rho:>17}" for rho in pays),
+    ]
+    for kind in next(iter(pays.values())):
+        cells = [f"{by_kind[kind] or 'never':>17}" for by_kind in pays.values()]
+        lines.append(f"{'values as ' + kind:<28}" + "".join(cells))
+    lines += [
+        "",
+        f"Assumed: every replica reads every update; correlation {paper.CORRELATION:g} above; a closer "
+        f"checks {given['verify_bytes_per_second'] / 1e6:g} MB/s; every replica may close;",
+        f"${given.get('egress_per_gb', paper.EGRESS_PER_GB):g} per GB read, "
+        f"${given.get('put_per_million', paper.PUT_PER_MILLION):g} and "
+        f"${given.get('get_per_million', paper.GET_PER_MILLION):g} per million writes and reads.",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,181 @@
+"""The end of a round: what every machine sends to and reads from the bucket, and who closes it.
+
+Standard library only. Sizes are the codec's own arithmetic (`traffic`); requests go one after another.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from isthmus.config import LinkConfig, Member, Recipe, ReplicaConfig
+from isthmus.planner.cost import exchange_seconds
+from isthmus.planner.memory import MASTER_BYTES
+from isthmus.replica.split import EMBEDDING, stage_names
+from isthmus.traffic import outer_bytes, shards
+
+POLL_SECONDS = 0.5  # a settled round is seen so much later on average: processes look once a second
+# Judging a payload: hash, unpack, squared norm. 6 to 9 MB/s of packed 2bit on one core of a busy machine.
+VERIFY_BYTES_PER_SECOND = 10e6
+TOGETHER = 0.98  # kinds whose rounds are so nearly equally long deliver at the same moment
+COMMIT_BYTES, SHARD_LINE_BYTES = 600, 80  # about, in commits and manifests: a replica's facts; one shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterExchange:
+    """The end of a round. Bytes are of the whole replica, seconds of its slowest machine."""
+
+    mbps: float
+    latency_ms: float
+    up_bytes: int
+    down_bytes: int
+    up_seconds: float
+    down_seconds: float
+    gets: int  # of payloads, all machines
+    puts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatchUp:
+    """What a machine that comes without state reads: the newest anchor, then the rounds since."""
+
+    anchor_bytes: int
+    replay_bytes_per_round: int
+    replay_rounds_most: int
+    bytes_most: int
+    seconds_most: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """What the closer of a round does between the last upload and the manifest."""
+
+    closer: str
+    verify_bytes: int  # all the others' payloads, over the whole round
+    last_bytes: int  # of those that arrive together at its end
+    commit_gets: int  # in one look
+    seconds: float
+    manifest_bytes: int
+
+
+def machines_of(recipe: Recipe, replica: ReplicaConfig) -> list[tuple[list[int], list[int]]]:
+    """(shards it writes, shards it reads) of every machine of a replica, as the exchange has them."""
+    parts = shards(recipe)
+    found = []
+    for own in stage_names(recipe.model, replica.stages):
+        writes = [i for i, names in enumerate(parts) if set(names) <= set(own)]
+        extra = [i for i, names in enumerate(parts) if names == (EMBEDDING,) and replica.compressed]
+        found.append((writes, sorted({*writes, *extra})))
+    return found
+
+
+def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> OuterExchange:
+    """Every machine over its own link, one request after another; the slowest machine counts."""
+    replica, link = member.config, member.config.outer_link
+    others = recipe.num_replicas - 1
+    up, down = outer_bytes(recipe, member, sizes)
+    if recipe.outer.method == "adamw" or not others:
+        half = exchange_seconds(recipe, member) / 2
+        return OuterExchange(
+            mbps=link.mbps,
+            latency_ms=link.latency_ms,
+            up_bytes=up,
+            down_bytes=down,
+            up_seconds=half,
+            down_seconds=half,
+            gets=0,
+            puts=0,
+        )
+    machines = machines_of(recipe, replica)
+    up_seconds = max(
+        _transfer(link, sum(sizes[i] for i in w), len(w) + (n == 0)) for n, (w, _) in enumerate(machines)
+    )
+    # All the others' shards, and of its own replica's those that another machine sent: the embedding's.
+    read = [[i for i in r for _ in range(others + (i not in w))] for w, r in machines]
+    down_seconds = max(_transfer(link, sum(sizes[i] for i in parts), len(parts)) for parts in read)
+    return OuterExchange(
+        mbps=link.mbps,
+        latency_ms=link.latency_ms,
+        up_bytes=up,
+        down_bytes=down,
+        up_seconds=up_seconds,
+        down_seconds=down_seconds,
+        gets=sum(len(parts) for parts in read),
+        puts=sum(len(w) for w, _ in machines) + 1,
+    )
+
+
+def _transfer(link: LinkConfig, num_bytes: float, num_requests: float) -> float:
+    """Requests go one after another, and each waits for its answer: two latencies."""
+    return num_bytes * 8 / (link.mbps * 1e6) + num_requests * 2 * link.latency_ms / 1e3
+
+
+def closing_of(
+    recipe: Recipe, turns: Mapping[str, float], sizes: tuple[int, ...], verify_rate: float
+) -> Closing | None:
+    """Full replicas close where there are some. What came before the last kind is judged by then."""
+    others = recipe.num_replicas - 1
+    if recipe.outer.method == "adamw" or not others:
+        return None
+    closer = min(recipe.replicas, key=lambda r: (r.stages > 1, -r.outer_link.mbps))
+    payload, latest = sum(sizes), max(turns.values())
+    late = [r for r in recipe.replicas if turns[r.name] > TOGETHER * latest]
+    num_last = sum(r.count for r in late) - (closer in late)
+    looks = recipe.num_replicas + 1  # every commit, then the manifest's creation
+    reading = _transfer(closer.outer_link, num_last * payload, num_last * len(sizes) + looks)
+    return Closing(
+        closer=closer.name,
+        verify_bytes=others * payload,
+        last_bytes=num_last * payload,
+        commit_gets=recipe.num_replicas,
+        seconds=reading + num_last * payload / verify_rate + POLL_SECONDS,
+        manifest_bytes=recipe.num_replicas * (COMMIT_BYTES + SHARD_LINE_BYTES * len(sizes)),
+    )
+
+
+def catch_up_of(recipe: Recipe, replica: ReplicaConfig, sizes: tuple[int, ...]) -> CatchUp | None:
+    """At most anchor_every - 1 rounds are replayed, and every machine reads its own part of them."""
+    if recipe.outer.method == "adamw":
+        return None
+    shapes, parts, link = recipe.model.shapes(), shards(recipe), replica.outer_link
+    rounds = min(recipe.bucket.anchor_every, recipe.outer.rounds) - 1
+    anchor = [_anchor_bytes(recipe, sum(prod(shapes[name]) for name in names)) for names in parts]
+    reads = [r for _, r in machines_of(recipe, replica)]
+    replay = [recipe.num_replicas * sum(sizes[i] for i in r) for r in reads]
+    seconds = max(
+        _transfer(
+            link,
+            sum(anchor[i] for i in r) + rounds * per_round,
+            len(r) * (1 + rounds * recipe.num_replicas),
+        )
+        for r, per_round in zip(reads, replay, strict=True)
+    )
+    whole = sum(anchor[i] for r in reads for i in r)
+    return CatchUp(
+        anchor_bytes=whole,
+        replay_bytes_per_round=sum(replay),
+        replay_rounds_most=rounds,
+        bytes_most=whole + rounds * sum(replay),
+        seconds_most=seconds,
+    )
+
+
+def _anchor_bytes(recipe: Recipe, num_parameters: int) -> int:
+    copies = 2 if recipe.outer.method == "diloco" else 1  # with its momentum
+    size = MASTER_BYTES["fp64" if recipe.inner.precision == "fp64" else "fp32"]
+    return copies * num_parameters * size
+
+
+def snapshot_of(recipe: Recipe) -> tuple[int, int]:
+    """Bytes of one anchor in the bucket, and how many a run writes."""
+    if recipe.outer.method == "adamw" or recipe.num_replicas == 1:
+        return 0, 0
+    return _anchor_bytes(
+        recipe, recipe.model.num_parameters
+    ), recipe.outer.rounds // recipe.bucket.anchor_every
+
+
+def stored_bytes(recipe: Recipe, sizes: tuple[int, ...], snapshot: int, num_snapshots: int) -> int:
+    """What lies in the bucket at the end if nothing is swept."""
+    if recipe.outer.method == "adamw" or recipe.num_replicas == 1:
+        return 0
+    return recipe.outer.rounds * recipe.num_replicas * sum(sizes) + num_snapshots * snapshot
