@@ -1,0 +1,72 @@
+"""What a check is, and how a link is measured. Standard library only."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Say = Callable[[str], None]  # progress, one line at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at. A failed one says what to do."""
+
+    name: str
+    ok: bool
+    words: str
+    cure: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.ok and not self.cure:
+            raise ValueError(f"{self.name}: a failed check says what to do")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRate:
+    """What a link carried each way, one transfer after another."""
+
+    up_mbps: float
+    down_mbps: float
+    round_trip_ms: float  # median
+
+    @property
+    def mbps(self) -> float:
+        """A recipe has one rate for both ways: the slower one, so that a plan promises no more than there is."""
+        return min(self.up_mbps, self.down_mbps)
+
+    @property
+    def latency_ms(self) -> float:
+        """One way, as recipes count it."""
+        return self.round_trip_ms / 2
+
+    def describe(self) -> str:
+        return (
+            f"{self.up_mbps:.4g} Mb/s up, {self.down_mbps:.4g} Mb/s down, "
+            f"{self.round_trip_ms:.3g} ms there and back"
+        )
+
+    def recipe_value(self) -> str:
+        return f"{{ mbps = {float(f'{self.mbps:.4g}')}, latency_ms = {float(f'{self.latency_ms:.3g}')} }}"
+
+
+def mbps(num_bytes: float, seconds: float, waiting_seconds: float = 0.0) -> float:
+    """`waiting_seconds` of the time went into round trips. Where it is nearly all of it, the rate is a guess,
+    and the cautious one is taken."""
+    return num_bytes * 8 / 1e6 / max(seconds - waiting_seconds, seconds / 2, 1e-9)
+
+
+def ramp(move: Callable[[int], None], seconds: float, first: int, most: int) -> tuple[int, float]:
+    """Move more and more bytes until one transfer takes at least half of `seconds`: (its bytes, its seconds).
+
+    Nobody knows the link before. Small transfers first keep a thin one from being asked for minutes.
+    """
+    num_bytes = first
+    while True:
+        began = time.perf_counter()
+        move(num_bytes)
+        spent = max(time.perf_counter() - began, 1e-9)
+        if spent >= seconds / 2 or num_bytes >= most:
+            return num_bytes, spent
+        num_bytes = min(most, int(num_bytes * min(8.0, max(2.0, seconds / spent))))

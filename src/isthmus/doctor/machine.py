@@ -1,0 +1,112 @@
+"""Processor, memory and disk of this machine, from what the operating system tells. Standard library only."""
+
+import os
+import platform
+import secrets
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from isthmus.dashboard.words import size
+from isthmus.doctor.checks import Check
+
+LEAST_FREE_BYTES = 10**9  # less is gone after a few saved rounds even of a small model
+MOST_WRITTEN_BYTES = 256 << 20
+_GROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+
+
+def cpu() -> dict[str, Any]:
+    """Name, cores that this process may use, and whether they multiply bf16 by themselves."""
+    lines: list[tuple[str, str]] = []
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        lines = [
+            (key.strip(), value.strip()) for key, _, value in (li.partition(":") for li in text.split("\n"))
+        ]
+    known = dict(reversed(lines))
+    flags = (known.get("flags") or known.get("Features") or "").split()
+    name = known.get("model name") or platform.processor() or platform.machine() or "unknown"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    native = any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+    return {"name": " ".join(name.split()), "cores": cores, "bf16": native}
+
+
+def memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> dict[str, int] | None:
+    """Total and available bytes, no more than a container's limit; None where neither is told."""
+    try:
+        with open(proc / "meminfo", encoding="ascii") as file:
+            facts = dict(line.split(":", 1) for line in file)
+        total, available = (int(facts[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    except (OSError, KeyError, ValueError):
+        try:  # not Linux: there is no telling what is free
+            total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (ValueError, OSError, AttributeError):
+            return None
+    for limit, used in _GROUPS:
+        with suppress(OSError, ValueError):  # "max": no limit
+            most = int((groups / limit).read_text())
+            if most < total:
+                left = most - int((groups / used).read_text())
+                total, available = most, max(0, min(available, left))
+    return {"total_bytes": total, "available_bytes": available}
+
+
+def check_memory(found: dict[str, int] | None, least_bytes: int) -> Check:
+    """`least_bytes` is what the smallest replica needs."""
+    if found is None:
+        return Check(
+            name="memory",
+            ok=False,
+            words="this system does not tell how much there is",
+            cure="look it up, and compare with the memory that `isthmus plan RECIPE` predicts",
+        )
+    words = f"{size(found['available_bytes'])} free of {size(found['total_bytes'])}"
+    if found["available_bytes"] < least_bytes:
+        need = f"even a nano replica needs {size(least_bytes)}"
+        cure = f"{need}: end other programs, or raise the container's limit"
+        return Check(name="memory", ok=False, words=words, cure=cure, facts=dict(found))
+    return Check(name="memory", ok=True, words=words, facts=dict(found))
+
+
+def check_disk(folder: Path, seconds: float) -> Check:
+    """Free space where runs and saved rounds go, and how fast bytes are on the disk for good."""
+    path, block = folder / f".isthmus-doctor-{secrets.token_hex(8)}", os.urandom(1 << 20)
+    try:
+        free = shutil.disk_usage(folder).free
+        most, written = min(MOST_WRITTEN_BYTES, max(0, free - LEAST_FREE_BYTES // 10)), 0
+        if most < len(block):
+            return _full_disk(folder, free)
+        began = time.perf_counter()
+        with open(path, "xb", buffering=0) as file:
+            while written < most and time.perf_counter() - began < seconds:
+                written += file.write(block)
+                os.fsync(file.fileno())
+        rate = written / (time.perf_counter() - began)
+    except OSError as error:
+        return Check(
+            name="disk",
+            ok=False,
+            words=f"cannot write to {folder}: {error.strerror or error}",
+            cure="start isthmus in a folder that it may write to; runs and saved rounds go there",
+        )
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    if free < LEAST_FREE_BYTES:
+        return _full_disk(folder, free)
+    words = f"{size(free)} free in {folder}, {size(rate)}/s written and synced"
+    return Check(
+        name="disk", ok=True, words=words, facts={"free_bytes": free, "write_bytes_per_second": round(rate)}
+    )
+
+
+def _full_disk(folder: Path, free: int) -> Check:
+    return Check(
+        name="disk",
+        ok=False,
+        words=f"{size(free)} free in {folder}",
+        cure=f"free at least {size(LEAST_FREE_BYTES)}, or start isthmus in a folder on another disk",
+        facts={"free_bytes": free},
+    )

@@ -1,0 +1,120 @@
+"""Which part this machine can play, by the planner's memory model and the measured rate.
+
+Standard library only.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from isthmus.config import PRESETS, InnerConfig, OuterConfig, Recipe, ReplicaConfig
+from isthmus.planner.cost import step_flops
+from isthmus.planner.memory import process_memory
+from isthmus.replica.schedule import depths
+
+BATCH = InnerConfig().batch
+ROUND_STEPS = OuterConfig().inner_steps
+LONGEST_ROUND_SECONDS = 24 * 3600.0  # a machine that needs longer for a round would be waited for in vain
+BATCHES = tuple(BATCH >> i for i in range(6))  # 32 ... 1
+MICRO_BATCHES = (8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """One preset on this machine. A part that does not fit is 0."""
+
+    preset: str
+    full_batch: int  # the largest inner.batch of a full replica, up to the default
+    full_bytes: int  # at that batch, or at a batch of 1 where none fits
+    stages: int  # the fewest stages of which this machine can be any one, at the default batch
+    micro_batches: int  # that this needs
+    stage_bytes: int  # of the largest stage
+    round_seconds: (
+        float | None
+    )  # 50 inner steps of a full replica with the default batch; None: no rate known
+
+    @property
+    def stage_round_seconds(self) -> float | None:
+        return self.round_seconds / self.stages if self.round_seconds and self.stages else self.round_seconds
+
+    @property
+    def full(self) -> bool:
+        return self.full_batch > 0 and (self.round_seconds or 0.0) <= LONGEST_ROUND_SECONDS
+
+    @property
+    def stage(self) -> bool:
+        return self.stages > 0 and (self.stage_round_seconds or 0.0) <= LONGEST_ROUND_SECONDS
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"full": self.full, "stage": self.stage}
+
+
+def fits(available_bytes: int, precision: str, tflops: float | None) -> list[Fit]:
+    """Every preset, the smallest first."""
+    return [_fit(preset, available_bytes, precision, tflops) for preset in PRESETS]
+
+
+def least_bytes(precision: str = "fp32") -> int:
+    """What the smallest full replica needs."""
+    return _full_bytes("nano", precision, 1)
+
+
+def _recipe(
+    preset: str, precision: str, replica: ReplicaConfig, batch: int, micro_batches: int = 8
+) -> Recipe:
+    inner = InnerConfig(batch=batch, micro_batches=min(batch, micro_batches), precision=precision)
+    return Recipe(name="doctor", model=PRESETS[preset], inner=inner, replicas=(replica,))
+
+
+def _full_bytes(preset: str, precision: str, batch: int) -> int:
+    replica = ReplicaConfig(name="doctor")
+    return process_memory(_recipe(preset, precision, replica, batch), replica, 0, 1).total
+
+
+def _stage_bytes(preset: str, precision: str, stages: int, micro_batches: int) -> int:
+    """The largest of its stages, over links so fast that 1F1B's depths suffice; slow ones want deeper."""
+    replica = ReplicaConfig(name="doctor", kind="pipelined", stages=stages, compression="1/8")
+    recipe = _recipe(preset, precision, replica, BATCH, micro_batches)
+    chosen = depths(stages, micro_batches, 1.0, 0.0, 0.0)
+    return max(process_memory(recipe, replica, s, chosen[s]).total for s in range(stages))
+
+
+def _fit(preset: str, available: int, precision: str, tflops: float | None) -> Fit:
+    batch = next((b for b in BATCHES if _full_bytes(preset, precision, b) <= available), 0)
+    tried = [
+        (stages, m, _stage_bytes(preset, precision, stages, m))
+        for stages in range(2, PRESETS[preset].layers + 1)
+        for m in MICRO_BATCHES
+    ]
+    least = min(tried, key=lambda each: each[2])
+    stages, m, needed = next((each for each in tried if each[2] <= available), (0, 0, least[2]))
+    flops = step_flops(_recipe(preset, precision, ReplicaConfig(name="doctor"), BATCH))
+    return Fit(
+        preset=preset,
+        full_batch=batch,
+        full_bytes=_full_bytes(preset, precision, batch or 1),
+        stages=stages,
+        micro_batches=m,
+        stage_bytes=needed,
+        round_seconds=ROUND_STEPS * flops / (tflops * 1e12) if tflops else None,
+    )
+
+
+def role(found: list[Fit], trains: bool, bucket_ok: bool) -> str:
+    """One sentence."""
+    full = next((fit for fit in reversed(found) if fit.full), None)
+    stage = next((fit for fit in reversed(found) if fit.stage), None)
+    if not trains:
+        return "none before torch works here: `isthmus plan` is all it can do"
+    if full is None and stage is None:
+        return "none: too little memory even for a stage of nano, or too slow for it"
+    parts = []
+    if full:
+        small = f" with inner.batch up to {full.full_batch}" if full.full_batch < BATCH else ""
+        parts.append(f"a full replica of {full.preset}{small}")
+    if stage and (full is None or stage.preset != full.preset or full.full_batch < BATCH):
+        small = f" with {stage.micro_batches} micro-batches" if stage.micro_batches > MICRO_BATCHES[0] else ""
+        parts.append(f"one of {stage.stages} stages of {stage.preset}{small}")
+    can = ", or ".join(parts)
+    if not bucket_ok:
+        return f"the simulator only, until the bucket can be used; then up to {can}"
+    return f"up to {can}"

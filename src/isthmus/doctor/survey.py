@@ -1,0 +1,167 @@
+"""All checks of `isthmus doctor`, one after another: what fails does not keep the rest from being tried."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isthmus.config import PRESETS
+from isthmus.doctor import machine
+from isthmus.doctor.checks import Check, LinkRate, Say
+from isthmus.doctor.role import Fit, fits, least_bytes, role
+
+CPU_PRESET, GPU_PRESET = "10m", "178m"
+PAYS = 1.1  # bf16 on a CPU is recommended when it is so many times as fast
+
+
+@dataclass(slots=True)
+class Survey:
+    """What was found out."""
+
+    cpu: dict[str, Any] = field(default_factory=dict)
+    gpus: list[dict[str, Any]] = field(default_factory=list)
+    rates: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    links: list[tuple[str, str, LinkRate]] = field(default_factory=list)  # recipe key, to whom, rate
+    fits: list[Fit] = field(default_factory=list)
+    role: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The rate at which training would run here: `auto` takes the GPU, in bf16, else the CPU in fp32."""
+        usual = [r for r in self.rates if r["precision"] == ("fp32" if r["device"] == "cpu" else "bf16")]
+        return next((r for r in usual if r["device"] != "cpu"), usual[0] if usual else None)
+
+    @property
+    def faster_in_bf16(self) -> dict[str, Any] | None:
+        """Where the CPU trains, and would do so faster in bf16."""
+        if self.best is None or self.best["device"] != "cpu":
+            return None
+        others = [r for r in self.rates if r["device"] == "cpu" and r["precision"] == "bf16"]
+        return next((r for r in others if r["tflops"] > PAYS * self.best["tflops"]), None)
+
+    def recipe_lines(self) -> list[str]:
+        """What to paste into a [[replicas]] table."""
+        lines = []
+        if self.best:
+            lines.append((f"tflops = {_rate(self.best)}", _whose(self.best)))
+        if faster := self.faster_in_bf16:
+            lines.append((f"# tflops = {_rate(faster)}", f'with inner.precision = "bf16", {_whose(faster)}'))
+        lines += [(f"{key} = {rate.recipe_value()}", to) for key, to, rate in self.links]
+        return [f"{line:<54} # {note}" for line, note in lines]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "cpu": self.cpu,
+            "gpus": self.gpus,
+            "rates": self.rates,
+            "checks": [asdict(check) for check in self.checks],
+            "links": [
+                {"key": key, "to": to, **asdict(rate), "mbps": rate.mbps, "latency_ms": rate.latency_ms}
+                for key, to, rate in self.links
+            ],
+            "presets": [fit.to_dict() for fit in self.fits],
+            "role": self.role,
+            "recipe": self.recipe_lines(),
+        }
+
+
+def _rate(rate: dict[str, Any]) -> float:
+    return float(f"{rate['tflops']:.3g}")
+
+
+def _whose(rate: dict[str, Any]) -> str:
+    return f"{rate['name']}, {rate['precision']}, measured with {rate['preset']}"
+
+
+def survey(
+    buckets: list[str],
+    hosts: list[tuple[str, int]],
+    *,
+    seconds: float,
+    say: Say,
+    preset: str = "",
+    replica: str = "",
+    folder: Path | None = None,
+) -> Survey:
+    """Look at this machine, then at every bucket and machine that is named."""
+    found = Survey(cpu=machine.cpu())
+    memory = machine.memory()
+    found.checks.append(machine.check_memory(memory, least_bytes()))
+    say("writing to the disk")
+    found.checks.append(machine.check_disk(folder or Path.cwd(), min(1.0, seconds)))
+    available = memory["available_bytes"] if memory else 0
+    trains = _train(found, available, preset, seconds, say)
+    bucket_ok = True
+    for url in buckets:
+        from isthmus.comm.place import parse_url
+        from isthmus.doctor.bucket import check_bucket
+
+        checks, rate = check_bucket(url, seconds, say, replica)
+        bucket_ok &= all(check.ok for check in checks)
+        found.checks += checks
+        if rate:
+            found.links.append(("bucket_link", parse_url(url)[0], rate))
+    for host, port in hosts:
+        from isthmus.doctor.peer import check_peer, shown
+
+        checks, rate = check_peer(host, port, seconds, say)
+        found.checks += checks
+        if rate:
+            found.links.append(("link", shown(host, port), rate))
+    best = found.best
+    on_gpu = bool(found.gpus)
+    room = found.gpus[0]["available_bytes"] if on_gpu else available
+    found.fits = fits(room, "bf16" if on_gpu else "fp32", best["tflops"] if best else None)
+    found.role = role(found.fits, trains, bucket_ok)
+    return found
+
+
+def _train(found: Survey, available: int, preset: str, seconds: float, say: Say) -> bool:
+    """Measure every device; one of several alike stands for all. True if training works here at all."""
+    try:
+        from isthmus.doctor.compute import as_facts, gpus, training_rate
+    except (ImportError, OSError) as error:  # a torch for another system fails as an OSError
+        words = f"torch cannot be loaded: {' '.join(str(error).split())[:160]}"
+        cure = "install it: pip install -c constraints.txt torch (docs/operate.md, section 1)"
+        found.checks.append(Check(name="training", ok=False, words=words, cure=cure))
+        return False
+    found.gpus = gpus()
+    alike = {gpu["name"]: gpu for gpu in reversed(found.gpus)}
+    todo = [
+        (gpu["device"], gpu["name"], gpu["available_bytes"], precision, preset or GPU_PRESET)
+        for gpu in reversed(alike.values())
+        for precision in ("bf16", "fp32")
+    ]
+    cpu = ("cpu", f"{found.cpu['name']}, {found.cpu['cores']} cores", available)
+    todo += [(*cpu, p, preset or CPU_PRESET) for p in ("fp32", "bf16") if p == "fp32" or found.cpu["bf16"]]
+    done = False
+    for device, name, room, precision, wanted in todo:
+        model = _that_fits(wanted, precision, room)
+        say(f"training {model} on {device} in {precision}")
+        try:
+            rate = training_rate(device, precision, model, seconds, room)
+        except (RuntimeError, MemoryError) as error:  # no kernel for this device, no memory after all
+            words = f"{device} in {precision}: {' '.join(str(error).split())[:160]}"
+            cure = "see whether other programs hold its memory, and whether torch fits its driver"
+            found.checks.append(Check(name="training", ok=False, words=words, cure=cure))
+            continue
+        done = True
+        found.rates.append(as_facts(rate) | {"name": name})
+        words = (
+            f"{device} {precision}: {rate.tflops:.3g} TFLOP/s, {rate.tokens_per_second:,.0f} tokens/s of "
+            f"{model} ({rate.steps} inner steps on {rate.sequences} x {PRESETS[model].context} tokens, "
+            f"{rate.step_seconds:.3g} s each)"
+        )
+        found.checks.append(Check(name="training", ok=True, words=words, facts=as_facts(rate)))
+    return done
+
+
+def _that_fits(preset: str, precision: str, room: int) -> str:
+    """The preset that was asked for, or the largest below it of which one sequence fits."""
+    sizes = [fit.preset for fit in fits(room, precision, None) if fit.full_batch]
+    return preset if preset in sizes or not sizes else sizes[-1]
