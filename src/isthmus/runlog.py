@@ -23,7 +23,7 @@ from isthmus.errors import ConfigError
 Row = dict[str, Any]
 
 # These depend on the clock; two runs of one recipe and seed agree in every other field.
-TIMING_FIELDS = ("seconds", "tokens_per_second", "fleet_seconds")
+TIMING_FIELDS = ("seconds", "tokens_per_second", "fleet_seconds", "measured")
 
 STAGE_PURPOSES = ("activations", "gradients", "tokens")
 REPLICA_PURPOSES = ("payload_up", "payload_down", "control")

@@ -30,7 +30,10 @@ class LocalExchange:
 
     def __init__(self, recipe: Recipe) -> None:
         self.readers = {member.name: shards_read(recipe, member) for member in recipe.fleet()}
-        self.sent = {"payload_up": 0, "payload_down": 0}
+        self.sent = self._nothing()
+
+    def _nothing(self) -> dict[str, dict[str, int]]:
+        return {name: {"payload_up": 0, "payload_down": 0} for name in self.readers}
 
     def closed(self, round_number: int) -> None:
         return None
@@ -39,15 +42,15 @@ class LocalExchange:
         if len(own) > 1:
             for contribution in own:
                 sizes = [len(shard) for shard in contribution.shards.values()]
-                self.sent["payload_up"] += sum(sizes)
+                self.sent[contribution.replica]["payload_up"] += sum(sizes)
                 for name, readers in self.readers.items():
                     mine = name == contribution.replica  # held already by the machine that sent it
-                    self.sent["payload_down"] += sum(
+                    self.sent[name]["payload_down"] += sum(
                         size * (count - mine) for size, count in zip(sizes, readers, strict=True)
                     )
         return own
 
-    def take_counts(self) -> dict[str, int]:
-        """Bytes since the last call."""
-        counts, self.sent = self.sent, dict.fromkeys(self.sent, 0)
+    def take_counts(self) -> dict[str, dict[str, int]]:
+        """Bytes since the last call, by replica."""
+        counts, self.sent = self.sent, self._nothing()
         return counts

@@ -10,7 +10,7 @@ from isthmus.comm.closer import Closer
 from isthmus.comm.crew import Crew, agree, collect
 from isthmus.comm.ledger import Entry, Ledger, Manifest, Shard, anchor_digest
 from isthmus.comm.retry import StoreError
-from isthmus.comm.trust import Refused, sha256
+from isthmus.comm.trust import MOST_PROCESSES, Refused, sha256
 from isthmus.errors import Diverged, RunError
 
 POLL_SECONDS = (0.1, 1.0)  # between looks at the manifest: soon at first, then patiently
@@ -39,6 +39,7 @@ class LedgerExchange:
         self.anchor = ""  # digest of the anchor that all hold now
         self.facts: Callable[[], Mapping[str, Any]] = dict
         self.sent = {"payload_up": 0, "payload_down": 0}
+        self.spent = {"up_seconds": 0.0, "down_seconds": 0.0}  # with payloads
         self.moved = 0  # what the store had moved when counts were last taken
         self.cache: dict[str, bytes] = {}
         self.closer = None
@@ -77,7 +78,9 @@ class LedgerExchange:
         for index in self.writes:
             data = mine.shards[index]
             self.cache[sha256(data)] = data
+            started = time.monotonic()
             self.ledger.put_shard(round_number, index, data)
+            self.spent["up_seconds"] += time.monotonic() - started
             self.sent["payload_up"] += len(data)
         rows = {i: json.dumps([sha256(mine.shards[i]), len(mine.shards[i])]) for i in self.writes}
         listed = [json.loads(text) for text in collect(self.crew, rows, len(self.ledger.shards))]
@@ -88,13 +91,19 @@ class LedgerExchange:
             self.ledger.commit(round_number, self.incarnation, self.anchor, entry)
 
     def gathered_facts(self) -> dict[str, Any]:
-        """The lead's facts, with the byte counts of all processes added up."""
+        """The lead's facts, with the byte counts of all processes added up and their figures side by side."""
         every = [json.loads(data) for data in self.crew.share(json.dumps(dict(self.facts())).encode())]
         total: dict[str, int] = {}
         for facts in every:
             for purpose, count in facts.get("bytes", {}).items():
                 total[purpose] = total.get(purpose, 0) + int(count)
-        return every[0] | {"bytes": total}
+        gathered = every[0] | {"bytes": total}
+        figures = [facts.get("measured", {}) for facts in every]
+        if len(every) <= MOST_PROCESSES:  # more would be too long for a commit
+            gathered["measured"] = {name: [row.get(name, 0) for row in figures] for name in figures[0]}
+        else:
+            gathered.pop("measured", None)
+        return gathered
 
     def _await(self, round_number: int) -> Manifest:
         """Wait for the manifest; a closer tries to make it meanwhile.
@@ -163,9 +172,11 @@ class LedgerExchange:
     def fetch(self, replica: str, round_number: int, shard: Shard) -> bytes:
         """A shard's bytes, checked; from memory when it is our own or was read before."""
         if shard.digest not in self.cache:
+            started = time.monotonic()
             self.cache[shard.digest] = self.ledger.get_shard(replica, round_number, shard)
             if shard.index in self.reads:  # a pipelined closer reads more than it applies
                 self.sent["payload_down"] += shard.size
+                self.spent["down_seconds"] += time.monotonic() - started
         return self.cache[shard.digest]
 
     def take_counts(self) -> dict[str, int]:
@@ -175,3 +186,8 @@ class LedgerExchange:
         moved, self.moved = total - self.moved, total
         counts, self.sent = self.sent, dict.fromkeys(self.sent, 0)
         return counts | {"control": moved - sum(counts.values())}
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds since the last call in which payloads went up, and came down; waiting is not in them."""
+        spent, self.spent = self.spent, dict.fromkeys(self.spent, 0.0)
+        return {name: round(seconds, 4) for name, seconds in spent.items()}

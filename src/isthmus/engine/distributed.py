@@ -24,6 +24,7 @@ from isthmus.comm.rounds import LedgerExchange
 from isthmus.comm.trust import Refused, canonical, sha256
 from isthmus.config import Member, Recipe
 from isthmus.engine import checkpoint
+from isthmus.engine.measure import Meter
 from isthmus.errors import RunError
 from isthmus.model.llama import init_tensor
 from isthmus.outer.baselines import DiLoCo
@@ -86,6 +87,7 @@ class RealFleet:
         self.feedback = {name: torch.zeros_like(p) for name, p in own.items()} if with_feedback else {}
         self.exchange = LedgerExchange(ledger, crew, self.writes, self.reads, incarnation, log)
         self.exchange.facts = self._facts
+        self.meter = Meter(replica, device)
         self.pending: Contribution | None = None
         self.step_count = 0  # inner steps that the optimiser has taken
         self.round_started = time.monotonic()
@@ -100,6 +102,7 @@ class RealFleet:
         started, losses = time.monotonic(), []
         for h in range(steps):
             losses.append(self.replica.inner_step(round_index * steps + h))
+            self.meter.step()
             self.told.inner_step = round_index * steps + h + 1
             if self.device.type == "cpu":
                 self.told.loss = float(losses[-1])
@@ -323,11 +326,14 @@ class RealFleet:
         counts = self.replica.take_counts()
         for purpose, count in self.exchange.take_counts().items():
             counts[purpose] = counts.get(purpose, 0) + count
+        trip, figures = self.meter.take()
         return {
             "loss": finite(self.told.loss),
             "grad_norm": finite(self.told.grad_norm),
             "seconds": round(self.told.seconds or 0.0, 4),
+            "trip_seconds": trip,
             "bytes": counts,
+            "measured": figures | self.exchange.take_seconds(),
         }
 
 

@@ -13,6 +13,7 @@ from isthmus.data.corpus import Corpus
 from isthmus.engine.evaluate import Scorer, by_kind
 from isthmus.engine.fleet import GONE
 from isthmus.engine.loop import NO_SCORES, start_row
+from isthmus.engine.measure import add_farewell, measured_by_kind
 from isthmus.engine.replay import Replay
 from isthmus.model.inner import learning_rate
 from isthmus.planner.cost import round_seconds
@@ -75,6 +76,7 @@ class Follower:
             "fleet_seconds": round_seconds(recipe, manifest.seconds / steps),
             "bytes": counts,
             "dense_bytes": dict(dense_round_bytes(recipe)),
+            "measured": measured_by_kind(took_part, entries),
             "contributors": [entry.replica for entry in manifest.entries],
             "refused": {name: reason for name, reason in manifest.refused},
             "anchor": self.replay.digest(),
@@ -88,15 +90,21 @@ class Follower:
         while True:
             over = ended() or time.monotonic() > deadline
             beats = [self.ledger.heartbeat(member.name) for member in self.recipe.fleet()]
-            said = [beat[0] for beat in beats if beat and beat[0].get("state") in GONE]
+            names = [member.name for member in self.recipe.fleet()]
+            said = {
+                name: beat[0].get("farewell") or {}
+                for name, beat in zip(names, beats, strict=True)
+                if beat and beat[0].get("state") in GONE
+            }
             if over or len(said) == len(beats):
                 break
             time.sleep(0.2)
         if last["round"] == 0:
             return
-        for body in said:
-            for purpose, count in ((body.get("farewell") or {}).get("bytes", {})).items():
+        for farewell in said.values():
+            for purpose, count in farewell.get("bytes", {}).items():
                 last["bytes"][purpose] = last["bytes"].get(purpose, 0) + int(count)
+        add_farewell(last, self.recipe.fleet(), said)
         self.run.amend(last)
 
     def follow(self, stop: Callable[[], bool], poll_seconds: float = 0.5) -> None:

@@ -8,6 +8,7 @@ from isthmus.comm.base import Contribution, Exchange
 from isthmus.config import Recipe
 from isthmus.engine import checkpoint
 from isthmus.engine.evaluate import by_kind
+from isthmus.engine.measure import measured_by_kind
 from isthmus.model.inner import learning_rate
 from isthmus.planner.cost import round_seconds
 from isthmus.runlog import RunDir
@@ -68,6 +69,8 @@ def simulate_rounds(recipe: Recipe, fleet: Any, exchange: Any, run: RunDir, view
         last = round_number == rounds
         scores = fleet.evaluate() if last or round_number % recipe.data.eval_every == 0 else NO_SCORES
         seconds = time.perf_counter() - clock
+        each = trained_seconds / recipe.num_replicas
+        sent = counted_bytes(recipe, exchange.take_counts())
         row = {
             "round": round_number,
             "inner_steps": round_number * steps,
@@ -79,9 +82,13 @@ def simulate_rounds(recipe: Recipe, fleet: Any, exchange: Any, run: RunDir, view
             "grad_norm": fleet.norms.mean().item(),
             "seconds": seconds,
             "tokens_per_second": recipe.round_tokens / seconds,
-            "fleet_seconds": round_seconds(recipe, trained_seconds / steps / recipe.num_replicas),
-            "bytes": counted_bytes(recipe, exchange.take_counts()),
+            "fleet_seconds": round_seconds(recipe, each / steps),
+            "bytes": {purpose: sum(counts[purpose] for counts in sent.values()) for purpose in PURPOSES},
             "dense_bytes": dict(dense_round_bytes(recipe)),
+            "measured": measured_by_kind(
+                fleet.members,
+                {name: {"seconds": each, "bytes": counts} for name, counts in sent.items()},
+            ),
         }
         # Row before state: a row without its state is cut off and run again, a state without its row would
         # lose it.
@@ -112,20 +119,23 @@ def start_row(recipe: Recipe, scores: dict[str, Any], seconds: float) -> dict[st
         "fleet_seconds": 0.0,
         "bytes": dict.fromkeys(PURPOSES, 0),
         "dense_bytes": {"stages": 0, "replicas": 0},
+        "measured": {},
     }
 
 
-def counted_bytes(recipe: Recipe, payloads: dict[str, int]) -> dict[str, int]:
-    """One round's bytes by purpose: payloads as the exchange counted them, stage links by their shapes."""
-    total = dict.fromkeys(PURPOSES, 0) | payloads
+def counted_bytes(recipe: Recipe, payloads: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """One round's bytes of every replica by purpose: payloads as the exchange counted them, stage links by
+    their shapes."""
+    sent = {}
     for member in recipe.fleet():
+        total = sent[member.name] = dict.fromkeys(PURPOSES, 0) | payloads[member.name]
         for purpose, count in inner_step_bytes(recipe, member).items():
             total[purpose] += recipe.outer.inner_steps * count
         if recipe.outer.method == "adamw":  # its all-reduce is not acted out
             up, down = outer_bytes(recipe, member)
             total["payload_up"] += up
             total["payload_down"] += down
-    return total
+    return sent
 
 
 class Saver:

@@ -18,6 +18,7 @@ from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.data.tokens import Batches, validation_batches
 from isthmus.engine import checkpoint
 from isthmus.engine.loop import simulate_rounds
+from isthmus.engine.measure import peak_bytes
 from isthmus.engine.simulated import SimulatedFleet
 from isthmus.errors import ConfigError
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
@@ -129,7 +130,7 @@ def _run(
         error = f"{type(fault).__name__}: {fault}".splitlines()[0]
         raise
     finally:
-        run.update_about(status=status, error=error)
+        run.update_about(status=status, error=error, peak_bytes=peak_bytes(device))
         with contextlib.suppress(OSError, ConfigError):  # a report that fails must not hide why the run did
             write_report(run.path)
     return Results(run.path, run.rows())

@@ -1,0 +1,157 @@
+"""What a process finds out about itself while it trains: seconds it computes, bytes on each link, its peak."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from isthmus.config import Member
+from isthmus.replica.base import Replica
+from isthmus.replica.pipelined import PipelinedReplica
+
+# What a stage computes in an inner step; all else is waiting, or a link.
+STAGE_WORK = ("forward", "backward", "squared_norm", "step")
+SUMMED = ("forth_bytes", "back_bytes")  # over the replicas of a kind; the other figures are means
+AVERAGED = ("compute_seconds", "up_seconds", "down_seconds")
+
+
+class Stopwatch:
+    """Adds up how long some methods of an object take; on a GPU by events, so that the host waits for
+    nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.seconds = 0.0
+        self.events: list[tuple[Any, Any]] = []
+
+    def watch(self, owner: Any, names: Sequence[str]) -> None:
+        for name in names:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def on_host(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        def on_cuda(*args: Any, **kwargs: Any) -> Any:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            result = method(*args, **kwargs)
+            end.record()
+            self.events.append((begin, end))
+            return result
+
+        return on_cuda if self.on_cuda else on_host
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        if self.events:
+            torch.cuda.synchronize()
+            self.seconds += sum(begin.elapsed_time(end) for begin, end in self.events) / 1e3
+            self.events.clear()
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class Meter:
+    """The figures of this process that a commit tells: see `facts` in docs/protocol.md."""
+
+    def __init__(self, replica: Replica, device: torch.device) -> None:
+        self.replica, self.device = replica, device
+        self.clock = Stopwatch(device)
+        self.stages = replica.stages if isinstance(replica, PipelinedReplica) else ()
+        for stage in self.stages:
+            self.clock.watch(stage, STAGE_WORK)
+        if not self.stages:
+            self.clock.watch(replica, ("inner_step",))
+        self.sent = (0, 0)
+        self.trips: list[float] = []
+
+    def step(self) -> None:
+        """After every inner step: the slowest link's time there and back, as the stages agreed on it."""
+        if self.stages and (trip := self.replica.seconds.get("there_and_back")):
+            self.trips.append(trip)
+
+    def take(self) -> tuple[float | None, dict[str, float]]:
+        """Since the last call: the shortest time there and back, and this process's figures."""
+        ends = self.replica.links[0] if self.stages else (None, None)
+        # Forth on the link to the stage after, back on the one to the stage before; agreeing on the norm
+        # ("control") is not counted.
+        back, forth = (sum(end.counts.values()) - end.counts["control"] if end else 0 for end in ends)
+        figures = {
+            "compute_seconds": round(self.clock.take(), 4),
+            "forth_bytes": forth - self.sent[0],
+            "back_bytes": back - self.sent[1],
+            "peak_bytes": peak_bytes(self.device),
+        }
+        self.sent = (forth, back)
+        # A measured round trip is never too short: the stage may have been busy when the gradient came.
+        trip = round(min(self.trips), 5) if self.trips else None
+        self.trips = []
+        return trip, figures
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has held: of the GPU as the allocator reserved it, else resident; 0: not
+    known."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    try:
+        # Not ru_maxrss: a process starts with the maximum of whoever started it.
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+    except (OSError, StopIteration, ValueError):
+        return 0
+
+
+def measured_by_kind(
+    members: Sequence[Member], told: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """One round's figures of every [[replicas]] table, from what its replicas told.
+
+    Lists have one entry a process: bytes are sums over replicas, seconds means, peaks the largest.
+    """
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for member in members:
+        if member.name in told:
+            kinds.setdefault(member.config.name, []).append(told[member.name])
+    return {name: _together(facts) for name, facts in kinds.items()}
+
+
+def _together(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    together: dict[str, Any] = {"replicas": len(facts), "bytes": {}}
+    for key in ("seconds", "trip_seconds"):
+        if known := [fact[key] for fact in facts if fact.get(key)]:
+            together[key] = sum(known) / len(known)
+    for fact in facts:
+        for purpose, number in fact.get("bytes", {}).items():
+            together["bytes"][purpose] = together["bytes"].get(purpose, 0) + int(number)
+    lists = [fact["measured"] for fact in facts if fact.get("measured")]
+    for key in (*SUMMED, *AVERAGED, "peak_bytes"):
+        if not (rows := [row[key] for row in lists if row.get(key)]):
+            continue
+        columns = list(zip(*rows, strict=False))
+        if key in SUMMED:
+            together[key] = [sum(column) for column in columns]
+        elif key in AVERAGED:
+            together[key] = [round(sum(column) / len(column), 5) for column in columns]
+        else:
+            together[key] = [max(column) for column in columns]
+    return together
+
+
+def add_farewell(row: dict[str, Any], members: Sequence[Member], told: Mapping[str, Mapping[str, Any]]) -> None:
+    """What replicas counted after their last commits joins the figures of the last row."""
+    for name, last in measured_by_kind(members, told).items():
+        kind = row.setdefault("measured", {}).setdefault(name, {"replicas": last["replicas"], "bytes": {}})
+        for purpose, number in last["bytes"].items():
+            kind["bytes"][purpose] = kind["bytes"].get(purpose, 0) + number
+        for key in (*SUMMED, *AVERAGED, "peak_bytes"):
+            if key in last:
+                before = kind.get(key) or [0] * len(last[key])
+                join = max if key == "peak_bytes" else lambda a, b: a + b
+                kind[key] = [join(a, b) for a, b in zip(before, last[key], strict=False)]
