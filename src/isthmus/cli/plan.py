@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,14 @@ def register(commands: argparse._SubParsersAction) -> None:
         default=0.0,
         metavar="X",
         help="training rate of a machine whose own the recipe does not state, in TFLOP/s",
+    )
+    parser.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="[REPLICA=]NAME",
+        help="assume 40 %% of a well-known device's stated peak instead: h100, a100, l40s, rtx-4090, ...; "
+        "for the machines of one table, edge=l4; may be repeated",
     )
     parser.add_argument(
         "--price-per-hour",
@@ -85,13 +94,27 @@ def plan(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it is 0 or more")
     if not args.check_mb_per_second > 0:
         raise ConfigError(f"--check-mb-per-second is {args.check_mb_per_second}; it is above 0")
-    recipe = load_recipe(args.recipe, args.set)
+    args.tflops, settings, assumed = assumed_rates(args)
+    recipe = load_recipe(args.recipe, [*args.set, *settings])
     prices = read_prices(args)
     if args.scale:
-        return scales(args, recipe)
-    forecast = predict(recipe, args.tflops, prices, args.check_mb_per_second * 1e6)
-    print(forecast.to_json() if args.json else table(recipe, forecast))
+        scales(args, recipe)
+    else:
+        forecast = predict(recipe, args.tflops, prices, args.check_mb_per_second * 1e6)
+        print(forecast.to_json() if args.json else table(recipe, forecast))
+    for words in assumed:
+        print(f"Assumed: {words}.", file=sys.stderr if args.json else sys.stdout)
     return 0
+
+
+def assumed_rates(args: argparse.Namespace) -> tuple[float, list[str], list[str]]:
+    """--tflops and --device: a rate for all machines without one, settings of single tables, words."""
+    from isthmus.planner.devices import assume
+
+    rate, settings, words = assume(args.device)
+    if rate and args.tflops:
+        raise ConfigError("--tflops and --device both give a rate to all machines; give one of them")
+    return rate or args.tflops, settings, words
 
 
 def read_prices(args: argparse.Namespace) -> "Prices | None":

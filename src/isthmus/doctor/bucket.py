@@ -102,8 +102,8 @@ def _put_if_absent(store: Store, prefix: str) -> Check:
             name="put-if-absent",
             ok=False,
             words=_bare(error, store.url),
-            cure="use another store, or a newer version of this one; a proxy in front of it may also drop the "
-            "header",
+            cure="use another store, or a newer version of this one; a proxy in front of it may also drop "
+            "the header",
         )
     return Check(name="put-if-absent", ok=True, words="honoured: a round has one winner")
 

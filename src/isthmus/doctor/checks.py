@@ -33,7 +33,7 @@ class LinkRate:
 
     @property
     def mbps(self) -> float:
-        """A recipe has one rate for both ways: the slower one, so that a plan promises no more than there is."""
+        """A recipe has one rate for both ways: the slower one, so that a plan promises nothing too much."""
         return min(self.up_mbps, self.down_mbps)
 
     @property
@@ -43,12 +43,16 @@ class LinkRate:
 
     def describe(self) -> str:
         return (
-            f"{self.up_mbps:.4g} Mb/s up, {self.down_mbps:.4g} Mb/s down, "
+            f"{_short(self.up_mbps)} Mb/s up, {_short(self.down_mbps)} Mb/s down, "
             f"{self.round_trip_ms:.3g} ms there and back"
         )
 
     def recipe_value(self) -> str:
         return f"{{ mbps = {float(f'{self.mbps:.4g}')}, latency_ms = {float(f'{self.latency_ms:.3g}')} }}"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def mbps(num_bytes: float, seconds: float, waiting_seconds: float = 0.0) -> float:

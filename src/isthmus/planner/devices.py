@@ -1,0 +1,68 @@
+"""Training rates of well-known devices, for plans made before the machine is at hand. Standard library only.
+
+An assumption, and printed as one: `isthmus doctor` on the machine measures what it really does.
+"""
+
+from collections.abc import Sequence
+
+from isthmus.config import nearest
+from isthmus.errors import ConfigError
+
+SHARE = 0.4  # of the stated peak; METHOD section 3 counts one H100 so
+# TFLOP/s in bf16 as the makers state it: matrix units, dense, accumulated in fp32.
+PEAK = {
+    "b200": 2250.0,
+    "h200": 989.0,
+    "h100": 989.0,  # SXM
+    "h100-pcie": 756.0,
+    "a100": 312.0,
+    "l40s": 362.0,
+    "l4": 121.0,
+    "a40": 150.0,
+    "a10": 125.0,
+    "a6000": 155.0,
+    "rtx-6000-ada": 364.0,
+    "rtx-5090": 209.0,
+    "rtx-4090": 165.0,
+    "rtx-3090": 71.0,
+    "mi300x": 1307.0,
+}
+
+
+def device_tflops(name: str) -> float:
+    """The training rate that is assumed for one such device."""
+    known = name.lower().replace("_", "-").replace(" ", "-")
+    known = known.removeprefix("nvidia-").removeprefix("amd-").removeprefix("geforce-")
+    if known not in PEAK:
+        hint = nearest(known, tuple(PEAK))
+        raise ConfigError(
+            f'device "{name}" is not in the table{hint or "; it has " + ", ".join(PEAK)}; '
+            "`isthmus doctor` measures any machine"
+        )
+    return SHARE * PEAK[known]
+
+
+def assume(given: Sequence[str]) -> tuple[float, list[str], list[str]]:
+    """`h100` for every machine of no stated rate, `edge=l4` for those of one table:
+
+    (the rate of the former or 0, settings for the latter, sentences that say what was assumed).
+    """
+    rest, settings, words = 0.0, [], []
+    for text in given:
+        replica, _, device = text.rpartition("=")
+        rate = device_tflops(device)
+        if replica:
+            settings.append(f"replicas.{replica}.tflops={rate:g}")
+        elif rest:
+            raise ConfigError(
+                f'--device is given twice for all machines, the second time as "{device}"; for one table '
+                f"write REPLICA={device}"
+            )
+        else:
+            rest = rate
+        whose = f"replica {replica}" if replica else "where the recipe states no tflops"
+        words.append(
+            f"{whose}, a machine is one {device} at {rate:g} TFLOP/s, {SHARE:.0%} of its maker's bf16 peak; "
+            "`isthmus doctor` there measures it"
+        )
+    return rest, settings, words
