@@ -1,7 +1,8 @@
 """Recipes: TOML in, frozen and checked dataclasses out. Standard library only."""
 
-from isthmus.config.toml import dump_recipe, load_recipe, parse_recipe
+from isthmus.config.toml import build_table, dump_recipe, load_recipe, parse_recipe
 from isthmus.config.tree import (
+    AUTO,
     PRESETS,
     BucketConfig,
     DataConfig,
@@ -17,6 +18,7 @@ from isthmus.config.tree import (
 )
 
 __all__ = [
+    "AUTO",
     "PRESETS",
     "BucketConfig",
     "DataConfig",
@@ -28,6 +30,7 @@ __all__ = [
     "Recipe",
     "ReplicaConfig",
     "SubspaceConfig",
+    "build_table",
     "dump_recipe",
     "load_recipe",
     "nearest",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.tree import PRESETS, Recipe, choice, nearest
+from isthmus.config.tree import AUTO, PRESETS, Recipe, choice, nearest
 from isthmus.errors import ConfigError
 
 
@@ -38,7 +38,18 @@ def _recipe(table: dict[str, Any]) -> Recipe:
     table = dict(table)
     if "model" in table and isinstance(table["model"], dict):
         table["model"] = _with_preset(table["model"])
-    return _build(Recipe, table, "")
+    _check_auto(table.get("replicas"))
+    return build_table(Recipe, table, "")
+
+
+def _check_auto(replicas: Any) -> None:
+    """A k/d picked for a link that nobody stated would be picked for nothing."""
+    for replica in replicas if isinstance(replicas, list) else ():
+        if isinstance(replica, dict) and replica.get("compression") == AUTO and "link" not in replica:
+            raise ConfigError(
+                f'replica {replica.get("name", "?")}: compression = "auto" needs the link between its '
+                "stages; give link = { mbps = ..., latency_ms = ... } (`isthmus doctor` measures both)"
+            )
 
 
 def _with_preset(model: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +62,7 @@ def _with_preset(model: dict[str, Any]) -> dict[str, Any]:
     return dataclasses.asdict(PRESETS[name]) | model
 
 
-def _build(cls: type, table: Any, where: str) -> Any:
+def build_table(cls: type, table: Any, where: str) -> Any:
     """One dataclass from one TOML table: unknown keys, missing keys and wrong types are named."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table, not {_kind(table)}")
@@ -81,12 +92,14 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if isinstance(hint, types.UnionType):  # LinkConfig | None
         hint = typing.get_args(hint)[0]
     if dataclasses.is_dataclass(hint):
-        return _build(hint, value, where)
+        return build_table(hint, value, where)
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise ConfigError(f"{where} must be a list of tables ([[{where}]]), not {_kind(value)}")
         item = typing.get_args(hint)[0]
-        return tuple(_build(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
+        if not dataclasses.is_dataclass(item):
+            return tuple(_convert(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
+        return tuple(build_table(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
     if where.endswith(".compression") and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)  # compression = 0.125 reads as well as "1/8"
     wanted = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[hint]

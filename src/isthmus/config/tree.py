@@ -7,6 +7,8 @@ from fractions import Fraction
 
 from isthmus.errors import ConfigError
 
+AUTO = "auto"  # a replica's compression, to be picked by its link
+
 
 def choice(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
@@ -244,7 +246,9 @@ class ReplicaConfig:
     count: int = 1
     stages: int = 1
     processes: int = 1  # of a full replica: several GPUs of one machine that share every batch
-    compression: str = "none"  # k/d between stages, as "1/8"
+    compression: str = (
+        "none"  # k/d between stages, as "1/8"; "auto": planner.auto picks it before a run starts
+    )
     wire: str = "bf16"  # what activations and their gradients cross a link as; or "fp32", "fp64"
     backend: str = "gloo"  # between stages; "nccl" where all are GPUs on one fast network
     link: LinkConfig = field(default_factory=LinkConfig)  # between stages
@@ -270,13 +274,18 @@ class ReplicaConfig:
             )
         if self.kind == "pipelined" and self.stages < 2:
             raise ConfigError(f"{where} is pipelined with {self.stages} stage; give stages = 2 or more")
-        self.ratio  # noqa: B018 - raises when compression is malformed
+        if self.compression != AUTO:
+            self.ratio  # noqa: B018 - raises when compression is malformed
 
     @property
     def ratio(self) -> Fraction | None:
         """k/d, or None where the boundary is open."""
         if self.compression == "none":
             return None
+        if self.compression == AUTO:
+            raise ConfigError(
+                f'replica {self.name}: compression is still "auto"; planner.auto.resolve puts a k/d there'
+            )
         try:
             ratio = Fraction(self.compression)
         except (ValueError, ZeroDivisionError):
@@ -284,7 +293,7 @@ class ReplicaConfig:
         if not 0 < ratio <= 1:
             raise ConfigError(
                 f'replica {self.name}: compression is "{self.compression}"; k/d is a fraction above 0 and at '
-                'most 1 such as "1/8", or "none"'
+                'most 1 such as "1/8", or "none", or "auto"'
             )
         return ratio
 
@@ -395,7 +404,8 @@ class Recipe:
             raise ConfigError(
                 'inner.clip_scope "stage" is for replicas with weights of their own; set "replica"'
             )
-        compressed = [replica for replica in self.replicas if replica.compressed]
+        # "auto" may become "none": what it is then is checked again.
+        compressed = [r for r in self.replicas if r.compression == AUTO or r.compressed]
         if self.subspace.weight_projection and self.subspace.basis == "boundary":
             raise ConfigError(
                 'subspace.weight_projection projects onto one U; set subspace.basis to "global"'

@@ -4,11 +4,13 @@ Every assumption is printed on the figure. matplotlib is loaded only to draw.
 """
 
 import textwrap
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from isthmus.errors import ConfigError
 from isthmus.planner.cost import closed_form
+from isthmus.planner.paper_loss import loss_at
 
 RATIOS = (("1", 1.0), ("1/8", 1 / 8), ("1/24", 1 / 24), ("1/96", 1 / 96), ("1/768", 1 / 768))
 COLOURS = ("#4a5560", "#c8590a", "#12806a", "#1f66c1", "#7a4bc2")
@@ -18,13 +20,7 @@ INK, SOFT, FAINT = "#1d2329", "#5d6770", "#e6e3dd"
 WALLCLOCK = {"num_parameters": 512_398_848, "width": 1536, "mbps": 1000.0}
 NUM_STEPS = 19_550
 MORE_TOKENS = 1.2
-PAPER_LOSS = {  # Tables 1 and 2, 512M: all replicas compressed / half of them
-    "1": "2.73",
-    "1/8": "2.84 / 2.82",
-    "1/24": "2.89 / 2.88",
-    "1/96": "2.96 / 2.94",
-    "1/768": "3.07 / 3.00",
-}
+PAPER_LOSS = {name: loss_at(Fraction(name)) for name, _ in RATIOS}  # all replicas compressed / half of them
 
 
 def utilisation_curves(points: int = 241) -> tuple[list[float], dict[str, list[float]]]:

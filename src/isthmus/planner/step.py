@@ -4,7 +4,9 @@ Bytes come from `traffic`, schedules from `replica.schedule` (the data that the 
 METHOD section 3: the closed ceiling and an event simulation of the same schedule.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from isthmus.config import Member, Recipe, ReplicaConfig
@@ -40,6 +42,7 @@ class StageLink:
     forward_seconds_per_step: float
     backward_seconds_per_step: float
     busy: float  # share of the inner step in which the forward direction carries something
+    steady_busy: float  # the same without fill and drain, when the pipeline is full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +94,11 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
     forward = (crossing["activations"] + crossing["tokens"]) // num_links // m
     backward = crossing["gradients"] // num_links // m
     latency, t = replica.link.latency_ms / 1e3, mean / m
+    each = tuple(seconds / m for seconds in compute.stage_seconds_per_step)
+    pace = steady_pace(each, forward / rate, latency, recipe.inner.in_flight)
     chosen = depths(replica.stages, m, t, forward / rate, latency, recipe.inner.in_flight)
-    each = [seconds / m for seconds in compute.stage_seconds_per_step]
-    there = [FORWARD_SHARE * t for t in each]
-    back = [(1 - FORWARD_SHARE) * t for t in each]
-    schedule = deep(replica.stages, m, chosen)
-    seconds = simulate_schedule(schedule, there, back, forward / rate, latency)
-    linkless = simulate_schedule(schedule, there, back, 0.0, 0.0)
+    seconds = _simulated(each, m, chosen, forward / rate, latency)
+    linkless = _simulated(each, m, chosen, 0.0, 0.0)
     link = StageLink(
         mbps=replica.link.mbps,
         latency_ms=replica.link.latency_ms,
@@ -110,6 +111,7 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
         forward_seconds_per_step=m * forward / rate,
         backward_seconds_per_step=m * backward / rate,
         busy=m * forward / rate / seconds,
+        steady_busy=forward / rate / pace,
     )
     closed = inner_step_seconds(recipe, member, mean * replica.stages)
     step = Step(
@@ -121,3 +123,40 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
         bubble=1 - mean / seconds,
     )
     return link, step
+
+
+@lru_cache(maxsize=4096)
+def steady_pace(
+    stage_seconds: tuple[float, ...], link_seconds: float, latency_seconds: float, limit: int = 0
+) -> float:
+    """Seconds between micro-batches once the pipeline is full, by the event simulation.
+
+    It is what one more micro-batch adds to a long inner step: the difference of a step of 2 n and one of n
+    micro-batches, over n, in which filling and draining cancel. A run can measure the same with twice the
+    batch in twice the micro-batches. Without a limit it is the slowest of all stages and links.
+    """
+    # Deep enough for the slower of compute and link and no deeper: beyond, all forwards would come before the
+    # first backward, and the two directions of a slow link would work in turns.
+    num_stages, t = len(stage_seconds), max(sum(stage_seconds) / len(stage_seconds), link_seconds)
+    deepest = depths(num_stages, 256, t, link_seconds, latency_seconds, limit)[0]
+    n = max(32, 2 * deepest)  # long enough that it is full
+    short, long = (
+        _simulated(
+            stage_seconds,
+            num,
+            depths(num_stages, num, t, link_seconds, latency_seconds, limit),
+            link_seconds,
+            latency_seconds,
+        )
+        for num in (n, 2 * n)
+    )
+    return max((long - short) / n, link_seconds, *stage_seconds)  # nothing is faster than its slowest part
+
+
+def _simulated(
+    stage_seconds: Sequence[float], m: int, chosen: Sequence[int], link_seconds: float, latency_seconds: float
+) -> float:
+    there = [FORWARD_SHARE * t for t in stage_seconds]
+    back = [(1 - FORWARD_SHARE) * t for t in stage_seconds]
+    schedule = deep(len(stage_seconds), m, chosen)
+    return simulate_schedule(schedule, there, back, link_seconds, latency_seconds)

@@ -6,11 +6,14 @@ from the fullest. The paper does not give its split, and boundary positions chan
 part of a run.
 """
 
+from functools import cache, lru_cache
+
 from isthmus.config import ModelConfig
 
 EMBEDDING = "tok_embeddings.weight"
 
 
+@cache
 def layers_per_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
     share, remainder = divmod(num_layers + 2, num_stages)
     counts = [share + (s < remainder) for s in range(num_stages)]
@@ -22,6 +25,7 @@ def layers_per_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
+@cache
 def boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """For each of the S-1 boundaries, the number of layers that lie before it."""
     counts = layers_per_stage(num_layers, num_stages)
@@ -38,6 +42,7 @@ def stage_of(name: str, num_layers: int, num_stages: int) -> int:
     return sum(layer >= edge for edge in boundaries(num_layers, num_stages))
 
 
+@lru_cache(maxsize=256)
 def stage_names(model: ModelConfig, num_stages: int) -> tuple[tuple[str, ...], ...]:
     """The parameters of every stage, each in the order that all replicas share."""
     stages: list[list[str]] = [[] for _ in range(num_stages)]

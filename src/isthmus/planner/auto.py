@@ -1,0 +1,118 @@
+"""`compression = "auto"`: the mildest k/d at which the link between stages is not the bottleneck.
+
+Standard library only. The rule, in figures that a run can measure: once the pipeline is full, the link is
+busy for less than 95 % of the time: its seconds for a micro-batch, one way, over the seconds between
+micro-batches, which come from the event simulation of the schedule. `inner.in_flight` is left out of it:
+where it makes stages wait for round trips, the link is idle, and more compression would cost loss and gain
+little.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from isthmus.config import AUTO, Member, Recipe, ReplicaConfig
+from isthmus.errors import ConfigError
+from isthmus.planner.paper_loss import penalty
+from isthmus.planner.step import compute_of, steady_pace
+from isthmus.traffic import inner_step_bytes
+
+BUSY = 0.95
+LADDER = ("none", *(f"1/{n}" for n in (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 384, 768)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """One k/d of the ladder on one replica's link, once its pipeline is full."""
+
+    compression: str
+    link_seconds: float  # one micro-batch, one way
+    pace_seconds: float  # between micro-batches
+
+    @property
+    def busy(self) -> float:
+        return self.link_seconds / self.pace_seconds
+
+    @property
+    def enough(self) -> bool:
+        return self.busy < BUSY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pick:
+    """What "auto" became for one [[replicas]] table, and why."""
+
+    replica: str
+    mbps: float
+    rung: Rung
+    milder: Rung | None  # the next milder one, which did not do; None where nothing milder exists
+
+    @property
+    def compression(self) -> str:
+        return self.rung.compression
+
+    @property
+    def ratio(self) -> Fraction | None:
+        return None if self.compression == "none" else Fraction(self.compression)
+
+    @property
+    def reason(self) -> str:
+        chosen = f'replica {self.replica}: compression = "auto" is {self.compression}'
+        if not self.rung.enough:
+            return (
+                f"{chosen}, the strongest there is, and the link of {self.mbps:g} Mb/s stays the bottleneck: "
+                f"{self.rung.busy:.0%} busy once the pipeline is full; {penalty(self.ratio)}"
+            )
+        milder = f" ({self.milder.compression}: {self.milder.busy:.0%})" if self.milder else ""
+        return (
+            f"{chosen}: the link of {self.mbps:g} Mb/s is then "
+            f"{self.rung.busy:.0%} busy once the pipeline is full{milder}; {penalty(self.ratio)}"
+        )
+
+
+def resolve(recipe: Recipe, tflops: float = 0.0) -> tuple[Recipe, tuple[Pick, ...]]:
+    """The recipe with a k/d wherever it said "auto", and why; the recipe itself where it never did.
+
+    `tflops` is the rate of machines whose own the recipe does not state.
+    """
+    picks = tuple(pick(recipe, r, tflops) for r in recipe.replicas if r.compression == AUTO)
+    if not picks:
+        return recipe, ()
+    found = {chosen.replica: chosen.compression for chosen in picks}
+    replicas = [replace(r, compression=found.get(r.name, r.compression)) for r in recipe.replicas]
+    return replace(recipe, replicas=tuple(replicas)), picks
+
+
+def pick(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> Pick:
+    """The mildest k/d that is enough. Where none is, the strongest: the run is right, only slow."""
+    rate = replica.tflops or tflops
+    if rate <= 0:
+        raise ConfigError(
+            f'replica {replica.name}: compression = "auto" needs the training rate of its machines; set '
+            'tflops (`isthmus doctor` on such a machine measures it), or a k/d such as compression = "1/8"'
+        )
+    milder = None
+    for rung in rungs(recipe, replica, rate):
+        if rung.enough:
+            break
+        milder, last = rung, milder
+    else:
+        milder = last
+    return Pick(replica=replica.name, mbps=replica.link.mbps, rung=rung, milder=milder)
+
+
+def rungs(recipe: Recipe, replica: ReplicaConfig, tflops: float) -> Iterator[Rung]:
+    """The ladder on this replica's link, mildest first, as far as the model's width has dimensions for it."""
+    m = recipe.inner.micro_batches
+    compute = compute_of(recipe, replica, tflops)
+    each = tuple(seconds / m for seconds in compute.stage_seconds_per_step)
+    latency = replica.link.latency_ms / 1e3
+    for compression in LADDER:
+        if compression != "none" and recipe.model.width * Fraction(compression) < 1:
+            return
+        member = Member(0, replica.name, replace(replica, compression=compression))
+        crossing = inner_step_bytes(recipe, member)
+        forward = (crossing["activations"] + crossing["tokens"]) / (replica.stages - 1) / m
+        link = forward * 8 / (replica.link.mbps * 1e6)
+        pace = steady_pace(each, link, latency)
+        yield Rung(compression=compression, link_seconds=link, pace_seconds=pace)
