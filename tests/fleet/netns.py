@@ -1,19 +1,27 @@
 """Machines out of network namespaces: each has its own addresses and counters, and the cables have a rate.
 
-A cable is a veth pair with a token bucket (`tc tbf`) at both ends; there is no netem on every kernel, so no
-latency is added. The bucket is smaller than the largest packets that TCP hands down, so on a cable with a
-rate the interfaces count segments of 1500 bytes, headers and all, as on a wire.
+A cable is a veth pair with a token bucket (`tc tbf`) at both ends. Not every kernel has netem, so a cable
+with a latency is a pair of TUN devices joined by a process of ours (tunlink.py). The bucket is smaller than
+the largest packets that TCP hands down, so on a cable with a rate the interfaces count segments of 1500
+bytes, headers and all, as on a wire.
 """
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
+
+import tunlink
+
+SEGMENT_BYTES = 1448  # what one packet of 1500 bytes carries for TCP with time stamps
 
 
 def reason_to_skip() -> str:
@@ -38,6 +46,12 @@ class Cable:
     machines: tuple[str, str]
     interfaces: tuple[str, str]
     addresses: tuple[str, str]
+    latency_ms: float = 0.0
+
+    @property
+    def overhead(self) -> float:
+        """Bytes that the token bucket counts for each byte that TCP carries; TUN has no Ethernet headers."""
+        return (1500 if self.latency_ms else 1514) / SEGMENT_BYTES
 
 
 @dataclass
@@ -47,40 +61,93 @@ class Network:
     prefix: str = field(default_factory=lambda: f"isth{os.getpid()}")
     machines: list[str] = field(default_factory=list)
     cables: list[Cable] = field(default_factory=list)
+    carriers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *fault: object) -> None:
+        """Also after Ctrl-C; a second one does not stop this."""
+        before = None
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for machine in self.machines:
-            for pid in _run("ip", "netns", "pids", self._name(machine)).split():
-                subprocess.run(
-                    ["kill", "-9", pid], capture_output=True
-                )  # started by us: nobody else is there
-            _run("ip", "netns", "delete", self._name(machine))
+            name = self._name(machine)
+            told = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            for pid in told.stdout.split():  # started by us: nobody else is there
+                subprocess.run(["kill", "-9", pid], capture_output=True)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        for carrier in self.carriers:
+            carrier.kill()
+            carrier.wait()
+            carrier.stdout.close()
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
     def machine(self, name: str) -> str:
-        _run("ip", "netns", "add", self._name(name))
         self.machines.append(name)
+        _run("ip", "netns", "add", self._name(name))
         self._inside(name, "ip", "link", "set", "lo", "up")
         return name
 
-    def cable(self, one: str, two: str, mbps: float = 0.0) -> Cable:
-        """Join two machines; `mbps` each way, 0 for as fast as it goes."""
+    def cable(self, one: str, two: str, mbps: float = 0.0, latency_ms: float = 0.0) -> Cable:
+        """Join two machines; `mbps` each way, 0 for as fast as it goes, `latency_ms` one way."""
         number = len(self.cables) + 1
         faces = (f"v{number}a", f"v{number}b")
         addresses = (f"10.77.{number}.1", f"10.77.{number}.2")
         ends = [(one, faces[0], addresses[0]), (two, faces[1], addresses[1])]
-        pair = ["type", "veth", "peer", "name", faces[1], "netns", self._name(two)]
-        _run("ip", "link", "add", faces[0], "netns", self._name(one), *pair)
+        if latency_ms:
+            for machine, face, _ in ends:
+                self._inside(machine, "ip", "tuntap", "add", "dev", face, "mode", "tun")
+        else:
+            pair = ["type", "veth", "peer", "name", faces[1], "netns", self._name(two)]
+            _run("ip", "link", "add", faces[0], "netns", self._name(one), *pair)
         for machine, face, address in ends:
             self._inside(machine, "ip", "address", "add", f"{address}/30", "dev", face)
             self._inside(machine, "ip", "link", "set", face, "up")
-            if mbps:
-                rate = ["rate", f"{mbps}mbit", "burst", "16kb", "latency", "400ms"]
-                self._inside(machine, "tc", "qdisc", "add", "dev", face, "root", "tbf", *rate)
-        self.cables.append(Cable((one, two), faces, addresses))
-        return self.cables[-1]
+        cable = Cable((one, two), faces, addresses, latency_ms)
+        self.cables.append(cable)
+        if mbps:
+            self.limit(cable, mbps)
+        if latency_ms:
+            words = [word for machine, face, _ in ends for word in (self._name(machine), face)]
+            command = [sys.executable, tunlink.__file__, *words, str(latency_ms)]
+            self.carriers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+            if not self.carriers[-1].stdout.readline():
+                raise RuntimeError(f"no cable with a latency between {one} and {two}")
+        return cable
+
+    def limit(self, cable: Cable, mbps: float, burst_bytes: int = 2**14) -> None:
+        """Give a cable a rate, or another one. After a pause it sends burst_bytes as fast as it goes."""
+        rate = ["rate", f"{round(mbps * 1e6)}bit", "burst", str(burst_bytes), "latency", "400ms"]
+        for machine, face in zip(cable.machines, cable.interfaces, strict=True):
+            self._inside(machine, "tc", "qdisc", "replace", "dev", face, "root", "tbf", *rate)
+
+    def line(self, names: Sequence[str], mbps: float = 0.0, latency_ms: float = 0.0) -> list[Cable]:
+        """Machines in a row, a cable between neighbours; those farther apart reach each other through them.
+
+        A machine's address is that on the cable to the one before it; the first has but one.
+        """
+        for name in names:
+            self.machine(name)
+            self.set(name, "net.ipv4.ip_forward", 1)
+        cables = [self.cable(one, two, mbps, latency_ms) for one, two in pairwise(names)]
+        for at, name in enumerate(names):
+            for number, cable in enumerate(cables):
+                if number < at - 1:
+                    way = cables[at - 1].addresses[0]
+                elif number > at:
+                    way = cables[at].addresses[1]
+                else:
+                    continue
+                network = cable.addresses[0].rsplit(".", 1)[0] + ".0/30"
+                self._inside(name, "ip", "route", "add", network, "via", way)
+        return cables
+
+    def set(self, machine: str, key: str, value: object) -> None:
+        """A kernel setting of one machine, as `sysctl -w` would."""
+        path = f"/proc/sys/{key.replace('.', '/')}"
+        self._inside(machine, "sh", "-c", f"echo {value} > {path}")
 
     def counted(self, cable: Cable) -> int:
         """Bytes over a cable so far, both ways, link-layer headers and all, as its first end counted them."""
