@@ -2,10 +2,12 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
+from isthmus.planner.auto import resolve
 
 EPILOG = """examples:
   isthmus init recipes/demo.toml s3://my-runs/first
@@ -34,7 +36,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def init(args: argparse.Namespace) -> int:
-    recipe = load_recipe(args.recipe, args.set)
+    recipe, picks = resolve(load_recipe(args.recipe, args.set))
     from isthmus.engine.fleet import create
 
     keys = Path(args.keys or Path("keys") / recipe.name)
@@ -42,6 +44,8 @@ def init(args: argparse.Namespace) -> int:
     check_keys_folder(keys)
     run = create(recipe, args.url, keys, closers)
     print(f'The run "{recipe.name}" ({run.run_id}) is in {args.url}; its keys are in {keys}.')
+    for pick in picks:
+        print(pick.reason, file=sys.stderr)
     print("On each machine, with its key:")
     for member in recipe.fleet():
         stages = (

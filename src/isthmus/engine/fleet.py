@@ -20,6 +20,7 @@ from isthmus.engine.launcher import STALL_SECONDS, ending
 from isthmus.engine.pulse import Watch, launcher_pulse, pulse_of
 from isthmus.engine.start import checked_corpus
 from isthmus.errors import ConfigError
+from isthmus.planner.auto import resolve
 
 GONE = ("left", "finished")
 START_SECONDS = 30.0  # a launcher without a first beat: Python itself is starting
@@ -28,6 +29,7 @@ REFUSED_SECONDS = 180.0  # a launcher that was up and now refuses its input
 
 def create(recipe: Recipe, url: str, keys_dir: Path, closers: Sequence[str] | None = None) -> RunInfo:
     """run.json in the bucket and one private key per replica on this disk."""
+    recipe, _ = resolve(recipe)  # everybody who joins must find the same k/d
     check_trainable(recipe)
     names = [member.name for member in recipe.fleet()]
     for name in closers or ():

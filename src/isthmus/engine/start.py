@@ -21,6 +21,7 @@ from isthmus.engine.loop import simulate_rounds
 from isthmus.engine.measure import peak_bytes
 from isthmus.engine.simulated import SimulatedFleet
 from isthmus.errors import ConfigError
+from isthmus.planner.auto import resolve
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
 from isthmus.runlog import RunDir, next_run_dir
 
@@ -47,6 +48,7 @@ def simulate(
     quiet: bool = False,
 ) -> Results:
     """Train the whole fleet of a recipe on one device; run_dir is the first free runs/NAME when not given."""
+    recipe, picks = resolve(recipe)
     where, precision = pick_device(device), pick_precision(recipe, pick_device(device))
     corpus = checked_corpus(recipe)
     compiled = where.type == "cuda" if compiled is None else compiled
@@ -64,6 +66,7 @@ def simulate(
         "parked": plan.parked,
         "predicted_bytes": plan.predicted_bytes,
         "parameters": recipe.model.num_parameters,
+        "auto": [pick.reason for pick in picks],
         "corpus": recipe.data.corpus,
         "tokenizer_sha256": corpus.tokenizer_sha256,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -116,6 +119,8 @@ def _run(
         with open_view(recipe, done, recipe.outer.rounds, rows=run.rows(), quiet=quiet) as view:
             how = plan.describe(recipe.num_replicas)
             view.note(f"{run.path}: {how} on {about['device']}, {about['precision']}")
+            for reason in about.get("auto", ()):
+                view.note(reason)
             passes = fleet.batches.passes(recipe.num_inner_steps)
             if passes > 4:
                 view.note(f"the run reads its text {passes:.1f} times over; more text would serve it better")

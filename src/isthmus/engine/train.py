@@ -20,6 +20,7 @@ from isthmus.engine.follower import Follower
 from isthmus.engine.launcher import STALL_SECONDS
 from isthmus.engine.start import Results, checked_corpus, pick_device, pick_precision
 from isthmus.errors import ConfigError
+from isthmus.planner.auto import resolve
 from isthmus.runlog import RunDir, next_run_dir
 
 
@@ -37,6 +38,7 @@ def train(
 
     `join_options` go to every `isthmus join`; `apart` and `stall_seconds` as in `Machines`.
     """
+    recipe, picks = resolve(recipe)
     check_trainable(recipe)
     where = pick_device(device)
     corpus = checked_corpus(recipe)
@@ -47,6 +49,7 @@ def train(
         "precision": pick_precision(recipe, where),
         "mode": "real processes",
         "parameters": recipe.model.num_parameters,
+        "auto": [pick.reason for pick in picks],
         "corpus": recipe.data.corpus,
         "tokenizer_sha256": corpus.tokenizer_sha256,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -70,6 +73,8 @@ def train(
         with open_view(recipe, 0, recipe.outer.rounds, quiet=quiet) as view:
             workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
             view.note(f"{run.path}: {recipe.num_replicas} replicas, {workers} processes, bucket {url}")
+            for pick in picks:
+                view.note(pick.reason)
             follower = Follower(Ledger(open_store(url), store_run), corpus, run, view)
             asked = _follow(follower, machines, view)
             follower.farewell(machines.all_ended)
