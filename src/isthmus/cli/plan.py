@@ -87,6 +87,7 @@ def plan(args: argparse.Namespace) -> int:
         raise ConfigError("--to says where a figure goes; give --figure too")
     if args.figure:
         return figure(args)
+    from isthmus.planner.auto import resolve
     from isthmus.planner.plan import predict
 
     for name in ("tflops", "egress_per_gb", "put_per_million", "get_per_million"):
@@ -101,7 +102,7 @@ def plan(args: argparse.Namespace) -> int:
         scales(args, recipe)
     else:
         forecast = predict(recipe, args.tflops, prices, args.check_mb_per_second * 1e6)
-        print(forecast.to_json() if args.json else table(recipe, forecast))
+        print(forecast.to_json() if args.json else table(resolve(recipe, args.tflops)[0], forecast))
     for words in assumed:
         print(f"Assumed: {words}.", file=sys.stderr if args.json else sys.stdout)
     return 0

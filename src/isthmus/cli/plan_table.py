@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def table(recipe: Recipe, forecast: "Forecast") -> str:
-    """Everything a newcomer needs to decide, one thing a line."""
+    """Everything a newcomer needs to decide, one thing a line; the recipe as it was resolved."""
     from isthmus.config import PRESETS
 
     model = f" ({recipe.model.preset})" if recipe.model.preset in PRESETS else ""
@@ -24,6 +24,8 @@ def table(recipe: Recipe, forecast: "Forecast") -> str:
         "The whole run",
         *_rows(_run_rows(forecast)),
     ]
+    for reason in forecast.auto:
+        lines += ["", f"Auto: {reason}."]
     for kind in forecast.kinds:
         lines += ["", _title(kind), *_rows(_kind_rows(recipe, forecast, kind))]
     lines += [
@@ -125,8 +127,10 @@ def _kind_rows(recipe: Recipe, forecast: "Forecast", kind: "KindForecast") -> li
             (
                 "",
                 f"an inner step {_time(link.forward_seconds_per_step)} and "
-                f"{_time(link.backward_seconds_per_step)}; it carries something {link.busy:.0%} of the time",
+                f"{_time(link.backward_seconds_per_step)}; it is busy {link.busy:.0%} of the step, "
+                f"{link.steady_busy:.0%} once the pipeline is full",
             ),
+            *([("compression", f"k/d = {kind.compression}: {kind.paper_loss}")] if kind.paper_loss else []),
             (
                 "schedule",
                 f"{step.micro_batches} micro-batches; stages run {', '.join(map(str, step.depths))} of them "

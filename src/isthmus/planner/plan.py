@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError
+from isthmus.planner.auto import resolve
 from isthmus.planner.exchange import (
     VERIFY_BYTES_PER_SECOND,
     CatchUp,
@@ -22,6 +23,7 @@ from isthmus.planner.exchange import (
     stored_bytes,
 )
 from isthmus.planner.memory import process_memory
+from isthmus.planner.paper_loss import penalty
 from isthmus.planner.step import Compute, StageLink, Step, compute_of, inner_step, rate_of
 from isthmus.traffic import inner_step_bytes, shard_bytes
 
@@ -44,6 +46,10 @@ class KindForecast:
     kind: str
     count: int
     stages: int
+    compression: str  # k/d between stages, or "none"
+    paper_loss: (
+        str | None
+    )  # what the paper's 512M model came to at this k/d; None where nothing is compressed
     compute: Compute
     link: StageLink | None
     step: Step
@@ -69,6 +75,7 @@ class Forecast:
     rounds: int
     inner_steps: int  # H
     kinds: tuple[KindForecast, ...]
+    auto: tuple[str, ...]  # where the recipe said compression = "auto": what it became and why
     payload_bytes: int  # one replica's update
     num_shards: int
     closing: Closing | None
@@ -98,6 +105,7 @@ def predict(
     verify_bytes_per_second: float = VERIFY_BYTES_PER_SECOND,
 ) -> Forecast:
     """The forecast of a run. `tflops` is the rate of machines whose own the recipe does not state."""
+    recipe, picks = resolve(recipe, tflops)
     rates = {replica.name: rate_of(replica, tflops) for replica in recipe.replicas}
     members = {member.config.name: member for member in reversed(recipe.fleet())}
     sizes = shard_bytes(recipe)
@@ -140,6 +148,7 @@ def predict(
         rounds=rounds,
         inner_steps=recipe.outer.inner_steps,
         kinds=kinds,
+        auto=tuple(pick.reason for pick in picks),
         payload_bytes=sum(sizes),
         num_shards=len(sizes),
         closing=closing,
@@ -211,6 +220,8 @@ def _kind(
         kind=replica.kind,
         count=replica.count,
         stages=replica.stages,
+        compression=replica.compression,
+        paper_loss=penalty(replica.ratio) if replica.compressed else None,
         compute=pace.compute,
         link=pace.link,
         step=pace.step,
