@@ -36,8 +36,8 @@ def device_tflops(name: str) -> float:
     if known not in PEAK:
         hint = nearest(known, tuple(PEAK))
         raise ConfigError(
-            f'device "{name}" is not in the table{hint or "; it has " + ", ".join(PEAK)}; '
-            "`isthmus doctor` measures any machine"
+            f'device "{name}" is not in the table, and `isthmus doctor` can measure it'
+            f"{hint or '; the table has ' + ', '.join(PEAK)}"
         )
     return SHARE * PEAK[known]
 
@@ -60,9 +60,9 @@ def assume(given: Sequence[str]) -> tuple[float, list[str], list[str]]:
             )
         else:
             rest = rate
-        whose = f"replica {replica}" if replica else "where the recipe states no tflops"
+        whose = f"of replica {replica}" if replica else "without a stated rate"
         words.append(
-            f"{whose}, a machine is one {device} at {rate:g} TFLOP/s, {SHARE:.0%} of its maker's bf16 peak; "
-            "`isthmus doctor` there measures it"
+            f"a machine {whose} is one {device} at {rate:g} TFLOP/s, {SHARE * 100:.0f} % of the bf16 peak "
+            "that its maker states; `isthmus doctor` on it measures the rate"
         )
     return rest, settings, words
