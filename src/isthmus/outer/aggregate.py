@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from isthmus.sparse import fused
 from isthmus.sparse.size import Layout
 from isthmus.sparse.topk import SparseChunks, add_at, flat_positions, group_names, origins
 
@@ -48,7 +49,8 @@ class RunningMean:
                 [origins(self.places[name], first.device) + offset[name] for name in names]
             )  # (C,)
             skip = _per_chunk([place.cols - place.width for place in places], places, first.device)
-            self.groups.append((names, places[0].width, origin, skip[:, None]))
+            quick = fused.usable(first.device) and fused.fits(places[0]) and first.dtype == torch.float32
+            self.groups.append((names, places[0].width, origin, skip[:, None], quick))
 
     @torch.no_grad()
     def add(self, payloads: Mapping[str, SparseChunks], factors: Mapping[str, Tensor] | None = None) -> None:
@@ -66,14 +68,35 @@ class RunningMean:
                 raise ValueError(
                     f"replicas sent {name or 'the tensor'} in different shapes, chunks or dtypes"
                 )
-        for names, width, origin, skip in self.groups:
+        for names, width, origin, skip, quick in self.groups:
             index = torch.cat([payloads[name].index for name in names])  # (C, J)
             values = torch.cat([_scaled(payloads[name].values, factors and factors[name]) for name in names])
+            if quick:
+                fused.add(self.total, self.count, origin, skip, index, values)
+                continue
             position = flat_positions(index, width, origin, skip)
             add_at(self.total, position, values)
             if self.count is not None:
                 add_at(self.count, position, values != 0)
         self.num_added += 1
+
+    @torch.no_grad()
+    def step(self, anchor: Mapping[str, Tensor], step_size: float) -> None:
+        """anchor -= step_size * mean, in place. The accumulator is used up.
+
+        Divided, scaled, then subtracted, each rounded: a fused multiply-add on one device could round
+        differently on another.
+        """
+        if not fused.usable(self.total.device) or self.total.dtype != torch.float32:
+            for name, mean in self.result().items():
+                anchor[name].sub_(mean * step_size)
+            return
+        start = 0
+        for name, shape in self.shapes.items():
+            at = slice(start, start + shape.numel())
+            count = None if self.count is None else self.count[at]
+            fused.apply(anchor[name], self.total[at], count, self.num_added, step_size)
+            start = at.stop
 
     def result(self) -> dict[str, Tensor]:
         """The mean, by name: views of one buffer. The accumulator is used up."""
@@ -118,11 +141,19 @@ def aggregate_many(
     `replicas` may be a generator, and then no more than one replica's payloads are held at a time; clipping
     has to see all of them first.
     """
+    return sum_many(replicas, how, clip).result()
+
+
+@torch.no_grad()
+def sum_many(
+    replicas: Iterable[Mapping[str, SparseChunks]], how: str = "contributors", clip: str | None = None
+) -> RunningMean:
+    """`aggregate_many` before its division."""
     mean = RunningMean(how)
     if clip is None:
         for payloads in replicas:
             mean.add(payloads)
-        return mean.result()
+        return mean
     replicas = list(replicas)
     names = list(replicas[0]) if replicas else []
     for payloads in replicas:
@@ -131,7 +162,7 @@ def aggregate_many(
     factors = _clip_factors([[payloads[name] for name in names] for payloads in replicas], clip)
     for i, payloads in enumerate(replicas):
         mean.add(payloads, dict(zip(names, factors[i], strict=True)))
-    return mean.result()
+    return mean
 
 
 def _aggregate_dense(items: list[Item], how: str, factors: Tensor | None) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from isthmus.config import OuterConfig
-from isthmus.outer.aggregate import aggregate_many
-from isthmus.outer.feedback import feed_back_many
+from isthmus.outer.aggregate import sum_many
+from isthmus.outer.feedback import contribute_many
 from isthmus.sparse import SparseChunks, TopK
 from isthmus.sparse.topk import add_payload
 
@@ -32,22 +32,13 @@ class SparseLoCo:
     ) -> dict[str, SparseChunks]:
         """Delta and e of eq. 2; `feedback` is brought to e^(t+1) in place."""
         scale = self.config.step_size if self.config.feedback_lr_scaled else 1.0
-        pseudo_grads = {}
-        for name, param in params.items():
-            pseudo_grad = self.anchor[name] - param
-            pseudo_grads[name] = pseudo_grad if scale == 1.0 else pseudo_grad * scale
-        decay = self.config.feedback_decay
-        sent, _ = feed_back_many(pseudo_grads, feedback, self.codec, decay, in_place=True)
-        return sent
+        return contribute_many(self.anchor, params, feedback, self.codec, self.config.feedback_decay, scale)
 
     @torch.no_grad()
     def apply(self, payloads: Sequence[Payload]) -> None:
         """theta^(t) = theta^(t-1) - eta mean; every holder of the anchor reaches the same bits."""
         clip = None if self.config.clip == "none" else self.config.clip
-        for name, mean in aggregate_many(payloads, self.config.aggregation, clip).items():
-            # Scaled, then subtracted: a fused multiply-add on one device could round differently on another.
-            update = mean * self.config.step_size
-            self.anchor[name].sub_(update)
+        sum_many(payloads, self.config.aggregation, clip).step(self.anchor, self.config.step_size)
 
     @torch.no_grad()
     def take_back(self, sent: Payload, feedback: Mapping[str, Tensor]) -> None:

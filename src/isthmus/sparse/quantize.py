@@ -97,21 +97,32 @@ def quantize(
     if magnitude.dtype not in (torch.float32, torch.float64):
         values, magnitude = values.float(), magnitude.float()
     low, high, zeros = two_levels(magnitude)
+    scale, base = scales(low, high, zeros, magnitude[:, 0] == 0, owner, num_tensors)
+    base_of = base[owner]
+    low, high = levels(scale, base_of)
+    size = values.abs()
+    large = (size - low > high - size) | ((size > 0) & zeros[:, None])
+    return dequantize(torch.signbit(values), large, scale, base_of), scale, base
+
+
+def scales(
+    low: Tensor, high: Tensor, zeros: Tensor, nothing: Tensor, owner: Tensor, num_tensors: int
+) -> tuple[Tensor, Tensor]:
+    """The codes (C,) of chunks with these two levels, and the bases (T,) of their tensors.
+
+    `zeros` marks chunks that keep zeros beside other values, `nothing` those that keep zeros only.
+    """
     base = low.new_zeros(num_tensors).scatter_reduce_(0, owner, low, "amax")  # (T,)
     base = base.clamp(MIN_BASE, FLOAT_MAX).float()
     base_of = base[owner]  # (C,)
     code = TOP_CODE + torch.log2(low / base_of) * ((TOP_CODE - 1) / OCTAVES)
     code = code.nan_to_num(1).round().clamp(1, TOP_CODE).int()
-    code = torch.where(magnitude[:, 0] > 0, code, 0)
+    code = torch.where(nothing, 0, code)
     # The ratio is taken to the level as coded, so that its rounding does not reach the high level.
     coded = levels(code << 6, base_of)[0][:, 0]
     octaves = torch.log2(high / coded).clamp(0, RATIO_OCTAVES)
     ratio = ((octaves / RATIO_OCTAVES).sqrt() * TOP_RATIO).nan_to_num(0).round().int()
-    scale = (code << 6) | torch.where(zeros, WITH_ZEROS, ratio)
-    low, high = levels(scale, base_of)
-    size = values.abs()
-    large = (size - low > high - size) | ((size > 0) & zeros[:, None])
-    return dequantize(torch.signbit(values), large, scale, base_of), scale, base
+    return (code << 6) | torch.where(zeros, WITH_ZEROS, ratio), base
 
 
 def bits_of(values: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -193,8 +194,7 @@ class TopK:
             sent |= self._encode_group(names, dense, places, finite)
         # One answer from the device for the whole model. NaN and infinity are always among the largest.
         if finite and not torch.stack(finite).all():
-            name = next(name for name, tensor in dense.items() if not tensor.isfinite().all())
-            raise ValueError(f"{name or 'the tensor'} has entries that are not finite; nothing was encoded")
+            refuse_not_finite(dense)
         return {name: sent[name] for name in dense}
 
     def _encode_group(
@@ -219,16 +219,46 @@ class TopK:
             )
             values, scale, base = quantize(values, magnitude, owner, len(names))
         else:
-            values = _as_sent(values, self.values)
+            values = as_sent(values, self.values)
+        return self.payloads({name: dense[name].shape for name in names}, index, values, scale, base)
+
+    def payloads(
+        self,
+        shapes: Mapping[str, torch.Size],
+        index: Tensor,
+        values: Tensor,
+        scale: Tensor | None,
+        base: Tensor | None,
+    ) -> dict[str, SparseChunks]:
+        """Cut the chunks of tensors that were encoded together, (C, J), (C,) and (T,), apart by name."""
         sent, start = {}, 0
-        for i, (name, count) in enumerate(zip(names, counts, strict=True)):
-            at = slice(start, start + count)
+        for i, (name, shape) in enumerate(shapes.items()):
+            at = slice(start, start + layout(tuple(shape), self.side, self.keep).chunks)
             levels = (None, None) if scale is None else (scale[at], base[i])
             sent[name] = SparseChunks(
-                values[at], index[at], dense[name].shape, self.side, self.keep, self.values, *levels
+                values[at], index[at], shape, self.side, self.keep, self.values, *levels
             )
-            start += count
+            start = at.stop
         return sent
+
+
+def refuse_not_finite(dense: Mapping[str, Tensor]) -> NoReturn:
+    """Name the tensor of which nothing could be encoded."""
+    name = next(name for name, tensor in dense.items() if not tensor.isfinite().all())
+    raise ValueError(f"{name or 'the tensor'} has entries that are not finite; nothing was encoded")
+
+
+def as_sent(values: Tensor, kind: str) -> Tensor:
+    """Round to the kind on the wire; what its range cannot hold is sent as its largest and stays feedback."""
+    if kind == "fp64":
+        return values.double()
+    if kind == "bf16":
+        limit = torch.finfo(torch.bfloat16).max
+        return values.clamp(-limit, limit).bfloat16().float()
+    if values.dtype == torch.float64:
+        limit = torch.finfo(torch.float32).max
+        values = values.clamp(-limit, limit)
+    return values.float()
 
 
 def _slabs(
@@ -283,16 +313,3 @@ def _select(
     magnitude, index = largest(magnitude, place.kept)
     index = index.sort(1).values
     return index.short(), chunks.gather(1, index), magnitude
-
-
-def _as_sent(values: Tensor, kind: str) -> Tensor:
-    """Round to the kind on the wire; what its range cannot hold is sent as its largest and stays feedback."""
-    if kind == "fp64":
-        return values.double()
-    if kind == "bf16":
-        limit = torch.finfo(torch.bfloat16).max
-        return values.clamp(-limit, limit).bfloat16().float()
-    if values.dtype == torch.float64:
-        limit = torch.finfo(torch.float32).max
-        values = values.clamp(-limit, limit)
-    return values.float()

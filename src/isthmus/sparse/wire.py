@@ -22,7 +22,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from isthmus.sparse.quantize import MIN_BASE, bits_of, dequantize
+from isthmus.sparse import fused
+from isthmus.sparse.quantize import MIN_BASE, bits_of, dequantize, levels
 from isthmus.sparse.size import (
     BASE_BYTES,
     CRC_BYTES,
@@ -50,6 +51,7 @@ __all__ = ["pack", "pack_many", "packed_bytes", "packed_many_bytes", "unpack", "
 
 MAGIC, VERSION = b"ISP", 1
 HEADER = struct.Struct("<3sBBBHI")
+BAD_CHECKSUM = "the payload's checksum does not match its contents"
 VALUE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -81,13 +83,21 @@ def pack_many(payloads: Mapping[str, SparseChunks]) -> bytes:
         body += _pack_group(
             _join([p.values for p in group]), _join([p.index for p in group]), group, places[names[0]]
         )
-    # One copy from the device for everything.
-    parts = [
-        _header(payloads, side, keep, kind),
-        torch.cat([part.flatten() for part in body]).cpu().numpy().data,
-    ]
-    crc = zlib.crc32(parts[1], zlib.crc32(parts[0]))
-    return b"".join([*parts, struct.pack("<I", crc)])
+    header = _header(payloads, side, keep, kind)
+    body, crc = _to_host(torch.cat([part.flatten() for part in body]), header)
+    return b"".join([header, body, struct.pack("<I", crc)])
+
+
+def _to_host(body: Tensor, header: bytes) -> tuple[memoryview, int]:
+    """The body, by one copy from the device, and the checksum of header and body."""
+    if not fused.usable(body.device):
+        data = body.cpu().numpy().data
+        return data, zlib.crc32(data, zlib.crc32(header))
+    data = torch.empty(len(body) + CRC_BYTES, dtype=torch.uint8, pin_memory=body.is_cuda)
+    data.copy_(torch.cat([body, fused.crc_share(body).view(torch.uint8)]))
+    view = data.numpy().data
+    share = int.from_bytes(view[-CRC_BYTES:], "little")
+    return view[:-CRC_BYTES], fused.finish_crc(header, share, len(body))
 
 
 def _codec_of(payloads: Mapping[str, SparseChunks]) -> tuple[int, int, str]:
@@ -137,14 +147,18 @@ def _pack_group(values: Tensor, index: Tensor, group: list[SparseChunks], place:
     code = index_code(place.entries, count)
     size = bit_bytes(place.entries, count, kind)
     bits = torch.zeros(len(index), 8 * size, dtype=torch.uint8, device=index.device)
+    if kind == "2bit":
+        scale = _join([payload.scale for payload in group])  # (C,)
+        base = _join([payload.base.expand(len(payload.scale)) for payload in group])
+        if fused.usable(index.device) and fused.fits(place):
+            fused.write_bits(bits, index, values, levels(scale, base)[0][:, 0], code)
+        else:
+            _write_index(bits, index, code)
+            at = code.bits(count)
+            bits[:, at : at + count], bits[:, at + count : at + 2 * count] = bits_of(values, scale, base)
+        return [_to_bytes(bits), torch.stack([scale & 255, scale >> 8], 1).to(torch.uint8)]
     _write_index(bits, index, code)
-    if kind != "2bit":
-        return [_to_bytes(bits), values.to(VALUE_TYPES[kind]).contiguous().view(torch.uint8)]
-    scale = _join([payload.scale for payload in group])  # (C,)
-    base = _join([payload.base.expand(len(payload.scale)) for payload in group])
-    at = code.bits(count)
-    bits[:, at : at + count], bits[:, at + count : at + 2 * count] = bits_of(values, scale, base)
-    return [_to_bytes(bits), torch.stack([scale & 255, scale >> 8], 1).to(torch.uint8)]
+    return [_to_bytes(bits), values.to(VALUE_TYPES[kind]).contiguous().view(torch.uint8)]
 
 
 def _write_index(bits: Tensor, index: Tensor, code: IndexCode) -> None:
@@ -187,8 +201,11 @@ def unpack_many(data: bytes, device: torch.device | str | None = None) -> dict[s
         raise ValueError("a payload is a string of bytes") from error
     if len(view) < HEADER_BYTES + CRC_BYTES:
         raise ValueError(f"a payload of {len(view)} bytes is shorter than its header")
-    if struct.unpack("<I", view[-CRC_BYTES:])[0] != zlib.crc32(view[:-CRC_BYTES]):
-        raise ValueError("the payload's checksum does not match its contents")
+    device = torch.device(device or "cpu")
+    on_device = fused.usable(device)  # a GPU sums up the bytes where it needs them anyway
+    crc = struct.unpack("<I", view[-CRC_BYTES:])[0]
+    if not on_device and crc != zlib.crc32(view[:-CRC_BYTES]):
+        raise ValueError(BAD_CHECKSUM)
     shapes, side, keep, kind, at = _read_header(view[:-CRC_BYTES])
     places = {name: layout(shape, side, keep) for name, shape in shapes.items()}
     expected = sum(place.chunks * chunk_bytes(place.entries, place.kept, kind) for place in places.values())
@@ -198,7 +215,9 @@ def unpack_many(data: bytes, device: torch.device | str | None = None) -> dict[s
             f"the payload's body has {len(view) - CRC_BYTES - at} bytes, its header says {expected}"
         )
 
-    body = _Body(torch.frombuffer(bytearray(view), dtype=torch.uint8).to(device or "cpu"), at)
+    body = _Body(_to_device(view[at:-CRC_BYTES], device))
+    if on_device and crc != fused.finish_crc(view[:at], fused.crc_share(body.data).item(), expected):
+        raise ValueError(BAD_CHECKSUM)
     bases = dict.fromkeys(shapes)
     if kind == "2bit":
         base = body.take(len(shapes), BASE_BYTES).view(torch.float32)[:, 0]
@@ -219,11 +238,21 @@ def unpack_many(data: bytes, device: torch.device | str | None = None) -> dict[s
     return {name: sent[name] for name in shapes}
 
 
+def _to_device(view: memoryview, device: torch.device) -> Tensor:
+    if not len(view):
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    if device.type != "cuda":
+        return torch.frombuffer(bytearray(view), dtype=torch.uint8).to(device)
+    pinned = torch.empty(len(view), dtype=torch.uint8, pin_memory=True)
+    pinned.numpy().data[:] = view
+    return pinned.to(device, non_blocking=True)
+
+
 class _Body:
     """Reads the body from front to back."""
 
-    def __init__(self, data: Tensor, at: int) -> None:
-        self.data, self.at = data, at
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.at = data, 0
 
     def take(self, rows: int, width: int) -> Tensor:
         """The next rows * width bytes, as a copy that may be viewed as another dtype."""
@@ -272,21 +301,29 @@ def _unpack_group(
     count = place.kept
     counts = [places[name].chunks for name in names]
     chunks = sum(counts)
-    bits = _from_bytes(body.take(chunks, bit_bytes(place.entries, count, kind)))
+    data = body.take(chunks, bit_bytes(place.entries, count, kind))
     code = index_code(place.entries, count)
-    index = _read_index(bits, code, place)
-    at = code.bits(count)
     if kind == "2bit":
         scale = body.take(chunks, SCALE_BYTES).int()
         scale = scale[:, 0] | (scale[:, 1] << 8)
         base = _join([bases[name].expand(places[name].chunks) for name in names])
-        negative, large = bits[:, at : at + 2 * count].bool().unflatten(1, (2, count)).unbind(1)
-        values = dequantize(negative, large, scale, base)
-        at += 2 * count
+    if kind == "2bit" and fused.usable(data.device) and fused.fits(place):
+        low, high = levels(scale, base)
+        index, values, odd = fused.read(data, low[:, 0], high[:, 0], place, code)
+        valid = odd[0] == 0
     else:
-        values, scale = body.take(chunks, VALUE_BYTES[kind] * count).view(VALUE_TYPES[kind]), None
-        values = values.float() if kind == "bf16" else values
-    valid = (bits[:, at:] == 0).all() & values.isfinite().all()
+        bits = _from_bytes(data)
+        index = _read_index(bits, code, place)
+        at = code.bits(count)
+        if kind == "2bit":
+            negative, large = bits[:, at : at + 2 * count].bool().unflatten(1, (2, count)).unbind(1)
+            values = dequantize(negative, large, scale, base)
+            at += 2 * count
+        else:
+            values, scale = body.take(chunks, VALUE_BYTES[kind] * count).view(VALUE_TYPES[kind]), None
+            values = values.float() if kind == "bf16" else values
+        valid = (bits[:, at:] == 0).all()
+    valid &= values.isfinite().all()
     valid &= (index[:, 1:] > index[:, :-1]).all() & (index < place.entries).all()
     for name, part in zip(names, index.split(counts), strict=True):
         if places[name].padded:

@@ -1,0 +1,235 @@
+"""The codec on a GPU in a few fused kernels (`kernels`).
+
+Every function here has a plain torch form elsewhere, which is what a CPU runs and what the tests compare
+with, bit for bit where bits matter. Chunks of 64 x 64 without padding take this way, which are all the
+matrices of a model whose sizes are multiples of 64; norms and odd shapes take the plain one.
+"""
+
+import importlib.util
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from isthmus.sparse.quantize import RATIO_OCTAVES, levels, scales
+from isthmus.sparse.size import IndexCode, Layout, index_code
+
+SIDE = 64
+MAX_KEEP = 128  # levels are found by comparing all pairs of a chunk's values
+CRC_BYTES, CRC_LANES = 64, 512  # of one lane, of one block
+PLAIN = {"enable_fp_fusion": False}  # a multiply-add rounded once would differ from a CPU's
+
+
+@lru_cache(maxsize=1)
+def _triton_is_here() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def usable(device: torch.device) -> bool:
+    """Whether kernels can run on tensors of this device."""
+    return device.type == "cuda" and torch.version.hip is None and _triton_is_here()
+
+
+def fits(place: Layout) -> bool:
+    """Whether chunks of this layout take the fused way."""
+    return (
+        (place.height, place.width) == (SIDE, SIDE) and not place.padded and 0 < place.kept <= MAX_KEEP
+        and place.chunks > 0 and not index_code(place.entries, place.kept).bitmap
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _chunk_table(places: tuple[Layout, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For each chunk of a group its tensor's number and its start there; for each tensor its columns."""
+    from isthmus.sparse.topk import origins
+
+    counts = torch.tensor([place.chunks for place in places])
+    owner = torch.repeat_interleave(torch.arange(len(places), dtype=torch.int32), counts)
+    origin = torch.cat([origins(place, torch.device("cpu")) for place in places])
+    cols = torch.tensor([place.cols for place in places])
+    return owner.to(device), origin.to(device), cols.to(device)
+
+
+def _wide(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _blocks(num_chunks: int, block: int) -> tuple[int]:
+    return (-(-num_chunks // block),)
+
+
+def feed_back(
+    anchor: Sequence[Tensor],
+    params: Sequence[Tensor],
+    feedback: Sequence[Tensor],
+    places: Sequence[Layout],
+    decay: float,
+    scale: float,
+    two_bits: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """e <- decay e + scale (anchor - params) in place; what is sent of it, which is taken out of it.
+
+    Gives positions (C, J), values (C, J), for `two_bits` scales (C,) and bases (T,), and a flag that is not
+    zero where an entry is not finite. Without `two_bits` the values are the kept entries as they are, and the
+    feedback still holds them.
+    """
+    from isthmus.sparse import kernels
+
+    device, keep = params[0].device, places[0].kept
+    owner, origin, cols = _chunk_table(tuple(places), device)
+    addresses = [t.data_ptr() for three in zip(anchor, params, feedback, strict=True) for t in three]
+    pointers = torch.tensor(addresses).to(device, non_blocking=True)
+    num_chunks = len(owner)
+    index = torch.empty(num_chunks, keep, dtype=torch.int16, device=device)
+    values = torch.empty(num_chunks, keep, dtype=torch.float32, device=device)
+    odd = torch.zeros(1, dtype=torch.int32, device=device)
+    kernels.select_kernel[(num_chunks,)](
+        pointers, owner, origin, cols, index, values, odd, decay, scale,
+        KEEP=keep, SIDE=SIDE, num_warps=8, **PLAIN,
+    )  # fmt: skip
+    if not two_bits:
+        return index, values, None, None, odd
+    low, high, zeros = two_levels(values)
+    codes, base = scales(low, high, zeros, high == 0, owner.long(), len(places))
+    low, high = (level[:, 0].contiguous() for level in levels(codes, base[owner]))
+    kernels.round_kernel[_blocks(num_chunks, 16)](
+        pointers, owner, origin, cols, index, values, codes, low, high, num_chunks,
+        KEEP=keep, WIDE=_wide(keep), BLOCK=16, SIDE=SIDE, **PLAIN,
+    )  # fmt: skip
+    return index, values, codes, base, odd
+
+
+def two_levels(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`quantize.two_levels` for values (C, J) with signs, in any order."""
+    from isthmus.sparse import kernels
+
+    num_chunks, keep = values.shape
+    low, high = values.new_empty(num_chunks), values.new_empty(num_chunks)
+    zeros = torch.empty(num_chunks, dtype=torch.int8, device=values.device)
+    block = max(1, 4096 // _wide(keep) ** 2)
+    kernels.levels_kernel[_blocks(num_chunks, block)](
+        values, low, high, zeros, num_chunks,
+        KEEP=keep, WIDE=_wide(keep), BLOCK=block, RATIO=2.0**-RATIO_OCTAVES, **PLAIN,
+    )  # fmt: skip
+    return low, high, zeros.bool()
+
+
+def write_bits(bits: Tensor, index: Tensor, values: Tensor, low: Tensor, code: IndexCode) -> None:
+    """Into zeroed bits (C, 8 n), one byte each: positions, signs and magnitudes, as `wire` lays them out."""
+    from isthmus.sparse import kernels
+
+    num_chunks, keep = index.shape
+    kernels.write_bits_kernel[_blocks(num_chunks, 16)](
+        bits, index.contiguous(), values.contiguous(), low.contiguous(), num_chunks, bits.shape[1],
+        MARKS=code.marks, LOW=code.low, KEEP=keep, WIDE=_wide(keep), BLOCK=16, **PLAIN,
+    )  # fmt: skip
+
+
+def read(
+    data: Tensor, low: Tensor, high: Tensor, place: Layout, code: IndexCode
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions and values (C, J) of bit strings (C, n), and a flag: not zero if one is malformed."""
+    from isthmus.sparse import kernels
+
+    num_chunks, width = data.shape
+    index = torch.zeros(num_chunks, place.kept, dtype=torch.int16, device=data.device)
+    values = torch.zeros(num_chunks, place.kept, dtype=torch.float32, device=data.device)
+    odd = torch.zeros(1, dtype=torch.int32, device=data.device)
+    kernels.read_kernel[_blocks(num_chunks, 8)](
+        data, low.contiguous(), high.contiguous(), index, values, odd, num_chunks, width,
+        MARKS=code.marks, WIDE=_wide(code.marks), LOW=code.low, KEEP=place.kept, BLOCK=8, **PLAIN,
+    )  # fmt: skip
+    return index, values, odd
+
+
+def add(
+    total: Tensor, count: Tensor | None, origin: Tensor, skip: Tensor, index: Tensor, values: Tensor
+) -> None:
+    """What `RunningMean` does with one payload's chunks."""
+    from isthmus.sparse import kernels
+
+    num_chunks, keep = index.shape
+    kernels.add_kernel[_blocks(num_chunks, 16)](
+        total, total if count is None else count, origin, skip, index.contiguous(), values.contiguous(),
+        num_chunks, KEEP=keep, WIDE=_wide(keep), BLOCK=16, SIDE=SIDE, COUNTED=count is not None, **PLAIN,
+    )  # fmt: skip
+
+
+def apply(anchor: Tensor, total: Tensor, count: Tensor | None, number: int, step_size: float) -> None:
+    """anchor -= step_size * mean, for one tensor's part of the sums."""
+    from isthmus.sparse import kernels
+
+    kernels.apply_kernel[_blocks(anchor.numel(), 2048)](
+        anchor, total, total if count is None else count, float(number), step_size, anchor.numel(),
+        COUNTED=count is not None, BLOCK=2048, num_warps=8, **PLAIN,
+    )  # fmt: skip
+
+
+# CRC-32 of bytes that lie on the device.
+
+POLYNOMIAL = 0xEDB88320
+ONE = 1 << 31  # the polynomial 1, lowest bit = highest power
+
+
+def _times(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ (POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@lru_cache(maxsize=256)
+def _shift(num_bytes: int) -> int:
+    """x^(8 num_bytes): multiplying by it puts so many zero bytes behind."""
+    power, result = 1 << 23, ONE  # x^8
+    while num_bytes:
+        if num_bytes & 1:
+            result = _times(result, power)
+        power = _times(power, power)
+        num_bytes >>= 1
+    return result
+
+
+def _signed(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).to(torch.int32).to(device)
+
+
+@lru_cache(maxsize=8)
+def _crc_tables(num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    table = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = (byte >> 1) ^ (POLYNOMIAL if byte & 1 else 0)
+        table.append(byte)
+    inside = [_shift(CRC_BYTES * (CRC_LANES - 1 - lane)) for lane in range(CRC_LANES)]
+    between, step = [ONE], _shift(CRC_BYTES * CRC_LANES)
+    while len(between) < num_blocks:
+        between.append(_times(between[-1], step))
+    return _signed(table, device), _signed(inside, device), _signed(between, device)
+
+
+def crc_share(data: Tensor) -> Tensor:
+    """What `finish_crc` needs of uint8 data on a device, as one int32 there."""
+    from isthmus.sparse import kernels
+
+    (num_blocks,) = _blocks(len(data), CRC_BYTES * CRC_LANES)
+    # Tables grow by doubling, so that a run asks for few different ones.
+    table, inside, between = _crc_tables(_wide(max(1, num_blocks)), data.device)
+    out = torch.zeros(1, dtype=torch.int32, device=data.device)
+    if num_blocks:
+        kernels.crc_kernel[(num_blocks,)](
+            data, len(data), table, inside, between, out, BYTES=CRC_BYTES, LANES=CRC_LANES
+        )
+    return out
+
+
+def finish_crc(before: bytes | memoryview, share: int, num_bytes: int) -> int:
+    """zlib.crc32 of `before` followed by the `num_bytes` bytes of `crc_share`."""
+    # The register that zlib holds after `before` is shifted through the bytes; their share is added.
+    register = zlib.crc32(before) ^ 0xFFFFFFFF
+    return _times(register, _shift(num_bytes)) ^ (share & 0xFFFFFFFF) ^ 0xFFFFFFFF

@@ -1,0 +1,254 @@
+"""The codec's inner loops as Triton kernels, launched by `fused`. The plain torch form (topk, quantize, wire,
+outer.aggregate) is the reference that they are tested against.
+
+One chunk of 64 x 64 entries lives in the registers of one program, so that anchor, parameters and feedback
+are read once and the feedback is written once. Kernels run with fused multiply-add off: what is decoded and
+summed must come out the same on every device.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def select_kernel(
+    pointers, owner, origin, cols, index_out, values_out, odd, decay, scale,
+    KEEP: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """e <- decay e + scale (anchor - params), and its KEEP largest magnitudes of one chunk (eq. 2).
+
+    The KEEP-th largest is found by bisection on the bits of |e|, which order as the numbers do. It starts
+    within three octaves of the largest, where it nearly always is, and ends when KEEP entries are above.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(owner + chunk).to(tl.int64)
+    anchor = tl.load(pointers + 3 * tensor).to(tl.pointer_type(tl.float32))
+    params = tl.load(pointers + 3 * tensor + 1).to(tl.pointer_type(tl.float32))
+    feedback = tl.load(pointers + 3 * tensor + 2).to(tl.pointer_type(tl.float32))
+    place = tl.arange(0, SIDE * SIDE)
+    at = tl.load(origin + chunk) + (place // SIDE) * tl.load(cols + tensor) + place % SIDE
+    carried = tl.load(feedback + at) * decay + (tl.load(anchor + at) - tl.load(params + at)) * scale
+    tl.store(feedback + at, carried)
+
+    key = tl.abs(carried).to(tl.int32, bitcast=True)
+    top = tl.max(key, 0)
+    if top >= 0x7F800000:  # infinity or NaN
+        tl.atomic_or(odd, 1)
+    low = tl.maximum(top - 3 * 0x800000, 0)  # at least KEEP entries are >= low, fewer are >= high
+    low = tl.where(tl.sum((key >= low).to(tl.int32), 0) >= KEEP, low, 0)
+    high = top + 1
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        above = tl.sum((key >= middle).to(tl.int32), 0)
+        high = tl.where(above >= KEEP, high, middle)
+        high = tl.where(above == KEEP, middle + 1, high)
+        low = tl.where(above >= KEEP, middle, low)
+    # Of entries that equal the last one kept, the first are taken: one running count of both in 2 x 16 bits.
+    larger = (key > low).to(tl.int32)
+    equal = (key == low).to(tl.int32)
+    wanted = KEEP - tl.sum(larger, 0)
+    running = tl.cumsum(larger + (equal << 16), 0)
+    kept = (larger == 1) | ((equal == 1) & ((running >> 16) <= wanted))
+    rank = (running & 0xFFFF) + tl.minimum(running >> 16, wanted) - 1
+    tl.store(index_out + chunk * KEEP + rank, place.to(tl.int16), mask=kept)
+    tl.store(values_out + chunk * KEEP + rank, carried, mask=kept)
+
+
+@triton.jit
+def levels_kernel(
+    values, low_out, high_out, zeros_out, num_chunks,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr,
+):  # fmt: skip
+    """`quantize.two_levels` of chunks' values in any order: each is tried as the last above the cut."""
+    chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    j = tl.arange(0, WIDE)
+    there = (chunk < num_chunks)[:, None] & (j < KEEP)[None, :]
+    at = chunk.to(tl.int64)[:, None] * KEEP + j[None, :]
+    size = tl.where(there, tl.abs(tl.load(values + at, mask=there, other=0.0)), -1.0)  # (B, J)
+    peak = tl.max(size, 1)
+    safe = tl.where(peak > 0, peak, 1.0)
+    unit = tl.where(there, tl.div_rn(size, tl.broadcast_to(safe[:, None], size.shape)), 0.0)
+    total = tl.sum(unit, 1)
+    above = size[:, None, :] >= size[:, :, None]  # (B, cut, J)
+    above = above & there[:, None, :]
+    number = tl.sum(above.to(tl.float32), 2)  # (B, cut)
+    upper = tl.sum(tl.where(above, unit[:, None, :], 0.0), 2)
+    lower = tl.maximum(total[:, None] - upper, 0.0)
+    rest = KEEP - number
+    lower = tl.where(rest > 0, lower, 0.0)
+    mean_high = upper / tl.maximum(number, 1.0)
+    mean_low = tl.where(rest > 0, lower / tl.maximum(rest, 1.0), mean_high)
+    score = upper * mean_high + lower * tl.where(rest > 0, mean_low, 0.0)
+    score = tl.where(there & (score == score), score, -1.0)  # NaN, refused later, must not win
+    chosen = j[None, :] == tl.argmax(score, 1)[:, None]
+    high = tl.sum(tl.where(chosen, mean_high, 0.0), 1)
+    low = tl.sum(tl.where(chosen, mean_low, 0.0), 1)
+    low = tl.minimum(tl.maximum(low, high * RATIO), high)
+    least = tl.min(tl.where(there, size, float("inf")), 1)
+    zeros = (least == 0) & (peak > 0)
+    single = total / tl.maximum(tl.sum((unit > 0).to(tl.float32), 1), 1.0)
+    mine = chunk < num_chunks
+    tl.store(low_out + chunk, tl.where(zeros, single, low) * peak, mask=mine)
+    tl.store(high_out + chunk, tl.where(zeros, single, high) * peak, mask=mine)
+    tl.store(zeros_out + chunk, zeros.to(tl.int8), mask=mine)
+
+
+@triton.jit
+def round_kernel(
+    pointers, owner, origin, cols, index, values, scale, low, high, num_chunks,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Round every kept value to its chunk's low or high level as decoded, and take it out of the feedback."""
+    chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    mine = chunk < num_chunks
+    j = tl.arange(0, WIDE)
+    there = mine[:, None] & (j < KEEP)[None, :]
+    at = chunk[:, None] * KEEP + j[None, :]
+    value = tl.load(values + at, mask=there, other=0.0)
+    low_level = tl.load(low + chunk, mask=mine, other=0.0)[:, None]
+    high_level = tl.load(high + chunk, mask=mine, other=0.0)[:, None]
+    zeros = ((tl.load(scale + chunk, mask=mine, other=0) & 63) == 63)[:, None]
+    size = tl.abs(value)
+    large = (size - low_level > high_level - size) | ((size > 0) & zeros)
+    level = tl.where(large, high_level, low_level)
+    sent = tl.where(value.to(tl.int32, bitcast=True) < 0, -level, level)
+    tl.store(values + at, sent, mask=there)
+    tensor = tl.load(owner + chunk, mask=mine, other=0).to(tl.int64)
+    feedback = tl.load(pointers + 3 * tensor + 2, mask=mine, other=0).to(tl.pointer_type(tl.float32))
+    place = tl.load(index + at, mask=there, other=0).to(tl.int64)
+    step = tl.load(cols + tensor, mask=mine, other=0)[:, None]
+    start = tl.load(origin + chunk, mask=mine, other=0)[:, None]
+    slot = feedback[:, None] + (start + (place // SIDE) * step + place % SIDE)
+    tl.store(slot, value - sent, mask=there)
+
+
+@triton.jit
+def write_bits_kernel(
+    bits, index, values, low, num_chunks, width,
+    MARKS: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Positions (Elias-Fano), signs and magnitudes of chunks, a byte for each bit, into zeroed `bits`."""
+    chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    j = tl.arange(0, WIDE)
+    there = (chunk < num_chunks)[:, None] & (j < KEEP)[None, :]
+    at = chunk[:, None] * KEEP + j[None, :]
+    place = tl.load(index + at, mask=there, other=0).to(tl.int32)
+    value = tl.load(values + at, mask=there, other=0.0)
+    level = tl.load(low + chunk, mask=chunk < num_chunks, other=0.0)[:, None]
+    row = bits + chunk[:, None] * width
+    one = tl.full((BLOCK, WIDE), 1, tl.uint8)
+    tl.store(row + (place >> LOW) + j[None, :], one, mask=there)
+    for bit in tl.static_range(LOW):
+        tl.store(row + MARKS + bit * KEEP + j[None, :], ((place >> bit) & 1).to(tl.uint8), mask=there)
+    signs = row + MARKS + LOW * KEEP + j[None, :]
+    tl.store(signs, (value.to(tl.int32, bitcast=True) < 0).to(tl.uint8), mask=there)
+    tl.store(signs + KEEP, (tl.abs(value) > level).to(tl.uint8), mask=there)
+
+
+@triton.jit
+def _bit(row, at, width, there):
+    """Bit `at` of a bit string of `width` bytes, whose bit b lies in byte b mod width."""
+    return (tl.load(row + at % width, mask=there, other=0).to(tl.int32) >> (at // width)) & 1
+
+
+@triton.jit
+def read_kernel(
+    data, low, high, index_out, values_out, odd, num_chunks, width,
+    MARKS: tl.constexpr, WIDE: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Positions and values of packed chunks; `odd` is set where a bit string is malformed."""
+    chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    mine = chunk < num_chunks
+    b = tl.arange(0, WIDE)
+    there = mine[:, None] & (b < MARKS)[None, :]
+    row = data + chunk[:, None] * width
+    mark = _bit(row, tl.broadcast_to(b[None, :], (BLOCK, WIDE)), width, there)
+    j = tl.cumsum(mark, 1) - 1
+    number = tl.sum(mark, 1)
+    bad = mine & (number != KEEP)
+    for at in range(MARKS + (LOW + 2) * KEEP, 8 * width):  # what fills the last byte is zero
+        spare = (
+            tl.load(data + chunk * width + at % width, mask=mine, other=0).to(tl.int32) >> (at // width)
+        ) & 1
+        bad = bad | (spare == 1)
+    if tl.max(bad.to(tl.int32), 0) > 0:
+        tl.atomic_or(odd, 1)
+    kept = there & (mark == 1) & (j < KEEP)
+    place = (b[None, :] - j) << LOW
+    for bit in tl.static_range(LOW):
+        place += _bit(row, MARKS + bit * KEEP + j, width, kept) << bit
+    negative = _bit(row, MARKS + LOW * KEEP + j, width, kept)
+    large = _bit(row, MARKS + (LOW + 1) * KEEP + j, width, kept)
+    low_level = tl.load(low + chunk, mask=mine, other=0.0)[:, None]
+    high_level = tl.load(high + chunk, mask=mine, other=0.0)[:, None]
+    level = tl.where(large == 1, high_level, low_level)
+    out = chunk[:, None] * KEEP + j
+    tl.store(index_out + out, place.to(tl.int16), mask=kept)
+    tl.store(values_out + out, tl.where(negative == 1, -level, level), mask=kept)
+
+
+@triton.jit
+def add_kernel(
+    total, count, origin, skip, index, values, num_chunks,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """total[position] += value; count[position] += 1 if it is not zero. Positions do not repeat."""
+    chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    mine = chunk < num_chunks
+    j = tl.arange(0, WIDE)
+    there = mine[:, None] & (j < KEEP)[None, :]
+    at = chunk[:, None] * KEEP + j[None, :]
+    place = tl.load(index + at, mask=there, other=0).to(tl.int64)
+    value = tl.load(values + at, mask=there, other=0.0)
+    start = tl.load(origin + chunk, mask=mine, other=0)[:, None]
+    step = tl.load(skip + chunk, mask=mine, other=0)[:, None]
+    slot = start + place + (place // SIDE) * step
+    tl.store(total + slot, tl.load(total + slot, mask=there, other=0.0) + value, mask=there)
+    if COUNTED:
+        sent = there & (value != 0)
+        tl.store(count + slot, tl.load(count + slot, mask=sent, other=0) + 1, mask=sent)
+
+
+@triton.jit
+def apply_kernel(anchor, total, count, number, step_size, size, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
+    """anchor -= step_size * (total / count), rounded three times; nothing is touched where nobody sent."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < size
+    value = tl.load(total + at, mask=there, other=0.0)
+    if COUNTED:
+        many = tl.maximum(tl.load(count + at, mask=there, other=0), 1).to(tl.float32)
+    else:
+        many = tl.zeros((BLOCK,), tl.float32) + number
+    update = tl.div_rn(value, many) * step_size
+    moved = there & (value != 0)
+    tl.store(anchor + at, tl.load(anchor + at, mask=moved, other=0.0) - update, mask=moved)
+
+
+@triton.jit
+def crc_kernel(data, size, table, inside, between, out, BYTES: tl.constexpr, LANES: tl.constexpr):
+    """Adds (xor) one block's share of the CRC-32 of `data`, with register and result not inverted.
+
+    A CRC is linear over GF(2) and leading zeros do not change it, so blocks are laid out from the end and
+    each lane's remainder is multiplied by x to the number of bits after it: `inside` its block, `between`
+    blocks.
+    """
+    block = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    first = size - (block + 1).to(tl.int64) * (BYTES * LANES) + lane.to(tl.int64) * BYTES
+    crc = tl.zeros((LANES,), tl.uint32)
+    for k in range(BYTES):
+        byte = tl.load(data + first + k, mask=first + k >= 0, other=0).to(tl.uint32)
+        crc = tl.load(table + ((crc ^ byte) & 255)).to(tl.uint32, bitcast=True) ^ (crc >> 8)
+    crc = _times(crc, tl.load(inside + lane).to(tl.uint32, bitcast=True))
+    crc = _times(crc, tl.load(between + block).to(tl.uint32, bitcast=True) + tl.zeros((LANES,), tl.uint32))
+    tl.atomic_xor(out, tl.xor_sum(crc, 0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _times(a, b):
+    """The product of two polynomials over GF(2) modulo CRC-32's, lowest bit = highest power."""
+    product = a ^ a
+    for i in tl.static_range(32):
+        product ^= tl.where(((a >> (31 - i)) & 1) == 1, b, 0)
+        b = (b >> 1) ^ tl.where((b & 1) == 1, 0xEDB88320, 0).to(tl.uint32)
+    return product
