@@ -1,6 +1,7 @@
 """The Recipe tree: frozen dataclasses that check themselves. Standard library only."""
 
 import difflib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -367,9 +368,8 @@ class Recipe:
             raise ConfigError(f"seed is {self.seed}; it must be 0 or more and below 2**63")
         if not self.replicas:
             raise ConfigError('no replicas; add a [[replicas]] table with a name and kind = "full"')
-        names = [member.name for member in self.fleet()]
-        for name in names:
-            if names.count(name) > 1:
+        for name, number in Counter(member.name for member in self.fleet()).items():
+            if number > 1:
                 raise ConfigError(
                     f'two replicas are called "{name}"; give each [[replicas]] table its own name'
                 )

@@ -57,16 +57,21 @@ class Pick:
 
     @property
     def reason(self) -> str:
+        """In one line, with what the paper lost at this k/d."""
+        return f"{self.choice}; {penalty(self.ratio)}"
+
+    @property
+    def choice(self) -> str:
         chosen = f'replica {self.replica}: compression = "auto" is {self.compression}'
         if not self.rung.enough:
             return (
                 f"{chosen}, the strongest there is, and the link of {self.mbps:g} Mb/s stays the bottleneck: "
-                f"{self.rung.busy:.0%} busy once the pipeline is full; {penalty(self.ratio)}"
+                f"{self.rung.busy:.0%} busy once the pipeline is full"
             )
         milder = f" ({self.milder.compression}: {self.milder.busy:.0%})" if self.milder else ""
         return (
             f"{chosen}: the link of {self.mbps:g} Mb/s is then "
-            f"{self.rung.busy:.0%} busy once the pipeline is full{milder}; {penalty(self.ratio)}"
+            f"{self.rung.busy:.0%} busy once the pipeline is full{milder}"
         )
 
 
@@ -106,7 +111,6 @@ def rungs(recipe: Recipe, replica: ReplicaConfig, tflops: float) -> Iterator[Run
     m = recipe.inner.micro_batches
     compute = compute_of(recipe, replica, tflops)
     each = tuple(seconds / m for seconds in compute.stage_seconds_per_step)
-    latency = replica.link.latency_ms / 1e3
     for compression in LADDER:
         if compression != "none" and recipe.model.width * Fraction(compression) < 1:
             return
@@ -114,5 +118,6 @@ def rungs(recipe: Recipe, replica: ReplicaConfig, tflops: float) -> Iterator[Run
         crossing = inner_step_bytes(recipe, member)
         forward = (crossing["activations"] + crossing["tokens"]) / (replica.stages - 1) / m
         link = forward * 8 / (replica.link.mbps * 1e6)
-        pace = steady_pace(each, link, latency)
+        # A full pipeline is deep enough for the latency: that shifts every arrival and changes no distance.
+        pace = steady_pace(each, link, 0.0)
         yield Rung(compression=compression, link_seconds=link, pace_seconds=pace)

@@ -15,7 +15,7 @@ LOSSES: dict[Fraction, tuple[float, float]] = {  # k/d: all replicas compressed,
     Fraction(1, 384): (3.04, 2.99),
     Fraction(1, 768): (3.07, 3.00),
 }
-LABEL = "the paper's 512M model, all replicas compressed / half of them"
+LABEL = "the paper's 512M model, all / half of its replicas compressed"
 
 
 def loss_at(ratio: Fraction | None) -> str:
@@ -27,7 +27,7 @@ def loss_at(ratio: Fraction | None) -> str:
     milder = [known for known in LOSSES if known > ratio]
     stronger = [known for known in LOSSES if known < ratio]
     if not milder:
-        return f"between {DENSE:.2f} and {_pair(max(LOSSES))}"
+        return f"at most {_pair(max(LOSSES))}"
     if not stronger:
         return f"above {_pair(min(LOSSES))}"
     return f"between {_pair(min(milder))} and {_pair(max(stronger))}"
@@ -41,4 +41,4 @@ def penalty(ratio: Fraction | None) -> str:
     """One clause for a table or a reason: the loss, what it is without compression, and whose it is."""
     if ratio is None:
         return f"no compression, no loss from it ({DENSE:.2f} in the paper's 512M runs)"
-    return f"loss {loss_at(ratio)} instead of {DENSE:.2f} ({LABEL}; not this one)"
+    return f"loss {loss_at(ratio)} against {DENSE:.2f} without ({LABEL})"

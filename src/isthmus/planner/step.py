@@ -138,7 +138,7 @@ def steady_pace(
     # Deep enough for the slower of compute and link and no deeper: beyond, all forwards would come before the
     # first backward, and the two directions of a slow link would work in turns.
     num_stages, t = len(stage_seconds), max(sum(stage_seconds) / len(stage_seconds), link_seconds)
-    deepest = depths(num_stages, 256, t, link_seconds, latency_seconds, limit)[0]
+    deepest = depths(num_stages, 128, t, link_seconds, latency_seconds, limit)[0]
     n = max(32, 2 * deepest)  # long enough that it is full
     short, long = (
         _simulated(

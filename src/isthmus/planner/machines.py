@@ -1,0 +1,123 @@
+"""A list of machines and the links between them: what `isthmus plan --suggest` starts from.
+
+Standard library only. Machines stand at sites; all machines of a site see each other over the site's link,
+two sites over a link that is named, and every machine the bucket over its site's bucket link. A machine that
+is alone at its site makes this a plain list of pairs.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from isthmus.config import LinkConfig, build_table, nearest
+from isthmus.errors import ConfigError
+
+MOST_MACHINES = 5_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A place whose machines share a network."""
+
+    name: str
+    link: LinkConfig | None = None  # between any two of its machines; none: they cannot reach each other
+    bucket_link: LinkConfig  # of each machine to the bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteLink:
+    """What a machine of one site reaches a machine of the other with, each way."""
+
+    sites: tuple[str, ...]
+    mbps: float
+    latency_ms: float = 0.0
+
+    @property
+    def config(self) -> LinkConfig:
+        return LinkConfig(mbps=self.mbps, latency_ms=self.latency_ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """`count` machines that are alike."""
+
+    name: str
+    site: str
+    count: int = 1
+    memory_gb: float  # that training may use, in 1e9 bytes: of the GPU, where there is one
+    tflops: float  # its training rate
+
+    def __post_init__(self) -> None:
+        if not self.name or not all(c.isalnum() or c in "-_" for c in self.name):
+            raise ConfigError(f'machine name "{self.name}": use letters, digits, "-" and "_"')
+        for key, value in (("memory_gb", self.memory_gb), ("tflops", self.tflops)):
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"machine {self.name}: {key} is {value}; it must be a number above 0")
+        if self.count < 1:
+            raise ConfigError(f"machine {self.name}: count is {self.count}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineList:
+    """Everything there is to train on."""
+
+    sites: tuple[Site, ...]
+    links: tuple[SiteLink, ...] = ()
+    machines: tuple[Machine, ...]
+
+    def __post_init__(self) -> None:
+        sites = [site.name for site in self.sites]
+        for kind, names in (("sites", sites), ("machines", [m.name for m in self.machines])):
+            if not names:
+                raise ConfigError(f"no {kind}; add a [[{kind}]] table")
+            for name in names:
+                if names.count(name) > 1:
+                    raise ConfigError(f'two {kind} are called "{name}"; give each its own name')
+        for machine in self.machines:
+            self._check_site(f"machine {machine.name}: site", machine.site, sites)
+        for link in self.links:
+            if len(link.sites) != 2 or link.sites[0] == link.sites[1]:
+                raise ConfigError(
+                    f'a link is between two sites, as sites = ["a", "b"]; not {list(link.sites)}'
+                )
+            for name in link.sites:
+                self._check_site("links: sites", name, sites)
+            link.config  # noqa: B018 - raises when a rate is impossible
+        if (total := sum(machine.count for machine in self.machines)) > MOST_MACHINES:
+            raise ConfigError(f"{total:,} machines; --suggest looks at {MOST_MACHINES:,} at most")
+
+    @staticmethod
+    def _check_site(what: str, name: str, sites: Sequence[str]) -> None:
+        if name not in sites:
+            hint = nearest(name, sites) or f"; there is {', '.join(sites)}"
+            raise ConfigError(f'{what} is "{name}", which is no site{hint}')
+
+    def site(self, name: str) -> Site:
+        return next(site for site in self.sites if site.name == name)
+
+    def between(self, a: str, b: str) -> LinkConfig | None:
+        """The link between machines of two sites, or of one; None where there is none."""
+        if a == b:
+            return self.site(a).link
+        found = [link.config for link in self.links if set(link.sites) == {a, b}]
+        return max(found, key=lambda link: link.mbps, default=None)
+
+
+def load_machines(path: str | Path) -> MachineList:
+    """Read and check the file; every fault is one line that names the key."""
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"cannot read the machines {path}: {reason}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return build_table(MachineList, table, "")
+
+
+def worst(links: Sequence[LinkConfig]) -> LinkConfig:
+    """What a chain of links can do: a recipe states one link for all stages of a replica."""
+    return LinkConfig(
+        mbps=min(link.mbps for link in links), latency_ms=max(link.latency_ms for link in links)
+    )
