@@ -1,0 +1,132 @@
+"""`isthmus doctor` as a user meets it, and whether a plan with its numbers comes true."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from isthmus.cli.main import main
+from isthmus.config import parse_recipe
+from isthmus.planner.plan import predict
+
+QUICK = ["--preset", "nano", "--seconds", "0.3"]
+RECIPE = """
+name = "alone"
+[model]
+preset = "nano"
+[data]
+eval_batches = 1
+[inner]
+batch = 16
+[outer]
+inner_steps = 10
+rounds = 2
+[[replicas]]
+name = "rack"
+"""
+
+
+def run(capsys, *arguments):
+    code = main(["doctor", *arguments])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--seconds", "0"], "between 0.1 and 60"),
+        (["--seconds", "nan"], "between 0.1 and 60"),
+        (["--preset", "10g"], 'did you mean "10m"?'),
+        (["ftp://host/x"], "is no store"),
+        (["s3://b cket/x"], "malformed"),
+        (["host:99999"], "neither a bucket nor a machine"),
+        (["--replica", "rack"], "give the bucket's URL"),
+        (["./b", "--replica", "a/b"], "--replica is"),
+        (["--listen", "host:0", "./b"], "give it no target"),
+        (["--listen", "s3://x"], "neither a bucket nor a machine"),
+        (["--listen", "192.0.2.1"], "cannot listen on"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_tried(arguments, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert says in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_ends_with_a_role_and_lines_that_a_recipe_takes(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "./bucket", *QUICK)
+    assert code == 0, out
+    assert "training nano on cpu in fp32" in err
+    assert re.search(r"^Role: up to .*(replica|stages) of \w+", out, re.MULTILINE)
+    pasted = out.split("in a recipe:\n")[1]
+    recipe = parse_recipe(RECIPE + pasted)
+    assert recipe.replicas[0].tflops > 0
+    assert recipe.replicas[0].outer_link.mbps > 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_is_named_with_its_cure_and_the_rest_is_still_checked(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code, out, _ = run(capsys, f"127.0.0.1:{port}", "/proc/nowhere/x", "./bucket", *QUICK)
+    assert code == 1
+    assert f"FAIL  127.0.0.1:{port}: cannot reach" in out
+    assert "FAIL  /proc/nowhere/x: cannot write" in out
+    assert out.count("        do: ") == 2
+    assert "ok    bucket link" in out
+    assert "Role: the simulator only, until the bucket can be used" in out
+    assert "2 checks failed" in out
+
+
+def test_json_has_everything(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(capsys, "./bucket", "--json", *QUICK)
+    found = json.loads(out)
+    assert (code, found["ok"]) == (0, True)
+    (fp32, *_) = [rate for rate in found["rates"] if rate["device"] == "cpu"]
+    assert fp32["precision"] == "fp32"
+    tokens = fp32["sequences"] * 128
+    assert fp32["tflops"] == pytest.approx(6 * 1_115_264 * tokens / fp32["step_seconds"] / 1e12)
+    assert {check["name"] for check in found["checks"]} >= {"memory", "disk", "training", "clock"}
+    assert found["links"][0]["key"] == "bucket_link"
+    assert found["presets"][0]["preset"] == "nano"
+
+
+def test_without_torch_the_rest_is_said_and_the_cure_too(tmp_path):
+    code = (
+        "import sys; sys.modules['torch'] = None; from isthmus.cli.main import main; "
+        "sys.exit(main(['doctor', '--seconds', '0.1']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "FAIL  training: torch cannot be loaded" in done.stdout
+    assert "pip install" in done.stdout
+    assert "ok    memory" in done.stdout
+    assert "Role: none before torch works here" in done.stdout
+    assert "tflops =" not in done.stdout
+
+
+def test_a_plan_with_the_measured_rate_comes_true(tmp_path, monkeypatch):
+    """A plain full replica, simulated: the predicted time of an inner step against the measured one.
+
+    In one process after the other, so only a coarse bound is asked for here; on a quiet machine it is within
+    a few per cent.
+    """
+    from isthmus import simulate
+    from isthmus.doctor.compute import training_rate
+
+    monkeypatch.chdir(tmp_path)
+    recipe = parse_recipe(RECIPE)
+    rate = training_rate("cpu", "fp32", "nano", 1.5, 10**10)
+    planned = predict(recipe, rate.tflops).kinds[0].step.seconds
+    rows = simulate(recipe, tmp_path / "run", device="cpu", quiet=True).rows
+    taken = rows[-1]["seconds"] / 10
+    assert 0.5 < planned / taken < 2
