@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import tunlink
 
-SEGMENT_BYTES = 1448  # what one packet of 1500 bytes carries for TCP with time stamps
+FRAME_BYTES, SEGMENT_BYTES = 1514, 1448  # a full packet with its Ethernet header; what TCP carries in it
 
 
 def reason_to_skip() -> str:
@@ -51,7 +51,7 @@ class Cable:
     @property
     def overhead(self) -> float:
         """Bytes that the token bucket counts for each byte that TCP carries; TUN has no Ethernet headers."""
-        return (1500 if self.latency_ms else 1514) / SEGMENT_BYTES
+        return (FRAME_BYTES - 14 if self.latency_ms else FRAME_BYTES) / SEGMENT_BYTES
 
 
 @dataclass

@@ -198,3 +198,34 @@ def test_an_inner_step_in_an_eighth_of_the_dimensions_is_at_least_four_times_sho
     bits = 8 * sum(inner_step_bytes(recipe(), recipe().fleet()[0])[p] for p in ("activations", "tokens"))
     assert open_seconds > bits / (RATE * 1e6)  # nothing went around the cable
     assert open_seconds >= 4 * edge_seconds
+
+
+def scheduled(*words: str) -> dict:
+    """One point of bench/schedule.py: r = 0.6, m = 16, four stages that wait in place of computing."""
+    script = os.path.join(os.path.dirname(__file__), "..", "..", "bench", "schedule.py")
+    point = ["--ratios", "0.6", "--micro-batches", "16", "--steps", "3", "--compute-ms", "60"]
+    done = subprocess.run(
+        [sys.executable, script, *point, "--stock", *words, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if done.returncode == 2:
+        pytest.skip(done.stderr.strip())
+    assert done.stdout, done.stderr
+    (found,) = json.loads(done.stdout)
+    print(f"share of the ceiling {found['share_of_ceiling']['isthmus']:.3f}, depths {found['depths']}, ")
+    print(f"predicted over measured {found['predicted_over_measured']:.3f}")
+    return found
+
+
+def test_four_stages_on_slow_links_come_near_the_ceiling_and_take_the_simulated_time():
+    found = scheduled()
+    assert found["share_of_ceiling"]["isthmus"] >= 0.90
+    assert abs(found["predicted_over_measured"] - 1) <= 0.15
+
+
+def test_latency_between_the_stages_costs_little_more_than_the_ceiling_says():
+    found = scheduled("--latency-ms", "20")
+    assert found["share_of_ceiling"]["isthmus"] >= 0.85
+    assert abs(found["predicted_over_measured"] - 1) <= 0.15

@@ -15,7 +15,7 @@ from test_stage import FP32, RECIPE, batches_of, relative, simulated, trained
 from isthmus.comm.stages import connect, open_store
 from isthmus.config import parse_recipe
 from isthmus.errors import RunError
-from isthmus.replica.pipelined import PipelinedReplica
+from isthmus.replica.pipelined import FIRST_LOOK, LOOK_EVERY, PipelinedReplica
 from isthmus.replica.stage import Stage
 from isthmus.traffic import inner_step_bytes
 
@@ -191,5 +191,39 @@ def test_no_stage_holds_more_than_in_flight_and_the_weights_do_not_depend_on_it(
     if schedule == "gpipe":
         assert most == [limit] * member.config.stages
     expected, weights = simulated(recipe, member)
+    assert torch.allclose(seen, expected, rtol=1e-9)
+    assert relative(params, weights) < 1e-9
+
+
+def test_times_that_drift_change_the_depths_of_the_next_inner_step_and_not_the_weights(monkeypatch):
+    recipe = parse_recipe(RECIPE, ["inner.micro_batches=8", "outer.inner_steps=12"])
+    member = recipe.fleet()[1]
+    replica = PipelinedReplica.in_one_process(
+        recipe, member, batches_of(recipe), precision="fp64", schedule="auto"
+    )
+    held, forward, agree = [], Stage.forward, PipelinedReplica._agree
+    trips = iter([0.1] * FIRST_LOOK + [0.15] * LOOK_EVERY + [2.5] * 99)
+
+    def counted(stage, *inputs):
+        out = forward(stage, *inputs)
+        held[-1][stage.index] = max(held[-1][stage.index], len(stage.held))
+        return out
+
+    def timed(replica, runs):
+        """As measured, but for the times: one second of compute, and a link that becomes slow."""
+        totals = agree(replica, runs)
+        totals[2], totals[3] = 1.0, next(trips)
+        return totals
+
+    monkeypatch.setattr(Stage, "forward", counted)
+    monkeypatch.setattr(PipelinedReplica, "_agree", timed)
+    expected, weights = simulated(recipe, member, steps=25)
+    step = replica.inner_step
+    monkeypatch.setattr(replica, "inner_step", lambda i: (held.append([0] * 4), step(i))[1])
+    seen, params = trained(recipe, replica, steps=25)
+    first, second = FIRST_LOOK, FIRST_LOOK + LOOK_EVERY
+    assert held[first] == held[second] == [7, 5, 3, 1]  # 0.15 for 0.1 s is no drift
+    assert held[second + LOOK_EVERY - 1] == [7, 5, 3, 1]
+    assert held[second + LOOK_EVERY] == [8, 8, 5, 1]  # looked at, and followed at once
     assert torch.allclose(seen, expected, rtol=1e-9)
     assert relative(params, weights) < 1e-9
