@@ -5,7 +5,20 @@ import sys
 from typing import NoReturn
 
 from isthmus import __version__
-from isthmus.cli import compare, data, doctor, init, join, ledger, plan, report, simulate, status, train
+from isthmus.cli import (
+    compare,
+    data,
+    doctor,
+    init,
+    join,
+    ledger,
+    plan,
+    report,
+    reproduce,
+    simulate,
+    status,
+    train,
+)
 from isthmus.errors import ConfigError, RunError
 
 
@@ -22,7 +35,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"isthmus {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (plan, doctor, simulate, train, init, join, status, ledger, compare, report, data):
+    for module in (
+        plan,
+        doctor,
+        simulate,
+        train,
+        init,
+        join,
+        status,
+        ledger,
+        compare,
+        report,
+        reproduce,
+        data,
+    ):
         module.register(commands)
     return parser
 

@@ -1,0 +1,116 @@
+"""One run, from a recipe to its line: the simulator without run directory, report or saved state.
+
+A run is seconds to minutes long, so a killed one is repeated rather than resumed.
+"""
+
+import dataclasses
+import gc
+import time
+from typing import Any
+
+import torch
+
+from isthmus import __version__
+from isthmus.comm.local import LocalExchange
+from isthmus.config import Recipe, dump_recipe
+from isthmus.data.corpus import Corpus
+from isthmus.engine.evaluate import Scorer
+from isthmus.engine.loop import run_rounds
+from isthmus.engine.simulated import SimulatedFleet
+from isthmus.engine.start import available_host_bytes, checked_corpus, pick_device, pick_precision
+from isthmus.errors import RunError
+from isthmus.planner.memory import plan_simulator
+from isthmus.reproduce.lines import LOSSES, Line, digest
+
+CURVE_POINTS = 50
+SCORED_TOGETHER = 16_384  # held-out tokens in one forward: a small inner batch would leave a GPU idle
+
+
+def allow_many_graphs() -> None:
+    """Each k is a compiled forward of its own; dynamo gives up at 8 and would go on uncompiled."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = 64
+
+
+def run_trial(row: str, scale: str, recipe: Recipe, device: str, commit: str) -> Line:
+    """Train, score, and say what came of it. A loss that is no number is a result too: `failed` says so."""
+    where = pick_device(device)
+    precision = pick_precision(recipe, where)
+    corpus = checked_corpus(recipe)
+    started = time.perf_counter()
+    failed, points, seconds = None, [], []
+    try:
+        points, seconds = _train(recipe, corpus, where, precision)
+    except RunError as error:
+        failed = str(error)
+    finally:
+        gc.collect()
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+    later = seconds[1:] or seconds  # the first round compiles
+    last = points[-1] if points else dict.fromkeys(("round", *LOSSES))
+    return {
+        "row": row,
+        "scale": scale,
+        "seed": recipe.seed,
+        "digest": digest(recipe),
+        "recipe": dump_recipe(recipe),
+        "commit": commit,
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "isthmus": __version__,
+        "precision": precision,
+        "corpus": corpus.sha256[:12],
+        "corpus_tokens": len(corpus.train),
+        "parameters": recipe.model.num_parameters,
+        "tokens": recipe.outer.rounds * recipe.round_tokens,
+        "seconds": round(time.perf_counter() - started, 3),
+        "tokens_per_second": round(recipe.round_tokens * len(later) / sum(later)) if later else 0,
+        **{name: _rounded(last[name]) for name in LOSSES},
+        "failed": failed,
+        "curve": [[point["round"], *(_rounded(point[name]) for name in LOSSES)] for point in _thin(points)],
+    }
+
+
+def _train(recipe: Recipe, corpus: Corpus, device: torch.device, precision: str) -> tuple[list, list[float]]:
+    """The held-out losses by round, and the seconds of every round."""
+    compiled = device.type == "cuda"
+    free = int(torch.cuda.mem_get_info(device)[0] * 0.92) if compiled else available_host_bytes()
+    plan = plan_simulator(recipe, precision, free, compiled=compiled, can_park=compiled)
+    fleet = SimulatedFleet(recipe, corpus, device, precision, plan, compiled)
+    fleet.scorer = Scorer(_scored_together(recipe), corpus, fleet.bases, device, fleet.dtype)
+    points: list[dict[str, Any]] = [{"round": 0} | fleet.evaluate()]
+    seconds: list[float] = []
+    clock = time.perf_counter()
+
+    def after(round_number: int, trained_seconds: float) -> None:
+        nonlocal clock
+        if round_number == recipe.outer.rounds or round_number % recipe.data.eval_every == 0:
+            points.append({"round": round_number} | fleet.evaluate())
+        now = time.perf_counter()
+        seconds.append(now - clock)
+        clock = now
+
+    run_rounds(fleet, LocalExchange(recipe), range(1, recipe.outer.rounds + 1), lambda h: None, after)
+    return points, seconds
+
+
+def _scored_together(recipe: Recipe) -> Recipe:
+    """The same held-out windows in fewer, larger batches."""
+    num_sequences = recipe.inner.batch * recipe.data.eval_batches
+    batch = max(1, min(num_sequences, SCORED_TOGETHER // recipe.model.context))
+    while num_sequences % batch:
+        batch -= 1
+    inner = dataclasses.replace(recipe.inner, batch=batch, micro_batches=1)
+    data = dataclasses.replace(recipe.data, eval_batches=num_sequences // batch)
+    return dataclasses.replace(recipe, inner=inner, data=data)
+
+
+def _thin(points: list) -> list:
+    step = -(-len(points) // CURVE_POINTS)
+    return points[: len(points) - 1 : step] + points[-1:]
+
+
+def _rounded(loss: float | None) -> float | None:
+    return None if loss is None else round(loss, 6)
