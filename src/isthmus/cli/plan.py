@@ -3,11 +3,12 @@
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.cli.plan_table import scale_table, table
-from isthmus.config import Recipe, load_recipe
+from isthmus.config import Recipe, load_recipe, parse_recipe
 from isthmus.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ EPILOG = """examples:
   isthmus plan recipes/demo.toml --price-per-hour rack=2.5 --price-per-hour edge=0.3 --egress-per-gb 0.09
   isthmus plan recipes/512m-dense.toml --tflops 160 --scale      the same mixture with 8, 64 and 1000 replicas
   isthmus plan --figure utilisation --to utilisation.svg
+  isthmus plan --suggest docs/machines.toml --preset 178m        from a list of machines to a recipe
+  isthmus plan --suggest docs/machines.toml recipes/512m-dense.toml --set inner.batch=8 --to mine.toml
 """
+BASE = 'name = "suggested"\n[model]\npreset = "{preset}"\n[[replicas]]\nname = "none"\n'
 FIGURES = ("utilisation", "wallclock")
 
 
@@ -73,7 +77,17 @@ def register(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--figure", choices=FIGURES, help="draw figure 2 or 3 of the paper; needs no recipe")
     parser.add_argument(
-        "--to", type=Path, metavar="FILE", help="where the figure goes, .png or .svg (default: plan-NAME.png)"
+        "--suggest",
+        metavar="MACHINES",
+        help="a list of machines and links (TOML, see docs/machines.toml): print a recipe for them, with "
+        "reasons in comments; model and optimisers from the recipe given beside it, or from --preset",
+    )
+    parser.add_argument("--preset", metavar="NAME", help="with --suggest: the model (default: 178m)")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        metavar="FILE",
+        help="where the figure goes, .png or .svg (default: plan-NAME.png), or the suggested recipe",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.set_defaults(run=plan)
@@ -81,10 +95,18 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def plan(args: argparse.Namespace) -> int:
     """Predict the bytes, seconds and utilisation of a recipe without running it."""
+    if args.suggest:
+        return suggested(args)
     if bool(args.recipe) == bool(args.figure):
-        raise ConfigError("give a recipe to plan, or --figure utilisation or --figure wallclock")
+        raise ConfigError(
+            "give a recipe to plan, or --figure utilisation or --figure wallclock, or --suggest MACHINES"
+        )
+    if args.preset:
+        raise ConfigError("--preset is the model of a suggested recipe; give --suggest MACHINES too")
     if args.to and not args.figure:
-        raise ConfigError("--to says where a figure goes; give --figure too")
+        raise ConfigError(
+            "--to says where a figure or a suggested recipe goes; give --figure too, or --suggest"
+        )
     if args.figure:
         return figure(args)
     from isthmus.planner.auto import resolve
@@ -116,6 +138,41 @@ def assumed_rates(args: argparse.Namespace) -> tuple[float, list[str], list[str]
     if rate and args.tflops:
         raise ConfigError("--tflops and --device both give a rate to all machines; give one of them")
     return rate or args.tflops, settings, words
+
+
+def suggested(args: argparse.Namespace) -> int:
+    """A recipe for a list of machines, on stdout or in a new file."""
+    from isthmus.planner.machines import load_machines
+    from isthmus.planner.suggest import suggest
+    from isthmus.planner.suggest_text import recipe_text
+
+    if args.figure or args.scale:
+        raise ConfigError("--suggest prints a recipe; ask for --figure or --scale on their own")
+    if args.recipe and args.preset:
+        raise ConfigError("--preset and a recipe both give the model; drop one of them")
+    if args.to and args.to.exists():
+        raise ConfigError(f"{args.to} exists; give --to another name")
+    if args.to and not args.to.absolute().parent.is_dir():
+        raise ConfigError(f"--to is {args.to}, but there is no folder {args.to.parent}; make it first")
+    machines = load_machines(args.suggest)
+    if args.recipe:
+        base = load_recipe(args.recipe, args.set)
+    else:
+        base = parse_recipe(BASE.format(preset=args.preset or "178m"), args.set)
+    found = suggest(base, machines, {key.partition("=")[0].strip() for key in args.set})
+    text = recipe_text(found, args.suggest)
+    if args.to:
+        try:
+            with open(args.to, "x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise ConfigError(f"cannot write {args.to}: {error.strerror}; give --to another name") from None
+    if args.json:
+        body = {"recipe": text, "why": found.why, "left_out": found.left_out}
+        print(json.dumps(body | {"forecast": asdict(found.forecast)}, indent=2))
+    else:
+        print(f"Recipe: {args.to}" if args.to else text, end="\n" if args.to else "")
+    return 0
 
 
 def read_prices(args: argparse.Namespace) -> "Prices | None":

@@ -1,6 +1,6 @@
 """Recipes: TOML in, frozen and checked dataclasses out. Standard library only."""
 
-from isthmus.config.toml import build_table, dump_recipe, load_recipe, parse_recipe
+from isthmus.config.toml import build_table, dump_recipe, load_recipe, parse_recipe, toml_line
 from isthmus.config.tree import (
     AUTO,
     PRESETS,
@@ -35,4 +35,5 @@ __all__ = [
     "load_recipe",
     "nearest",
     "parse_recipe",
+    "toml_line",
 ]

@@ -168,7 +168,11 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _lines(table: dict[str, Any]) -> list[str]:
-    return [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
+    return [toml_line(key, value) for key, value in table.items() if value is not None]
+
+
+def toml_line(key: str, value: Any) -> str:
+    return f"{key} = {_toml(value)}"
 
 
 def _toml(value: Any) -> str:

@@ -1,0 +1,252 @@
+"""Machines -> replicas: who trains the whole model, and who shares one in stages. Standard library only.
+
+Machines that are alike (one [[machines]] table) are dealt with together: each as a full replica, in pipelined
+replicas of so many stages, mixed with what is left over elsewhere, or left out. The planner's own forecast
+decides. All replicas wait for the slowest, so leaving out a slow machine can be a gain.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+
+from isthmus.config import AUTO, LinkConfig, Recipe, ReplicaConfig
+from isthmus.planner.auto import Pick, pick
+from isthmus.planner.machines import MachineList, worst
+from isthmus.planner.memory import process_memory
+from isthmus.planner.plan import Forecast, predict
+from isthmus.planner.step import compute_of, inner_step
+
+SPARE = 0.10  # of a machine's memory that stays free: the prediction of memory is good to about so much
+GAIN = 1.01  # a more complicated fleet must be so much faster
+MOST_STAGES = 16
+MORE_STAGES = 3  # than the fewest that fit are tried
+MOST_FORECASTS = 400
+FULL, MIX, OUT = 1, 0, -1  # what is done with a table of machines; 2 and more: stages
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`count` replicas on the same kinds of machines: the one that holds each stage, by place in the list."""
+
+    stages: tuple[int, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One replica on its machines, with what each of them needs."""
+
+    replica: ReplicaConfig
+    pick: Pick | None
+    needs: tuple[int, ...]  # bytes of every stage
+
+
+class Grouping:
+    """All ways to deal one list of machines into replicas of one model, for one setting of the inner step."""
+
+    def __init__(self, base: Recipe, machines: MachineList, micro_batches: int, in_flight: int = 0) -> None:
+        inner = replace(base.inner, micro_batches=micro_batches, in_flight=in_flight)
+        self.base, self.list = replace(base, inner=inner), machines
+        self.machines = machines.machines
+        self.seats: dict[tuple[int, ...], Seat | None] = {}
+        self.found: dict[frozenset, tuple[int, ...] | None] = {}
+        self.scores: dict[tuple[Group, ...], Forecast] = {}
+
+    def usable(self, i: int) -> float:
+        """Bytes of machine i that a process may take."""
+        return (1 - SPARE) * self.machines[i].memory_gb * 1e9
+
+    def seat(self, stages: tuple[int, ...]) -> Seat | None:
+        """The replica whose stages lie on these machines, in this order; None where two have no link."""
+        if stages not in self.seats:
+            self.seats[stages] = self._seat(stages)
+        return self.seats[stages]
+
+    def _seat(self, stages: tuple[int, ...]) -> Seat | None:
+        own = [self.machines[i] for i in stages]
+        bucket = worst([self.list.site(machine.site).bucket_link for machine in own])
+        rate = min(machine.tflops for machine in own)
+        common = {"name": own[0].name, "tflops": rate, "bucket_link": bucket}
+        if len(stages) == 1:
+            replica = ReplicaConfig(**common)
+            return Seat(replica, None, (process_memory(self._alone(replica), replica, 0, 1).total,))
+        links = [self.list.between(a.site, b.site) for a, b in pairwise(own)]
+        if None in links:
+            return None
+        replica = ReplicaConfig(
+            **common, kind="pipelined", stages=len(stages), compression=AUTO, link=worst(links)
+        )
+        chosen = pick(self._alone(replica), replica)
+        replica = replace(replica, compression=chosen.compression)
+        recipe = self._alone(replica)
+        _, step = inner_step(recipe, recipe.fleet()[0], compute_of(recipe, replica, rate))
+        needs = [process_memory(recipe, replica, s, step.depths[s]).total for s in range(len(stages))]
+        return Seat(replica, chosen, tuple(needs))
+
+    def _alone(self, replica: ReplicaConfig) -> Recipe:
+        return replace(self.base, replicas=(replica,))
+
+    def fits(self, stages: tuple[int, ...]) -> bool:
+        seat = self.seat(stages)
+        return seat is not None and all(
+            need <= self.usable(i) for need, i in zip(seat.needs, stages, strict=True)
+        )
+
+    def place(self, units: Sequence[int]) -> tuple[int, ...] | None:
+        """An order of these machines as stages that fits: sites in one piece each, large stages on large
+        machines; None where there is none."""
+        key = frozenset(Counter(units).items())
+        if key not in self.found:
+            self.found[key] = next(filter(self.fits, self._orders(units)), None)
+        return self.found[key]
+
+    def _orders(self, units: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        sites = list(dict.fromkeys(self.machines[i].site for i in units))
+        for order in (sites, sites[::-1]) if len(sites) > 1 else (sites,):
+            blocks = [[i for i in units if self.machines[i].site == site] for site in order]
+            flat = tuple(i for block in blocks for i in block)
+            if (seat := self.seat(flat)) is None:
+                continue
+            stages, start = list(flat), 0
+            for block in blocks:
+                places = sorted(range(start, start + len(block)), key=lambda s: -seat.needs[s])
+                for s, i in zip(places, sorted(block, key=lambda i: -self.usable(i)), strict=True):
+                    stages[s] = i
+                start += len(block)
+            yield tuple(stages)
+
+    # What can be done with one table of machines
+
+    def most_stages(self) -> int:
+        return min(MOST_STAGES, self.base.model.layers)
+
+    def options(self, i: int) -> list[int]:
+        """Simplest first: full, the fewest stages that fit and a few more, mixed with others, left out."""
+        found = [FULL] if self.fits((i,)) else []
+        stages = range(2, 1 + min(self.most_stages(), self.machines[i].count))
+        fitting = [s for s in stages if self.place((i,) * s)]
+        return [*found, *fitting[: 1 + MORE_STAGES], *([MIX] if not found else []), OUT]
+
+    def groups(self, choices: Sequence[int]) -> tuple[Group, ...]:
+        """The replicas that these choices, one for each table of machines, come to."""
+        groups: list[Group] = []
+        left: Counter[int] = Counter()
+        for i, choice in enumerate(choices):
+            count = self.machines[i].count
+            if choice == FULL:
+                groups.append(Group((i,), count))
+            elif choice >= 2:
+                groups.append(Group(self.place((i,) * choice), count // choice))
+                left[i] = count % choice
+            elif choice == MIX:
+                left[i] = count
+        mixed = Counter(self._mixed(+left))
+        return (*groups, *(Group(stages, count) for stages, count in mixed.items()))
+
+    def _mixed(self, left: Counter[int]) -> Iterator[tuple[int, ...]]:
+        """What is left over, along the fastest links: first inside a site, then across two."""
+        sites = [(site.name,) for site in self.list.sites if site.link is not None]
+        pairs = [
+            pair
+            for pair in combinations([site.name for site in self.list.sites], 2)
+            if self.list.between(*pair) is not None
+        ]
+        rate = {where: self.list.between(where[0], where[-1]).mbps for where in [*sites, *pairs]}
+        for where in [*sorted(sites, key=lambda w: -rate[w]), *sorted(pairs, key=lambda w: -rate[w])]:
+            while stages := self._fewest(left, where):
+                yield stages
+                left.subtract(stages)
+
+    def _fewest(self, left: Counter[int], sites: tuple[str, ...]) -> tuple[int, ...] | None:
+        """The fewest of the machines left at these sites that hold a replica; similar rates go together."""
+        units = [
+            i
+            for i, n in left.items()
+            for _ in range(min(n, self.most_stages()))
+            if self.machines[i].site in sites
+        ]
+        units.sort(key=lambda i: (-self.machines[i].tflops, i))
+        for num_stages in range(2, 1 + min(self.most_stages(), len(units))):
+            for first in range(len(units) - num_stages + 1):
+                window = units[first : first + num_stages]
+                if len({self.machines[i].site for i in window}) == len(sites) and (
+                    found := self.place(window)
+                ):
+                    return found
+        return None
+
+    # The forecast decides
+
+    def recipe(self, groups: Sequence[Group]) -> Recipe:
+        """The whole fleet; tables are named after their machines."""
+        replicas, names = [], set()
+        for group in groups:
+            kinds = list(dict.fromkeys(self.machines[i].name for i in group.stages))
+            name = kinds[0] if len(kinds) == 1 else "mix-" + "-".join(kinds[:3])
+            while name in names:
+                name += "-more"
+            names.add(name)
+            replicas.append(replace(self.seat(group.stages).replica, name=name, count=group.count))
+        return replace(self.base, replicas=tuple(replicas))
+
+    def forecast(self, groups: tuple[Group, ...]) -> Forecast:
+        if groups not in self.scores:
+            self.scores[groups] = predict(self.recipe(groups))
+        return self.scores[groups]
+
+    def speed(self, choices: Sequence[int]) -> float:
+        groups = self.groups(choices)
+        return self.forecast(groups).tokens_per_second if groups else 0.0
+
+    def best(self) -> list[int]:
+        """Choices whose fleet trains the most tokens a second, the simpler where two are about equal."""
+        options = [self.options(i) for i in range(len(self.machines))]
+        choices = [each[0] for each in options]
+        speed = self.speed(choices)
+        for _ in range(3):
+            before = list(choices)
+            for trial in self._trials(choices, options):
+                if len(self.scores) >= MOST_FORECASTS:
+                    break
+                if (found := self.speed(trial)) > GAIN * speed:
+                    choices[:], speed = trial, found
+            if choices == before:
+                break
+        return choices
+
+    def _trials(self, choices: list[int], options: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """One table dealt otherwise; then the slowest tables left out together, the slowest first."""
+        for i, own in enumerate(options):
+            for option in own:
+                if option != choices[i]:
+                    yield [*choices[:i], option, *choices[i + 1 :]]
+        groups = self.groups(choices)
+        if not groups:
+            return
+        kinds = self.forecast(groups).kinds
+        slowest = sorted(zip(kinds, groups, strict=True), key=lambda pair: -pair[0].round_seconds)
+        out: set[int] = set()
+        for _, group in slowest[:-1]:
+            out |= set(group.stages)
+            yield [OUT if i in out else choice for i, choice in enumerate(choices)]
+
+
+def lacking(grouping: Grouping, i: int) -> tuple[int, int, float]:
+    """(stages, bytes needed, bytes lacking) of machine i where it lacks least: as a full replica, or as the
+    lightest stage of a pipelined one."""
+    link = grouping.list.between(grouping.machines[i].site, grouping.machines[i].site) or LinkConfig()
+    found = []
+    for num_stages in range(1, 1 + grouping.most_stages()):
+        stages = (i,) * num_stages
+        if (seat := grouping.seat(stages)) is None:
+            machine = grouping.machines[i]
+            replica = ReplicaConfig(
+                name=machine.name, kind="pipelined", stages=num_stages, compression="1/8", link=link
+            )
+            recipe = replace(grouping.base, replicas=(replica,))
+            needs = [process_memory(recipe, replica, s, 1).total for s in range(num_stages)]
+        else:
+            needs = seat.needs
+        found.append((num_stages, min(needs), min(needs) - grouping.usable(i)))
+    return min(found, key=lambda each: each[2])

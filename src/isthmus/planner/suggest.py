@@ -1,0 +1,296 @@
+"""`isthmus plan --suggest`: from a list of machines to a recipe that runs, with the reasons in it.
+
+Standard library only. `grouping` deals the machines into replicas; here H, k/d, micro-batches and their limit
+in flight are chosen, and everything is written down. The order: the grouping with the finest micro-batches
+(they need the least memory), then the coarsest micro-batches that lose little, then H.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from isthmus.config import Recipe
+from isthmus.errors import ConfigError
+from isthmus.planner.auto import Pick
+from isthmus.planner.grouping import FULL, OUT, Group, Grouping, lacking
+from isthmus.planner.machines import Machine, MachineList
+from isthmus.planner.plan import Forecast, predict
+
+EXCHANGE_SHARE = 0.05  # of a round that may pass in the outer exchange
+INNER_STEPS = range(15, 251, 5)  # H: the range that SparseLoCo was tried in
+SLACK = 0.02  # of speed that larger micro-batches may cost
+LIMITS = (16, 8, 4, 2)  # of micro-batches in flight, where memory needs one
+STRAGGLER = 1.5  # a replica whose round is so many times the others' is named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seated:
+    """One [[replicas]] table of the suggestion."""
+
+    name: str
+    machines: tuple[Machine, ...]  # of each stage
+    needs: tuple[int, ...]  # bytes of each stage
+    pick: Pick | None
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A recipe and why it is this one."""
+
+    recipe: Recipe
+    forecast: Forecast
+    seated: tuple[Seated, ...]
+    why: dict[str, str]  # by key of the recipe: "outer.inner_steps" and so on
+    left_out: dict[str, str]  # by machine name
+
+
+def suggest(base: Recipe, machines: MachineList, pinned: Collection[str] = ()) -> Suggestion:
+    """The fleet that trains the most tokens a second by the planner's own forecast.
+
+    Of the base, model, data and optimisers stay; its replicas do not matter. `pinned` keys (of
+    inner.micro_batches, inner.in_flight, outer.inner_steps) keep the base's values.
+    """
+    if base.outer.method == "adamw":
+        raise ConfigError('--suggest is about rounds; outer.method is "adamw", which has none')
+    grouping, choices = _grouped(base, machines, pinned)
+    groups = grouping.groups(choices)
+    if not groups:
+        raise ConfigError(_nothing_fits(grouping))
+    fine = grouping
+    grouping, groups, why = _micro_batches(base, machines, grouping, groups, pinned)
+    recipe, forecast, reason = _inner_steps(grouping.recipe(groups), base, pinned)
+    why["outer.inner_steps"] = reason
+    seated = tuple(_seated(grouping, g, r.name) for g, r in zip(groups, recipe.replicas, strict=True))
+    left_out = _left_out(fine, choices, groups, forecast)
+    why["fleet"] = _slowest(forecast)
+    return Suggestion(recipe=recipe, forecast=forecast, seated=seated, why=why, left_out=left_out)
+
+
+def _seated(grouping: Grouping, group: Group, name: str) -> Seated:
+    seat = grouping.seat(group.stages)
+    return Seated(
+        name=name,
+        machines=tuple(grouping.machines[i] for i in group.stages),
+        needs=seat.needs,
+        pick=replace(seat.pick, replica=name) if seat.pick else None,
+        why=tuple(_reasons(grouping, group)),
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _grouped(base: Recipe, machines: MachineList, pinned: Collection[str]) -> tuple[Grouping, list[int]]:
+    """The best grouping at the finest micro-batches; a limit in flight only where it lets more in."""
+    m = base.inner.micro_batches if "inner.micro_batches" in pinned else base.inner.batch
+    if "inner.in_flight" in pinned:
+        grouping = Grouping(base, machines, m, base.inner.in_flight)
+        return grouping, grouping.best()
+    every = range(len(machines.machines))
+    free = Grouping(base, machines, m)
+    best = free, free.best()
+    speed = free.speed(best[1])
+    for limit in LIMITS:
+        if limit >= m:
+            continue
+        tight = Grouping(base, machines, m, limit)
+        if all(tight.options(i) == free.options(i) for i in every):
+            continue
+        choices = tight.best()
+        if (found := tight.speed(choices)) > speed * (1 + SLACK):
+            best, speed = (tight, choices), found
+    return best
+
+
+def _micro_batches(
+    base: Recipe,
+    machines: MachineList,
+    grouping: Grouping,
+    groups: tuple[Group, ...],
+    pinned: Collection[str],
+) -> tuple[Grouping, tuple[Group, ...], dict[str, str]]:
+    """The fewest micro-batches, and then the loosest limit, that fit and are within SLACK of the best."""
+    if all(len(group.stages) == 1 for group in groups):
+        grouping = Grouping(base, machines, base.inner.micro_batches, base.inner.in_flight)
+        return grouping, groups, {}
+    inner = base.inner
+    counts = [inner.micro_batches] if "inner.micro_batches" in pinned else _divisors(inner.batch)
+    limits = [inner.in_flight] if "inner.in_flight" in pinned else [0, *LIMITS]
+    found = []
+    for m in counts:
+        for limit in limits:
+            if limit >= m and limit not in (0, inner.in_flight):
+                continue
+            trial = Grouping(base, machines, m, limit)
+            placed = [
+                trial.place(group.stages) if len(group.stages) > 1 else group.stages for group in groups
+            ]
+            if None in placed:
+                continue
+            dealt = tuple(Group(stages, g.count) for stages, g in zip(placed, groups, strict=True))
+            found.append((trial.forecast(dealt).tokens_per_second, m, limit, trial, dealt))
+    best = max(speed for speed, *_ in found)
+    good = [each for each in found if each[0] >= (1 - SLACK) * best]
+    speed, m, limit, trial, dealt = min(good, key=lambda each: (each[1], each[2] != 0, -each[2]))
+    why = {
+        "inner.micro_batches": (
+            "kept as it was set"
+            if "inner.micro_batches" in pinned
+            else f"the fewest that fit the memory and reach {1 - SLACK:.0%} of the best speed "
+            f"({speed / best:.1%} of it); {inner.batch // m} of {inner.batch} sequences in each"
+        ),
+        "inner.in_flight": (
+            "kept as it was set"
+            if "inner.in_flight" in pinned
+            else "no limit needed: memory holds what the links ask for"
+            if not limit
+            else "more activations would not fit the memory of every stage"
+        ),
+    }
+    return trial, dealt, why
+
+
+def _inner_steps(recipe: Recipe, base: Recipe, pinned: Collection[str]) -> tuple[Recipe, Forecast, str]:
+    """The smallest H at which the exchange takes a small share of a round; as many inner steps in all."""
+    if recipe.num_replicas == 1 or "outer.inner_steps" in pinned:
+        forecast = predict(recipe)
+        alone = (
+            "one replica has nobody to exchange with" if recipe.num_replicas == 1 else "kept as it was set"
+        )
+        return recipe, forecast, alone
+    for steps in INNER_STEPS:
+        turn = base.subspace.grassmann_every
+        subspace = replace(base.subspace, grassmann_every=-(-turn // steps) * steps)
+        rounds = max(1, round(base.num_inner_steps / steps))
+        outer = replace(base.outer, inner_steps=steps, rounds=rounds)
+        trial = replace(recipe, outer=outer, subspace=subspace)
+        forecast = predict(trial)
+        if (share := exchange_share(forecast)) <= EXCHANGE_SHARE:
+            break
+    within = f"the smallest multiple of 5 with at most {EXCHANGE_SHARE:.0%}"
+    if share > EXCHANGE_SHARE:
+        within = f"the most that SparseLoCo was tried with; {EXCHANGE_SHARE:.0%} would need more"
+    return trial, forecast, f"H: the exchange takes {share:.1%} of a round; {within}"
+
+
+def exchange_share(forecast: Forecast) -> float:
+    """The largest share of a round that any kind of replica spends in upload, closing and download."""
+    close = forecast.closing.seconds if forecast.closing else 0.0
+    each = [kind.exchange.up_seconds + kind.exchange.down_seconds + close for kind in forecast.kinds]
+    return max(each) / forecast.round_seconds
+
+
+# The reasons
+
+
+def gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"
+
+
+def _reasons(grouping: Grouping, group: Group) -> list[str]:
+    first = group.stages[0]
+    machine = grouping.machines[first]
+    whole = grouping.seat((first,)).needs[0]
+    if len(group.stages) == 1:
+        return [f"the whole model on each: it needs {gb(whole)} of {gb(machine.memory_gb * 1e9)}"]
+    lines = []
+    if any(grouping.fits((i,)) for i in group.stages):
+        lines.append(
+            "in stages although the whole model would fit: as full replicas all others would wait longer"
+        )
+    else:
+        lines.append(
+            f"a full replica would need {gb(whole)} on one machine{_smaller_batch(grouping, first)}; "
+            f"of the numbers of stages that fit, {len(group.stages)} trains fastest"
+        )
+    seat = grouping.seat(group.stages)
+    for s, (i, need) in enumerate(zip(group.stages, seat.needs, strict=True)):
+        own = grouping.machines[i]
+        lines.append(f"stage {s}: {own.name} at {own.site}, {gb(need)} of {gb(own.memory_gb * 1e9)}")
+    return lines
+
+
+def _smaller_batch(grouping: Grouping, i: int) -> str:
+    """The largest batch at which the machine would hold the whole model, as a hint."""
+    inner = grouping.base.inner
+    for batch in reversed(_divisors(inner.batch)[:-1]):
+        small = replace(grouping.base, inner=replace(inner, batch=batch, micro_batches=1))
+        if Grouping(small, grouping.list, 1).fits((i,)):
+            return f" (with inner.batch = {batch} it would fit)"
+    return ""
+
+
+def _slowest(forecast: Forecast) -> str:
+    times = sorted(kind.round_seconds for kind in forecast.kinds)
+    if len(times) > 1 and times[-1] > STRAGGLER * times[-2]:
+        return (
+            f"{forecast.slowest} takes {times[-1] / times[-2]:.1f} times as long for a round as the next; "
+            "all wait for it, and yet the fleet is faster with it than without"
+        )
+    return ""
+
+
+def _nothing_fits(grouping: Grouping) -> str:
+    i = min(range(len(grouping.machines)), key=lambda i: lacking(grouping, i)[2])
+    machine, (stages, need, lack) = grouping.machines[i], lacking(grouping, i)
+    batch = grouping.base.inner.batch
+    hint = "a smaller model" + (f" or inner.batch (it is {batch})" if batch > 1 else "") + " needs less"
+    if lack <= 0:
+        return (
+            f"no replica can be made: {machine.name} at {machine.site} could hold one of {stages} stages "
+            f"({gb(need)}), but the machines it is linked to do not hold the others; {hint}"
+        )
+    return (
+        f"no replica can be made: even as {_role(stages)} {machine.name} at {machine.site} needs {gb(need)} "
+        f"and may use {gb(grouping.usable(i))} of {gb(machine.memory_gb * 1e9)}; it lacks {gb(lack)}; {hint}"
+    )
+
+
+def _role(stages: int) -> str:
+    return "a full replica" if stages == 1 else f"the lightest of {stages} stages"
+
+
+def _left_out(
+    grouping: Grouping, choices: list[int], groups: tuple[Group, ...], forecast: Forecast
+) -> dict[str, str]:
+    """Every machine that has no part, and why."""
+    used: Counter[int] = Counter()
+    for group in groups:
+        for i in group.stages:
+            used[i] += group.count
+    reasons = {}
+    for i, machine in enumerate(grouping.machines):
+        if not (idle := machine.count - used[i]):
+            continue
+        options = grouping.options(i)
+        stages, need, lack = lacking(grouping, i)
+        if lack > 0:
+            text = (
+                f"lacks {gb(lack)} of memory: even {_role(stages)} needs {gb(need)}, and it may use "
+                f"{gb(grouping.usable(i))} of {gb(machine.memory_gb * 1e9)}"
+            )
+        elif choices[i] == OUT and options[0] not in (OUT,):
+            text = _too_slow(grouping, choices, i, options[0])
+        else:
+            text = "no machine is left that is linked to it and makes up a replica with it"
+        reasons[machine.name] = (f"{idle} of {machine.count}: " if idle < machine.count else "") + text
+    return reasons
+
+
+def _too_slow(grouping: Grouping, choices: list[int], i: int, option: int) -> str:
+    with_it = [*choices[:i], option, *choices[i + 1 :]]
+    now, then = (grouping.forecast(grouping.groups(each)) for each in (choices, with_it))
+    how = (
+        "as full replicas"
+        if option == FULL
+        else f"in {option} stages"
+        if option > 1
+        else "in a mixed replica"
+    )
+    longer = then.round_seconds / now.round_seconds
+    return (
+        f"too slow: with it ({how}) a round takes {longer:.1f} times as long, and the fleet trains "
+        f"{then.tokens_per_second:,.0f} instead of {now.tokens_per_second:,.0f} tokens/s"
+    )

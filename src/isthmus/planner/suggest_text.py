@@ -1,0 +1,129 @@
+"""A suggestion as a recipe file: what differs from the defaults, and the reasons as comments."""
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from isthmus.config import (
+    PRESETS,
+    BucketConfig,
+    DataConfig,
+    InnerConfig,
+    LinkConfig,
+    OuterConfig,
+    Recipe,
+    ReplicaConfig,
+    SubspaceConfig,
+    toml_line,
+)
+from isthmus.planner.auto import LADDER, rungs
+from isthmus.planner.paper_loss import LABEL, loss_at
+from isthmus.planner.plan import Forecast, predict
+from isthmus.planner.suggest import Seated, Suggestion
+
+SHOWN = ("micro_batches", "in_flight", "inner_steps", "rounds", "batch")  # even where they are the defaults
+
+
+def recipe_text(suggestion: Suggestion, source: str) -> str:
+    """A recipe that `load_recipe` takes as it is."""
+    recipe, forecast = suggestion.recipe, suggestion.forecast
+    lines = [
+        *_comment(
+            f"Suggested by `isthmus plan --suggest {source}`. Forecast: {forecast.tokens_per_second:,.0f} "
+            f"tokens/s, {forecast.utilisation:.0%} of {forecast.num_machines} machines' compute is used, "
+            f"{forecast.rounds:,} rounds of {forecast.round_seconds:.3g} s, {forecast.hours:.3g} hours; "
+            f"`isthmus plan` on this file has the details."
+        ),
+        *(line for text in [suggestion.why.get("fleet")] if text for line in _comment(text)),
+    ]
+    if suggestion.left_out:
+        lines.append("# Left out:")
+        for name, why in suggestion.left_out.items():
+            lines += _comment(f"- {name}: {why}")
+    lines += ["", toml_line("name", recipe.name)]
+    if recipe.seed:
+        lines.append(toml_line("seed", recipe.seed))
+    lines += ["", "[model]", *_model(recipe)]
+    sections = {
+        "data": DataConfig,
+        "inner": InnerConfig,
+        "outer": OuterConfig,
+        "subspace": SubspaceConfig,
+        "bucket": BucketConfig,
+    }
+    for section, cls in sections.items():
+        own = list(_section(section, getattr(recipe, section), cls(), suggestion.why))
+        if own:
+            lines += ["", f"[{section}]", *own]
+    for replica, seated in zip(recipe.replicas, suggestion.seated, strict=True):
+        lines += ["", *_replica(recipe, forecast, replica, seated)]
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str, width: int = 110) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
+
+
+def _model(recipe: Recipe) -> Iterator[str]:
+    model = dataclasses.asdict(recipe.model)
+    known = dataclasses.asdict(PRESETS[recipe.model.preset]) if recipe.model.preset in PRESETS else {}
+    for key, value in model.items():
+        if key == "preset" or known.get(key) != value:
+            yield toml_line(key, value)
+
+
+def _section(section: str, config: Any, default: Any, why: dict[str, str]) -> Iterator[str]:
+    for field in dataclasses.fields(config):
+        key, value = field.name, getattr(config, field.name)
+        if (reason := why.get(f"{section}.{key}")) is not None:
+            yield from _comment(reason)
+        if value != getattr(default, key) or key in SHOWN:
+            yield toml_line(key, value)
+
+
+def _replica(recipe: Recipe, forecast: Forecast, replica: ReplicaConfig, seated: Seated) -> Iterator[str]:
+    for reason in seated.why:
+        yield from _comment(reason)
+    if seated.pick is not None:
+        yield from _comment(_link_words(seated))
+        kind = next(kind for kind in forecast.kinds if kind.name == replica.name)
+        deep = ", ".join(map(str, kind.step.depths))
+        yield from _comment(f"warm-up: stages run {deep} micro-batches forward before their first backward")
+        yield from _ladder(recipe, replica, seated)
+    yield "[[replicas]]"
+    for field in dataclasses.fields(replica):
+        value = getattr(replica, field.name)
+        if value is None or (value == _default(field) and field.name not in ("kind", "count")):
+            continue
+        yield toml_line(field.name, dataclasses.asdict(value) if isinstance(value, LinkConfig) else value)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def _link_words(seated: Seated) -> str:
+    sites = list(dict.fromkeys(machine.site for machine in seated.machines))
+    rates = {machine.tflops for machine in seated.machines}
+    where = f"inside {sites[0]}" if len(sites) == 1 else f"from {sites[0]} to {sites[1]}"
+    text = f"link: {where}, the slowest between two stages"
+    return text + ("; tflops: of the slowest of its machines" if len(rates) > 1 else "")
+
+
+def _ladder(recipe: Recipe, replica: ReplicaConfig, seated: Seated) -> Iterator[str]:
+    """The picked k/d between its neighbours, with what each takes and what the paper lost with it."""
+    at = LADDER.index(seated.pick.compression)
+    near = LADDER[max(0, at - 1) : at + 2]
+    yield f"#   {'k/d':<6}{'link busy':>10}{'inner step':>12}   loss ({LABEL})"
+    for rung in rungs(recipe, replica, replica.tflops):
+        if rung.compression not in near:
+            continue
+        alone = dataclasses.replace(replica, compression=rung.compression, count=1)
+        seconds = predict(dataclasses.replace(recipe, replicas=(alone,))).kinds[0].step.seconds
+        loss = loss_at(None if rung.compression == "none" else Fraction(rung.compression))
+        mark = "  <- the mildest under 95 %" if rung.compression == seated.pick.compression else ""
+        if mark and not seated.pick.rung.enough:
+            mark = "  <- the strongest; the link stays the bottleneck"
+        yield f"#   {rung.compression:<6}{rung.busy:>10.0%}{seconds:>10.3g} s   {loss}{mark}"
