@@ -92,7 +92,11 @@ class Runner:
     def _start(self) -> subprocess.Popen:
         threads = str(max(1, (os.cpu_count() or 1) // self.jobs))
         paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {"OMP_NUM_THREADS": threads} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        env = (
+            {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
+            | os.environ
+            | {"PYTHONPATH": os.pathsep.join(paths)}
+        )
         pipe = subprocess.PIPE
         return subprocess.Popen(WORKER, stdin=pipe, stdout=pipe, text=True, encoding="utf-8", env=env)
 

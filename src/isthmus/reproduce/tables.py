@@ -132,7 +132,7 @@ def rows_of(scale: Scale) -> dict[str, Row]:
         title = f"SparseLoCo + {words}"
         for ratio in scale.ladder():
             setting = f"replicas.edge.compression={ratio}"
-            rows.append(Row(_rung(fleet, ratio), f"{title}, k/d = {ratio}", fleet, (setting,)))
+            rows.append(Row(rung(fleet, ratio), f"{title}, k/d = {ratio}", fleet, (setting,)))
         # Table 1's *: 3910 of 19,550 inner steps of warm-up and an outer learning rate of 0.8.
         tuned = (f"inner.warmup_steps={steps // 5}", "outer.lr=0.8")
         rows += [
@@ -180,7 +180,8 @@ def rows_of(scale: Scale) -> dict[str, Row]:
     return {row.name: row for row in rows}
 
 
-def _rung(fleet: str, ratio: str) -> str:
+def rung(fleet: str, ratio: str) -> str:
+    """The row of a fleet at this k/d."""
     return f"{fleet}-{ratio.partition('/')[2]}"
 
 
@@ -198,7 +199,7 @@ def tables_of(scale: Scale) -> dict[str, Table]:
     """Every table at this scale, in the order in which `all` runs them; `tune` comes before what it tunes."""
     ladder = [Shown("dense", 2.73)]
     for at, fleet in enumerate(("pp", "het")):
-        ladder += [Shown(_rung(fleet, ratio), *PAPER_LADDER[ratio][at]) for ratio in scale.ladder()]
+        ladder += [Shown(rung(fleet, ratio), *PAPER_LADDER[ratio][at]) for ratio in scale.ladder()]
     rows = rows_of(scale)
     tables = (
         Table("tune", "The learning rate of each method, on its baseline",
