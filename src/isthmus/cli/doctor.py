@@ -107,9 +107,10 @@ def read_targets(targets: list[str]) -> tuple[list[str], list[tuple[str, int]]]:
     buckets, hosts = [], []
     for target in targets:
         if "/" in target or target.startswith("~") or Path(target).is_dir():
-            from isthmus.comm.place import parse_url  # needs obstore, which a look at this machine does not
+            with contextlib.suppress(ImportError):  # without obstore the check will fail, and say why
+                from isthmus.comm.place import parse_url
 
-            parse_url(target)
+                parse_url(target)
             buckets.append(target)
         else:
             hosts.append(parse_host(target))
@@ -153,6 +154,8 @@ def text(found: "Survey") -> str:
     lines += ["", *roles(found), "", f"Role: {found.role}."]
     if pasted := found.recipe_lines():
         lines += ["", "For its [[replicas]] table in a recipe:", *(f"  {line}" for line in pasted)]
+    if found.best:
+        lines.append("  # Rates differ between model sizes: --preset measures with the one you will train.")
     if len(found.gpus) > 1:
         lines.append(
             f"  (tflops of one GPU; a full replica with processes = {len(found.gpus)} has as many times)"

@@ -11,11 +11,10 @@ from pathlib import Path
 from isthmus.comm.place import parse_url
 from isthmus.comm.retry import StoreError, StoreRefused
 from isthmus.comm.store import CONTROL_BYTES, Store, open_store
-from isthmus.doctor.checks import Check, LinkRate, Say, mbps, ramp
+from isthmus.doctor.checks import WRONG_CLOCK_SECONDS, Check, LinkRate, Say, mbps, ramp
 from isthmus.errors import ConfigError
 
 PATIENCE_SECONDS = 15.0  # as `join` has it
-WRONG_CLOCK_SECONDS = 60.0
 PINGS = 7
 FIRST_BYTES = CONTROL_BYTES + 1  # bulk travels on a connection of its own
 MOST_BYTES = 64 << 20
@@ -109,10 +108,11 @@ def _put_if_absent(store: Store, prefix: str) -> Check:
 
 
 def _clock(store: Store, prefix: str, is_folder: bool) -> Check:
-    before = time.time()
-    ahead = time.time() - store.now(f"{prefix}/clock")
+    began = time.monotonic()
+    there = store.now(f"{prefix}/clock")
+    ahead = time.time() - there
     # Half of what the question took is not known; an HTTP date is a whole second.
-    unsure = (time.time() - before) / 2 + (0.0 if is_folder else 0.5)
+    unsure = (time.monotonic() - began) / 2 + (0.0 if is_folder else 0.5)
     facts = {"ahead_seconds": ahead, "unsure_seconds": unsure}
     way = "ahead of" if ahead > 0 else "behind"
     if abs(ahead) - unsure > WRONG_CLOCK_SECONDS:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Say = Callable[[str], None]  # progress, one line at a time
+WRONG_CLOCK_SECONDS = 60.0  # a store refuses requests that are some minutes off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

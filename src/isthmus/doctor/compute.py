@@ -1,6 +1,5 @@
 """Measured training FLOP/s: the real inner step of a full replica, counted as the planner counts it."""
 
-import dataclasses
 import statistics
 import time
 from dataclasses import dataclass
@@ -115,5 +114,6 @@ def training_rate(
     )
 
 
-def as_facts(rate: TrainingRate) -> dict[str, Any]:
-    return dataclasses.asdict(rate)
+def num_threads() -> int:
+    """Of the CPU, which OMP_NUM_THREADS may hold below its cores."""
+    return torch.get_num_threads()

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 
-from isthmus.doctor.checks import Check, LinkRate, Say, mbps, ramp
+from isthmus.doctor.checks import WRONG_CLOCK_SECONDS, Check, LinkRate, Say, mbps, ramp
 from isthmus.errors import ConfigError
 
 PORT = 29510
@@ -31,7 +31,6 @@ PINGS = 11
 SILENCE_SECONDS = 10.0  # nothing moves for so long: the other side is gone
 SESSION_SECONDS = 300.0  # no machine keeps the listener longer
 MOST_CONNECTIONS = 16
-WRONG_CLOCK_SECONDS = 60.0
 
 
 class PeerFault(Exception):
@@ -133,7 +132,7 @@ class Peer:
         start = self.link.recv(len(MAGIC))
         if not start:
             raise ConnectionResetError("hung up")
-        if not MAGIC.startswith(start[: len(MAGIC)]):
+        if not MAGIC.startswith(start):
             raise PeerFault(f"{self.where} talks another protocol than isthmus doctor", self.there)
         magic, said, number = HEADER.unpack(start + _read(self.link, HEADER.size - len(start)))
         if magic != MAGIC or said not in (letter, BUSY):
@@ -202,6 +201,16 @@ def check_peer(host: str, port: int, seconds: float, say: Say) -> tuple[list[Che
 # The side that listens
 
 
+def _bind(host: str, port: int) -> socket.socket:
+    """A server on one address, or on all there are, IPv4 and IPv6."""
+    if host:
+        (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return socket.create_server((host, port), family=family)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
 class Listener:
     """Answers machines that ask, until it is told to stop."""
 
@@ -210,10 +219,7 @@ class Listener:
         self._measuring, self._room = threading.Lock(), threading.Semaphore(MOST_CONNECTIONS)
         self._block = _noise()
         try:
-            family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-                0
-            ][0]
-            self.server = socket.create_server((host, port), family=family)
+            self.server = _bind(host, port)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise ConfigError(

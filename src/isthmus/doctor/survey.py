@@ -7,6 +7,7 @@ from typing import Any
 from isthmus.config import PRESETS
 from isthmus.doctor import machine
 from isthmus.doctor.checks import Check, LinkRate, Say
+from isthmus.doctor.peer import check_peer
 from isthmus.doctor.role import Fit, fits, least_bytes, role
 
 CPU_PRESET, GPU_PRESET = "10m", "178m"
@@ -98,21 +99,22 @@ def survey(
     trains = _train(found, available, preset, seconds, say)
     bucket_ok = True
     for url in buckets:
-        from isthmus.comm.place import parse_url
-        from isthmus.doctor.bucket import check_bucket
-
-        checks, rate = check_bucket(url, seconds, say, replica)
+        try:
+            from isthmus.doctor.bucket import check_bucket
+        except ImportError:
+            cure = "install it: pip install -c constraints.txt obstore"
+            checks, rate = [Check(name=url, ok=False, words="obstore is not installed", cure=cure)], None
+        else:
+            checks, rate = check_bucket(url, seconds, say, replica)
         bucket_ok &= all(check.ok for check in checks)
         found.checks += checks
         if rate:
-            found.links.append(("bucket_link", parse_url(url)[0], rate))
+            found.links.append(("bucket_link", checks[0].name, rate))
     for host, port in hosts:
-        from isthmus.doctor.peer import check_peer, shown
-
         checks, rate = check_peer(host, port, seconds, say)
         found.checks += checks
         if rate:
-            found.links.append(("link", shown(host, port), rate))
+            found.links.append(("link", checks[0].name, rate))
     best = found.best
     on_gpu = bool(found.gpus)
     room = found.gpus[0]["available_bytes"] if on_gpu else available
@@ -124,7 +126,7 @@ def survey(
 def _train(found: Survey, available: int, preset: str, seconds: float, say: Say) -> bool:
     """Measure every device; one of several alike stands for all. True if training works here at all."""
     try:
-        from isthmus.doctor.compute import as_facts, gpus, training_rate
+        from isthmus.doctor.compute import gpus, num_threads, training_rate
     except (ImportError, OSError) as error:  # a torch for another system fails as an OSError
         words = f"torch cannot be loaded: {' '.join(str(error).split())[:160]}"
         cure = "install it: pip install -c constraints.txt torch (docs/operate.md, section 1)"
@@ -137,7 +139,8 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
         for gpu in reversed(alike.values())
         for precision in ("bf16", "fp32")
     ]
-    cpu = ("cpu", f"{found.cpu['name']}, {found.cpu['cores']} cores", available)
+    threads = f"{num_threads()} thread{'s' * (num_threads() > 1)}"
+    cpu = ("cpu", f"{found.cpu['name']}, {threads}", available)
     todo += [(*cpu, p, preset or CPU_PRESET) for p in ("fp32", "bf16") if p == "fp32" or found.cpu["bf16"]]
     done = False
     for device, name, room, precision, wanted in todo:
@@ -151,13 +154,13 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
             found.checks.append(Check(name="training", ok=False, words=words, cure=cure))
             continue
         done = True
-        found.rates.append(as_facts(rate) | {"name": name})
+        found.rates.append(asdict(rate) | {"name": name})
         words = (
             f"{device} {precision}: {rate.tflops:.3g} TFLOP/s, {rate.tokens_per_second:,.0f} tokens/s of "
             f"{model} ({rate.steps} inner steps on {rate.sequences} x {PRESETS[model].context} tokens, "
             f"{rate.step_seconds:.3g} s each)"
         )
-        found.checks.append(Check(name="training", ok=True, words=words, facts=as_facts(rate)))
+        found.checks.append(Check(name="training", ok=True, words=words, facts=asdict(rate)))
     return done
 
 
