@@ -1,24 +1,41 @@
-"""Inner steps of one pipelined replica whose two stages are joined by a thin cable: what k/d buys.
+"""Inner steps of a pipelined replica over a thin cable: what k/d buys, and whether `isthmus plan` foresaw it.
 
-    python bench/links.py [--mbps 20 100] [--ratios none 1/2 1/8 1/32] [--wire bf16]
+    python bench/links.py [--mbps 20 100 1000] [--ratios none 1/2 1/8 1/32] [--wire bf16] [--json]
+    python bench/links.py --auto [--mbps 20]
 
-Needs root and iproute2: the two machines are network namespaces, the cable a veth pair with a token bucket,
-and every line of the table is a run of its own, by `isthmus init` and two times `isthmus join`. The bucket is
-a folder. The link time is that of one direction, as both go at once. Other work on this computer makes the
-short steps longer and the ratios smaller.
+Needs root and iproute2: the two stages are on two machines, which are network namespaces, joined by a veth
+pair with a token bucket. Every line of the table is a run of its own, by `isthmus init` and two times
+`isthmus join`; the bucket is a folder. The link time is that of one direction, as both go at once. Other work
+on this computer makes the short steps longer and the ratios smaller.
+
+The prediction is `isthmus plan`'s, by its event simulation. The rate of the machines (tflops) comes from one
+more run, over a cable without a rate: the operations of an inner step over the seconds that its stages say
+they computed, two processes of one thread on this computer, as in the runs that are predicted. Links are
+taken at their stated rate, headers not counted. Bytes are those of the whole run between stages, as the
+processes counted them.
+
+--auto plans with `compression = "auto"`, and runs what it picked and the next milder k/d, each with m and
+with 2 m micro-batches of the same size: the difference is the pipeline when it is full. Busy is what the
+forward direction carried over what the cable could have carried of it in that time, headers deducted.
 """
 
 import argparse
+import json
 import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "fleet"))
 
 import netns
 
-from isthmus.config import parse_recipe
+from isthmus.config import Recipe, parse_recipe
 from isthmus.engine.fleet import open_ledger
+from isthmus.planner.auto import resolve
+from isthmus.planner.cost import step_flops
+from isthmus.planner.plan import predict
 from isthmus.traffic import inner_step_bytes
 
 RECIPE = """
@@ -26,13 +43,13 @@ name = "links"
 [model]
 preset = "nano"
 width = 256
-ffn = 16
+ffn = {ffn}
 heads = 1
 layers = 2
 context = 64
 [inner]
 batch = {batch}
-micro_batches = 8
+micro_batches = {m}
 lr = 1e-3
 precision = "fp32"
 [outer]
@@ -45,11 +62,23 @@ stages = 2
 compression = "{ratio}"
 wire = "{wire}"
 link = {{ mbps = {mbps} }}
+tflops = {tflops}
 """
+PURPOSES = ("activations", "gradients", "tokens")
+BUSY = 0.95
 
 
-def measure(text: str, mbps: float, seconds: float = 300.0) -> float:
-    """Seconds of an inner step in the faster of the rounds."""
+@dataclass
+class Measured:
+    """One run: what its processes told with their commits."""
+
+    step_seconds: float  # an inner step in the faster of the rounds
+    stage_seconds: list[float]  # of them, what each stage computed
+    forward_bytes: float  # of an inner step, from stage 0 to stage 1
+    run_bytes: int  # between the stages, over the whole run
+
+
+def measure(text: str, mbps: float, seconds: float = 300.0) -> Measured:
     with tempfile.TemporaryDirectory() as name, netns.Network() as network:
         folder = Path(name)
         (folder / "recipe.toml").write_text(text)
@@ -65,32 +94,157 @@ def measure(text: str, mbps: float, seconds: float = 300.0) -> float:
             raise SystemExit("".join(path.read_text()[-800:] for path in folder.glob("*.log")))
         ledger = open_ledger(str(folder / "bucket"))
         steps = ledger.run.recipe.outer.inner_steps
-        rounds = range(1, ledger.last_round() + 1)
-        return min(ledger.manifest(t).entries[0].facts["seconds"] for t in rounds) / steps
+        facts = [ledger.manifest(t).entries[0].facts for t in range(1, ledger.last_round() + 1)]
+    fastest = min(facts, key=lambda round_: round_["seconds"])
+    return Measured(
+        step_seconds=fastest["seconds"] / steps,
+        stage_seconds=[each / steps for each in fastest["measured"]["compute_seconds"]],
+        forward_bytes=fastest["measured"]["forth_bytes"][0] / steps,
+        run_bytes=sum(round_["bytes"][purpose] for round_ in facts for purpose in PURPOSES),
+    )
+
+
+def calibrate(args: argparse.Namespace) -> float:
+    """The training rate of one machine, in TFLOP/s: see above."""
+    text = recipe_text(args, mbps=1e5, ratio=args.ratios[-1])
+    told = measure(text, 0.0)
+    rate = step_flops(parse_recipe(text)) / sum(told.stage_seconds) / 1e12
+    stages = ", ".join(f"{each:.3f}" for each in told.stage_seconds)
+    say(f"without a rate: {told.step_seconds:.3f} s a step, stages compute {stages} s: {rate:.4f} TFLOP/s")
+    return rate
+
+
+def recipe_text(
+    args: argparse.Namespace, *, mbps: float, ratio: str, tflops: float = 0.0, twice: int = 1
+) -> str:
+    return RECIPE.format(
+        ffn=args.ffn,
+        batch=args.batch * twice,
+        m=8 * twice,
+        steps=args.steps,
+        ratio=ratio,
+        wire=args.wire,
+        mbps=mbps,
+        tflops=tflops,
+    )
+
+
+def link_seconds(recipe: Recipe, mbps: float) -> float:
+    """Of one inner step, forward."""
+    crossing = inner_step_bytes(recipe, recipe.fleet()[0])
+    return 8 * (crossing["activations"] + crossing["tokens"]) / (mbps * 1e6)
+
+
+def by_ratio(args: argparse.Namespace, tflops: float) -> list[dict[str, Any]]:
+    """Predicted and measured, for every rate and k/d."""
+    rows = []
+    for mbps in args.mbps:
+        for ratio in args.ratios:
+            text = recipe_text(args, mbps=mbps, ratio=ratio, tflops=tflops)
+            recipe = parse_recipe(text)
+            (kind,) = predict(recipe).kinds
+            told = measure(text, mbps)
+            rows.append(
+                {
+                    "mbps": mbps,
+                    "ratio": ratio,
+                    "link_seconds": link_seconds(recipe, mbps),
+                    "predicted_seconds": kind.step.seconds,
+                    "predicted_bytes": sum(kind.bytes[purpose] for purpose in PURPOSES),
+                }
+                | asdict(told)
+            )
+            say(f"{mbps:g} Mb/s, k/d {ratio}: {told.step_seconds:.3f} s, {kind.step.seconds:.3f} predicted")
+    return rows
+
+
+def by_ratio_table(rows: list[dict[str, Any]]) -> str:
+    columns = ("Mb/s", "k/d", "link s", "step s", "shorter", "predicted", "ratio", "MB", "predicted", "ratio")
+    lines = ["{:>6} {:>6} {:>8} {:>8} {:>8} {:>10} {:>6} {:>9} {:>10} {:>6}".format(*columns)]
+    first = {row["mbps"]: row["step_seconds"] for row in reversed(rows)}
+    for row in rows:
+        step, predicted = row["step_seconds"], row["predicted_seconds"]
+        line = f"{row['mbps']:6g} {row['ratio']:>6} {row['link_seconds']:8.3f} {step:8.3f} "
+        line += f"{first[row['mbps']] / step:7.1f}x {predicted:10.3f} {predicted / step:6.2f} "
+        counted, foreseen = row["run_bytes"], row["predicted_bytes"]
+        lines.append(line + f"{counted / 1e6:9.3f} {foreseen / 1e6:10.3f} {foreseen / counted:6.3f}")
+    return "\n".join(lines)
+
+
+def by_auto(args: argparse.Namespace, tflops: float) -> list[dict[str, Any]]:
+    """What "auto" picks at every rate, and how busy it and the next milder k/d leave the link."""
+    rows = []
+    for mbps in args.mbps:
+        recipe = parse_recipe(recipe_text(args, mbps=mbps, ratio="auto", tflops=tflops))
+        (pick,) = resolve(recipe)[1]
+        say(pick.reason)
+        for role, rung in (("pick", pick.rung), ("milder", pick.milder)):
+            if rung is None:
+                continue
+            once, twice = (
+                measure(recipe_text(args, mbps=mbps, ratio=rung.compression, tflops=tflops, twice=n), mbps)
+                for n in (1, 2)
+            )
+            carries = mbps * 1e6 / 8 * netns.SEGMENT_BYTES / netns.FRAME_BYTES
+            row = {"mbps": mbps, "role": role, "ratio": rung.compression, "predicted_busy": rung.busy}
+            row["busy"] = once.forward_bytes / carries / once.step_seconds
+            more = twice.forward_bytes - once.forward_bytes
+            row["full_busy"] = more / carries / (twice.step_seconds - once.step_seconds)
+            rows.append(row | {"step_seconds": once.step_seconds, "twice_seconds": twice.step_seconds})
+            where = f"{mbps:g} Mb/s, k/d {rung.compression}"
+            say(f"{where}: {row['full_busy']:.1%} busy, {rung.busy:.1%} predicted")
+    return rows
+
+
+def by_auto_table(rows: list[dict[str, Any]]) -> str:
+    columns = ("Mb/s", "", "k/d", "m: step s", "2 m", "busy", "when full", "predicted", "")
+    form = "{:>6} {:>7} {:>6} {:>10} {:>8} {:>7} {:>10} {:>10}  {}"
+    lines = [form.format(*columns)]
+    for row in rows:
+        right = (row["full_busy"] < BUSY) == (row["role"] == "pick")
+        lines.append(
+            form.format(
+                f"{row['mbps']:g}",
+                row["role"],
+                row["ratio"],
+                f"{row['step_seconds']:.3f}",
+                f"{row['twice_seconds']:.3f}",
+                f"{row['busy']:.1%}",
+                f"{row['full_busy']:.1%}",
+                f"{row['predicted_busy']:.1%}",
+                "as it should be"
+                if right
+                else f"should be {'under' if row['role'] == 'pick' else 'over'} 95 %",
+            )
+        )
+    return "\n".join(lines)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mbps", type=float, nargs="+", default=[20.0, 100.0])
+    parser.add_argument("--mbps", type=float, nargs="+", default=[20.0, 100.0, 1000.0])
     parser.add_argument("--ratios", nargs="+", default=["none", "1/2", "1/8", "1/32"])
     parser.add_argument("--wire", default="bf16")
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--ffn", type=int, default=16, help="more of it, more compute over the same link")
     parser.add_argument("--steps", type=int, default=12, help="inner steps of a round")
+    parser.add_argument("--tflops", type=float, default=0.0, help="of one machine; 0: measured first")
+    parser.add_argument("--auto", action="store_true", help='hold compression = "auto" against the cable')
+    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if reason := netns.reason_to_skip():
-        print(f"links: {reason}", file=sys.stderr)
+        say(f"links: {reason}")
         return 2
-    print(f"{'Mb/s':>6} {'k/d':>6} {'link s':>8} {'step s':>8} {'shorter':>8}")
-    for mbps in args.mbps:
-        first = 0.0
-        for ratio in args.ratios:
-            text = RECIPE.format(ratio=ratio, mbps=mbps, wire=args.wire, batch=args.batch, steps=args.steps)
-            recipe = parse_recipe(text)
-            crossing = inner_step_bytes(recipe, recipe.fleet()[0])
-            link = 8 * (crossing["activations"] + crossing["tokens"]) / (mbps * 1e6)
-            step = measure(text, mbps)
-            first = first or step
-            print(f"{mbps:6g} {ratio:>6} {link:8.3f} {step:8.3f} {first / step:7.1f}x", flush=True)
+    tflops = args.tflops or calibrate(args)
+    rows = (by_auto if args.auto else by_ratio)(args, tflops)
+    if args.json:
+        print(json.dumps({"tflops": tflops, "rows": rows}, indent=2))
+    else:
+        print((by_auto_table if args.auto else by_ratio_table)(rows))
     return 0
 
 

@@ -69,6 +69,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("schedule: interrupted; the namespaces are removed", file=sys.stderr)
         return 130
+    except RuntimeError as error:  # what the kernel would not do for us
+        print(f"schedule: {error}", file=sys.stderr)
+        return 2
     print(json.dumps(points, indent=2) if args.json else table(points))
     short = [line for point in points for line in shortcomings(point)]
     for line in short:
@@ -90,6 +93,7 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="leave the kernel's tcp_slow_start_after_idle = 1 as it is (docs/operate.md)",
     )
+    parser.add_argument("--congestion", default="", help="TCP's congestion control, such as cubic or bbr")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -103,6 +107,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         cables = network.line(names, latency_ms=args.latency_ms)
         for name in names:
             network.set(name, "net.ipv4.tcp_slow_start_after_idle", int(args.restart_when_idle))
+            if args.congestion:
+                network.set(name, "net.ipv4.tcp_congestion_control", args.congestion)
         for ratio in args.ratios:
             mbps = frame_bytes(args.stages) * 8 / (ratio * t) / 1e6
             for cable in cables:
