@@ -163,3 +163,10 @@ def test_bars_and_spans_escape_and_balance():
     check(share_bar("<t>", [("<a>", 3.0), ("b", 0.0), ("c", 1e-9)], 0, str))
     for other in (1.0, 5.0, 1e12):
         check(span_chart("<t>", [Span("<l>", 5.0, "<n>", other, "o", "<w>", 0)], str))
+
+
+def test_the_tile_between_replicas_says_what_the_sentence_says(tmp_path: Path):
+    html = report(make_run(tmp_path / "run", recipe(), 20))
+    (tile,) = re.findall(r"<span>Between replicas</span><strong>([^<]+)</strong>", html)
+    assert f"Between replicas {tile} crossed" in html
+    assert re.search(rf"Between replicas: {re.escape(tile)}, and [^<]+ of control", html)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config import LinkConfig, Recipe, ReplicaConfig, dump_recipe
+from isthmus.dashboard.actual import compare
+from isthmus.dashboard.planned import section
 from isthmus.dashboard.style import CSS
 from isthmus.dashboard.svg import Series, Span, line_chart, share_bar, span_chart
 from isthmus.dashboard.words import SAME, count, duration, first_and_last, size, summary, times
@@ -37,6 +39,7 @@ def render(run: RunDir) -> str:
         f'<h2>Loss</h2><div class="charts">{_losses(rows, recipe)}</div>' if rows else "",
         _traffic(sums),
         f'<h2>Time</h2><div class="charts">{_times(rows)}</div>' if sums["rounds"] else "",
+        section(compare(run)),
         "<h2>Details</h2>",
         _details("The resolved recipe", f"<pre>{escape(dump_recipe(recipe))}</pre>"),
         _details("About this run", _about(about)),
@@ -71,7 +74,7 @@ def _tiles(rows: list[Row], sums: dict[str, Any]) -> str:
     if sums["tokens"]:
         tiles.append(("Trained on", count(sums["tokens"]), f"tokens in {duration(sums['seconds'])}"))
     for link, other in (("stages", "uncompressed"), ("replicas", "dense")):
-        sent, dense = sums["link_bytes"][link], sums["dense_bytes"][link]
+        sent, dense = _crossed(sums, link), sums["dense_bytes"][link]
         if sent:
             words = f"{other} {size(dense)}" if dense else "crossed"
             tiles.append((f"Between {link}", size(sent), words))
@@ -190,15 +193,22 @@ def _gap(row: Row) -> float | None:
     return pipelined - full if full is not None and pipelined is not None else None
 
 
+def _crossed(sums: dict[str, Any], link: str) -> int:
+    """As the sentences count it: updates between replicas, without snapshots, manifests and heartbeats."""
+    return sums["link_bytes"][link] - (sums["bytes"]["control"] if link == "replicas" else 0)
+
+
 def _traffic(sums: dict[str, Any]) -> str:
     spans, bars = [], []
     for link, other in (("stages", "uncompressed"), ("replicas", "dense")):
-        sent, dense = sums["link_bytes"][link], sums["dense_bytes"][link]
+        sent, dense = _crossed(sums, link), sums["dense_bytes"][link]
         if not sent:
             continue
         colour = 0 if link == "stages" else 3
         parts = [(name, sums["bytes"][key]) for key, name in PURPOSES[link]]
-        bars.append(share_bar(f"Between {link}: {size(sent)}", parts, colour, size))
+        control = sums["bytes"]["control"] if link == "replicas" else 0
+        more = f", and {size(control)} of control" if control else ""
+        bars.append(share_bar(f"Between {link}: {size(sent)}{more}", parts, colour, size))
         if dense and (words := times(dense / sent)) != SAME:
             spans.append(Span(f"Between {link}", sent, "sent", dense, other, words, colour))
     if not bars:

@@ -75,6 +75,10 @@ thead th { border-top: 0; color: var(--soft); font-weight: 500; font-size: .85re
 tbody th { font-weight: 600; }
 .fleet svg { display: inline-block; width: auto; height: 20px; margin-right: 6px; vertical-align: middle; }
 .fleet .link { stroke: var(--c); } .fleet .thin { stroke-width: 1.5; } .fleet .thick { stroke-width: 7; }
+.actual .number { text-align: right; } .actual tbody th { padding-top: 18px; }
+.actual th, .actual td { padding-left: 12px; padding-right: 8px; } .actual small { color: var(--soft); }
+.actual td { padding-top: 4px; padding-bottom: 4px; border-top: 0; font-size: .88rem; }
+.actual svg { display: inline-block; width: 56px; height: 12px; margin-left: 4px; vertical-align: -.1em; }
 details { margin-top: 14px; background: var(--card); border: 1px solid var(--edge); border-radius: 10px; }
 summary { padding: 12px 18px; cursor: pointer; font-weight: 600; }
 details pre { margin: 0; padding: 4px 18px 18px; overflow-x: auto;

@@ -1,4 +1,4 @@
-"""What a process finds out about itself while it trains: seconds it computes, bytes on each link, its peak."""
+"""What a process finds out about itself while it trains: compute seconds, bytes on each link, its peak."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -96,10 +96,9 @@ class Meter:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held: of the GPU as the allocator reserved it, else resident; 0: not
-    known."""
+    """The most that this process has held, in tensors on its GPU, else resident; 0: not known."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
+        return torch.cuda.max_memory_allocated(device)
     try:
         # Not ru_maxrss: a process starts with the maximum of whoever started it.
         with open("/proc/self/status", encoding="ascii") as file:
@@ -144,7 +143,9 @@ def _together(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return together
 
 
-def add_farewell(row: dict[str, Any], members: Sequence[Member], told: Mapping[str, Mapping[str, Any]]) -> None:
+def add_farewell(
+    row: dict[str, Any], members: Sequence[Member], told: Mapping[str, Mapping[str, Any]]
+) -> None:
     """What replicas counted after their last commits joins the figures of the last row."""
     for name, last in measured_by_kind(members, told).items():
         kind = row.setdefault("measured", {}).setdefault(name, {"replicas": last["replicas"], "bytes": {}})

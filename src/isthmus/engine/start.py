@@ -135,7 +135,10 @@ def _run(
         error = f"{type(fault).__name__}: {fault}".splitlines()[0]
         raise
     finally:
-        run.update_about(status=status, error=error, peak_bytes=peak_bytes(device))
+        held = {"peak_bytes": peak_bytes(device)}
+        if device.type == "cuda":  # with what its allocator keeps between tensors
+            held["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        run.update_about(status=status, error=error, **held)
         with contextlib.suppress(OSError, ConfigError):  # a report that fails must not hide why the run did
             write_report(run.path)
     return Results(run.path, run.rows())

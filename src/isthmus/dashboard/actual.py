@@ -1,0 +1,314 @@
+"""Plan against actual: what `isthmus plan` says of a run's own recipe, beside what the run measured.
+
+Plain data, for the report and whoever else shows it. A prediction starts from the compute rate that the
+recipe states, as it would have before the run. Where it states none, the rate is the one measured in the run,
+and then bytes, links, bubble and exchange are what is put to the test. Where it states one, the prediction at
+the measured rate stands beside it, so that a wrong rate does not pass for a wrong plan.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from isthmus.config import Recipe
+from isthmus.planner.cost import step_flops
+from isthmus.planner.plan import Forecast, KindForecast, predict
+from isthmus.runlog import Row, RunDir
+
+TFLOP = 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One figure, predicted and measured; bytes are of the whole run and of all replicas of the kind."""
+
+    kind: str  # the [[replicas]] table; "" for the fleet
+    where: str  # a link ("stage 0 to 1", "to the bucket"), a stage, or "" for the replica
+    what: str
+    unit: str  # "seconds", "bytes", "share" or "tflops"
+    predicted: float | None
+    at_measured_rate: float | None  # None where the recipe states no rate: `predicted` is at the measured one
+    measured: float | None
+    source: str = "measured"  # "virtual clock", "by shape": what stands in the place of a measurement
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted."""
+        return self._over(self.predicted)
+
+    @property
+    def ratio_at_measured_rate(self) -> float | None:
+        return self._over(self.at_measured_rate)
+
+    def _over(self, predicted: float | None) -> float | None:
+        return self.measured / predicted if predicted and self.measured is not None else None
+
+    def to_dict(self) -> dict[str, Any]:
+        ratios = {"ratio": self.ratio, "ratio_at_measured_rate": self.ratio_at_measured_rate}
+        return asdict(self) | ratios
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    rounds: int
+    simulated: bool
+    rates: dict[str, str]  # of each kind: "stated" in the recipe, or "measured" in the run
+    lines: tuple[Line, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        facts = {"rounds": self.rounds, "simulated": self.simulated, "rates": self.rates}
+        return facts | {"lines": [line.to_dict() for line in self.lines]}
+
+
+def compare(run_dir: str | Path | RunDir) -> Comparison | None:
+    """The comparison of a run as far as it has come; None where no round is done or no figures were kept."""
+    run = run_dir if isinstance(run_dir, RunDir) else RunDir.open(run_dir)
+    return compare_rows(run.recipe, run.about, run.rows())
+
+
+def compare_rows(recipe: Recipe, about: Mapping[str, Any], rows: Iterable[Row]) -> Comparison | None:
+    """The same from rows alone, wherever they come from."""
+    trained = [row for row in rows if row["round"] > 0 and isinstance(row.get("measured"), dict)]
+    if not trained:
+        return None
+    simulated = about.get("mode") != "real processes"
+    measured = {r.name: rate for r in recipe.replicas if (rate := _rate(recipe, r.name, trained))}
+    stated = {r.name: r.tflops for r in recipe.replicas if r.tflops}
+    if {r.name for r in recipe.replicas} - measured.keys() - stated.keys():
+        return None  # a kind that took no part and has no rate: no plan of the whole can be made
+    recipe = _as_run(recipe, about, trained)
+    plan = predict(_at(recipe, measured | stated))
+    # A rate that the recipe states may be of other machines than those the run had.
+    differ = stated.keys() & measured.keys() and not simulated
+    again = predict(_at(recipe, stated | measured)) if differ else None
+    lines = _fleet(plan, again, trained, simulated)
+    for number, kind in enumerate(plan.kinds):
+        other = again.kinds[number] if again else None
+        figures = [row["measured"][kind.name] for row in trained if row["measured"].get(kind.name)]
+        both = _Both(kind, other, figures, recipe.outer.inner_steps)
+        if not simulated:
+            if kind.name in stated and kind.name in measured:
+                rates = (stated[kind.name], None, measured[kind.name])
+                lines.append(_whole("", "training rate of a machine", "tflops", *rates, kind=kind.name))
+            lines += [*_steps(both, trained), *_links(both), *_exchange(both), *_memory(both, about)]
+        else:
+            lines += _shapes(both)
+    if simulated and about.get("peak_bytes") and about.get("predicted_bytes"):
+        lines.append(_whole("", "peak memory", "bytes", about["predicted_bytes"], None, about["peak_bytes"]))
+    rates = {r.name: "stated" if r.tflops else "measured" for r in recipe.replicas}
+    return Comparison(rounds=len(trained), simulated=simulated, rates=rates, lines=tuple(lines))
+
+
+def _as_run(recipe: Recipe, about: Mapping[str, Any], trained: Sequence[Row]) -> Recipe:
+    """As far as the run has come, and in the precision that `auto` came to."""
+    precision = about.get("precision")
+    inner = replace(recipe.inner, precision=precision) if precision else recipe.inner
+    return replace(recipe, inner=inner, outer=replace(recipe.outer, rounds=len(trained)))
+
+
+def _at(recipe: Recipe, rates: Mapping[str, float]) -> Recipe:
+    replicas = tuple(replace(r, tflops=rates[r.name]) for r in recipe.replicas)
+    return replace(recipe, replicas=replicas)
+
+
+def _rate(recipe: Recipe, kind: str, rows: Sequence[Row]) -> float | None:
+    """TFLOP/s of one machine, by 6 N a token: of the simulator, one whole replica's share of its time."""
+    figures = [row["measured"][kind] for row in rows if row["measured"].get(kind)]
+    spent = [sum(f["compute_seconds"]) if f.get("compute_seconds") else f.get("seconds") for f in figures]
+    seconds = _typical(spent)
+    return step_flops(recipe) * recipe.outer.inner_steps / seconds / TFLOP if seconds else None
+
+
+def _typical(values: Sequence[float | None]) -> float | None:
+    """The median over rounds; the first pays for warming up, so it counts only where it is alone."""
+    known = [value for value in (values[1:] if len(values) > 1 else values) if value]
+    return median(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """One kind of replica: its two predictions and its figures, round by round."""
+
+    plan: KindForecast
+    again: KindForecast | None
+    figures: Sequence[Mapping[str, Any]]
+    steps: int  # H
+
+    def line(
+        self,
+        where: str,
+        what: str,
+        unit: str,
+        predicted: Callable[[KindForecast], float],
+        measured: float | None,
+        source: str = "measured",
+    ) -> Line:
+        again = predicted(self.again) if self.again else None
+        return _whole(where, what, unit, predicted(self.plan), again, measured, source, self.plan.name)
+
+    def typical(self, key: str, process: int | None = None) -> float | None:
+        if process is None:
+            return _typical([figure.get(key) for figure in self.figures])
+        rows = [figure.get(key) or [] for figure in self.figures]
+        return _typical([row[process] if process < len(row) else None for row in rows])
+
+    def total(self, key: str, process: int) -> float:
+        rows = [figure.get(key) or [] for figure in self.figures]
+        return sum(row[process] for row in rows if process < len(row))
+
+    def sent(self, *purposes: str) -> int:
+        return sum((figure.get("bytes") or {}).get(name, 0) for figure in self.figures for name in purposes)
+
+
+def _whole(
+    where: str,
+    what: str,
+    unit: str,
+    predicted: float | None,
+    again: float | None,
+    measured: float | None,
+    source: str = "measured",
+    kind: str = "",
+) -> Line:
+    return Line(
+        kind=kind,
+        where=where,
+        what=what,
+        unit=unit,
+        predicted=predicted,
+        at_measured_rate=again,
+        measured=measured,
+        source=source,
+    )
+
+
+def _fleet(plan: Forecast, again: Forecast | None, rows: Sequence[Row], simulated: bool) -> list[Line]:
+    key, source = ("fleet_seconds", "virtual clock") if simulated else ("seconds", "measured")
+    seconds = _typical([row.get(key) for row in rows])
+    other = again.round_seconds if again else None
+    return [_whole("", "an outer round", "seconds", plan.round_seconds, other, seconds, source)]
+
+
+def _steps(both: _Both, rows: Sequence[Row]) -> list[Line]:
+    kind, steps = both.plan, both.steps
+    seconds = both.typical("seconds")
+    lines = [both.line("", "an inner step", "seconds", lambda k: k.step.seconds, seconds and seconds / steps)]
+    each = [both.typical("compute_seconds", s) for s in range(kind.stages)]
+    if kind.stages > 1:
+        lines += [
+            both.line(
+                f"stage {s}",
+                "compute in a step",
+                "seconds",
+                lambda k, s=s: k.compute.stage_seconds_per_step[s],
+                own and own / steps,
+            )
+            for s, own in enumerate(each)
+        ]
+    round_seconds = _typical([row.get("seconds") for row in rows])
+    known = [own for own in each if own]
+    share = sum(known) / kind.stages / round_seconds if known and round_seconds else None
+    return [*lines, both.line("", "utilisation", "share", lambda k: k.utilisation, share)]
+
+
+def _links(both: _Both) -> list[Line]:
+    """Every link, each way: bytes, and the share of its stated rate that was used while training."""
+    link, seconds = both.plan.link, both.typical("seconds")
+    if link is None:
+        return []
+    lines = []
+    rounds = len(both.figures)
+    replicas = sum(figure.get("replicas") or 0 for figure in both.figures)
+    for s in range(link.num_links):
+        for where, key, process, field in (
+            (f"stage {s} to {s + 1}", "forth_bytes", s, "forward_bytes_per_micro_batch"),
+            (f"stage {s + 1} to {s}", "back_bytes", s + 1, "backward_bytes_per_micro_batch"),
+        ):
+            sent = both.total(key, process)
+            expected = _step_bytes(both.plan, field) * both.steps * both.plan.count * rounds
+            lines.append(both.line(where, "bytes", "bytes", lambda k, e=expected: e, sent))
+            used = sent / replicas * 8 / (link.mbps * 1e6) / seconds if seconds and replicas else None
+            lines.append(
+                both.line(
+                    where,
+                    "share of its rate in use",
+                    "share",
+                    lambda k, f=field: _step_bytes(k, f) * 8 / (k.link.mbps * 1e6) / k.step.seconds,
+                    used,
+                )
+            )
+
+    def trip(kind: KindForecast) -> float:
+        own = kind.link
+        crossing = own.forward_seconds_per_micro_batch + own.backward_seconds_per_micro_batch
+        return crossing + 2 * own.latency_ms / 1e3
+
+    what = "a micro-batch there and back"
+    lines.append(both.line("slowest link", what, "seconds", trip, both.typical("trip_seconds")))
+    return lines
+
+
+def _step_bytes(kind: KindForecast, field: str) -> float:
+    """What one link of one replica carries one way in an inner step."""
+    return getattr(kind.link, field) * kind.step.micro_batches
+
+
+def _exchange(both: _Both) -> list[Line]:
+    lines = []
+    for where, way in (("to the bucket", "up"), ("from the bucket", "down")):
+        if not both.plan.bytes[f"payload_{way}"]:
+            continue
+        lines.append(_payload(both, where, way))
+        rounds = max(1, len(both.figures))
+        spent = [both.total(f"{way}_seconds", s) / rounds for s in range(both.plan.stages)]
+        lines.append(
+            both.line(
+                where,
+                "in a round",
+                "seconds",
+                lambda k, w=way: getattr(k.exchange, f"{w}_seconds"),
+                max(spent),
+            )
+        )
+    return lines
+
+
+def _payload(both: _Both, where: str, way: str) -> Line:
+    name = f"payload_{way}"
+    return both.line(where, "bytes", "bytes", lambda k: k.bytes[name], both.sent(name))
+
+
+def _memory(both: _Both, about: Mapping[str, Any]) -> list[Line]:
+    on_gpu = about.get("device") not in (None, "cpu")
+    lines = []
+    for s in range(both.plan.stages):
+        peaks = [row[s] for figure in both.figures if s < len(row := figure.get("peak_bytes") or [])]
+        if not any(peaks):
+            continue
+        where = f"stage {s}" if both.plan.stages > 1 else ""
+
+        def predicted(kind: KindForecast, s: int = s) -> float:
+            held = kind.memory[s]
+            return held["total"] - (held["runtime"] if on_gpu else 0)  # which lies on the host
+
+        lines.append(both.line(where, "peak memory", "bytes", predicted, max(peaks)))
+    return lines
+
+
+def _shapes(both: _Both) -> list[Line]:
+    """A simulated kind: nothing travels, so stage links are counted by the shapes that would cross them."""
+    lines, link = [], both.plan.link
+    for s in range(link.num_links if link else 0):
+        for where, purposes in (
+            (f"stage {s} to {s + 1}", ("activations", "tokens")),
+            (f"stage {s + 1} to {s}", ("gradients",)),
+        ):
+            expected = sum(both.plan.bytes[purpose] for purpose in purposes) / link.num_links
+            sent = both.sent(*purposes) / link.num_links
+            lines.append(both.line(where, "bytes", "bytes", lambda k, e=expected: e, sent, "by shape"))
+    for where, way in (("to the bucket", "up"), ("from the bucket", "down")):
+        if both.plan.bytes[f"payload_{way}"]:
+            lines.append(_payload(both, where, way))
+    return lines
