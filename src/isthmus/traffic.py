@@ -1,8 +1,9 @@
 """Bytes per link as plain arithmetic. Standard library only."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 
-from isthmus.config import Member, Recipe
+from isthmus.config import Member, ModelConfig, Recipe
 from isthmus.replica.split import EMBEDDING, boundaries, stage_names, stage_of
 from isthmus.sparse.size import packed_many_bytes
 
@@ -16,13 +17,16 @@ def shards(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
 
     The embedding stands alone where there are stages, because every stage applies its update (METHOD 0.8).
     """
-    layers = recipe.model.layers
-    stages = {replica.stages for replica in recipe.replicas if replica.stages > 1}
+    return _shards(recipe.model, frozenset(r.stages for r in recipe.replicas if r.stages > 1))
+
+
+@lru_cache(maxsize=256)
+def _shards(model: ModelConfig, stages: frozenset[int]) -> tuple[tuple[str, ...], ...]:
     if not stages:
-        return (tuple(recipe.model.shapes()),)
+        return (tuple(model.shapes()),)
     parts: dict[tuple[int, ...], list[str]] = {}
-    for name in recipe.model.shapes():
-        place = (-1,) if name == EMBEDDING else tuple(stage_of(name, layers, s) for s in sorted(stages))
+    for name in model.shapes():
+        place = (-1,) if name == EMBEDDING else tuple(stage_of(name, model.layers, s) for s in sorted(stages))
         parts.setdefault(place, []).append(name)
     return tuple(tuple(names) for names in parts.values())
 

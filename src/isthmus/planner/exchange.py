@@ -5,9 +5,10 @@ Standard library only. Sizes are the codec's own arithmetic (`traffic`); request
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
-from isthmus.config import LinkConfig, Member, Recipe, ReplicaConfig
+from isthmus.config import LinkConfig, Member, ModelConfig, Recipe, ReplicaConfig
 from isthmus.planner.cost import exchange_seconds
 from isthmus.planner.memory import MASTER_BYTES
 from isthmus.replica.split import EMBEDDING, stage_names
@@ -59,11 +60,20 @@ class Closing:
 
 def machines_of(recipe: Recipe, replica: ReplicaConfig) -> list[tuple[list[int], list[int]]]:
     """(shards it writes, shards it reads) of every machine of a replica, as the exchange has them."""
-    parts = shards(recipe)
+    return [
+        (list(w), list(r))
+        for w, r in _machines(shards(recipe), recipe.model, replica.stages, replica.compressed)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _machines(
+    parts: tuple[tuple[str, ...], ...], model: ModelConfig, stages: int, compressed: bool
+) -> list[tuple[list[int], list[int]]]:
     found = []
-    for own in stage_names(recipe.model, replica.stages):
-        writes = [i for i, names in enumerate(parts) if set(names) <= set(own)]
-        extra = [i for i, names in enumerate(parts) if names == (EMBEDDING,) and replica.compressed]
+    for own in map(set, stage_names(model, stages)):
+        writes = [i for i, names in enumerate(parts) if own.issuperset(names)]
+        extra = [i for i, names in enumerate(parts) if names == (EMBEDDING,) and compressed]
         found.append((writes, sorted({*writes, *extra})))
     return found
 

@@ -8,7 +8,7 @@ decides. All replicas wait for the slowest, so leaving out a slow machine can be
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 
 from isthmus.config import AUTO, LinkConfig, Recipe, ReplicaConfig
 from isthmus.planner.auto import Pick, pick
@@ -19,9 +19,11 @@ from isthmus.planner.step import compute_of, inner_step
 
 SPARE = 0.10  # of a machine's memory that stays free: the prediction of memory is good to about so much
 GAIN = 1.01  # a more complicated fleet must be so much faster
+EXCHANGE_SHARE = 0.05  # of a round that may pass in the outer exchange
+INNER_STEPS = range(15, 251, 5)  # H: the range that SparseLoCo was tried in
 MOST_STAGES = 16
 MORE_STAGES = 3  # than the fewest that fit are tried
-MOST_FORECASTS = 400
+MOST_FORECASTS = 150
 FULL, MIX, OUT = 1, 0, -1  # what is done with a table of machines; 2 and more: stages
 
 
@@ -45,10 +47,17 @@ class Seat:
 class Grouping:
     """All ways to deal one list of machines into replicas of one model, for one setting of the inner step."""
 
-    def __init__(self, base: Recipe, machines: MachineList, micro_batches: int, in_flight: int = 0) -> None:
+    def __init__(
+        self,
+        base: Recipe,
+        machines: MachineList,
+        micro_batches: int,
+        in_flight: int = 0,
+        inner_steps: Sequence[int] = INNER_STEPS,
+    ) -> None:
         inner = replace(base.inner, micro_batches=micro_batches, in_flight=in_flight)
         self.base, self.list = replace(base, inner=inner), machines
-        self.machines = machines.machines
+        self.machines, self.inner_steps = machines.machines, inner_steps
         self.seats: dict[tuple[int, ...], Seat | None] = {}
         self.found: dict[frozenset, tuple[int, ...] | None] = {}
         self.scores: dict[tuple[Group, ...], Forecast] = {}
@@ -125,8 +134,8 @@ class Grouping:
         """Simplest first: full, the fewest stages that fit and a few more, mixed with others, left out."""
         found = [FULL] if self.fits((i,)) else []
         stages = range(2, 1 + min(self.most_stages(), self.machines[i].count))
-        fitting = [s for s in stages if self.place((i,) * s)]
-        return [*found, *fitting[: 1 + MORE_STAGES], *([MIX] if not found else []), OUT]
+        fitting = islice((s for s in stages if self.place((i,) * s)), 1 + MORE_STAGES)
+        return [*found, *fitting, *([MIX] if not found else []), OUT]
 
     def groups(self, choices: Sequence[int]) -> tuple[Group, ...]:
         """The replicas that these choices, one for each table of machines, come to."""
@@ -196,8 +205,12 @@ class Grouping:
         return self.scores[groups]
 
     def speed(self, choices: Sequence[int]) -> float:
+        """Tokens a second, at the H that this fleet would get."""
         groups = self.groups(choices)
-        return self.forecast(groups).tokens_per_second if groups else 0.0
+        return self.fleet_speed(groups) if groups else 0.0
+
+    def fleet_speed(self, groups: tuple[Group, ...]) -> float:
+        return steps_and_speed(self.forecast(groups), self.base, self.inner_steps)[1]
 
     def best(self) -> list[int]:
         """Choices whose fleet trains the most tokens a second, the simpler where two are about equal."""
@@ -230,6 +243,23 @@ class Grouping:
         for _, group in slowest[:-1]:
             out |= set(group.stages)
             yield [OUT if i in out else choice for i, choice in enumerate(choices)]
+
+
+def steps_and_speed(
+    forecast: Forecast, base: Recipe, allowed: Sequence[int] = INNER_STEPS
+) -> tuple[int, float]:
+    """(H, tokens a second at it), with the smallest H whose exchange is at most EXCHANGE_SHARE of a round.
+
+    From the forecast of another H, closing taken to last as long.
+    """
+    close = forecast.closing.seconds if forecast.closing else 0.0
+    ends = [kind.exchange.up_seconds + kind.exchange.down_seconds for kind in forecast.kinds]
+    steps = [kind.step.seconds for kind in forecast.kinds]
+    for h in allowed:
+        seconds = close + max(end + h * step for end, step in zip(ends, steps, strict=True))
+        if max(ends) + close <= EXCHANGE_SHARE * seconds:
+            break
+    return h, h * forecast.num_replicas * base.inner.batch * base.model.context / seconds
 
 
 def lacking(grouping: Grouping, i: int) -> tuple[int, int, float]:

@@ -4,7 +4,6 @@ Bytes come from `traffic`, schedules from `replica.schedule` (the data that the 
 METHOD section 3: the closed ceiling and an event simulation of the same schedule.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -153,8 +152,13 @@ def steady_pace(
     return max((long - short) / n, link_seconds, *stage_seconds)  # nothing is faster than its slowest part
 
 
+@lru_cache(maxsize=4096)
 def _simulated(
-    stage_seconds: Sequence[float], m: int, chosen: Sequence[int], link_seconds: float, latency_seconds: float
+    stage_seconds: tuple[float, ...],
+    m: int,
+    chosen: tuple[int, ...],
+    link_seconds: float,
+    latency_seconds: float,
 ) -> float:
     there = [FORWARD_SHARE * t for t in stage_seconds]
     back = [(1 - FORWARD_SHARE) * t for t in stage_seconds]

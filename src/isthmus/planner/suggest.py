@@ -12,12 +12,18 @@ from dataclasses import dataclass, replace
 from isthmus.config import Recipe
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import Pick
-from isthmus.planner.grouping import FULL, OUT, Group, Grouping, lacking
+from isthmus.planner.grouping import (
+    EXCHANGE_SHARE,
+    FULL,
+    INNER_STEPS,
+    OUT,
+    Group,
+    Grouping,
+    lacking,
+)
 from isthmus.planner.machines import Machine, MachineList
 from isthmus.planner.plan import Forecast, predict
 
-EXCHANGE_SHARE = 0.05  # of a round that may pass in the outer exchange
-INNER_STEPS = range(15, 251, 5)  # H: the range that SparseLoCo was tried in
 SLACK = 0.02  # of speed that larger micro-batches may cost
 LIMITS = (16, 8, 4, 2)  # of micro-batches in flight, where memory needs one
 STRAGGLER = 1.5  # a replica whose round is so many times the others' is named
@@ -85,18 +91,19 @@ def _divisors(number: int) -> list[int]:
 def _grouped(base: Recipe, machines: MachineList, pinned: Collection[str]) -> tuple[Grouping, list[int]]:
     """The best grouping at the finest micro-batches; a limit in flight only where it lets more in."""
     m = base.inner.micro_batches if "inner.micro_batches" in pinned else base.inner.batch
+    steps = [base.outer.inner_steps] if "outer.inner_steps" in pinned else INNER_STEPS
     if "inner.in_flight" in pinned:
-        grouping = Grouping(base, machines, m, base.inner.in_flight)
+        grouping = Grouping(base, machines, m, base.inner.in_flight, steps)
         return grouping, grouping.best()
-    every = range(len(machines.machines))
-    free = Grouping(base, machines, m)
+    free = Grouping(base, machines, m, 0, steps)
     best = free, free.best()
     speed = free.speed(best[1])
+    idle = [i for i, number in enumerate(_idle(free, free.groups(best[1]))) if number]
     for limit in LIMITS:
         if limit >= m:
             continue
-        tight = Grouping(base, machines, m, limit)
-        if all(tight.options(i) == free.options(i) for i in every):
+        tight = Grouping(base, machines, m, limit, steps)
+        if all(tight.options(i) == free.options(i) for i in idle):
             continue
         choices = tight.best()
         if (found := tight.speed(choices)) > speed * (1 + SLACK):
@@ -123,14 +130,14 @@ def _micro_batches(
         for limit in limits:
             if limit >= m and limit not in (0, inner.in_flight):
                 continue
-            trial = Grouping(base, machines, m, limit)
+            trial = Grouping(base, machines, m, limit, grouping.inner_steps)
             placed = [
                 trial.place(group.stages) if len(group.stages) > 1 else group.stages for group in groups
             ]
             if None in placed:
                 continue
             dealt = tuple(Group(stages, g.count) for stages, g in zip(placed, groups, strict=True))
-            found.append((trial.forecast(dealt).tokens_per_second, m, limit, trial, dealt))
+            found.append((trial.fleet_speed(dealt), m, limit, trial, dealt))
     best = max(speed for speed, *_ in found)
     good = [each for each in found if each[0] >= (1 - SLACK) * best]
     speed, m, limit, trial, dealt = min(good, key=lambda each: (each[1], each[2] != 0, -each[2]))
@@ -256,13 +263,9 @@ def _left_out(
     grouping: Grouping, choices: list[int], groups: tuple[Group, ...], forecast: Forecast
 ) -> dict[str, str]:
     """Every machine that has no part, and why."""
-    used: Counter[int] = Counter()
-    for group in groups:
-        for i in group.stages:
-            used[i] += group.count
     reasons = {}
-    for i, machine in enumerate(grouping.machines):
-        if not (idle := machine.count - used[i]):
+    for i, (machine, idle) in enumerate(zip(grouping.machines, _idle(grouping, groups), strict=True)):
+        if not idle:
             continue
         options = grouping.options(i)
         stages, need, lack = lacking(grouping, i)
@@ -279,9 +282,18 @@ def _left_out(
     return reasons
 
 
+def _idle(grouping: Grouping, groups: tuple[Group, ...]) -> list[int]:
+    """How many machines of each table have no part."""
+    used: Counter[int] = Counter()
+    for group in groups:
+        for i in group.stages:
+            used[i] += group.count
+    return [machine.count - used[i] for i, machine in enumerate(grouping.machines)]
+
+
 def _too_slow(grouping: Grouping, choices: list[int], i: int, option: int) -> str:
     with_it = [*choices[:i], option, *choices[i + 1 :]]
-    now, then = (grouping.forecast(grouping.groups(each)) for each in (choices, with_it))
+    now, then = (grouping.groups(each) for each in (choices, with_it))
     how = (
         "as full replicas"
         if option == FULL
@@ -289,8 +301,8 @@ def _too_slow(grouping: Grouping, choices: list[int], i: int, option: int) -> st
         if option > 1
         else "in a mixed replica"
     )
-    longer = then.round_seconds / now.round_seconds
+    times = [grouping.forecast(groups).round_seconds for groups in (now, then)]
     return (
-        f"too slow: with it ({how}) a round takes {longer:.1f} times as long, and the fleet trains "
-        f"{then.tokens_per_second:,.0f} instead of {now.tokens_per_second:,.0f} tokens/s"
+        f"too slow: with it ({how}) a round takes {times[1] / times[0]:.1f} times as long, and the fleet "
+        f"trains {grouping.fleet_speed(then):,.0f} instead of {grouping.fleet_speed(now):,.0f} tokens/s"
     )

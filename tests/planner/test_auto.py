@@ -1,0 +1,191 @@
+"""`compression = "auto"`: the mildest k/d that leaves the link under 95 % busy, whoever asks."""
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+from isthmus.config import Member, parse_recipe
+from isthmus.errors import ConfigError
+from isthmus.planner.auto import BUSY, LADDER, pick, resolve, rungs
+from isthmus.planner.paper_loss import LOSSES, loss_at
+from isthmus.planner.plan import predict
+from isthmus.planner.step import FORWARD_SHARE, compute_of, steady_pace
+from isthmus.replica.schedule import deep, depths, simulate_schedule
+from isthmus.traffic import inner_step_bytes
+
+TEXT = """
+name = "auto"
+[model]
+preset = "512m"
+[inner]
+micro_batches = 16
+[[replicas]]
+name = "rack"
+tflops = 100.0
+[[replicas]]
+name = "edge"
+kind = "pipelined"
+stages = 4
+compression = "auto"
+tflops = 20.0
+link = { mbps = 100.0, latency_ms = 20.0 }
+"""
+NANO = """
+name = "small"
+[model]
+preset = "nano"
+[data]
+eval_batches = 1
+[inner]
+batch = 4
+micro_batches = 4
+[outer]
+inner_steps = 2
+rounds = 1
+[[replicas]]
+name = "edge"
+kind = "pipelined"
+stages = 2
+compression = "auto"
+tflops = 0.05
+link = { mbps = 8.0, latency_ms = 1.0 }
+"""
+
+
+def edge(*overrides):
+    recipe = parse_recipe(TEXT, [f"replicas.edge.{key}" for key in overrides])
+    return recipe, recipe.replicas[1]
+
+
+def crossing(recipe, replica, compression):
+    """Seconds of one micro-batch on one link, forward."""
+    member = Member(0, replica.name, replace(replica, compression=compression))
+    sent = inner_step_bytes(recipe, member)
+    one = (sent["activations"] + sent["tokens"]) / (replica.stages - 1) / recipe.inner.micro_batches
+    return one * 8 / (replica.link.mbps * 1e6)
+
+
+MBPS = (1, 3, 8, 20, 45, 100, 220, 400, 1000, 5000)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 7])
+@pytest.mark.parametrize("latency_ms", [0, 30])
+@pytest.mark.parametrize("mbps", MBPS)
+def test_the_pick_leaves_the_link_under_95_percent_busy_and_the_next_milder_would_not(
+    mbps, latency_ms, stages
+):
+    recipe, replica = edge(f"link={{mbps={mbps}, latency_ms={latency_ms}}}", f"stages={stages}")
+    chosen = pick(recipe, replica)
+    # By the closed form: a full pipeline goes as fast as the slowest of its stages and links.
+    slowest = max(compute_of(recipe, replica, 20).stage_seconds_per_step) / recipe.inner.micro_batches
+    at = LADDER.index(chosen.compression)
+
+    def busy(compression):
+        link = crossing(recipe, replica, compression)
+        return link / max(slowest, link)
+
+    assert chosen.rung.busy == pytest.approx(busy(chosen.compression))
+    if chosen.rung.enough:
+        assert busy(chosen.compression) < BUSY
+    else:
+        assert chosen.compression == LADDER[-1]
+        assert "stays the bottleneck" in chosen.reason
+    if at:
+        assert busy(LADDER[at - 1]) >= BUSY
+        assert chosen.milder.compression == LADDER[at - 1]
+        assert chosen.milder.busy == pytest.approx(busy(LADDER[at - 1]))
+
+
+def test_the_grid_reaches_both_ends_of_the_ladder():
+    found = {pick(*edge(f"link.mbps={mbps}")).compression for mbps in (*MBPS, 0.5)}
+    assert {"none", LADDER[-1]} < found
+    assert len(found) >= 6
+
+
+def test_a_faster_link_or_a_slower_machine_never_gets_stronger_compression():
+    by_link = [LADDER.index(pick(*edge(f"link.mbps={mbps}")).compression) for mbps in range(2, 400, 7)]
+    by_rate = [LADDER.index(pick(*edge(f"tflops={rate}")).compression) for rate in (1, 5, 20, 80, 300)]
+    assert all(slow >= fast for slow, fast in pairwise(by_link))
+    assert all(slow <= fast for slow, fast in pairwise(by_rate))
+
+
+def test_the_pace_is_what_more_micro_batches_add_to_the_schedule_that_stages_execute():
+    """Twice the batch in twice the micro-batches: a run can measure it so."""
+    each, link, latency = (0.8, 1.0, 1.1, 0.6), 0.9, 0.4
+    there, back = [FORWARD_SHARE * t for t in each], [(1 - FORWARD_SHARE) * t for t in each]
+
+    def seconds(m):
+        chosen = depths(4, m, sum(each) / 4, link, latency)
+        return simulate_schedule(deep(4, m, chosen), there, back, link, latency)
+
+    assert (seconds(64) - seconds(32)) / 32 == pytest.approx(steady_pace(each, link, latency))
+    assert steady_pace(each, link, latency) == pytest.approx(1.1)
+    assert steady_pace(each, 1.7, latency) == pytest.approx(1.7)
+    assert steady_pace(each, 40.0, latency) == pytest.approx(40.0)
+    assert steady_pace(each, link, latency, limit=1) > 1.5  # stages wait for round trips
+
+
+def test_a_limit_in_flight_does_not_buy_compression():
+    recipe, replica = edge()
+    tight = replace(recipe, inner=replace(recipe.inner, in_flight=1))
+    assert pick(tight, replica).compression == pick(recipe, replica).compression
+
+
+def test_the_ladder_ends_where_the_width_has_no_more_dimensions():
+    recipe = parse_recipe(NANO, ["replicas.edge.link.mbps=0.001"])
+    assert [rung.compression for rung in rungs(recipe, recipe.replicas[0], 0.05)][-1] == "1/128"
+    assert resolve(recipe)[0].replicas[0].subspace_dim(128) == 1
+
+
+def test_everything_that_starts_a_run_resolves_the_same_value(tmp_path):
+    from isthmus.engine.fleet import create
+    from isthmus.engine.start import simulate
+
+    recipe = parse_recipe(NANO)
+    resolved, (chosen,) = resolve(recipe)
+    value = chosen.compression
+    assert value not in ("none", "auto", LADDER[-1])
+    assert resolve(resolved) == (resolved, ())
+    run = simulate(recipe, tmp_path / "run", device="cpu", quiet=True).run_dir
+    assert f'compression = "{value}"' in (run / "recipe.toml").read_text()
+    assert json.loads((run / "about.json").read_text())["auto"] == [chosen.reason]
+    created = create(recipe, str(tmp_path / "bucket"), tmp_path / "keys")
+    assert created.recipe == resolved
+    assert f'compression = \\"{value}\\"' in (tmp_path / "bucket" / "run.json").read_text()
+    forecast = predict(recipe)
+    assert forecast.kinds[0].compression == value
+    assert forecast.auto == (chosen.choice,)
+
+
+def test_what_is_missing_is_named_in_one_line():
+    recipe, replica = edge("tflops=0")
+    with pytest.raises(
+        ConfigError, match=r'replica edge: .*"auto" needs .*set tflops.*isthmus doctor'
+    ) as error:
+        resolve(recipe)
+    assert "\n" not in str(error.value)
+    assert resolve(recipe, tflops=20)[0].replicas[1].compression == pick(*edge()).compression
+    without = TEXT.replace("link = { mbps = 100.0, latency_ms = 20.0 }\n", "")
+    with pytest.raises(ConfigError, match=r"replica edge: .*needs the link .*give link = "):
+        parse_recipe(without)
+    with pytest.raises(ConfigError, match='still "auto"'):
+        replica.subspace_dim(8)
+
+
+def test_a_full_replica_has_no_auto():
+    with pytest.raises(ConfigError, match="no compression"):
+        parse_recipe(TEXT, ["replicas.rack.compression=auto", "replicas.rack.link.mbps=1"])
+
+
+def test_the_papers_losses_rise_with_compression_and_are_labelled():
+    for (mild, strong), column in [(pair, c) for pair in pairwise(LOSSES) for c in (0, 1)]:
+        assert mild > strong
+        assert LOSSES[mild][column] < LOSSES[strong][column]
+    assert loss_at(None) == "2.73"
+    assert loss_at(Fraction(1, 24)) == "2.89 / 2.88"
+    assert loss_at(Fraction(1, 2)) == "at most 2.84 / 2.82"
+    assert loss_at(Fraction(1, 48)) == "between 2.89 / 2.88 and 2.96 / 2.94"
+    assert "the paper's 512M model" in pick(*edge()).reason
