@@ -1,0 +1,48 @@
+"""Two machines on a cable with a known rate and latency, in network namespaces: what doctor finds there."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fleet"))
+import netns
+
+ASK = """
+import json, sys
+from isthmus.doctor.peer import check_peer
+checks, rate = check_peer(sys.argv[1], 29510, float(sys.argv[2]), lambda words: None)
+print(json.dumps([checks[0].words, rate and [rate.up_mbps, rate.down_mbps, rate.latency_ms]]))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces():
+    if reason := netns.reason_to_skip():
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize(("mbps", "latency_ms"), [(20, 0), (100, 0), (20, 20)])
+def test_rate_and_latency_are_those_of_the_cable(mbps, latency_ms, tmp_path):
+    with netns.Network() as network:
+        for name in ("near", "far"):
+            network.machine(name)
+        cable = network.cable("near", "far", mbps, latency_ms)
+        log = tmp_path / "log"
+        listen = [sys.executable, "-m", "isthmus.cli.main", "doctor", "--listen", cable.addresses[1]]
+        network.start("far", listen, log)
+        deadline = time.monotonic() + 30
+        while "listening" not in (log.read_text() if log.exists() else ""):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        said = network.run("near", [sys.executable, "-c", ASK, cable.addresses[1], "2"])
+        words, found = json.loads(said)
+        assert found, words
+        up, down, latency = found
+    carried = mbps / cable.overhead  # of what TCP carries; headers take the rest
+    print(f"{mbps} Mb/s, {latency_ms} ms: {words}")
+    assert 0.75 * carried < up < 1.1 * carried
+    assert 0.75 * carried < down < 1.1 * carried
+    assert latency_ms <= latency < latency_ms + 10
