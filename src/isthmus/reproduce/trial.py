@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from isthmus import __version__
 from isthmus.comm.local import LocalExchange
@@ -22,15 +23,10 @@ from isthmus.errors import RunError
 from isthmus.planner.memory import plan_simulator
 from isthmus.reproduce.lines import LOSSES, Line, digest
 
+# Each k is a compiled forward of its own; dynamo gives up at 8 and would go on uncompiled.
+torch._dynamo.config.recompile_limit = 64
 CURVE_POINTS = 50
 SCORED_TOGETHER = 16_384  # held-out tokens in one forward: a small inner batch would leave a GPU idle
-
-
-def allow_many_graphs() -> None:
-    """Each k is a compiled forward of its own; dynamo gives up at 8 and would go on uncompiled."""
-    import torch._dynamo
-
-    torch._dynamo.config.recompile_limit = 64
 
 
 def run_trial(row: str, scale: str, recipe: Recipe, device: str, commit: str) -> Line:

@@ -17,13 +17,9 @@ from isthmus.reproduce.lines import append
 def main() -> int:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints is not an answer
-    import torch
-
-    from isthmus.reproduce.trial import allow_many_graphs, run_trial
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    allow_many_graphs()
     for text in sys.stdin:
+        from isthmus.reproduce.trial import run_trial  # torch, for a worker that has something to do
+
         task = json.loads(text)
         try:
             recipe = parse_recipe(task["recipe"])
