@@ -7,6 +7,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -15,7 +16,7 @@ from isthmus.cli.main import Parser, main
 from isthmus.config import load_recipe, parse_recipe
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import LADDER
-from isthmus.planner.grouping import EXCHANGE_SHARE, INNER_STEPS, SPARE
+from isthmus.planner.grouping import EXCHANGE_SHARE, INNER_STEPS, SPARE, Grouping
 from isthmus.planner.machines import load_machines
 from isthmus.planner.plan import predict
 from isthmus.planner.suggest import SLACK, exchange_share, suggest
@@ -48,6 +49,14 @@ def listed(tmp_path, *parts):
     path = tmp_path / "machines.toml"
     path.write_text("".join(parts))
     return load_machines(path)
+
+
+def largest(preset, num_stages, place, *overrides, limit=0, rate=20):
+    """Bytes of the largest stage, with the finest micro-batches."""
+    recipe = base(preset, *overrides)
+    with TemporaryDirectory() as folder:
+        machines = listed(Path(folder), place, machine("any", "a", 99, 999, rate))
+    return max(Grouping(recipe, machines, recipe.inner.batch, limit).seat((0,) * num_stages).needs)
 
 
 def check(found):
@@ -119,12 +128,13 @@ def test_machines_with_the_memory_are_full_and_the_others_share(tmp_path):
 
 
 def test_no_fewer_stages_would_have_fitted(tmp_path):
-    found = suggest(base(), listed(tmp_path, site("a"), machine("tiny", "a", 4, 4.2, 20)))
+    memory_gb = 0.99 * largest("178m", 2, site("a")) / (1 - SPARE) / 1e9
+    found = suggest(base(), listed(tmp_path, site("a"), machine("tiny", "a", 3, memory_gb, 20)))
     (replica,) = found.recipe.replicas
     forecast = check(found)
-    assert replica.stages >= 3
+    assert replica.stages == 3
     fewer = parse_recipe(recipe_text(found, "x"), [f"replicas.tiny.stages={replica.stages - 1}"])
-    assert max(p["total"] for p in predict(fewer).kinds[0].memory) > (1 - SPARE) * 4.2e9
+    assert max(p["total"] for p in predict(fewer).kinds[0].memory) > (1 - SPARE) * memory_gb * 1e9
     assert forecast.num_machines == replica.stages * replica.count
 
 
@@ -187,12 +197,15 @@ def test_fewer_micro_batches_would_be_too_slow_or_too_large(tmp_path):
 
 
 def test_a_limit_in_flight_lets_in_machines_that_could_not_hold_what_a_far_link_asks_for(tmp_path):
-    fleet = listed(tmp_path, site("a", 300, 150), machine("pc", "a", 2, 6, 30))
-    found = suggest(base(), fleet)
+    far = site("a", 300, 150)
+    free, tight = (largest("178m", 2, far, limit=limit, rate=30) for limit in (0, 4))
+    assert free > 1.2 * tight
+    memory_gb = (free + tight) / 2 / (1 - SPARE) / 1e9
+    found = suggest(base(), listed(tmp_path, far, machine("pc", "a", 2, memory_gb, 30)))
     check(found)
     assert found.recipe.inner.in_flight > 0
     free = parse_recipe(recipe_text(found, "x"), ["inner.in_flight=0"])
-    assert max(p["total"] for p in predict(free).kinds[0].memory) > (1 - SPARE) * 6e9
+    assert max(p["total"] for p in predict(free).kinds[0].memory) > (1 - SPARE) * memory_gb * 1e9
 
 
 def test_what_is_set_on_the_command_line_stays(capsys):
@@ -285,12 +298,9 @@ def test_a_suggested_recipe_runs(tmp_path):
     """Machines too small for a whole nano model with a large batch, on thin links; two rounds of it."""
     from isthmus.engine.start import simulate
 
-    fleet = (
-        site("a", 3, 5),
-        machine("box", "a", 2, 0.36, 0.03),
-        machine("pc", "a", 1, 2, 0.04),
-    )
     settings = "outer.rounds=2", "outer.inner_steps=15", "data.eval_batches=1", "inner.batch=16"
+    memory_gb = 0.99 * largest("nano", 1, site("a"), *settings) / (1 - SPARE) / 1e9
+    fleet = site("a", 3, 5), machine("box", "a", 2, memory_gb, 0.03), machine("pc", "a", 1, 2, 0.04)
     found = suggest(base("nano", *settings), listed(tmp_path, *fleet), {"outer.inner_steps"})
     check(found)
     path = tmp_path / "suggested.toml"
