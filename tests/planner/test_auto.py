@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from isthmus.cli.main import main
 from isthmus.config import Member, parse_recipe
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import BUSY, LADDER, pick, resolve, rungs
@@ -189,3 +190,23 @@ def test_the_papers_losses_rise_with_compression_and_are_labelled():
     assert loss_at(Fraction(1, 2)) == "at most 2.84 / 2.82"
     assert loss_at(Fraction(1, 48)) == "between 2.89 / 2.88 and 2.96 / 2.94"
     assert "the paper's 512M model" in pick(*edge()).reason
+
+
+def test_the_plan_shows_what_auto_became_and_what_the_paper_lost(capsys, tmp_path):
+    path = tmp_path / "auto.toml"
+    path.write_text(TEXT)
+    assert main(["plan", str(path)]) == 0
+    said = capsys.readouterr().out
+    chosen = pick(*edge())
+    assert f"Auto: {chosen.choice}." in said
+    assert f"k/d = {chosen.compression}: loss {loss_at(chosen.ratio)} against 2.73" in said
+    assert f"{chosen.rung.busy:.0%} once the pipeline is full" in said
+    assert main(["init", str(path), str(tmp_path / "bucket"), "--keys", str(tmp_path / "keys")]) == 0
+    assert chosen.reason in capsys.readouterr().err
+    for command in (["plan"], ["simulate"], ["train"], ["init", str(tmp_path / "other")]):
+        first, *rest = command
+        assert main([first, str(path), *rest, "--set", "replicas.edge.tflops=0"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "tflops" in error
+    assert not (tmp_path / "other").exists()

@@ -149,6 +149,19 @@ def test_a_machine_that_is_too_small_is_named_with_its_lack(tmp_path, capsys):
     assert " GB" in said.err
 
 
+def test_a_machine_that_has_no_partner_is_named_too(tmp_path):
+    lonely = "".join(site(name) + machine(f"pc-{name}", name, 1, 8, 20) for name in ("a", "b"))
+    with pytest.raises(
+        ConfigError, match=r"pc-\w at \w could hold one of \d stages .* do not hold the others"
+    ):
+        suggest(base(), listed(tmp_path, lonely))
+    joined = lonely + '[[links]]\nsites = ["b", "a"]\nmbps = 30\nlatency_ms = 30\n'
+    found = suggest(base(), listed(tmp_path, joined))
+    check(found)
+    assert {own.name for own in found.seated[0].machines} == {"pc-a", "pc-b"}
+    assert found.recipe.replicas[0].link.latency_ms == 30
+
+
 def test_a_straggler_is_left_out_when_all_are_faster_without_it(tmp_path):
     fleet = site("a"), machine("fast", "a", 4, 90, 150)
     slow = machine("slow", "a", 1, 90, 5)

@@ -267,15 +267,14 @@ def _left_out(
     for i, (machine, idle) in enumerate(zip(grouping.machines, _idle(grouping, groups), strict=True)):
         if not idle:
             continue
-        options = grouping.options(i)
         stages, need, lack = lacking(grouping, i)
         if lack > 0:
             text = (
                 f"lacks {gb(lack)} of memory: even {_role(stages)} needs {gb(need)}, and it may use "
                 f"{gb(grouping.usable(i))} of {gb(machine.memory_gb * 1e9)}"
             )
-        elif choices[i] == OUT and options[0] not in (OUT,):
-            text = _too_slow(grouping, choices, i, options[0])
+        elif choices[i] == OUT:
+            text = _too_slow(grouping, choices, i, grouping.options(i)[0])
         else:
             text = "no machine is left that is linked to it and makes up a replica with it"
         reasons[machine.name] = (f"{idle} of {machine.count}: " if idle < machine.count else "") + text
