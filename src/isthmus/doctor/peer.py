@@ -254,7 +254,8 @@ class Listener:
                 link.settimeout(SILENCE_SECONDS)
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 first = self._header(link)
-                held = self._measuring.acquire(blocking=False)
+                # A moment's grace: the one before may be gone and not yet missed.
+                held = self._measuring.acquire(timeout=1.0)
                 if not held:
                     link.sendall(HEADER.pack(MAGIC, BUSY, 0))
                     self._tell(f"sent away {who}: another machine is being measured", "sent away")
