@@ -13,8 +13,8 @@ import pytest
 from isthmus.cli.main import main
 from isthmus.config import parse_recipe
 from isthmus.engine.start import simulate
-from isthmus.reproduce.lines import read
-from isthmus.reproduce.tables import pick_scale
+from isthmus.reproduce.lines import append, read
+from isthmus.reproduce.tables import pick_scale, recipe_of, rows_of
 
 ROOT = Path(__file__).parents[2]
 TOY = ["--scale", "toy", "--corpus", "builtin:sample", "--device", "cpu", "--commit", "c0ffee"]
@@ -87,6 +87,17 @@ def test_after_a_kill_the_same_command_makes_the_rest_and_no_line_twice(tmp_path
     assert sorted(rows) == ["adamw", "adamw-het-8", "adamw-pp-8"]
 
 
+def test_a_run_that_diverges_is_a_line_that_says_so(tmp_path):
+    from isthmus.reproduce.trial import run_trial
+
+    recipe = recipe_of(rows_of(SCALE)["adamw"], SCALE, 0, "builtin:sample", {"adamw": 1e30})
+    line = run_trial("adamw", "toy", recipe, "cpu", "c0ffee")
+    assert "the loss is nan" in line["failed"]
+    assert line["loss_full"] is None
+    append(tmp_path / "4.jsonl", line)
+    assert read(tmp_path, SCALE) == [line]
+
+
 def test_a_worker_that_dies_is_reported_and_what_it_had_is_left(tmp_path, capfd, monkeypatch):
     from isthmus.reproduce import runner
 
@@ -114,13 +125,13 @@ def test_a_dry_run_lists_what_is_missing_and_its_time(tmp_path, capsys):
     assert told["there"] == 0
     assert told["seconds"] > 60
     assert main(["reproduce", "1", "--dry-run", "--results", str(tmp_path)]) == 0
-    assert "15 of 15 runs are missing" in capsys.readouterr().out
+    assert "9 of 9 runs are missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "give a table: tune, 1, 4, 2, 3, 5, aggregation, h, values or all; or --render"),
+        ([], "give a table: tune, 1, 4, 2, 3, 5, aggregation, h, values, 1-star or all; or --render"),
         (["6", "--corpus", "x"], 'there is no table "6"'),
         (["1"], "--corpus is missing"),
         (["1", "--corpus", "nowhere"], "isthmus data prepare"),

@@ -48,7 +48,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "tables", nargs="*", metavar="TABLE", help="1 to 5, tune, aggregation, h, values or all"
+        "tables", nargs="*", metavar="TABLE", help="1 to 5, 1-star, tune, aggregation, h, values or all"
     )
     parser.add_argument("--corpus", metavar="DIR", help="a folder made by `isthmus data prepare`")
     parser.add_argument("--scale", default=DEFAULT_SCALE, metavar="NAME", help=f"default {DEFAULT_SCALE}")
@@ -121,8 +121,9 @@ def list_runs(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
         return 0
     for run in todo:
         print(f"{run.table:12} {run.row.name:20} seed {run.seed}  {run.tokens / 1e6:6.1f} Mtok  {run.digest}")
+    assumed = f"all together, and {scale.round_seconds:g} s an exchange, both assumed"
     graphs = len({run.signature for run in todo})
-    rate = f"{each / 1e6:.2f} Mtok/s, {'a worker, as measured' if measured else 'all together, assumed'}"
+    rate = f"{each / 1e6:.2f} Mtok/s, {'a worker, as measured' if measured else assumed}"
     print(
         f"{len(todo)} of {len(runs)} runs are missing: {sum(run.tokens for run in todo) / 1e6:,.0f} Mtok, "
         f"{graphs} forwards to compile; about {seconds / 60:.1f} min at {rate}, "

@@ -93,9 +93,15 @@ def rate(scale: Scale, lines: Sequence[Line]) -> tuple[float, bool]:
 
 
 def predicted_seconds(runs: Sequence[Run], scale: Scale, lines: Sequence[Line], jobs: int) -> float:
-    """Of the whole list. Assumed rates are of the whole GPU, measured ones of one worker of `jobs`."""
+    """Of the whole list. Assumed rates are of the whole GPU, measured ones of one worker of `jobs`, with all
+    that a round holds."""
     each, measured = rate(scale, lines)
-    training = sum(run.tokens for run in runs) / (each * (jobs if measured else 1))
+    tokens = sum(run.tokens for run in runs)
+    if measured:
+        training = tokens / (each * jobs)
+    else:
+        rounds = sum(run.recipe.outer.rounds for run in runs if run.row.method != "adamw")
+        training = tokens / each + rounds * scale.round_seconds
     compiling = COMPILE_SECONDS * len({run.signature for run in runs}) / jobs if scale.record else 0.0
     return training + compiling
 
