@@ -5,6 +5,7 @@ A run is seconds to minutes long, so a killed one is repeated rather than resume
 
 import dataclasses
 import gc
+import math
 import time
 from typing import Any
 
@@ -35,17 +36,21 @@ def run_trial(row: str, scale: str, recipe: Recipe, device: str, commit: str) ->
     precision = pick_precision(recipe, where)
     corpus = checked_corpus(recipe)
     started = time.perf_counter()
-    failed, points, seconds = None, [], []
+    failed: str | None = None
+    points: list[dict[str, Any]] = []
+    seconds: list[float] = []
     try:
-        points, seconds = _train(recipe, corpus, where, precision)
+        _train(recipe, corpus, where, precision, points, seconds)
     except RunError as error:
         failed = str(error)
     finally:
         gc.collect()
         if where.type == "cuda":
             torch.cuda.empty_cache()
+    if not failed and not all(math.isfinite(points[-1][name]) for name in LOSSES):
+        failed = f"a held-out loss is no number after round {points[-1]['round']}"
     later = seconds[1:] or seconds  # the first round compiles
-    last = points[-1] if points else dict.fromkeys(("round", *LOSSES))
+    last = dict.fromkeys(LOSSES) if failed else points[-1]
     return {
         "row": row,
         "scale": scale,
@@ -69,15 +74,21 @@ def run_trial(row: str, scale: str, recipe: Recipe, device: str, commit: str) ->
     }
 
 
-def _train(recipe: Recipe, corpus: Corpus, device: torch.device, precision: str) -> tuple[list, list[float]]:
-    """The held-out losses by round, and the seconds of every round."""
+def _train(
+    recipe: Recipe,
+    corpus: Corpus,
+    device: torch.device,
+    precision: str,
+    points: list[dict[str, Any]],
+    seconds: list[float],
+) -> None:
+    """Adds the held-out losses to `points` and each round's time to `seconds`, as it goes."""
     compiled = device.type == "cuda"
     free = int(torch.cuda.mem_get_info(device)[0] * 0.92) if compiled else available_host_bytes()
     plan = plan_simulator(recipe, precision, free, compiled=compiled, can_park=compiled)
     fleet = SimulatedFleet(recipe, corpus, device, precision, plan, compiled)
     fleet.scorer = Scorer(_scored_together(recipe), corpus, fleet.bases, device, fleet.dtype)
-    points: list[dict[str, Any]] = [{"round": 0} | fleet.evaluate()]
-    seconds: list[float] = []
+    points.append({"round": 0} | fleet.evaluate())
     clock = time.perf_counter()
 
     def after(round_number: int, trained_seconds: float) -> None:
@@ -89,7 +100,6 @@ def _train(recipe: Recipe, corpus: Corpus, device: torch.device, precision: str)
         clock = now
 
     run_rounds(fleet, LocalExchange(recipe), range(1, recipe.outer.rounds + 1), lambda h: None, after)
-    return points, seconds
 
 
 def _scored_together(recipe: Recipe) -> Recipe:
@@ -109,4 +119,4 @@ def _thin(points: list) -> list:
 
 
 def _rounded(loss: float | None) -> float | None:
-    return None if loss is None else round(loss, 6)
+    return round(loss, 6) if loss is not None and math.isfinite(loss) else None

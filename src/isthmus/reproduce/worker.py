@@ -7,10 +7,10 @@ here, so that a parent that dies loses nothing that is finished. Ends when stdin
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from isthmus.config import parse_recipe
-from isthmus.errors import ConfigError
 from isthmus.reproduce.lines import append
 
 
@@ -26,7 +26,8 @@ def main() -> int:
             line = run_trial(task["row"], task["scale"], recipe, task["device"], task["commit"])
             append(Path(task["file"]), line)
             answer = {key: value for key, value in line.items() if key not in ("curve", "recipe")}
-        except (ConfigError, RuntimeError, OSError) as error:  # the next run may fare better
+        except Exception as error:  # whatever it was, the next run may fare better
+            traceback.print_exc()
             answer = {"fault": f"{type(error).__name__}: {error}".splitlines()[0]}
         print(json.dumps(answer), file=answers, flush=True)
     return 0
