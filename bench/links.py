@@ -8,11 +8,11 @@ pair with a token bucket. Every line of the table is a run of its own, by `isthm
 `isthmus join`; the bucket is a folder. The link time is that of one direction, as both go at once. Other work
 on this computer makes the short steps longer and the ratios smaller.
 
-The prediction is `isthmus plan`'s, by its event simulation. The rate of the machines (tflops) comes from one
-more run, over a cable without a rate: the operations of an inner step over the seconds that its stages say
-they computed, two processes of one thread on this computer, as in the runs that are predicted. Links are
-taken at their stated rate, headers not counted. Bytes are those of the whole run between stages, as the
-processes counted them.
+The prediction is `isthmus plan`'s, by its event simulation, links at their stated rate, headers not counted.
+It needs the rate of the machines (tflops): the operations of an inner step over the seconds that the stages
+say they computed, not over what the step took. "beforehand" takes it from one more run, over a cable without
+a rate; "predicted" from the stages of the same run, because two processes on a busy computer compute now
+faster and now slower. Bytes are those of the whole run between stages, as the processes counted them.
 
 --auto plans with `compression = "auto"`, and runs what it picked and the next milder k/d, each with m and
 with 2 m micro-batches of the same size: the difference is the pipeline when it is full. Busy is what the
@@ -108,10 +108,14 @@ def calibrate(args: argparse.Namespace) -> float:
     """The training rate of one machine, in TFLOP/s: see above."""
     text = recipe_text(args, mbps=1e5, ratio=args.ratios[-1])
     told = measure(text, 0.0)
-    rate = step_flops(parse_recipe(text)) / sum(told.stage_seconds) / 1e12
+    rate = rate_of(parse_recipe(text), told)
     stages = ", ".join(f"{each:.3f}" for each in told.stage_seconds)
     say(f"without a rate: {told.step_seconds:.3f} s a step, stages compute {stages} s: {rate:.4f} TFLOP/s")
     return rate
+
+
+def rate_of(recipe: Recipe, told: Measured) -> float:
+    return step_flops(recipe) / sum(told.stage_seconds) / 1e12
 
 
 def recipe_text(
@@ -140,15 +144,16 @@ def by_ratio(args: argparse.Namespace, tflops: float) -> list[dict[str, Any]]:
     rows = []
     for mbps in args.mbps:
         for ratio in args.ratios:
-            text = recipe_text(args, mbps=mbps, ratio=ratio, tflops=tflops)
+            text = recipe_text(args, mbps=mbps, ratio=ratio)
             recipe = parse_recipe(text)
-            (kind,) = predict(recipe).kinds
             told = measure(text, mbps)
+            (before,), (kind,) = predict(recipe, tflops).kinds, predict(recipe, rate_of(recipe, told)).kinds
             rows.append(
                 {
                     "mbps": mbps,
                     "ratio": ratio,
                     "link_seconds": link_seconds(recipe, mbps),
+                    "beforehand_seconds": before.step.seconds,
                     "predicted_seconds": kind.step.seconds,
                     "predicted_bytes": sum(kind.bytes[purpose] for purpose in PURPOSES),
                 }
@@ -159,13 +164,15 @@ def by_ratio(args: argparse.Namespace, tflops: float) -> list[dict[str, Any]]:
 
 
 def by_ratio_table(rows: list[dict[str, Any]]) -> str:
-    columns = ("Mb/s", "k/d", "link s", "step s", "shorter", "predicted", "ratio", "MB", "predicted", "ratio")
-    lines = ["{:>6} {:>6} {:>8} {:>8} {:>8} {:>10} {:>6} {:>9} {:>10} {:>6}".format(*columns)]
+    columns = ("Mb/s", "k/d", "link s", "step s", "shorter", "predicted", "ratio", "beforehand", "ratio")
+    columns += ("MB", "predicted", "ratio")
+    lines = ["{:>6} {:>6} {:>8} {:>8} {:>8} {:>10} {:>6} {:>10} {:>6} {:>9} {:>10} {:>6}".format(*columns)]
     first = {row["mbps"]: row["step_seconds"] for row in reversed(rows)}
     for row in rows:
-        step, predicted = row["step_seconds"], row["predicted_seconds"]
+        step, predicted, before = (row[f"{of}_seconds"] for of in ("step", "predicted", "beforehand"))
         line = f"{row['mbps']:6g} {row['ratio']:>6} {row['link_seconds']:8.3f} {step:8.3f} "
         line += f"{first[row['mbps']] / step:7.1f}x {predicted:10.3f} {predicted / step:6.2f} "
+        line += f"{before:10.3f} {before / step:6.2f} "
         counted, foreseen = row["run_bytes"], row["predicted_bytes"]
         lines.append(line + f"{counted / 1e6:9.3f} {foreseen / 1e6:10.3f} {foreseen / counted:6.3f}")
     return "\n".join(lines)

@@ -24,6 +24,7 @@ CASES = {  # settings and precision
     "4 stages, 1/4": ([], "fp64"),
     "4 stages, open": (["replicas.edge.compression=none"], "fp64"),
     "4 stages, 1/8, fp32": ([*FP32, "replicas.edge.compression=1/8"], "fp32"),
+    "4 stages, 1/4, split": (["inner.backward=split"], "fp64"),
     "2 stages, 1/8": (["replicas.edge.stages=2", "replicas.edge.compression=1/8"], "fp64"),
     "2 stages, open, fp32": ([*FP32, "replicas.edge.stages=2", "replicas.edge.compression=none"], "fp32"),
 }
@@ -171,15 +172,19 @@ def test_depths_follow_measured_times_and_the_limit():
 
 
 @pytest.mark.parametrize("schedule", ["auto", "1f1b", "gpipe"])
+@pytest.mark.parametrize("backward", ["whole", "split"])
 @pytest.mark.parametrize("limit", [1, 2, 3, 8])
-def test_no_stage_holds_more_than_in_flight_and_the_weights_do_not_depend_on_it(monkeypatch, schedule, limit):
-    recipe = parse_recipe(RECIPE, [f"inner.in_flight={limit}", "inner.micro_batches=8"])
+def test_no_stage_holds_more_than_in_flight_and_the_weights_do_not_depend_on_it(
+    monkeypatch, schedule, limit, backward
+):
+    settings = [f"inner.in_flight={limit}", "inner.micro_batches=8", f"inner.backward={backward}"]
+    recipe = parse_recipe(RECIPE, settings)
     member = recipe.fleet()[1]
     most, forward = [0] * member.config.stages, Stage.forward
 
     def counted(stage, *inputs):
         out = forward(stage, *inputs)
-        most[stage.index] = max(most[stage.index], len(stage.held))
+        most[stage.index] = max(most[stage.index], stage.num_in_flight)
         return out
 
     monkeypatch.setattr(Stage, "forward", counted)

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from isthmus.replica.schedule import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     deep,
     depths,
+    filled,
     gpipe,
     in_flight,
     one_f_one_b,
@@ -103,6 +106,35 @@ def test_on_a_slow_link_deep_comes_near_the_ceiling_where_1f1b_and_gpipe_do_not(
     if ratio > 0.5:
         assert ours < 0.75 * simulate_schedule(one_f_one_b(num_stages, num_micro_batches), **slow)
         assert ours < simulate_schedule(gpipe(num_stages, num_micro_batches), **slow)
+
+
+@given(**SIZES, **TIMES, wrong=st.floats(0.1, 10))
+def test_a_filled_schedule_splits_every_backward_within_the_same_memory_and_never_stops(
+    num_stages, num_micro_batches, t, link, latency, limit, wrong
+):
+    whole = deep(
+        num_stages, num_micro_batches, depths(num_stages, num_micro_batches, t, link, latency, limit)
+    )
+    split = filled(whole, t / 3, 2 * t / 3, link, latency, limit)
+    for order, before in zip(split, whole, strict=True):
+        for kind in (Forward, BackwardInput, BackwardWeight):
+            assert [a.micro_batch for a in order if type(a) is kind] == list(range(num_micro_batches))
+        for i in range(num_micro_batches):
+            assert order.index(Forward(i)) < order.index(BackwardInput(i)) < order.index(BackwardWeight(i))
+        assert in_flight(order) <= (limit or max(in_flight(o) for o in whole))
+        assert [type(a) for a in order if type(a) is not BackwardWeight] == [
+            BackwardInput if type(a) is Backward else Forward for a in before
+        ]
+    # Every stage still computes all there is to compute; times that were wrong change no order into a stop.
+    assert simulate_schedule(split, t / 3, 2 * t / 3, link, latency) >= num_micro_batches * t * (1 - 1e-9)
+    simulate_schedule(split, t / 3, 2 * t / 3, wrong * link, latency)
+
+
+@pytest.mark.parametrize(("ratio", "gain"), [(0.2, 0.12), (0.6, 0.15), (0.9, 0.04)])
+def test_weight_gradients_in_the_waits_shorten_the_step_where_no_whole_backward_can(ratio, gain):
+    whole = deep(4, 16, depths(4, 16, 1.0, ratio, 0.0))
+    times = (1 / 3, 2 / 3, ratio, 0.0)
+    assert simulate_schedule(filled(whole, *times), *times) < (1 - gain) * simulate_schedule(whole, *times)
 
 
 def test_depths_that_increase_are_refused():

@@ -127,6 +127,7 @@ class InnerConfig:
     batch: int = 32  # sequences per replica and inner step
     micro_batches: int = 8  # of a pipelined replica's inner step
     in_flight: int = 0  # the most of them that a stage holds activations of; 0: as many as its link asks for
+    backward: str = "whole"  # or "split": weight gradients are computed where a stage would wait
     lr: float = 3e-4
     warmup_steps: int = 500
     warmup_start: float = 0.1  # share of lr at the first step
@@ -155,6 +156,7 @@ class InnerConfig:
                 raise ConfigError(
                     f"inner.{name} is {getattr(self, name)}; a share of inner.lr lies in [0, 1]"
                 )
+        choice("inner.backward", self.backward, ("whole", "split"))
         choice("inner.clip_scope", self.clip_scope, ("replica", "stage"))
         choice("inner.precision", self.precision, ("auto", "fp32", "bf16", "fp64"))
 

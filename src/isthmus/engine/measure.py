@@ -11,7 +11,7 @@ from isthmus.replica.base import Replica
 from isthmus.replica.pipelined import PipelinedReplica
 
 # What a stage computes in an inner step; all else is waiting, or a link.
-STAGE_WORK = ("forward", "backward", "squared_norm", "step")
+STAGE_WORK = ("forward", "backward", "backward_input", "backward_weight", "squared_norm", "step")
 SUMMED = ("forth_bytes", "back_bytes")  # over the replicas of a kind; the other figures are means
 AVERAGED = ("compute_seconds", "up_seconds", "down_seconds")
 

@@ -47,8 +47,13 @@ def rope_table(model: ModelConfig, length: int, dtype: torch.dtype = torch.float
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T over the last axis; the master weight is read in the stream's precision."""
+def linear(x: Tensor, weight: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+    """x W^T over the last axis; the master weight is read in the stream's precision.
+
+    A stage that postpones weight gradients hands in the product itself in a weight's place.
+    """
+    if callable(weight):
+        return weight(x)
     weight = weight.to(x.dtype)
     if weight.dim() == 2:
         return x @ weight.mT

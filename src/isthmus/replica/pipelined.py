@@ -13,10 +13,14 @@ from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError
 from isthmus.replica.schedule import (
     Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Schedule,
     deep,
     depths,
+    filled,
     gpipe,
     in_flight,
     limited,
@@ -29,6 +33,7 @@ from isthmus.replica.stage import Stage
 # micro-batch 0.
 CONTROL = (Part("control", (5,), torch.float64),)
 FIRST_LOOK, LOOK_EVERY = 3, 20  # inner steps until depths are chosen from measured times, and then again
+FORWARD_SHARE = 1 / 3  # of a micro-batch's compute
 SLACK = 1.15  # on measured round trips: a link that jitters finds no room in an exact fit
 
 
@@ -115,7 +120,12 @@ class PipelinedReplica:
 
     def _deep(self, t_seconds: float, one_way_seconds: float) -> Schedule:
         s, m = self.num_stages, self.num_micro_batches
-        return deep(s, m, depths(s, m, t_seconds, one_way_seconds, 0.0, self.limit))
+        schedule = deep(s, m, depths(s, m, t_seconds, one_way_seconds, 0.0, self.limit))
+        if self.recipe.inner.backward == "split":
+            # How much of a crossing is rate and how much latency is not known; as an order, either serves.
+            forward = FORWARD_SHARE * t_seconds
+            schedule = filled(schedule, forward, t_seconds - forward, one_way_seconds, 0.0, self.limit)
+        return schedule
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -232,14 +242,20 @@ class _Run:
             self.after.expect([back] * num_micro_batches + [CONTROL], depths[s])
 
     def ready(self, action: Action) -> bool:
+        if isinstance(action, BackwardWeight):
+            return True
         end = self.before if isinstance(action, Forward) else self.after
         return end is None or end.ready()
 
     def act(self, action: Action) -> None:
         if isinstance(action, Forward):
             self._forward(action.micro_batch)
+        elif isinstance(action, Backward | BackwardInput):
+            self._backward(action.micro_batch, whole=isinstance(action, Backward))
         else:
-            self._backward(action.micro_batch)
+            started = time.perf_counter()
+            self.stage.backward_weight(action.micro_batch)
+            self.compute_seconds += time.perf_counter() - started
 
     def _forward(self, i: int) -> None:
         z_in, tokens = (None, self.micro_batches[i]) if not self.before else self.before.take(self.patience)
@@ -256,12 +272,12 @@ class _Run:
             self.first_in, self.first_out = started, sent
         self.compute_seconds += time.perf_counter() - started
 
-    def _backward(self, i: int) -> None:
+    def _backward(self, i: int, whole: bool) -> None:
         (grad,) = self.after.take(self.patience) if self.after else (None,)
         started = time.perf_counter()
         if i == 0:
             self.first_back = started
-        back = self.stage.backward(i, grad)
+        back = self.stage.backward(i, grad) if whole else self.stage.backward_input(i, grad)
         if self.before:
             self.before.send({"gradients": back})
         if i == 0:

@@ -4,6 +4,9 @@ A schedule holds, for every stage, its actions in order. A stage runs `depth` mi
 its first backward and then alternates, so `depth` is also the most it has in flight. 1F1B and GPipe are the
 two ends (depths S - s and m); a slow link wants something between, deep enough that a gradient is back by the
 time the stage has nothing else to do, and no deeper than memory allows.
+
+A backward may be split: what the stage before waits for is the gradient of the input, and it can leave before
+those of the weights are computed, which nobody waits for until the inner step ends. They fill waits instead.
 """
 
 import math
@@ -22,9 +25,25 @@ class Backward:
     micro_batch: int
 
 
-Action = Forward | Backward
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """The part of a backward that the stage before waits for."""
+
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """The rest of it; until then the micro-batch is held."""
+
+    micro_batch: int
+
+
+Action = Forward | Backward | BackwardInput | BackwardWeight
 Schedule = tuple[tuple[Action, ...], ...]  # [stage][place in its order]
 Times = float | Sequence[float]  # the same everywhere, or one for each stage or link
+_HELD = {Forward: 1, Backward: -1, BackwardInput: 0, BackwardWeight: -1}
+WEIGHT_SHARE = 0.5  # of a backward: a matrix product for the input, and one like it for the weight
 
 
 def depths(
@@ -93,9 +112,54 @@ def in_flight(order: Sequence[Action]) -> int:
     """The most micro-batches that a stage with this order holds activations of."""
     held = most = 0
     for action in order:
-        held += 1 if isinstance(action, Forward) else -1
+        held += _HELD[type(action)]
         most = max(most, held)
     return most
+
+
+def filled(
+    schedule: Schedule,
+    forward_seconds: Times,
+    backward_seconds: Times,
+    link_seconds: Times,
+    latency_seconds: Times,
+    hold: int = 0,
+) -> Schedule:
+    """The same order with every backward split, and weight gradients where a stage would wait.
+
+    A stage that holds `hold` micro-batches computes one that it owes before another forward; 0: as many as
+    the deepest stage holds anyway, so that the machine with the fullest memory needs no more of it. The times
+    decide only the order: whatever they are, weight gradients are summed in the order of the micro-batches.
+    """
+    hold = hold or max(in_flight(order) for order in schedule)
+    line = _Line(len(schedule), forward_seconds, backward_seconds, link_seconds, latency_seconds)
+    todo = [
+        [BackwardInput(a.micro_batch) if isinstance(a, Backward) else a for a in reversed(order)]
+        for order in schedule
+    ]
+    owed: list[list[Action]] = [[] for _ in schedule]
+    orders: list[list[Action]] = [[] for _ in schedule]
+    held = [0] * len(schedule)
+    while True:
+        # The stage that is earliest in time goes first: it knows all that has been sent to it by then.
+        choices = []
+        for s, actions in enumerate(todo):
+            start = line.start(s, actions[-1]) if actions else None
+            full = bool(actions) and isinstance(actions[-1], Forward) and held[s] >= hold
+            if owed[s] and (start is None or start > line.clock[s] or full):
+                choices.append((line.clock[s], s, owed[s]))
+            elif start is not None:
+                choices.append((start, s, actions))
+        if not choices:
+            break
+        _, s, source = min(choices, key=lambda choice: choice[:2])
+        action = source.pop()
+        line.run(s, action)
+        orders[s].append(action)
+        held[s] += _HELD[type(action)]
+        if isinstance(action, BackwardInput):
+            owed[s].insert(0, BackwardWeight(action.micro_batch))
+    return tuple(map(tuple, orders))
 
 
 def simulate_schedule(
@@ -110,36 +174,60 @@ def simulate_schedule(
     Receives are posted ahead and sends are asynchronous: a stage waits for input only. A link carries one
     micro-batch at a time each way, link_seconds long, and delivers it latency_seconds after its end.
     """
-    num_stages = len(schedule)
-    compute = {Forward: _each(forward_seconds, num_stages), Backward: _each(backward_seconds, num_stages)}
-    link = _each(link_seconds, num_stages - 1)  # [s] between stages s and s + 1
-    latency = _each(latency_seconds, num_stages - 1)
-    arrived: dict[tuple[int, Action], float] = {}  # when a stage holds what an action of it needs
-    link_free: dict[tuple[int, type], float] = {}
-    clock, at = [0.0] * num_stages, [0] * num_stages
+    line = _Line(len(schedule), forward_seconds, backward_seconds, link_seconds, latency_seconds)
+    at = [0] * len(schedule)
     moved = True
     while moved:
         moved = False
         for s, order in enumerate(schedule):
-            while at[s] < len(order):
-                action = order[at[s]]
-                kind = type(action)
-                fed = (kind is Forward and s == 0) or (kind is Backward and s == num_stages - 1)
-                if not fed and (s, action) not in arrived:
-                    break
-                start = max(clock[s], 0.0 if fed else arrived[s, action])
-                clock[s] = start + compute[kind][s]
+            while at[s] < len(order) and line.start(s, order[at[s]]) is not None:
+                line.run(s, order[at[s]])
                 at[s] += 1
                 moved = True
-                to = s + 1 if kind is Forward else s - 1
-                if 0 <= to < num_stages:
-                    edge = min(s, to)
-                    sent = max(clock[s], link_free.get((edge, kind), 0.0)) + link[edge]
-                    link_free[edge, kind] = sent
-                    arrived[to, action] = sent + latency[edge]
     if any(place < len(order) for place, order in zip(at, schedule, strict=True)):
         raise ValueError(f"this schedule stops for ever, its stages after {at} actions")
-    return max(clock)
+    return max(line.clock)
+
+
+class _Line:
+    """Stages in a row and the links between them, each with its own clock."""
+
+    def __init__(self, num_stages: int, forward: Times, backward: Times, link: Times, latency: Times) -> None:
+        self.num_stages, self.clock = num_stages, [0.0] * num_stages
+        back = _each(backward, num_stages)
+        self.compute = {
+            Forward: _each(forward, num_stages),
+            Backward: back,
+            BackwardInput: [(1 - WEIGHT_SHARE) * seconds for seconds in back],
+            BackwardWeight: [WEIGHT_SHARE * seconds for seconds in back],
+        }
+        self.link, self.latency = (
+            _each(link, num_stages - 1),
+            _each(latency, num_stages - 1),
+        )  # [s]: s to s + 1
+        self.arrived: dict[tuple[int, int, int], float] = {}  # (stage, way, micro-batch)
+        self.free: dict[tuple[int, int], float] = {}  # (link, way)
+
+    def start(self, s: int, action: Action) -> float | None:
+        """When a stage that does nothing else can begin; None while what it needs has not been sent."""
+        way = _way(action)
+        if way == 0 or s == (0 if way > 0 else self.num_stages - 1):
+            return self.clock[s]
+        arrived = self.arrived.get((s, way, action.micro_batch))
+        return None if arrived is None else max(self.clock[s], arrived)
+
+    def run(self, s: int, action: Action) -> None:
+        self.clock[s] = self.start(s, action) + self.compute[type(action)][s]
+        way = _way(action)
+        if way and 0 <= s + way < self.num_stages:
+            edge = min(s, s + way)
+            self.free[edge, way] = max(self.clock[s], self.free.get((edge, way), 0.0)) + self.link[edge]
+            self.arrived[s + way, way, action.micro_batch] = self.free[edge, way] + self.latency[edge]
+
+
+def _way(action: Action) -> int:
+    """Where its result goes: to the stage after, to the one before, or nowhere."""
+    return 1 if isinstance(action, Forward) else 0 if isinstance(action, BackwardWeight) else -1
 
 
 def _each(times: Times, count: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""One stage between its boundaries: a micro-batch forward, a micro-batch backward."""
+"""One stage between its boundaries: a micro-batch forward, a micro-batch backward, whole or in two parts."""
 
 from collections.abc import Mapping
 
@@ -13,6 +13,7 @@ from isthmus.model.inner import InnerOpt
 from isthmus.model.llama import embed, head, init_tensor, rope_table, run_layers, token_losses
 from isthmus.replica.base import types_of
 from isthmus.replica.crossings import BasisSet, projected_names, write_projection_
+from isthmus.replica.postponed import Debt, Postponed
 from isthmus.replica.split import EMBEDDING, boundaries, stage_names
 from isthmus.subspace import OpenBoundary, SubspaceBoundary
 
@@ -21,7 +22,8 @@ class Stage:
     """A slice of layers with its own leaves, InnerOpt and, when compressed, the anchor's embedding table.
 
     What crosses a boundary is of the wire's type, both ways; inside the stage it is cast to the stream's.
-    Every micro-batch in flight keeps its activations until its backward.
+    Every micro-batch in flight keeps its activations until its backward, the products of layers until the
+    last part of it. The head's weight gradient is never postponed: it would keep the logits' gradient.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Stage:
             modified={name: torch.tensor([True], device=self.device) for name in modified},
         )
         self.held: dict[int, tuple[Tensor | None, Tensor]] = {}  # micro-batch -> what came in, what went out
+        self.splits = recipe.inner.backward == "split"
+        self.debts: dict[int, Debt] = {}  # of micro-batches in flight, where backwards are split
 
     def _drawn(self, name: str) -> Tensor:
         model = self.recipe.model
@@ -93,7 +97,7 @@ class Stage:
         else:
             leaf = z_in.to(self.dtype).detach().requires_grad_()
             x = self.before.expand(leaf, inputs)  # (B, L, K) -> (B, L, D)
-        x = run_layers(self.params, self.layers, x, self.recipe.model, self.rope)
+        x = run_layers(self._layer_params(micro_batch), self.layers, x, self.recipe.model, self.rope)
         if self.last:
             logits = head(self.params, x, self.recipe.model)  # (B, L, V)
             out = token_losses(logits, targets) / self.recipe.inner.micro_batches
@@ -102,14 +106,46 @@ class Stage:
         self.held[micro_batch] = (leaf, out)
         return out.detach() if self.last else out.detach().to(self.wire)
 
+    def _layer_params(self, micro_batch: int) -> Mapping[str, Tensor | Postponed]:
+        if not self.splits:
+            return self.params
+        debt = self.debts[micro_batch] = Debt()
+        return {
+            name: Postponed(p, debt) if name.startswith("layers.") and p.dim() == 2 else p
+            for name, p in self.params.items()
+        }
+
     def backward(self, micro_batch: int, grad: Tensor | None = None) -> Tensor | None:
         """grad of z_out (B, L, K), none at the last stage -> grad of z_in (B, L, K), none at the first."""
+        back = self._backward_input(micro_batch, grad)
+        self._backward_weight(micro_batch)
+        return back
+
+    def backward_input(self, micro_batch: int, grad: Tensor | None = None) -> Tensor | None:
+        """The part of `backward` that the stage before waits for."""
+        return self._backward_input(micro_batch, grad)
+
+    def backward_weight(self, micro_batch: int) -> None:
+        """The rest of it, in the order of the micro-batches."""
+        self._backward_weight(micro_batch)
+
+    def _backward_input(self, micro_batch: int, grad: Tensor | None) -> Tensor | None:
         leaf, out = self.held.pop(micro_batch)
         out.backward(None if grad is None else grad.to(out.dtype))
         return None if leaf is None else leaf.grad.to(self.wire)
 
+    def _backward_weight(self, micro_batch: int) -> None:
+        if self.splits:
+            self.debts.pop(micro_batch).settle()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Micro-batches of which it keeps activations."""
+        return max(len(self.held), len(self.debts))
+
     def begin_step(self) -> None:
         self.held.clear()
+        self.debts.clear()
         self.opt.zero_grad()
 
     def squared_norm(self) -> float:
