@@ -10,9 +10,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
-from isthmus.outer.aggregate import RunningMean, aggregate_many
+from isthmus.outer.aggregate import RunningMean, aggregate_many, step_many
 from isthmus.outer.feedback import contribute_many, feed_back_many
-from isthmus.sparse import TopK, fused, pack_many, unpack_many
+from isthmus.sparse import TopK, fused, pack_many, unpack_all, unpack_many
 from isthmus.sparse.quantize import two_levels
 from isthmus.sparse.size import HEADER_BYTES
 
@@ -120,19 +120,24 @@ def test_the_step_has_the_same_bits(monkeypatch, how):
     for name, tensor in wanted.items():
         tensor.sub_(mean[name] * 0.7)
     monkeypatch.setattr(fused, "usable", lambda device: True)
-    anchor, running = tensors(9), RunningMean(how)
+    summed, straight, running = tensors(9), tensors(9), RunningMean(how)
     for one in data:
         running.add(unpack_many(one, DEVICE))
-    running.step(anchor, 0.7)
+    running.step(summed, 0.7)
+    plain = [name for name in SHAPES if name == "odd"]  # padded: no kernel for it
+    for names in ([name for name in SHAPES if name not in plain], plain):
+        step_many(straight, [bundle.part(names) for bundle in unpack_all(data, DEVICE)], 0.7, how)
     for name in SHAPES:
-        assert torch.equal(anchor[name].cpu(), wanted[name])
+        assert torch.equal(summed[name].cpu(), wanted[name])
+        assert torch.equal(straight[name].cpu(), wanted[name])
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 40000, 70001])
 def test_a_checksum_from_the_device_is_zlibs(kernels, size):
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    share = fused.crc_share(data.to(DEVICE)).item()
-    assert fused.finish_crc(b"before", share, size) == zlib.crc32(b"before" + data.numpy().tobytes())
+    shares = fused.crc_share(torch.stack([data, data.flip(0)]).to(DEVICE)).tolist()
+    for share, row in zip(shares, (data, data.flip(0)), strict=True):
+        assert fused.finish_crc(b"before", share, size) == zlib.crc32(b"before" + row.numpy().tobytes())
 
 
 def test_an_entry_that_is_not_finite_is_refused_by_name(kernels):

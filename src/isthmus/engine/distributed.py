@@ -121,7 +121,7 @@ class RealFleet:
             sent = self.outer.contribute(params, self.feedback)
         except ValueError as error:
             raise RunError(f"replica {self.member.name}: {error}") from error
-        packed = {i: pack_many({n: sent[n] for n in self.ledger.shards[i]}) for i in self.writes}
+        packed = {i: pack_many(sent.part(self.ledger.shards[i])) for i in self.writes}
         self.pending = Contribution(self.member.name, packed)
         self.save(round_index + 1)
         self.told.state = "delivering"

@@ -19,7 +19,7 @@ from isthmus.planner.memory import SimulatorPlan
 from isthmus.replica.crossings import BasisSet, crossings_of
 from isthmus.replica.split import EMBEDDING
 from isthmus.replica.stack import Stack
-from isthmus.sparse import pack_many, unpack_many
+from isthmus.sparse import pack_many, unpack_all
 from isthmus.subspace import grassmann_step
 from isthmus.traffic import shards
 
@@ -121,19 +121,15 @@ class SimulatedFleet:
             sent = self.outer.contribute(stack.row(stack.params, i), stack.row(stack.feedback, i))
         except ValueError as error:
             raise RunError(f"replica {stack.members[i].name}: {error}") from error
-        packed = {i: pack_many({n: sent[n] for n in names}) for i, names in enumerate(self.shards)}
+        packed = {i: pack_many(sent.part(names)) for i, names in enumerate(self.shards)}
         return Contribution(stack.members[i].name, packed)
 
     def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
         """Decode what the exchange returned and take the anchor to theta^(t)."""
         if self.outer:
-            payloads = []
-            for contribution in contributions:
-                tensors = {}
-                for shard in contribution.shards.values():
-                    tensors |= unpack_many(shard, device=self.device)
-                payloads.append(tensors)
-            self.outer.apply(payloads)
+            # Shard by shard, as the machines of a pipelined replica would: each sums what it holds.
+            for i in range(len(self.shards)):
+                self.outer.apply(unpack_all([one.shards[i] for one in contributions], self.device))
         self._turn_basis(round_number * self.recipe.outer.inner_steps - 1)
 
     def _turn_basis(self, inner_step: int) -> None:

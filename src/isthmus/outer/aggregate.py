@@ -5,13 +5,15 @@ and in the end one division, by a tensor (CUDA multiplies by a reciprocal when i
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
 
 from isthmus.sparse import fused
-from isthmus.sparse.size import Layout
-from isthmus.sparse.topk import SparseChunks, add_at, flat_positions, group_names, origins
+from isthmus.sparse.bundle import Bundle, Shapes, SparseChunks, arrange, owners
+from isthmus.sparse.topk import add_at, flat_positions, origins
 
 Item = Tensor | SparseChunks
 
@@ -28,53 +30,46 @@ class RunningMean:
             raise ValueError(f"aggregation is {how!r}; it is 'contributors' or 'all'")
         self.how = how
         self.num_added = 0
-        self.places: dict[str, Layout] = {}
+        self.key: tuple = ()
         self.shapes: dict[str, torch.Size] = {}
 
-    def _prepare(self, payloads: Mapping[str, SparseChunks]) -> None:
-        """Lay out one flat accumulator for all tensors, and find where their chunks start in it."""
-        self.places = {name: payload.layout for name, payload in payloads.items()}
-        self.shapes = {name: payload.shape for name, payload in payloads.items()}
-        first = next(iter(payloads.values())).values
-        start, offset = 0, {}
-        for name, shape in self.shapes.items():
-            offset[name], start = start, start + shape.numel()
-        self.total = torch.zeros(start, dtype=first.dtype, device=first.device)
+    def _prepare(self, bundle: Bundle) -> None:
+        """One flat accumulator for all tensors, and where their chunks start in it."""
+        self.key, self.shapes = bundle.key, bundle.shapes
+        first = bundle.groups[0].values
+        size = sum(shape.numel() for shape in self.shapes.values())
+        self.total = torch.zeros(size, dtype=first.dtype, device=first.device)
         contributors = self.how == "contributors"
-        self.count = torch.zeros(start, dtype=torch.int16, device=first.device) if contributors else None
-        self.groups = []
-        for names in group_names(self.places):
-            places = [self.places[name] for name in names]
-            origin = torch.cat(
-                [origins(self.places[name], first.device) + offset[name] for name in names]
-            )  # (C,)
-            skip = _per_chunk([place.cols - place.width for place in places], places, first.device)
-            quick = fused.usable(first.device) and fused.fits(places[0]) and first.dtype == torch.float32
-            self.groups.append((names, places[0].width, origin, skip[:, None], quick))
+        self.count = torch.zeros(size, dtype=torch.int16, device=first.device) if contributors else None
+        self.starts = _starts(*bundle.key, first.device)
 
     @torch.no_grad()
     def add(self, payloads: Mapping[str, SparseChunks], factors: Mapping[str, Tensor] | None = None) -> None:
         """Add one replica's payloads, each multiplied by its factor."""
+        if not payloads:
+            raise ValueError("a replica's payloads are empty")
+        bundle = Bundle.of(payloads)
         if not self.num_added:
-            if not payloads:
-                raise ValueError("a replica's payloads are empty")
-            self._prepare(payloads)
-        if payloads.keys() != self.places.keys():
-            odd = sorted(payloads.keys() ^ self.places.keys())
+            self._prepare(bundle)
+        if bundle.shapes.keys() != self.shapes.keys():
+            odd = sorted(bundle.shapes.keys() ^ self.shapes.keys())
             raise ValueError(f"replicas sent different tensors: {', '.join(odd[:3])}")
-        for name, payload in payloads.items():
-            same = payload.shape == self.shapes[name] and payload.layout == self.places[name]
-            if not same or payload.values.dtype != self.total.dtype:
-                raise ValueError(
-                    f"replicas sent {name or 'the tensor'} in different shapes, chunks or dtypes"
-                )
-        for names, width, origin, skip, quick in self.groups:
-            index = torch.cat([payloads[name].index for name in names])  # (C, J)
-            values = torch.cat([_scaled(payloads[name].values, factors and factors[name]) for name in names])
-            if quick:
-                fused.add(self.total, self.count, origin, skip, index, values)
+        if list(bundle.shapes) != list(self.shapes):
+            bundle = bundle.part(list(self.shapes))
+        if bundle.key != self.key or bundle.groups[0].values.dtype != self.total.dtype:
+            name = next((n for n, shape in bundle.shapes.items() if shape != self.shapes[n]), "")
+            raise ValueError(f"replicas sent {name or 'tensors'} in different shapes, chunks or dtypes")
+        arrangement = arrange(*self.key)
+        for names, group, start in zip(arrangement.groups, bundle.groups, self.starts, strict=True):
+            places = [arrangement.layouts[name] for name in names]
+            values = group.values
+            if factors is not None:
+                factor = torch.stack([factors[name] for name in names]).to(values.dtype)
+                values = values * factor[owners(tuple(p.chunks for p in places), values.device)][:, None]
+            if fused.usable(values.device) and fused.fits(places[0]) and values.dtype == torch.float32:
+                fused.add(self.total, self.count, *start, places[0].width, group.index, values)
                 continue
-            position = flat_positions(index, width, origin, skip)
+            position = flat_positions(group.index, places[0].width, start[0], start[1][:, None])
             add_at(self.total, position, values)
             if self.count is not None:
                 add_at(self.count, position, values != 0)
@@ -87,16 +82,16 @@ class RunningMean:
         Divided, scaled, then subtracted, each rounded: a fused multiply-add on one device could round
         differently on another.
         """
-        if not fused.usable(self.total.device) or self.total.dtype != torch.float32:
+        if not self.num_added:
+            raise ValueError("there is nothing to aggregate")
+        tensors = [self.total, *(anchor[name] for name in self.shapes)]
+        if not fused.usable(self.total.device) or not all(
+            tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors
+        ):
             for name, mean in self.result().items():
                 anchor[name].sub_(mean * step_size)
             return
-        start = 0
-        for name, shape in self.shapes.items():
-            at = slice(start, start + shape.numel())
-            count = None if self.count is None else self.count[at]
-            fused.apply(anchor[name], self.total[at], count, self.num_added, step_size)
-            start = at.stop
+        fused.apply(tensors[1:], self.total, self.count, self.num_added, step_size)
 
     def result(self) -> dict[str, Tensor]:
         """The mean, by name: views of one buffer. The accumulator is used up."""
@@ -165,6 +160,35 @@ def sum_many(
     return mean
 
 
+@torch.no_grad()
+def step_many(
+    anchor: Mapping[str, Tensor],
+    replicas: Sequence[Mapping[str, SparseChunks]],
+    step_size: float,
+    how: str = "contributors",
+    clip: str | None = None,
+) -> None:
+    """anchor -= step_size * mean (eq. 2 of arXiv 2601.02360); every holder of the anchor reaches the same
+    bits. On a GPU a few replicas' payloads move the anchor directly, without an accumulator."""
+    bundles = [Bundle.of(payloads) for payloads in replicas if payloads]
+    device = next(iter(anchor.values())).device
+    if fused.usable(device) and clip is None and 0 < len(bundles) == len(replicas) <= fused.MAX_REPLICAS:
+        layouts, groups, _ = arrange(*bundles[0].key)
+        tensors = [anchor[name] for name in bundles[0]]
+        tensors += [group.values for bundle in bundles for group in bundle.groups]
+        if (
+            all(bundle.key == bundles[0].key for bundle in bundles)
+            and all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+            and all(map(fused.fits, layouts.values()))
+        ):
+            for i, names in enumerate(groups):
+                parts = [bundle.groups[i] for bundle in bundles]
+                places = [layouts[name] for name in names]
+                fused.step([anchor[name] for name in names], parts, places, step_size, how == "contributors")
+            return
+    sum_many(replicas, how, clip).step(anchor, step_size)
+
+
 def _aggregate_dense(items: list[Item], how: str, factors: Tensor | None) -> Tensor:
     """The same with dense tensors among the items."""
     if how not in ("contributors", "all"):
@@ -204,10 +228,21 @@ def _scaled(values: Tensor, factor: Tensor | None) -> Tensor:
     return values if factor is None else values * factor.to(values.dtype)
 
 
-def _per_chunk(numbers: list[int], places: list[Layout], device: torch.device) -> Tensor:
-    counts = torch.tensor([place.chunks for place in places], device=device)
-    total = sum(place.chunks for place in places)
-    return torch.repeat_interleave(torch.tensor(numbers, device=device), counts, output_size=total)
+@lru_cache(maxsize=64)
+def _starts(shapes: Shapes, side: int, keep: int, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
+    """For each group, where its chunks start in the accumulator, and columns less a chunk's width: (C,)."""
+    layouts, groups, _ = arrange(shapes, side, keep)
+    offset, size = {}, 0
+    for name, shape in shapes:
+        offset[name], size = size, size + prod(shape)
+    here = torch.device("cpu")
+    starts = []
+    for names in groups:
+        origin = torch.cat([origins(layouts[name], here) + offset[name] for name in names])
+        skip = torch.tensor([layouts[name].cols - layouts[name].width for name in names])
+        owner = owners(tuple(layouts[name].chunks for name in names), here)
+        starts.append((origin.to(device), skip[owner].to(device)))
+    return tuple(starts)
 
 
 def _clip_factors(replicas: list[list[Item]], clip: str | None) -> Tensor | None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from isthmus.config import OuterConfig
 from isthmus.outer.aggregate import aggregate_many
 from isthmus.outer.sparseloco import Payload, SparseLoCo
-from isthmus.sparse import SparseChunks, TopK
+from isthmus.sparse import TopK
+from isthmus.sparse.bundle import Bundle
 
 
 class DiLoCo(SparseLoCo):
@@ -22,9 +23,7 @@ class DiLoCo(SparseLoCo):
         self.velocity = {name: torch.zeros_like(tensor) for name, tensor in anchor.items()}
 
     @torch.no_grad()
-    def contribute(
-        self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]
-    ) -> dict[str, SparseChunks]:
+    def contribute(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> Bundle:
         return self.codec.encode_many({name: self.anchor[name] - param for name, param in params.items()})
 
     @torch.no_grad()

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from isthmus.sparse import fused
-from isthmus.sparse.size import layout
-from isthmus.sparse.topk import SparseChunks, TopK, add_payload, as_sent, group_names, refuse_not_finite
+from isthmus.sparse.bundle import Bundle, Group, SparseChunks, arrange
+from isthmus.sparse.size import Layout
+from isthmus.sparse.topk import TopK, add_payload, as_sent, refuse_not_finite
 
 
 def feed_back(
@@ -26,7 +27,7 @@ def feed_back_many(
     decay: float,
     *,
     in_place: bool = False,
-) -> tuple[dict[str, SparseChunks], dict[str, Tensor]]:
+) -> tuple[Bundle, dict[str, Tensor]]:
     """e <- beta e + Delta; send Q(TOP-kappa(e)); e <- e - what was sent (eq. 2 of arXiv 2601.02360).
 
     What is subtracted is what the receivers decode, so that rounding stays in the feedback as well. With
@@ -53,38 +54,45 @@ def contribute_many(
     codec: TopK,
     decay: float,
     scale: float = 1.0,
-) -> dict[str, SparseChunks]:
+) -> Bundle:
     """`feed_back_many` of scale (anchor - params), with the feedback overwritten. A GPU reads and writes each
     number once, in fused kernels; what they leave and every other device takes the plain way."""
-    places = {name: layout(tuple(p.shape), codec.side, codec.keep) for name, p in params.items()}
-    quick = {
-        name: places[name]
-        for name, param in params.items()
-        if fused.usable(param.device)
-        and fused.fits(places[name])
-        and all(t.dtype == torch.float32 and t.is_contiguous() for t in (anchor[name], param, feedback[name]))
-    }
-    sent: dict[str, SparseChunks] = {}
+    shapes = {name: tuple(param.shape) for name, param in params.items()}
+    layouts, group_names, _ = arrange(tuple(shapes.items()), codec.side, codec.keep)
+    groups: list[Group | None] = []
     odd = []
-    for names in group_names(quick):
-        index, values, codes, base, flag = fused.feed_back(
-            *([tensors[name] for name in names] for tensors in (anchor, params, feedback)),
-            [places[name] for name in names],
-            decay,
-            scale,
-            codec.values == "2bit",
-        )
+    for names in group_names:
+        three = [[tensors[name] for name in names] for tensors in (anchor, params, feedback)]
+        places = [layouts[name] for name in names]
+        if not _quick(three, places):
+            groups.append(None)
+            continue
+        group, flag = fused.feed_back(*three, places, decay, scale, codec.values == "2bit")
         odd.append(flag)
-        if codes is None:
-            values = as_sent(values, codec.values)
-        group = codec.payloads({name: params[name].shape for name in names}, index, values, codes, base)
-        if codes is None:
-            for name, payload in group.items():
-                add_payload(feedback[name], payload, sign=-1)
-        sent |= group
-    plain = {name: (anchor[name] - param) * scale for name, param in params.items() if name not in quick}
+        if codec.values != "2bit":
+            group = Group(group.index, as_sent(group.values, codec.values))
+        groups.append(group)
+    plain = [
+        name for names, group in zip(group_names, groups, strict=True) if group is None for name in names
+    ]
     if plain:
-        sent |= feed_back_many(plain, feedback, codec, decay, in_place=True)[0]
+        pseudo_grads = {name: (anchor[name] - params[name]) * scale for name in plain}
+        rest = iter(feed_back_many(pseudo_grads, feedback, codec, decay, in_place=True)[0].groups)
+        groups = [group or next(rest) for group in groups]
     if odd and torch.cat(odd).any():
-        refuse_not_finite({name: feedback[name] for name in quick})
-    return {name: sent[name] for name in params}
+        refuse_not_finite(feedback)
+    sent = Bundle(shapes, codec.side, codec.keep, codec.values, groups)
+    if codec.values != "2bit":
+        for name in set(params) - set(plain):
+            add_payload(feedback[name], sent[name], sign=-1)
+    return sent
+
+
+def _quick(three: list[list[Tensor]], places: list[Layout]) -> bool:
+    """Whether a group's anchor, parameters and feedback can take the fused way."""
+    tensors = [tensor for some in three for tensor in some]
+    return (
+        fused.usable(tensors[0].device)
+        and all(map(fused.fits, places))
+        and all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+    )

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from isthmus.config import OuterConfig
-from isthmus.outer.aggregate import sum_many
+from isthmus.outer.aggregate import step_many
 from isthmus.outer.feedback import contribute_many
 from isthmus.sparse import SparseChunks, TopK
+from isthmus.sparse.bundle import Bundle
 from isthmus.sparse.topk import add_payload
 
 Payload = Mapping[str, SparseChunks]
@@ -27,9 +28,7 @@ class SparseLoCo:
         self.codec = TopK(config.chunk_side, config.keep, config.values)
 
     @torch.no_grad()
-    def contribute(
-        self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]
-    ) -> dict[str, SparseChunks]:
+    def contribute(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> Bundle:
         """Delta and e of eq. 2; `feedback` is brought to e^(t+1) in place."""
         scale = self.config.step_size if self.config.feedback_lr_scaled else 1.0
         return contribute_many(self.anchor, params, feedback, self.codec, self.config.feedback_decay, scale)
@@ -38,7 +37,7 @@ class SparseLoCo:
     def apply(self, payloads: Sequence[Payload]) -> None:
         """theta^(t) = theta^(t-1) - eta mean; every holder of the anchor reaches the same bits."""
         clip = None if self.config.clip == "none" else self.config.clip
-        sum_many(payloads, self.config.aggregation, clip).step(self.anchor, self.config.step_size)
+        step_many(self.anchor, payloads, self.config.step_size, self.config.aggregation, clip)
 
     @torch.no_grad()
     def take_back(self, sent: Payload, feedback: Mapping[str, Tensor]) -> None:

@@ -17,6 +17,7 @@ _HOME = {
     "packed_many_bytes": "size",
     "to_chunks": "topk",
     "unpack": "wire",
+    "unpack_all": "wire",
     "unpack_many": "wire",
 }
 __all__ = list(_HOME)

@@ -1,8 +1,7 @@
 """The codec on a GPU in a few fused kernels (`kernels`).
 
 Every function here has a plain torch form elsewhere, which is what a CPU runs and what the tests compare
-with, bit for bit where bits matter. Chunks of 64 x 64 without padding take this way, which are all the
-matrices of a model whose sizes are multiples of 64; norms and odd shapes take the plain one.
+with, X
 """
 
 import importlib.util
@@ -13,11 +12,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from isthmus.sparse.bundle import Group, owners
 from isthmus.sparse.quantize import RATIO_OCTAVES, levels, scales
 from isthmus.sparse.size import IndexCode, Layout, index_code
 
-SIDE = 64
+POWERS = {2**i for i in range(4, 13)}  # entries that one program holds
 MAX_KEEP = 128  # levels are found by comparing all pairs of a chunk's values
+MAX_REPLICAS = 16  # of which a chunk's payloads are compared all with all
+APPLY_BLOCK = 4096
 CRC_BYTES, CRC_LANES = 64, 512  # of one lane, of one block
 PLAIN = {"enable_fp_fusion": False}  # a multiply-add rounded once would differ from a CPU's
 
@@ -33,10 +35,10 @@ def usable(device: torch.device) -> bool:
 
 
 def fits(place: Layout) -> bool:
-    """Whether chunks of this layout take the fused way."""
+    """Whether chunks of this layout take the fused way: a power of two of entries, none of them padding."""
     return (
-        (place.height, place.width) == (SIDE, SIDE) and not place.padded and 0 < place.kept <= MAX_KEEP
-        and place.chunks > 0 and not index_code(place.entries, place.kept).bitmap
+        place.entries in POWERS and not place.padded and 0 < place.kept <= MAX_KEEP and place.chunks > 0
+        and not index_code(place.entries, place.kept).bitmap
     )  # fmt: skip
 
 
@@ -45,15 +47,13 @@ def _chunk_table(places: tuple[Layout, ...], device: torch.device) -> tuple[Tens
     """For each chunk of a group its tensor's number and its start there; for each tensor its columns."""
     from isthmus.sparse.topk import origins
 
-    counts = torch.tensor([place.chunks for place in places])
-    owner = torch.repeat_interleave(torch.arange(len(places), dtype=torch.int32), counts)
+    owner = owners(tuple(place.chunks for place in places), device)
     origin = torch.cat([origins(place, torch.device("cpu")) for place in places])
-    cols = torch.tensor([place.cols for place in places])
-    return owner.to(device), origin.to(device), cols.to(device)
+    return owner, origin.to(device), torch.tensor([place.cols for place in places]).to(device)
 
 
 def _wide(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+    return max(2, 1 << (count - 1).bit_length())
 
 
 def _blocks(num_chunks: int, block: int) -> tuple[int]:
@@ -68,16 +68,15 @@ def feed_back(
     decay: float,
     scale: float,
     two_bits: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Group, Tensor]:
     """e <- decay e + scale (anchor - params) in place; what is sent of it, which is taken out of it.
 
-    Gives positions (C, J), values (C, J), for `two_bits` scales (C,) and bases (T,), and a flag that is not
-    zero where an entry is not finite. Without `two_bits` the values are the kept entries as they are, and the
-    feedback still holds them.
+    Gives the group's payload and a flag that is not zero where an entry is not finite. Without `two_bits` the
+    values are the kept entries as they are, and the feedback still holds them.
     """
     from isthmus.sparse import kernels
 
-    device, keep = params[0].device, places[0].kept
+    device, place, keep = params[0].device, places[0], places[0].kept
     owner, origin, cols = _chunk_table(tuple(places), device)
     addresses = [t.data_ptr() for three in zip(anchor, params, feedback, strict=True) for t in three]
     pointers = torch.tensor(addresses).to(device, non_blocking=True)
@@ -87,18 +86,19 @@ def feed_back(
     odd = torch.zeros(1, dtype=torch.int32, device=device)
     kernels.select_kernel[(num_chunks,)](
         pointers, owner, origin, cols, index, values, odd, decay, scale,
-        KEEP=keep, SIDE=SIDE, num_warps=8, **PLAIN,
+        KEEP=keep, HEIGHT=place.height, WIDTH=place.width,
+        num_warps=8 if place.entries > 1024 else 1, **PLAIN,
     )  # fmt: skip
     if not two_bits:
-        return index, values, None, None, odd
+        return Group(index, values), odd
     low, high, zeros = two_levels(values)
-    codes, base = scales(low, high, zeros, high == 0, owner.long(), len(places))
+    codes, base = scales(low, high, zeros, high == 0, owner, len(places))
     low, high = (level[:, 0].contiguous() for level in levels(codes, base[owner]))
     kernels.round_kernel[_blocks(num_chunks, 16)](
         pointers, owner, origin, cols, index, values, codes, low, high, num_chunks,
-        KEEP=keep, WIDE=_wide(keep), BLOCK=16, SIDE=SIDE, **PLAIN,
+        KEEP=keep, WIDE=_wide(keep), BLOCK=16, WIDTH=place.width, **PLAIN,
     )  # fmt: skip
-    return index, values, codes, base, odd
+    return Group(index, values, codes, base), odd
 
 
 def two_levels(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,7 +145,13 @@ def read(
 
 
 def add(
-    total: Tensor, count: Tensor | None, origin: Tensor, skip: Tensor, index: Tensor, values: Tensor
+    total: Tensor,
+    count: Tensor | None,
+    origin: Tensor,
+    skip: Tensor,
+    width: int,
+    index: Tensor,
+    values: Tensor,
 ) -> None:
     """What `RunningMean` does with one payload's chunks."""
     from isthmus.sparse import kernels
@@ -153,17 +159,56 @@ def add(
     num_chunks, keep = index.shape
     kernels.add_kernel[_blocks(num_chunks, 16)](
         total, total if count is None else count, origin, skip, index.contiguous(), values.contiguous(),
-        num_chunks, KEEP=keep, WIDE=_wide(keep), BLOCK=16, SIDE=SIDE, COUNTED=count is not None, **PLAIN,
+        num_chunks, KEEP=keep, WIDE=_wide(keep), BLOCK=16, WIDTH=width, COUNTED=count is not None, **PLAIN,
     )  # fmt: skip
 
 
-def apply(anchor: Tensor, total: Tensor, count: Tensor | None, number: int, step_size: float) -> None:
-    """anchor -= step_size * mean, for one tensor's part of the sums."""
+@lru_cache(maxsize=64)
+def _block_table(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For each block of a buffer cut into tensors: its tensor, its place there; for each tensor its start."""
+    counts = torch.tensor([-(-size // APPLY_BLOCK) for size in sizes])
+    owner = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
+    first = torch.cat([torch.arange(count) * APPLY_BLOCK for count in counts.tolist()])
+    start = torch.tensor([0, *sizes]).cumsum(0)
+    return owner.to(device), first.to(device), start.to(device)
+
+
+def apply(
+    anchor: Sequence[Tensor], total: Tensor, count: Tensor | None, number: int, step_size: float
+) -> None:
+    """anchor -= step_size * mean, where `total` holds the sums of all the tensors one after the other."""
     from isthmus.sparse import kernels
 
-    kernels.apply_kernel[_blocks(anchor.numel(), 2048)](
-        anchor, total, total if count is None else count, float(number), step_size, anchor.numel(),
-        COUNTED=count is not None, BLOCK=2048, num_warps=8, **PLAIN,
+    sizes = tuple(tensor.numel() for tensor in anchor)
+    owner, first, start = _block_table(sizes, total.device)
+    pointers = torch.tensor([tensor.data_ptr() for tensor in anchor]).to(total.device, non_blocking=True)
+    kernels.apply_kernel[(len(owner),)](
+        pointers, owner, first, start, total, total if count is None else count, float(number), step_size,
+        COUNTED=count is not None, BLOCK=APPLY_BLOCK, num_warps=8, **PLAIN,
+    )  # fmt: skip
+
+
+def step(
+    anchor: Sequence[Tensor],
+    payloads: Sequence[Group],
+    places: Sequence[Layout],
+    step_size: float,
+    contributors: bool,
+) -> None:
+    """anchor -= step_size * mean of a group's payloads, of at most MAX_REPLICAS replicas, in order."""
+    from isthmus.sparse import kernels
+
+    device, place = anchor[0].device, places[0]
+    owner, origin, cols = _chunk_table(tuple(places), device)
+    tensors = [tensor.contiguous() for group in payloads for tensor in (group.index, group.values)]
+    pointers = torch.tensor([tensor.data_ptr() for tensor in (*tensors, *anchor)]).to(
+        device, non_blocking=True
+    )
+    replicas = 1 << (len(payloads) - 1).bit_length()
+    kernels.step_kernel[(len(owner),)](
+        pointers, owner, origin, cols, pointers[len(tensors) :], len(payloads), float(len(payloads)),
+        step_size, KEEP=place.kept, WIDE=_wide(place.kept), REPLICAS=replicas, WIDTH=place.width,
+        COUNTED=contributors, num_warps=4, **PLAIN,
     )  # fmt: skip
 
 
@@ -214,16 +259,17 @@ def _crc_tables(num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor, 
 
 
 def crc_share(data: Tensor) -> Tensor:
-    """What `finish_crc` needs of uint8 data on a device, as one int32 there."""
+    """What `finish_crc` needs of rows (R, n) of uint8 data on a device, as (R,) int32 there."""
     from isthmus.sparse import kernels
 
-    (num_blocks,) = _blocks(len(data), CRC_BYTES * CRC_LANES)
+    rows, size = data.shape
+    (num_blocks,) = _blocks(size, CRC_BYTES * CRC_LANES)
     # Tables grow by doubling, so that a run asks for few different ones.
     table, inside, between = _crc_tables(_wide(max(1, num_blocks)), data.device)
-    out = torch.zeros(1, dtype=torch.int32, device=data.device)
+    out = torch.zeros(rows, dtype=torch.int32, device=data.device)
     if num_blocks:
-        kernels.crc_kernel[(num_blocks,)](
-            data, len(data), table, inside, between, out, BYTES=CRC_BYTES, LANES=CRC_LANES
+        kernels.crc_kernel[(num_blocks, rows)](
+            data, size, data.stride(0), table, inside, between, out, BYTES=CRC_BYTES, LANES=CRC_LANES
         )
     return out
 

@@ -1,9 +1,9 @@
 """The codec's inner loops as Triton kernels, launched by `fused`. The plain torch form (topk, quantize, wire,
 outer.aggregate) is the reference that they are tested against.
 
-One chunk of 64 x 64 entries lives in the registers of one program, so that anchor, parameters and feedback
-are read once and the feedback is written once. Kernels run with fused multiply-add off: what is decoded and
-summed must come out the same on every device.
+One chunk of up to 64 x 64 entries lives in the registers of one program, so that anchor, parameters and
+feedback are read once and the feedback is written once. Kernels run with fused multiply-add off: what is
+decoded and summed must come out the same on every device.
 """
 
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 @triton.jit
 def select_kernel(
     pointers, owner, origin, cols, index_out, values_out, odd, decay, scale,
-    KEEP: tl.constexpr, SIDE: tl.constexpr,
+    KEEP: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """e <- decay e + scale (anchor - params), and its KEEP largest magnitudes of one chunk (eq. 2).
 
@@ -22,11 +22,12 @@ def select_kernel(
     """
     chunk = tl.program_id(0).to(tl.int64)
     tensor = tl.load(owner + chunk).to(tl.int64)
-    anchor = tl.load(pointers + 3 * tensor).to(tl.pointer_type(tl.float32))
-    params = tl.load(pointers + 3 * tensor + 1).to(tl.pointer_type(tl.float32))
-    feedback = tl.load(pointers + 3 * tensor + 2).to(tl.pointer_type(tl.float32))
-    place = tl.arange(0, SIDE * SIDE)
-    at = tl.load(origin + chunk) + (place // SIDE) * tl.load(cols + tensor) + place % SIDE
+    start = tl.load(origin + chunk)
+    anchor = tl.load(pointers + 3 * tensor).to(tl.pointer_type(tl.float32)) + start
+    params = tl.load(pointers + 3 * tensor + 1).to(tl.pointer_type(tl.float32)) + start
+    feedback = tl.load(pointers + 3 * tensor + 2).to(tl.pointer_type(tl.float32)) + start
+    place = tl.arange(0, HEIGHT * WIDTH)
+    at = (place // WIDTH) * tl.load(cols + tensor).to(tl.int32) + place % WIDTH  # 64 rows stay below 2^31
     carried = tl.load(feedback + at) * decay + (tl.load(anchor + at) - tl.load(params + at)) * scale
     tl.store(feedback + at, carried)
 
@@ -96,7 +97,7 @@ def levels_kernel(
 @triton.jit
 def round_kernel(
     pointers, owner, origin, cols, index, values, scale, low, high, num_chunks,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Round every kept value to its chunk's low or high level as decoded, and take it out of the feedback."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -118,7 +119,7 @@ def round_kernel(
     place = tl.load(index + at, mask=there, other=0).to(tl.int64)
     step = tl.load(cols + tensor, mask=mine, other=0)[:, None]
     start = tl.load(origin + chunk, mask=mine, other=0)[:, None]
-    slot = feedback[:, None] + (start + (place // SIDE) * step + place % SIDE)
+    slot = feedback[:, None] + (start + (place // WIDTH) * step + place % WIDTH)
     tl.store(slot, value - sent, mask=there)
 
 
@@ -190,7 +191,7 @@ def read_kernel(
 @triton.jit
 def add_kernel(
     total, count, origin, skip, index, values, num_chunks,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr, COUNTED: tl.constexpr,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """total[position] += value; count[position] += 1 if it is not zero. Positions do not repeat."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -202,7 +203,7 @@ def add_kernel(
     value = tl.load(values + at, mask=there, other=0.0)
     start = tl.load(origin + chunk, mask=mine, other=0)[:, None]
     step = tl.load(skip + chunk, mask=mine, other=0)[:, None]
-    slot = start + place + (place // SIDE) * step
+    slot = start + place + (place // WIDTH) * step
     tl.store(total + slot, tl.load(total + slot, mask=there, other=0.0) + value, mask=there)
     if COUNTED:
         sent = there & (value != 0)
@@ -210,13 +211,20 @@ def add_kernel(
 
 
 @triton.jit
-def apply_kernel(anchor, total, count, number, step_size, size, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
+def apply_kernel(
+    pointers, owner, first, start, total, count, number, step_size,
+    COUNTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """anchor -= step_size * (total / count), rounded three times; nothing is touched where nobody sent."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = at < size
-    value = tl.load(total + at, mask=there, other=0.0)
+    block = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(owner + block).to(tl.int64)
+    anchor = tl.load(pointers + tensor).to(tl.pointer_type(tl.float32))
+    begin = tl.load(start + tensor)
+    at = tl.load(first + block) + tl.arange(0, BLOCK)
+    there = at < tl.load(start + tensor + 1) - begin
+    value = tl.load(total + begin + at, mask=there, other=0.0)
     if COUNTED:
-        many = tl.maximum(tl.load(count + at, mask=there, other=0), 1).to(tl.float32)
+        many = tl.maximum(tl.load(count + begin + at, mask=there, other=0), 1).to(tl.float32)
     else:
         many = tl.zeros((BLOCK,), tl.float32) + number
     update = tl.div_rn(value, many) * step_size
@@ -225,14 +233,62 @@ def apply_kernel(anchor, total, count, number, step_size, size, COUNTED: tl.cons
 
 
 @triton.jit
-def crc_kernel(data, size, table, inside, between, out, BYTES: tl.constexpr, LANES: tl.constexpr):
-    """Adds (xor) one block's share of the CRC-32 of `data`, with register and result not inverted.
+def step_kernel(
+    pointers, owner, origin, cols, anchors, num_replicas, number, step_size,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, REPLICAS: tl.constexpr, WIDTH: tl.constexpr,
+    COUNTED: tl.constexpr,
+):  # fmt: skip
+    """anchor -= step_size * mean for one chunk, straight from the payloads of a few replicas.
+
+    `pointers` are those of each replica's positions and values. Every entry adds up, replica by replica in
+    order, what was sent to its place, and the first of those that share a place moves the anchor: the same
+    roundings as adding payload after payload into an accumulator, without one.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(owner + chunk).to(tl.int64)
+    entry = tl.arange(0, REPLICAS * WIDE)
+    replica, j = entry // WIDE, entry % WIDE
+    there = (replica < num_replicas) & (j < KEEP)
+    index = tl.load(pointers + 2 * replica, mask=there, other=0).to(tl.pointer_type(tl.int16))
+    place = tl.load(index + chunk * KEEP + j, mask=there, other=-1).to(tl.int32)  # (E,)
+    total = tl.zeros((REPLICAS * WIDE,), tl.float32)
+    count = tl.zeros((REPLICAS * WIDE,), tl.int32)
+    i = tl.arange(0, WIDE)
+    for r in range(num_replicas):
+        indices = tl.load(pointers + 2 * r).to(tl.pointer_type(tl.int16))
+        numbers = tl.load(pointers + 2 * r + 1).to(tl.pointer_type(tl.float32))
+        other = tl.load(indices + chunk * KEEP + i, mask=i < KEEP, other=-2).to(tl.int32)
+        value = tl.load(numbers + chunk * KEEP + i, mask=i < KEEP, other=0.0)
+        same = place[:, None] == other[None, :]  # (E, J): a replica sends a place once
+        total += tl.sum(tl.where(same, value[None, :], 0.0), 1)
+        count += tl.sum((same & (value != 0)[None, :]).to(tl.int32), 1)
+        there = there & ((r >= replica) | (tl.sum(same.to(tl.int32), 1) == 0))
+    if COUNTED:
+        many = tl.maximum(count, 1).to(tl.float32)
+    else:
+        many = tl.zeros((REPLICAS * WIDE,), tl.float32) + number
+    update = tl.div_rn(total, many) * step_size
+    start = tl.load(origin + chunk)
+    anchor = tl.load(anchors + tensor).to(tl.pointer_type(tl.float32)) + start
+    slot = anchor + (place // WIDTH) * tl.load(cols + tensor).to(tl.int32) + place % WIDTH
+    there = there & (total != 0)
+    tl.store(slot, tl.load(slot, mask=there, other=0.0) - update, mask=there)
+
+
+@triton.jit
+def crc_kernel(
+    data, size, stride, table, inside, between, out,
+    BYTES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Adds (xor) one block's share of the CRC-32 of a row of `data`, with register and result not inverted.
 
     A CRC is linear over GF(2) and leading zeros do not change it, so blocks are laid out from the end and
     each lane's remainder is multiplied by x to the number of bits after it: `inside` its block, `between`
     blocks.
     """
     block = tl.program_id(0)
+    data += tl.program_id(1).to(tl.int64) * stride
+    out += tl.program_id(1)
     lane = tl.arange(0, LANES)
     first = size - (block + 1).to(tl.int64) * (BYTES * LANES) + lane.to(tl.int64) * BYTES
     crc = tl.zeros((LANES,), tl.uint32)

@@ -1,12 +1,12 @@
 """TOP-kappa of eq. 2 of arXiv 2601.02360: the largest entries of every chunk of a weight."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from isthmus.sparse.bundle import Bundle, Group, SparseChunks, arrange, owners
 from isthmus.sparse.quantize import quantize
 from isthmus.sparse.size import Layout, check_codec, check_shape, chunk_shape, kept, layout
 
@@ -15,32 +15,6 @@ __all__ = ["SparseChunks", "TopK", "chunk_shape", "from_chunks", "kept", "to_chu
 # Entries copied out and searched at a time: few enough to stay in the cache of a CPU's core, enough to fill a
 # GPU, and on both a bound on the memory that encoding takes beside the tensors themselves.
 ENTRIES_PER_THREAD, ENTRIES_PER_GPU = 2**19, 2**26
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SparseChunks:
-    """What one parameter puts on the wire in one outer round."""
-
-    values: Tensor  # (C, J) as the receiver will see them: fp32, fp64 for kind "fp64"
-    index: Tensor  # (C, J) int16, position inside the chunk, ascending
-    shape: torch.Size
-    side: int = 64
-    keep: int = 32
-    kind: str = "fp32"
-    scale: Tensor | None = None  # (C,) int32, only for 2bit: the codes of the chunk's two levels
-    base: Tensor | None = None  # () fp32, only for 2bit: what the levels are relative to
-
-    @property
-    def layout(self) -> Layout:
-        return layout(tuple(self.shape), self.side, self.keep)
-
-
-def group_names(places: Mapping[str, Layout]) -> list[list[str]]:
-    """Names whose chunks agree in shape and in entries kept, in order of first appearance."""
-    groups: dict[tuple[int, int, int], list[str]] = {}
-    for name, place in places.items():
-        groups.setdefault(place.group, []).append(name)
-    return list(groups.values())
 
 
 def _stretch(matrix: Tensor, dim: int, size: int, whole: int) -> Tensor:
@@ -181,65 +155,39 @@ class TopK:
         return dense
 
     @torch.no_grad()
-    def encode_many(self, dense: Mapping[str, Tensor]) -> dict[str, SparseChunks]:
+    def encode_many(self, dense: Mapping[str, Tensor]) -> Bundle:
         """The payloads of many tensors, each as `encode` gives it, in a few passes over all together."""
         for tensor in dense.values():
             check_shape(tensor.shape)
         if len({(tensor.dtype, tensor.device) for tensor in dense.values()}) > 1:
             raise ValueError("tensors encoded together must share a dtype and a device")
-        places = {name: layout(tuple(tensor.shape), self.side, self.keep) for name, tensor in dense.items()}
-        sent: dict[str, SparseChunks] = {}
+        shapes = {name: tuple(tensor.shape) for name, tensor in dense.items()}
+        arrangement = arrange(tuple(shapes.items()), self.side, self.keep)
         finite: list[Tensor] = []
-        for names in group_names(places):
-            sent |= self._encode_group(names, dense, places, finite)
+        groups = [
+            self._encode_group(names, dense, arrangement.layouts, finite) for names in arrangement.groups
+        ]
         # One answer from the device for the whole model. NaN and infinity are always among the largest.
         if finite and not torch.stack(finite).all():
             refuse_not_finite(dense)
-        return {name: sent[name] for name in dense}
+        return Bundle(shapes, self.side, self.keep, self.values, groups)
 
     def _encode_group(
         self,
-        names: list[str],
+        names: Sequence[str],
         dense: Mapping[str, Tensor],
         places: Mapping[str, Layout],
         finite: list[Tensor],
-    ) -> dict[str, SparseChunks]:
+    ) -> Group:
         parts = [_select(slab, pads, places[names[0]]) for slab, pads in _slabs(names, dense, places)]
         index, values, magnitude = (
             torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True)
         )
         finite.append(values.isfinite().all())
-        counts = [places[name].chunks for name in names]
-        scale = base = None
-        if self.values == "2bit":
-            owner = torch.repeat_interleave(
-                torch.arange(len(names), device=index.device),
-                torch.tensor(counts, device=index.device),
-                output_size=sum(counts),
-            )
-            values, scale, base = quantize(values, magnitude, owner, len(names))
-        else:
-            values = as_sent(values, self.values)
-        return self.payloads({name: dense[name].shape for name in names}, index, values, scale, base)
-
-    def payloads(
-        self,
-        shapes: Mapping[str, torch.Size],
-        index: Tensor,
-        values: Tensor,
-        scale: Tensor | None,
-        base: Tensor | None,
-    ) -> dict[str, SparseChunks]:
-        """Cut the chunks of tensors that were encoded together, (C, J), (C,) and (T,), apart by name."""
-        sent, start = {}, 0
-        for i, (name, shape) in enumerate(shapes.items()):
-            at = slice(start, start + layout(tuple(shape), self.side, self.keep).chunks)
-            levels = (None, None) if scale is None else (scale[at], base[i])
-            sent[name] = SparseChunks(
-                values[at], index[at], shape, self.side, self.keep, self.values, *levels
-            )
-            start = at.stop
-        return sent
+        if self.values != "2bit":
+            return Group(index, as_sent(values, self.values))
+        owner = owners(tuple(places[name].chunks for name in names), index.device)
+        return Group(index, *quantize(values, magnitude, owner, len(names)))
 
 
 def refuse_not_finite(dense: Mapping[str, Tensor]) -> NoReturn:
@@ -262,7 +210,7 @@ def as_sent(values: Tensor, kind: str) -> Tensor:
 
 
 def _slabs(
-    names: list[str], dense: Mapping[str, Tensor], places: Mapping[str, Layout]
+    names: Sequence[str], dense: Mapping[str, Tensor], places: Mapping[str, Layout]
 ) -> Iterator[tuple[Tensor, list[tuple[slice, Layout, int]]]]:
     """A group's chunks in order, some (C, P) at a time, and which rows have padding, from which y on."""
     device = dense[names[0]].device

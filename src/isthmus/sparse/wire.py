@@ -16,13 +16,16 @@ bit b in byte b mod n, so that eight slices make the bytes.
 """
 
 import struct
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from isthmus.sparse import fused
+from isthmus.sparse.bundle import Bundle, Group, Shapes, SparseChunks, arrange, owners
 from isthmus.sparse.quantize import MIN_BASE, bits_of, dequantize, levels
 from isthmus.sparse.size import (
     BASE_BYTES,
@@ -41,16 +44,16 @@ from isthmus.sparse.size import (
     check_shape,
     chunk_bytes,
     index_code,
-    layout,
     packed_bytes,
     packed_many_bytes,
 )
-from isthmus.sparse.topk import SparseChunks, group_names, in_padding
+from isthmus.sparse.topk import in_padding
 
-__all__ = ["pack", "pack_many", "packed_bytes", "packed_many_bytes", "unpack", "unpack_many"]
+__all__ = ["pack", "pack_many", "packed_bytes", "packed_many_bytes", "unpack", "unpack_all", "unpack_many"]
 
 MAGIC, VERSION = b"ISP", 1
 HEADER = struct.Struct("<3sBBBHI")
+BAD_CHUNKS = "the payload has positions out of order or out of range, or values that are not finite"
 BAD_CHECKSUM = "the payload's checksum does not match its contents"
 VALUE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -71,21 +74,24 @@ def unpack(data: bytes, device: torch.device | str | None = None) -> SparseChunk
 @torch.no_grad()
 def pack_many(payloads: Mapping[str, SparseChunks]) -> bytes:
     """The payloads of many parameters, encoded alike, as one string of bytes."""
-    if not payloads:
-        raise ValueError("there is nothing to pack")
-    side, keep, kind = _codec_of(payloads)
-    places = {name: _checked_layout(name, payload) for name, payload in payloads.items()}
+    bundle = Bundle.of(payloads)
+    header, arrangement = _header(*bundle.key, bundle.kind), arrange(*bundle.key)
     body = []
-    if kind == "2bit":
-        body.append(torch.stack([payload.base for payload in payloads.values()]).view(torch.uint8))
-    for names in group_names(places):
-        group = [payloads[name] for name in names]
-        body += _pack_group(
-            _join([p.values for p in group]), _join([p.index for p in group]), group, places[names[0]]
-        )
-    header = _header(payloads, side, keep, kind)
+    if bundle.kind == "2bit":
+        bases = torch.cat([group.base for group in bundle.groups])
+        body.append(bases[_wire_order(*bundle.key, bases.device)].view(torch.uint8))
+    for names, group in zip(arrangement.groups, bundle.groups, strict=True):
+        body += _pack_group(group, [arrangement.layouts[name] for name in names], bundle.kind)
     body, crc = _to_host(torch.cat([part.flatten() for part in body]), header)
     return b"".join([header, body, struct.pack("<I", crc)])
+
+
+@lru_cache(maxsize=256)
+def _wire_order(shapes: Shapes, side: int, keep: int, device: torch.device) -> Tensor:
+    """Where each tensor, in the order of names, is found in the order of groups: (T,)."""
+    grouped = [name for names in arrange(shapes, side, keep).groups for name in names]
+    number = {name: i for i, name in enumerate(grouped)}
+    return torch.tensor([number[name] for name, _ in shapes], device=device)
 
 
 def _to_host(body: Tensor, header: bytes) -> tuple[memoryview, int]:
@@ -94,62 +100,40 @@ def _to_host(body: Tensor, header: bytes) -> tuple[memoryview, int]:
         data = body.cpu().numpy().data
         return data, zlib.crc32(data, zlib.crc32(header))
     data = torch.empty(len(body) + CRC_BYTES, dtype=torch.uint8, pin_memory=body.is_cuda)
-    data.copy_(torch.cat([body, fused.crc_share(body).view(torch.uint8)]))
+    data.copy_(torch.cat([body, fused.crc_share(body[None]).view(torch.uint8)]))
     view = data.numpy().data
     share = int.from_bytes(view[-CRC_BYTES:], "little")
     return view[:-CRC_BYTES], fused.finish_crc(header, share, len(body))
 
 
-def _codec_of(payloads: Mapping[str, SparseChunks]) -> tuple[int, int, str]:
-    codecs = {(payload.side, payload.keep, payload.kind) for payload in payloads.values()}
-    if len(codecs) > 1:
-        raise ValueError(f"payloads packed together must be encoded alike; found {sorted(codecs)}")
-    (codec,) = codecs
-    check_codec(*codec)
-    return codec
-
-
-def _checked_layout(name: str, payload: SparseChunks) -> Layout:
-    check_shape(payload.shape)
-    place = payload.layout
-    fits = payload.values.shape == payload.index.shape == (place.chunks, place.kept)
-    if payload.kind == "2bit":
-        fits = fits and payload.scale is not None and payload.base is not None
-    if not fits:
-        raise ValueError(f"{name or 'the payload'} does not fit its own shape {tuple(payload.shape)}")
-    return place
-
-
-def _header(payloads: Mapping[str, SparseChunks], side: int, keep: int, kind: str) -> bytes:
-    if len(payloads) > MAX_TENSORS:
-        raise ValueError(f"{len(payloads)} tensors are too many to pack together; at most {MAX_TENSORS}")
-    parts = [HEADER.pack(MAGIC, VERSION, KINDS.index(kind), side, keep, len(payloads))]
-    for name, payload in payloads.items():
+@lru_cache(maxsize=256)
+def _header(shapes: Shapes, side: int, keep: int, kind: str) -> bytes:
+    if len(shapes) > MAX_TENSORS:
+        raise ValueError(f"{len(shapes)} tensors are too many to pack together; at most {MAX_TENSORS}")
+    parts = [HEADER.pack(MAGIC, VERSION, KINDS.index(kind), side, keep, len(shapes))]
+    for name, shape in shapes:
         label = name.encode()
         if len(label) > MAX_NAME_BYTES:
             raise ValueError(
                 f"a tensor's name takes {len(label)} bytes; at most {MAX_NAME_BYTES} can be sent"
             )
-        if max(payload.shape, default=0) >= 2**32:
-            raise ValueError(f"{name} has a dimension beyond 32 bits: {tuple(payload.shape)}")
+        if max(shape, default=0) >= 2**32:
+            raise ValueError(f"{name} has a dimension beyond 32 bits: {tuple(shape)}")
         parts.append(struct.pack("<H", len(label)) + label)
-        parts.append(struct.pack(f"<B{len(payload.shape)}I", len(payload.shape), *payload.shape))
+        parts.append(struct.pack(f"<B{len(shape)}I", len(shape), *shape))
     return b"".join(parts)
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _pack_group(values: Tensor, index: Tensor, group: list[SparseChunks], place: Layout) -> list[Tensor]:
+def _pack_group(group: Group, places: list[Layout], kind: str) -> list[Tensor]:
     """The bytes of all chunks (C, J) of a group, as uint8 tensors."""
-    count, kind = place.kept, group[0].kind
+    index, values, scale, base = group
+    place = places[0]
+    count = place.kept
     code = index_code(place.entries, count)
     size = bit_bytes(place.entries, count, kind)
     bits = torch.zeros(len(index), 8 * size, dtype=torch.uint8, device=index.device)
     if kind == "2bit":
-        scale = _join([payload.scale for payload in group])  # (C,)
-        base = _join([payload.base.expand(len(payload.scale)) for payload in group])
+        base = base[owners(tuple(place.chunks for place in places), index.device)]
         if fused.usable(index.device) and fused.fits(place):
             fused.write_bits(bits, index, values, levels(scale, base)[0][:, 0], code)
         else:
@@ -188,76 +172,136 @@ def _from_bytes(data: Tensor) -> Tensor:
     return ((data[:, None] >> shift) & 1).flatten(1)
 
 
-@torch.no_grad()
-def unpack_many(data: bytes, device: torch.device | str | None = None) -> dict[str, SparseChunks]:
-    """The payloads that `pack_many` made into bytes; ValueError on anything else.
+def unpack_many(data: bytes, device: torch.device | str | None = None) -> Bundle:
+    """The payloads that `pack_many` made into bytes; ValueError on anything else."""
+    return unpack_all([data], device)[0]
 
-    Lengths are compared with the header before anything is allocated, and what is allocated grows with
-    len(data) alone.
+
+@torch.no_grad()
+def unpack_all(strings: Sequence[bytes], device: torch.device | str | None = None) -> list[Bundle]:
+    """`unpack_many` of what several replicas sent. Where they sent the same tensors, all in one go.
+
+    Lengths are compared with the header before anything is allocated, and what is allocated grows with the
+    length of the strings alone.
     """
+    device = torch.device(device or "cpu")
+    views = [_viewed(data) for data in strings]
+    if not fused.usable(device):  # a GPU sums up the bytes where it needs them anyway
+        for view in views:
+            if _crc_of(view) != zlib.crc32(view[:-CRC_BYTES]):
+                raise ValueError(BAD_CHECKSUM)
+    found = [_recent_header(view[:-CRC_BYTES]) for view in views]
+    if any(header != found[0] for header in found):
+        return [unpack_all([data], device)[0] for data in strings]
+    shapes, side, keep, kind, at = found[0]
+    expected = _body_bytes(shapes, side, keep, kind)
+    for view in views:
+        if len(view) - CRC_BYTES - at != expected:
+            raise ValueError(
+                f"the payload's body has {len(view) - CRC_BYTES - at} bytes, its header says {expected}"
+            )
+
+    body = _Body(_to_device([view[at:-CRC_BYTES] for view in views], device))
+    checks: list[tuple[Tensor, str]] = []  # (R,) each, zero where one fails; asked of the device in the end
+    if fused.usable(device):
+        checks.append((fused.crc_share(body.data), BAD_CHECKSUM))
+    layouts, groups, _ = arrange(shapes, side, keep)
+    bases = [None] * len(groups)
+    if kind == "2bit":
+        base = body.take(len(shapes), BASE_BYTES).view(torch.float32).view(len(views), len(shapes))
+        checks.append((((base >= MIN_BASE) & base.isfinite()).all(1), "the payload has a base out of range"))
+        grouped = torch.empty_like(base)
+        grouped[:, _wire_order(shapes, side, keep, device)] = base
+        bases = grouped.split([len(names) for names in groups], 1)
+    parts = []
+    for names, base in zip(groups, bases, strict=True):
+        group, valid = _unpack_group(body, kind, [layouts[name] for name in names], base)
+        parts.append(group)
+        checks.append((valid, BAD_CHUNKS))
+    answers = torch.stack([answer.long() for answer, _ in checks]).tolist()
+    if fused.usable(device):
+        answers[0] = [
+            fused.finish_crc(view[:at], share, expected) == _crc_of(view)
+            for view, share in zip(views, answers[0], strict=True)
+        ]
+    for row, (_, complaint) in zip(answers, checks, strict=True):
+        if not all(row):
+            raise ValueError(complaint)
+    return [
+        Bundle(dict(shapes), side, keep, kind, [_row(group, r, len(views)) for group in parts])
+        for r in range(len(views))
+    ]
+
+
+def _viewed(data: bytes) -> memoryview:
     try:
         view = memoryview(data).cast("B")
     except TypeError as error:
         raise ValueError("a payload is a string of bytes") from error
     if len(view) < HEADER_BYTES + CRC_BYTES:
         raise ValueError(f"a payload of {len(view)} bytes is shorter than its header")
-    device = torch.device(device or "cpu")
-    on_device = fused.usable(device)  # a GPU sums up the bytes where it needs them anyway
-    crc = struct.unpack("<I", view[-CRC_BYTES:])[0]
-    if not on_device and crc != zlib.crc32(view[:-CRC_BYTES]):
-        raise ValueError(BAD_CHECKSUM)
-    shapes, side, keep, kind, at = _read_header(view[:-CRC_BYTES])
-    places = {name: layout(shape, side, keep) for name, shape in shapes.items()}
-    expected = sum(place.chunks * chunk_bytes(place.entries, place.kept, kind) for place in places.values())
-    expected += BASE_BYTES * len(shapes) if kind == "2bit" else 0
-    if len(view) - CRC_BYTES - at != expected:
-        raise ValueError(
-            f"the payload's body has {len(view) - CRC_BYTES - at} bytes, its header says {expected}"
-        )
-
-    body = _Body(_to_device(view[at:-CRC_BYTES], device))
-    if on_device and crc != fused.finish_crc(view[:at], fused.crc_share(body.data).item(), expected):
-        raise ValueError(BAD_CHECKSUM)
-    bases = dict.fromkeys(shapes)
-    if kind == "2bit":
-        base = body.take(len(shapes), BASE_BYTES).view(torch.float32)[:, 0]
-        if not ((base >= MIN_BASE) & base.isfinite()).all():
-            raise ValueError("the payload has a base out of range")
-        bases = dict(zip(shapes, base, strict=True))
-    sent: dict[str, SparseChunks] = {}
-    for names in group_names(places):
-        counts = [places[name].chunks for name in names]
-        values, index, scale = _unpack_group(body, kind, names, places, bases)
-        scales = [None] * len(names) if scale is None else scale.split(counts)
-        for name, *tensors, scale in zip(
-            names, values.split(counts), index.split(counts), scales, strict=True
-        ):
-            sent[name] = SparseChunks(
-                *tensors, torch.Size(shapes[name]), side, keep, kind, scale, bases[name]
-            )
-    return {name: sent[name] for name in shapes}
+    return view
 
 
-def _to_device(view: memoryview, device: torch.device) -> Tensor:
-    if not len(view):
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    if device.type != "cuda":
-        return torch.frombuffer(bytearray(view), dtype=torch.uint8).to(device)
-    pinned = torch.empty(len(view), dtype=torch.uint8, pin_memory=True)
-    pinned.numpy().data[:] = view
-    return pinned.to(device, non_blocking=True)
+def _crc_of(view: memoryview) -> int:
+    return struct.unpack("<I", view[-CRC_BYTES:])[0]
+
+
+@lru_cache(maxsize=256)
+def _body_bytes(shapes: Shapes, side: int, keep: int, kind: str) -> int:
+    places = arrange(shapes, side, keep).layouts.values()
+    total = sum(place.chunks * chunk_bytes(place.entries, place.kept, kind) for place in places)
+    return total + (BASE_BYTES * len(shapes) if kind == "2bit" else 0)
+
+
+def _row(group: Group, r: int, rows: int) -> Group:
+    """The part of one replica in what several sent."""
+    return Group(*(None if tensor is None else tensor.chunk(rows)[r] for tensor in group))
+
+
+_recent: dict[bytes, tuple[Shapes, int, int, str, int]] = {}
+
+
+def _recent_header(view: memoryview) -> tuple[Shapes, int, int, str, int]:
+    """`_read_header`, remembered: the payloads of a run begin with the same few headers."""
+    for header, found in _recent.items():
+        if view[: len(header)] == header:
+            return found
+    shapes, side, keep, kind, at = _read_header(view)
+    if len(_recent) >= 16:
+        _recent.pop(next(iter(_recent)))
+    return _recent.setdefault(bytes(view[:at]), (tuple(shapes.items()), side, keep, kind, at))
+
+
+def _to_device(views: list[memoryview], device: torch.device) -> Tensor:
+    """Strings of the same length as rows (R, n)."""
+    rows = torch.empty(len(views), len(views[0]), dtype=torch.uint8, device=device)
+    if not rows.numel():
+        return rows
+    pinned = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # bytes are read-only, and only read from
+        for r, view in enumerate(views):
+            data = torch.frombuffer(view, dtype=torch.uint8)
+            if pinned is not None:
+                data = pinned[r].copy_(data)  # by several threads, while the one before it travels
+            rows[r].copy_(data, non_blocking=True)
+    return rows
 
 
 class _Body:
-    """Reads the body from front to back."""
+    """Reads the bodies (R, n) of R payloads from front to back."""
 
     def __init__(self, data: Tensor) -> None:
         self.data, self.at = data, 0
 
     def take(self, rows: int, width: int) -> Tensor:
-        """The next rows * width bytes, as a copy that may be viewed as another dtype."""
+        """The next rows * width bytes of each, (R * rows, width), as a copy that may be viewed as another
+        dtype."""
         start, self.at = self.at, self.at + rows * width
-        return self.data[start : self.at].clone().view(rows, width)
+        part = self.data[:, start : self.at]
+        copy = torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part)
+        return copy.view(len(part) * rows, width)
 
 
 def _read_header(view: memoryview) -> tuple[dict[str, tuple[int, ...]], int, int, str, int]:
@@ -293,46 +337,46 @@ def _read_header(view: memoryview) -> tuple[dict[str, tuple[int, ...]], int, int
     return shapes, side, keep, KINDS[number], at
 
 
-def _unpack_group(
-    body: _Body, kind: str, names: list[str], places: Mapping[str, Layout], bases: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Values (C, J), positions (C, J) and scales (C,) of a group, checked."""
-    place = places[names[0]]
-    count = place.kept
-    counts = [places[name].chunks for name in names]
+def _unpack_group(body: _Body, kind: str, places: list[Layout], base: Tensor | None) -> tuple[Group, Tensor]:
+    """A group's payloads of R replicas, (R C, J), and (R,) whether they are well formed, on the device."""
+    place, rows = places[0], len(body.data)
+    count, counts = place.kept, tuple(place.chunks for place in places)
     chunks = sum(counts)
     data = body.take(chunks, bit_bytes(place.entries, count, kind))
     code = index_code(place.entries, count)
+    scale = None
     if kind == "2bit":
         scale = body.take(chunks, SCALE_BYTES).int()
         scale = scale[:, 0] | (scale[:, 1] << 8)
-        base = _join([bases[name].expand(places[name].chunks) for name in names])
+        base_of = base[:, owners(counts, data.device)].flatten()  # (R C,)
     if kind == "2bit" and fused.usable(data.device) and fused.fits(place):
-        low, high = levels(scale, base)
+        low, high = levels(scale, base_of)
         index, values, odd = fused.read(data, low[:, 0], high[:, 0], place, code)
-        valid = odd[0] == 0
+        valid = (odd == 0).expand(rows)
     else:
         bits = _from_bytes(data)
         index = _read_index(bits, code, place)
         at = code.bits(count)
         if kind == "2bit":
             negative, large = bits[:, at : at + 2 * count].bool().unflatten(1, (2, count)).unbind(1)
-            values = dequantize(negative, large, scale, base)
+            values = dequantize(negative, large, scale, base_of)
             at += 2 * count
         else:
-            values, scale = body.take(chunks, VALUE_BYTES[kind] * count).view(VALUE_TYPES[kind]), None
+            values = body.take(chunks, VALUE_BYTES[kind] * count).view(VALUE_TYPES[kind])
             values = values.float() if kind == "bf16" else values
-        valid = (bits[:, at:] == 0).all()
-    valid &= values.isfinite().all()
-    valid &= (index[:, 1:] > index[:, :-1]).all() & (index < place.entries).all()
-    for name, part in zip(names, index.split(counts), strict=True):
-        if places[name].padded:
-            valid &= ~in_padding(part, places[name]).any()
-    if not valid:
-        raise ValueError(
-            "the payload has positions out of order or out of range, or values that are not finite"
-        )
-    return values, index.short(), scale
+        valid = _each(bits[:, at:] == 0, rows)
+    valid = valid & _each(values.isfinite(), rows) & _each(index < place.entries, rows)
+    valid = valid & _each(index[:, 1:] > index[:, :-1], rows)
+    if any(place.padded for place in places):
+        for own, part in zip(places, index.view(rows, chunks, count).split(counts, 1), strict=True):
+            if own.padded:
+                valid = valid & ~torch.stack([in_padding(row, own).any() for row in part])
+    return Group(index.short(), values, scale, None if base is None else base.flatten()), valid
+
+
+def _each(test: Tensor, rows: int) -> Tensor:
+    """Whether all of each replica's part is true: (R,)."""
+    return test.reshape(rows, test.numel() // rows).all(1)
 
 
 def _read_index(bits: Tensor, code: IndexCode, place: Layout) -> Tensor:

@@ -1,0 +1,166 @@
+"""Payloads as types: of one tensor, and of many together.
+
+Tensors whose chunks agree in shape and in entries kept are a group, and a group is a few tensors however many
+names it has, so that a model of hundreds of weights costs few operations.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isthmus.sparse.size import Layout, check_codec, check_shape, layout
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseChunks:
+    """What one parameter puts on the wire in one outer round."""
+
+    values: Tensor  # (C, J) as the receiver will see them: fp32, fp64 for kind "fp64"
+    index: Tensor  # (C, J) int16, position inside the chunk, ascending
+    shape: torch.Size
+    side: int = 64
+    keep: int = 32
+    kind: str = "fp32"
+    scale: Tensor | None = None  # (C,) int32, only for 2bit: the codes of the chunk's two levels
+    base: Tensor | None = None  # () fp32, only for 2bit: what the levels are relative to
+
+    @property
+    def layout(self) -> Layout:
+        return layout(tuple(self.shape), self.side, self.keep)
+
+
+class Group(NamedTuple):
+    """What a group's tensors send, one after the other."""
+
+    index: Tensor  # (C, J) int16
+    values: Tensor  # (C, J)
+    scale: Tensor | None = None  # (C,) int32, only for 2bit
+    base: Tensor | None = None  # (T,) fp32, only for 2bit
+
+
+class Place(NamedTuple):
+    """Where a tensor is found: its group, its number there, and its chunks."""
+
+    group: int
+    number: int
+    first: int
+    stop: int
+
+
+class Arrangement(NamedTuple):
+    layouts: dict[str, Layout]
+    groups: tuple[tuple[str, ...], ...]  # names, in order of first appearance
+    places: dict[str, Place]
+
+
+@lru_cache(maxsize=512)
+def arrange(shapes: Shapes, side: int, keep: int) -> Arrangement:
+    """How tensors of these names and shapes fall into groups."""
+    layouts = {name: layout(tuple(shape), side, keep) for name, shape in shapes}
+    groups: dict[tuple[int, int, int], list[str]] = {}
+    for name, own in layouts.items():
+        groups.setdefault(own.group, []).append(name)
+    places = {}
+    for number, names in enumerate(groups.values()):
+        first = 0
+        for i, name in enumerate(names):
+            places[name] = Place(number, i, first, first + layouts[name].chunks)
+            first += layouts[name].chunks
+    return Arrangement(layouts, tuple(map(tuple, groups.values())), places)
+
+
+@lru_cache(maxsize=256)
+def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """The tensor's number (C,) for each chunk of a group whose tensors have so many chunks."""
+    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
+
+
+class Bundle(Mapping[str, SparseChunks]):
+    """Payloads by name; one tensor's own is cut out when it is asked for."""
+
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], side: int, keep: int, kind: str, groups: Sequence[Group]
+    ) -> None:
+        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+        self.side, self.keep, self.kind, self.groups = side, keep, kind, tuple(groups)
+
+    @property
+    def key(self) -> tuple[Shapes, int, int]:
+        """What `arrange` takes; equal for bundles that can be added up."""
+        return tuple(self.shapes.items()), self.side, self.keep
+
+    def __getitem__(self, name: str) -> SparseChunks:
+        at = arrange(*self.key).places[name]
+        group, cut = self.groups[at.group], slice(at.first, at.stop)
+        levels = (None, None) if group.scale is None else (group.scale[cut], group.base[at.number])
+        return SparseChunks(
+            group.values[cut], group.index[cut], self.shapes[name], self.side, self.keep, self.kind, *levels
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def part(self, names: Sequence[str]) -> "Bundle":
+        """The payloads of some of the tensors."""
+        shapes = {name: self.shapes[name] for name in names}
+        whole = arrange(*self.key)
+        groups = []
+        for chosen in arrange(tuple(shapes.items()), self.side, self.keep).groups:
+            at = [whole.places[name] for name in chosen]
+            group = self.groups[at[0].group]
+            if all(a.stop == b.first for a, b in pairwise(at)):
+                cut = slice(at[0].first, at[-1].stop)
+                scale = None if group.scale is None else group.scale[cut]
+                base = None if group.base is None else group.base[at[0].number : at[-1].number + 1]
+                groups.append(Group(group.index[cut], group.values[cut], scale, base))
+            else:
+                groups.append(_join([self[name] for name in chosen]))
+        return Bundle(shapes, self.side, self.keep, self.kind, groups)
+
+    @staticmethod
+    def of(payloads: Mapping[str, SparseChunks]) -> "Bundle":
+        """Payloads encoded alike, as a bundle; ValueError if they are not, or do not fit their shapes."""
+        if isinstance(payloads, Bundle):
+            return payloads
+        if not payloads:
+            raise ValueError("there is nothing to pack")
+        codecs = {(payload.side, payload.keep, payload.kind) for payload in payloads.values()}
+        if len(codecs) > 1:
+            raise ValueError(f"payloads packed together must be encoded alike; found {sorted(codecs)}")
+        ((side, keep, kind),) = codecs
+        check_codec(side, keep, kind)
+        shapes = {name: payload.shape for name, payload in payloads.items()}
+        arrangement = arrange(tuple(shapes.items()), side, keep)
+        for name, own in arrangement.layouts.items():
+            _check(name, payloads[name], own)
+        groups = [_join([payloads[name] for name in names]) for names in arrangement.groups]
+        return Bundle(shapes, side, keep, kind, groups)
+
+
+def _check(name: str, payload: SparseChunks, own: Layout) -> None:
+    check_shape(payload.shape)
+    fits = payload.values.shape == payload.index.shape == (own.chunks, own.kept)
+    if payload.kind == "2bit":
+        fits = fits and payload.scale is not None and payload.base is not None
+    if not fits:
+        raise ValueError(f"{name or 'the payload'} does not fit its own shape {tuple(payload.shape)}")
+
+
+def _join(payloads: Sequence[SparseChunks]) -> Group:
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    levels = (None, None)
+    if payloads[0].scale is not None:
+        levels = joined([p.scale for p in payloads]), torch.stack([p.base for p in payloads])
+    return Group(joined([p.index for p in payloads]), joined([p.values for p in payloads]), *levels)
