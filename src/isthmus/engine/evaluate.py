@@ -1,6 +1,8 @@
-"""The three held-out losses of METHOD 0.4: as a full forward, as a pipelined forward, and mixed."""
+"""The three held-out losses of METHOD 0.4: as a full forward, as a pipelined forward, and mixed; and the bias
+that compressed boundaries bring in."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,8 +10,10 @@ from torch import Tensor
 from isthmus.config import Member, Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.data.tokens import validation_batches
+from isthmus.engine.bias import drift, outside, watched
 from isthmus.model.llama import forward, rope_table, token_losses
 from isthmus.replica.crossings import BasisSet, crossings_of, forward_key
+from isthmus.replica.split import EMBEDDING
 
 
 class Scorer:
@@ -25,19 +29,25 @@ class Scorer:
         )
         self.held_out = [batch.to(device).long() for batch in batches]
         self.rope = tuple(t.to(device) for t in rope_table(recipe.model, recipe.model.context, bases.dtype))
+        self.frozen: Tensor | None = None  # the table that the round under way trains with
+
+    def hold(self, table: Tensor) -> None:
+        """At a round's start: the embedding whose part outside S is frozen until the round's end."""
+        if any(member.config.compressed for member in self.members):
+            self.frozen = table.detach().to("cpu", copy=True)
 
     @torch.no_grad()
-    def score(
-        self, anchor: Mapping[str, Tensor], table: Tensor
-    ) -> dict[str, float | dict[str, float] | None]:
+    def score(self, anchor: Mapping[str, Tensor], table: Tensor) -> dict[str, Any]:
         """`table` is the embedding that compressed boundaries subtract: the anchor's own, unless it is
         frozen."""
-        by_forward: dict[tuple, float] = {(): self._loss(anchor, table, None)}
+        by_forward: dict[tuple, float] = {(): self._loss(anchor, table, None, [])}
+        shares: dict[tuple, list[float]] = {}
         per_member = []
         for member in self.members:
             key = forward_key(self.recipe, member, self.bases)
             if key not in by_forward:
-                by_forward[key] = self._loss(anchor, table, member)
+                shares[key] = []
+                by_forward[key] = self._loss(anchor, table, member, shares[key])
             per_member.append(by_forward[key])
         pipelined = [loss for loss, m in zip(per_member, self.members, strict=True) if m.config.stages > 1]
         return {
@@ -45,12 +55,45 @@ class Scorer:
             "loss_pipelined": sum(pipelined) / len(pipelined) if pipelined else None,
             "loss_mixed": sum(per_member) / len(per_member),
             "loss_by_kind": by_kind(self.members, per_member),
+            "bias": self._bias(anchor[EMBEDDING], shares),
         }
 
-    def _loss(self, anchor: Mapping[str, Tensor], table: Tensor, member: Member | None) -> float:
+    def _bias(self, embedding: Tensor, shares: Mapping[tuple, Sequence[float]]) -> dict[str, Any]:
+        """By compressed kind: the share of energy that each boundary drops, and the embedding's drift out of
+        S in this round, both means over the kind's replicas."""
+        groups: dict[str, list[Member]] = {}
+        for member in self.members:
+            if member.config.compressed:
+                groups.setdefault(member.config.name, []).append(member)
+        bias = {}
+        for name, group in groups.items():
+            rows = [shares[forward_key(self.recipe, member, self.bases)] for member in group]
+            drifts = self._drifts(embedding, group)
+            bias[name] = {
+                "outside": [sum(column) / len(column) for column in zip(*rows, strict=True)],
+                "drift": sum(drifts) / len(drifts) if drifts else None,
+            }
+        return bias
+
+    def _drifts(self, embedding: Tensor, group: Sequence[Member]) -> list[float]:
+        if self.frozen is None:
+            return []
+        edges = range(group[0].config.stages - 1)
+        bases = {self.bases.key(m, b): self.bases.get(m, b) for m in group for b in edges}
+        return [drift(embedding, self.frozen, basis) for basis in bases.values()]
+
+    def _loss(
+        self, anchor: Mapping[str, Tensor], table: Tensor, member: Member | None, shares: list[float]
+    ) -> float:
+        """`shares` takes what each compressed boundary dropped of the first held-out batch."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in self.held_out:
+        for number, batch in enumerate(self.held_out):
             crossings = crossings_of(self.recipe, [member], self.bases, table, len(batch)) if member else None
+            if member and member.config.compressed and number == 0:
+                for boundary, edge in enumerate(sorted(crossings)):
+                    ((rows, cross),) = crossings[edge]
+                    measure = outside(self.bases.get(member, boundary), table)
+                    crossings[edge] = [(rows, watched(cross, measure, shares))]
             logits = forward(anchor, batch[:, :-1], self.recipe.model, self.rope, crossings, self.dtype)
             total += token_losses(logits, batch[:, 1:]).double() * len(batch)
         return (total / sum(map(len, self.held_out))).item()

@@ -35,6 +35,7 @@ class Follower:
         self.scorer = Scorer(self.recipe, corpus, BasisSet(self.recipe, cpu, wide), cpu, wide)
         frozen = self.replay.anchor[EMBEDDING].clone()
         self.table = self.replay.anchor[EMBEDDING] if self.recipe.subspace.adaptation else frozen
+        self.held = -1  # the round whose embedding the scorer holds
         self.row(start_row(self.recipe, self._scores(), 0.0))
 
     def _scores(self) -> dict[str, Any]:
@@ -46,6 +47,9 @@ class Follower:
 
     def advance(self) -> Manifest | None:
         """One round further, if it is settled."""
+        if self.held != self.replay.round:  # the next step changes the anchor in place
+            self.scorer.hold(self.table)
+            self.held = self.replay.round
         manifest = self.replay.step()
         if manifest is None:
             return None

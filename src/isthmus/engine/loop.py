@@ -63,6 +63,7 @@ def simulate_rounds(recipe: Recipe, fleet: Any, exchange: Any, run: RunDir, view
         run.append(row)
         view.round(row)
         clock = time.perf_counter()
+    fleet.scorer.hold(fleet.table)
 
     def after(round_number: int, trained_seconds: float) -> None:
         nonlocal clock
@@ -94,13 +95,20 @@ def simulate_rounds(recipe: Recipe, fleet: Any, exchange: Any, run: RunDir, view
         # lose it.
         run.append(row)
         saver.save(round_number, last)
+        fleet.scorer.hold(fleet.table)
         view.round(row)
         clock = time.perf_counter()
 
     run_rounds(fleet, exchange, range(done + 1, rounds + 1), lambda h: view.inner(h, steps, None), after)
 
 
-NO_SCORES = {"loss_full": None, "loss_pipelined": None, "loss_mixed": None, "loss_by_kind": {}}
+NO_SCORES = {
+    "loss_full": None,
+    "loss_pipelined": None,
+    "loss_mixed": None,
+    "loss_by_kind": {},
+    "bias": {},
+}
 
 
 def start_row(recipe: Recipe, scores: dict[str, Any], seconds: float) -> dict[str, Any]:
