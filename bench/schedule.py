@@ -8,8 +8,9 @@ stage whose compute is a fixed wait: nothing else is simulated. Isthmus' stages 
 processes, on the same cables, with activations of the same size. r is the time of a micro-batch on a link,
 one way and headers included, over its time t on a stage, forward and backward.
 
-    ceiling    m / (m + (S-1)(1 + 2(r + latency/t))), which no schedule with a flush per inner step beats
+    ceiling    m / (m + (S-1)(1 + 2(r + latency/t))), which no flush with whole backwards beats
     isthmus    m t / the median inner step, once the depths are chosen from measured times
+    split      the same with inner.backward = "split": its backwards are not whole, the ceiling not its own
     predicted  the event simulation of the schedule that was executed, in seconds
 
 Needs root and iproute2; with a latency also /dev/net/tun. Exit status 1 where isthmus stays below its share
@@ -41,6 +42,7 @@ preset = "nano"
 batch = {batch}
 micro_batches = {m}
 precision = "fp32"
+backward = "{backward}"
 [[replicas]]
 name = "edge"
 kind = "pipelined"
@@ -51,6 +53,7 @@ ROWS = 2  # sequences of a micro-batch
 BURST_BYTES = 3100  # two packets: what a link may send faster than its rate after a pause; a frame has 66,000
 FORWARD = 1 / 3  # share of t
 WARM_UP = 4  # inner steps; the depths are chosen after the third
+OURS = {"isthmus": "whole", "split": "split"}
 STOCK = ("1f1b", "gpipe")
 OFF = 0.10
 
@@ -87,6 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compute-ms", type=float, default=80.0, help="t: one micro-batch on one stage")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="one way, on every cable")
     parser.add_argument("--steps", type=int, default=5, help="inner steps measured, after the warm-up")
+    parser.add_argument("--ours", nargs="+", choices=list(OURS), default=list(OURS))
     parser.add_argument("--stock", nargs="*", choices=STOCK, default=list(STOCK), help="torch's, beside ours")
     parser.add_argument(
         "--restart-when-idle",
@@ -120,6 +124,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "mbps": mbps,
                 "latency_ms": args.latency_ms,
                 "micro_batches": args.micro_batches,
+                "ours": args.ours,
                 "stock": args.stock,
                 "steps": args.steps,
             }
@@ -150,42 +155,51 @@ def results(network: netns.Network, names: list[str], job: dict[str, Any], folde
 
 
 def judged(point: dict[str, Any], num_stages: int, t: float) -> dict[str, Any]:
-    from isthmus.replica.schedule import deep, simulate_schedule
-
     m, ratio, latency = point["micro_batches"], point["r"], point["latency_ms"] / 1e3
-    schedule = deep(num_stages, m, point["depths"])
-    predicted = simulate_schedule(schedule, FORWARD * t, (1 - FORWARD) * t, ratio * t, latency)
-    step = point["step_seconds"]["isthmus"]
     ceiling = m / (m + (num_stages - 1) * (1 + 2 * (ratio + latency / t)))
     used = {name: m * t / seconds for name, seconds in point["step_seconds"].items()}
     shares = {name: value / ceiling for name, value in used.items()}
+    off = {name: s / point["step_seconds"][name] for name, s in point["predicted_seconds"].items()}
     told = {"ceiling": ceiling, "utilisation": used, "share_of_ceiling": shares}
-    return point | told | {"predicted_seconds": predicted, "predicted_over_measured": predicted / step}
+    return point | told | {"predicted_over_measured": off}
 
 
 def shortcomings(point: dict[str, Any]) -> list[str]:
     least = 0.85 if point["latency_ms"] else 0.95 if point["r"] <= 0.6 else 0.90
-    share, ratio = point["share_of_ceiling"]["isthmus"], point["predicted_over_measured"]
-    where = f"r = {point['r']:g}, m = {point['micro_batches']}"
     found = []
-    if share < least:
-        found.append(f"{where}: {share:.3f} of the ceiling, which should be at least {least}")
-    if abs(ratio - 1) > OFF:
-        found.append(f"{where}: the event simulation gave {ratio:.2f} of the measured step")
+    for name, ratio in point["predicted_over_measured"].items():
+        share, where = (
+            point["share_of_ceiling"][name],
+            f"r = {point['r']:g}, m = {point['micro_batches']}, {name}",
+        )
+        if share < least:
+            found.append(f"{where}: {share:.3f} of the ceiling, which should be at least {least}")
+        if abs(ratio - 1) > OFF:
+            found.append(f"{where}: the event simulation gave {ratio:.2f} of the measured step")
     return found
 
 
 def table(points: list[dict[str, Any]]) -> str:
-    columns = ("r", "m", "ceiling", "isthmus", "share", "step s", "predicted", "ratio", "depths")
-    stock = [name for name in STOCK if name in points[0]["utilisation"]]
-    lines = ["{:>4} {:>3} {:>8} {:>8} {:>6} {:>7} {:>10} {:>6}  {:<14}".format(*columns)]
-    lines[0] += "".join(f" {f'torch {name}':>12} {'share':>6}" for name in stock)
+    lines = [f"{'r':>4} {'m':>3} {'ceiling':>8}"]
+    for name in points[0]["utilisation"]:
+        if name in OURS:
+            head = f" | {name:>8} {'share':>6} {'step s':>7} {'predicted':>9} {'ratio':>6} {'in flight':<12}"
+        else:
+            head = f" | {f'torch {name}':>11} {'share':>6}"
+        lines[0] += head
     for p in points:
-        used, shares, step = p["utilisation"], p["share_of_ceiling"], p["step_seconds"]["isthmus"]
-        line = f"{p['r']:4g} {p['micro_batches']:3d} {p['ceiling']:8.1%} {used['isthmus']:8.1%} "
-        line += f"{shares['isthmus']:6.3f} {step:7.3f} {p['predicted_seconds']:10.3f} "
-        line += f"{p['predicted_over_measured']:6.3f}  {','.join(map(str, p['depths'])):<14}"
-        lines.append(line + "".join(f" {used[name]:12.1%} {shares[name]:6.3f}" for name in stock))
+        line = f"{p['r']:4g} {p['micro_batches']:3d} {p['ceiling']:8.1%}"
+        for name, used in p["utilisation"].items():
+            share = p["share_of_ceiling"][name]
+            if name in OURS:
+                seconds, predicted = p["step_seconds"][name], p["predicted_seconds"][name]
+                line += f" | {used:8.1%} {share:6.3f} {seconds:7.3f} {predicted:9.3f} "
+                line += (
+                    f"{p['predicted_over_measured'][name]:6.3f} {','.join(map(str, p['depths'][name])):<12}"
+                )
+            else:
+                line += f" | {used:11.1%} {share:6.3f}"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -198,11 +212,13 @@ def say(point: dict[str, Any]) -> None:
     )
 
 
-def recipe_of(num_stages: int, m: int, mbps: float = 1.0, latency_ms: float = 0.0) -> Any:
+def recipe_of(
+    num_stages: int, m: int, backward: str = "whole", mbps: float = 1.0, latency_ms: float = 0.0
+) -> Any:
     from isthmus.config import parse_recipe
 
-    text = RECIPE.format(batch=ROWS * m, m=m, stages=num_stages, mbps=mbps, latency_ms=latency_ms)
-    return parse_recipe(text)
+    link = {"mbps": mbps, "latency_ms": latency_ms}
+    return parse_recipe(RECIPE.format(batch=ROWS * m, m=m, stages=num_stages, backward=backward, **link))
 
 
 def frame_bytes(num_stages: int) -> int:
@@ -224,27 +240,29 @@ def work(job: dict[str, Any]) -> int:
     port = 29500
     stock = Stock(job) if job["stock"] else None
     for m in job["micro_batches"]:
-        port += 1
-        seconds, depths = isthmus(job, m, port)
-        told = {"isthmus": seconds}
+        line: dict[str, Any] = {"micro_batches": m, "step_seconds": {}, "predicted_seconds": {}, "depths": {}}
+        for name in job["ours"]:
+            port += 1
+            for what, value in isthmus(job, m, port, OURS[name]).items():
+                line[what][name] = value
         for name in job["stock"]:
-            told[name] = stock.seconds(name, m)
+            line["step_seconds"][name] = stock.seconds(name, m)
         if job["stage"] == 0:
-            line = {"micro_batches": m, "step_seconds": told, "depths": depths}
             print(json.dumps(line), flush=True)
     return 0
 
 
-def isthmus(job: dict[str, Any], m: int, port: int) -> tuple[float, list[int]]:
+def isthmus(job: dict[str, Any], m: int, port: int, backward: str) -> dict[str, Any]:
     """Median seconds of an inner step as stage 0 sees it, from its first forward to its last backward and
-    the agreement on the norm; and the depths that were chosen."""
+    the agreement on the norm; what the event simulation says of the schedule; the most in flight."""
     import torch
 
     from isthmus.comm.stages import connect, open_store
     from isthmus.replica.pipelined import PipelinedReplica
+    from isthmus.replica.schedule import WEIGHT_SHARE, simulate_schedule
     from isthmus.replica.stage import Stage
 
-    t = job["t"]
+    t, back = job["t"], (1 - FORWARD) * job["t"]
 
     class Waiting(Stage):
         """A stage with a wait in place of its layers."""
@@ -256,10 +274,16 @@ def isthmus(job: dict[str, Any], m: int, port: int) -> tuple[float, list[int]]:
             self.held[micro_batch] = (None, out)
             return out.double().mean() / m if self.last else out
 
-        def backward(self, micro_batch: int, grad: torch.Tensor | None = None):
-            time.sleep((1 - FORWARD) * t)
+        def backward(self, micro_batch: int, grad: torch.Tensor | None = None, seconds: float = back):
+            time.sleep(seconds)
             _, out = self.held.pop(micro_batch)
             return None if self.first else out if grad is None else grad
+
+        def backward_input(self, micro_batch: int, grad: torch.Tensor | None = None):
+            return self.backward(micro_batch, grad, (1 - WEIGHT_SHARE) * back)
+
+        def backward_weight(self, micro_batch: int) -> None:
+            time.sleep(WEIGHT_SHARE * back)
 
         def squared_norm(self) -> float:
             return 0.0
@@ -271,9 +295,9 @@ def isthmus(job: dict[str, Any], m: int, port: int) -> tuple[float, list[int]]:
         def at(self, replica: int, inner_step: int) -> torch.Tensor:
             return torch.zeros(recipe.inner.batch, recipe.model.context + 1, dtype=torch.long)
 
-    recipe = recipe_of(job["num_stages"], m, job["mbps"], job["latency_ms"])
+    recipe = recipe_of(job["num_stages"], m, backward, job["mbps"], job["latency_ms"])
     member, place = recipe.fleet()[0], {"replica": "edge", "stage": job["stage"]}
-    store, address = open_store(**place, master=f"{job['master']}:{port}", session=str(m))
+    store, address = open_store(**place, master=f"{job['master']}:{port}", session=f"{m} {backward}")
     links = connect(**place, num_stages=job["num_stages"], store=store, address=address)
     tokens = Tokens() if job["stage"] == 0 else None
     replica = PipelinedReplica(recipe, member, [Waiting(recipe, member, job["stage"])], [links], tokens)
@@ -285,7 +309,13 @@ def isthmus(job: dict[str, Any], m: int, port: int) -> tuple[float, list[int]]:
         if abs(loss - 1) > 1e-6:
             raise RuntimeError(f"stage {job['stage']}: the activations came as {loss}, not as 1")
     replica.close()
-    return statistics.median(seconds[WARM_UP:]), list(replica.depths)
+    link = frame_bytes(job["num_stages"]) * 8 / (job["mbps"] * 1e6)
+    latency = job["latency_ms"] / 1e3
+    return {
+        "step_seconds": statistics.median(seconds[WARM_UP:]),
+        "predicted_seconds": simulate_schedule(replica.schedule, FORWARD * t, back, link, latency),
+        "depths": list(replica.depths),
+    }
 
 
 class Stock:
