@@ -104,11 +104,12 @@ CASES = (
     Case("deep", TRAIN, sizes(384, 9, 6, 1024, 2048, 256, 8, micro_batches=8, stages=3, compression="1/4")),
     Case("vocab", TRAIN, sizes(192, 4, 4, 512, 32768, 128, 12, micro_batches=6, compression="none")),
     Case("wide", TRAIN, sizes(1024, 4, 8, 2816, 1024, 64, 4, compression="1/16", keep=32)),
-    Case("diloco", TRAIN, sizes(640, 5, 10, 1728, 4096, 96, 6, method="diloco", micro_batches=3)),
+    Case("diloco", TRAIN, sizes(576, 6, 9, 1536, 2048, 64, 6, method="diloco", micro_batches=3)),
     Case("mixed", SIMULATE, sizes(256, 6, 4, 688, 4096, 256, 8, count=2)),
     Case("turns", ("simulate", "--mode", "turns"), sizes(320, 4, 5, 864, 2048, 128, 12, count=2)),
     Case("heavy", SIMULATE, sizes(768, 4, 12, 2048, 8192, 64, 2, count=2, micro_batches=2, keep=128)),
     Case("logits", SIMULATE, sizes(128, 3, 4, 352, 24576, 128, 8, stages=3)),
+    Case("dense", SIMULATE, sizes(512, 4, 8, 1408, 4096, 80, 6, method="diloco", micro_batches=3)),
     Case("adamw", SIMULATE, sizes(512, 6, 8, 1376, 2048, 128, 4, count=2, method="adamw")),
 )
 

@@ -10,11 +10,16 @@ from isthmus.config import Recipe, ReplicaConfig
 from isthmus.replica.split import EMBEDDING, layers_per_stage, stage_names
 
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # weights, moments, feedback
-# What a process holds beside tensors, measured on a CPU as the peak of a run with a model of 0.2 M parameters:
+# What a process holds beside tensors, measured on a CPU as the peak of a run with 0.2 M parameters:
 # interpreter, torch, libraries, thread pools, and the corpus with its tokenizer where it is read.
 RUNTIME_BYTES = 410 * 10**6  # the simulator
 PROCESS_BYTES = 412 * 10**6  # a full replica or a first stage of a real fleet
 LATER_STAGE_BYTES = 354 * 10**6  # which reads no corpus
+# Work copies of the weights at a round's end, measured. DiLoCo sends every entry, and a real process also
+# judges, stores and reads them: the allocator keeps much of that.
+CODEC_COPIES = {"sparseloco": 3.0, "diloco": 7.0, "adamw": 0.0}
+BUCKET_COPIES = {"sparseloco": 0.0, "diloco": 4.0, "adamw": 0.0}
+PAYLOAD_COPIES = 2.5  # of the entries that every replica sends: as bytes, as values, as places
 STREAM_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 
@@ -38,6 +43,16 @@ def state_bytes(recipe: Recipe, precision: str) -> int:
     """One replica at rest: weights, two moments, feedback."""
     copies = {"sparseloco": 4, "diloco": 3, "adamw": 3}[recipe.outer.method]
     return copies * recipe.model.num_parameters * MASTER_BYTES[precision]
+
+
+def exchange_copies(recipe: Recipe) -> float:
+    """Copies of the weights that a round's end takes on top: all payloads are unpacked before they are
+    averaged."""
+    outer = recipe.outer
+    if outer.method == "adamw":
+        return 0.0
+    density = outer.keep / outer.chunk_side**2 if outer.method == "sparseloco" else 1.0
+    return CODEC_COPIES[outer.method] + PAYLOAD_COPIES * recipe.num_replicas * density
 
 
 def activation_bytes(recipe: Recipe, precision: str, num_sequences: int, compiled: bool) -> int:
@@ -69,9 +84,9 @@ def simulator_bytes(
     replicas = recipe.num_replicas
     resident = group if parked else replicas
     shared = 1 if recipe.outer.method == "adamw" else resident
-    # Beside the replicas: their gradients, the anchor, and the codec's three work copies of one replica.
-    codec = 0 if recipe.outer.method == "adamw" else 3
-    weights = shared * state_bytes(recipe, precision) + (min(shared, group) + 1 + codec) * n * size
+    # Beside the replicas: gradients, the anchor, DiLoCo's momentum, and the work copies of the exchange.
+    beside = min(shared, group) + 1 + (recipe.outer.method == "diloco") + exchange_copies(recipe)
+    weights = shared * state_bytes(recipe, precision) + int(beside * n * size)
     if precision == "bf16":  # the half-width copy of the weights that autograd keeps
         weights += min(shared, group) * n * 2
     sequences = group * -(-recipe.inner.batch // pieces)
@@ -165,6 +180,6 @@ def process_memory(recipe: Recipe, replica: ReplicaConfig, stage: int, depth: in
         low_precision=own * 2 if precision == "bf16" else 0,
         activations=depth * micro_batch + head,
         slack=(micro_batch + head) // 2 if replica.stages > 1 else 0,
-        exchange=0 if method == "adamw" else 3 * held * size,
+        exchange=int((exchange_copies(recipe) + BUCKET_COPIES[method]) * held * size),
         runtime=PROCESS_BYTES if stage == 0 else LATER_STAGE_BYTES,
     )
