@@ -168,7 +168,7 @@ def test_a_simulated_run_compares_its_bytes_and_its_virtual_clock(tmp_path, caps
     assert 0 < clock["measured"] < clock["predicted"]
 
 
-def test_real_processes_tell_every_link_and_the_plan_knows_their_bytes(tmp_path):
+def test_real_processes_tell_every_link_and_the_plan_knows_their_bytes(tmp_path, capsys):
     from isthmus.engine.train import train
 
     tiny = parse_recipe(TINY)
@@ -200,3 +200,12 @@ def test_real_processes_tell_every_link_and_the_plan_knows_their_bytes(tmp_path)
     html = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "Plan against actual" in html
     assert "stage 0 to 1" in html
+    # Of a run that was joined there is only the bucket: it tells the same.
+    assert main(["report", str(tmp_path / "run" / "bucket"), "--to", str(tmp_path / "told"), "--json"]) == 0
+    told = compare(tmp_path / "told")
+    assert [(x.kind, x.where, x.measured) for x in told.lines if x.unit == "bytes" and x.what == "bytes"] == [
+        (x.kind, x.where, x.measured) for x in found.lines if x.unit == "bytes" and x.what == "bytes"
+    ]
+    assert main(["report", str(tmp_path / "run" / "bucket")]) == 2
+    assert "give --to a new folder" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "run"), "--to", str(tmp_path / "x")]) == 2

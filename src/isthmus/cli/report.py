@@ -2,10 +2,12 @@
 
 import argparse
 import json
+from pathlib import Path
 
 EPILOG = """examples:
   isthmus report runs/demo            rewrite runs/demo/report.html; also while the run goes on
   isthmus report runs/demo --json     totals, summary and plan against actual, for another program
+  isthmus report s3://my-runs/first --to runs/first     a run that was joined: from its bucket alone
 """
 
 
@@ -17,7 +19,10 @@ def register(commands: argparse._SubParsersAction) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_dir", metavar="RUN", help="the folder of a run, such as runs/demo")
+    parser.add_argument(
+        "run_dir", metavar="RUN", help="the folder of a run, or the bucket of a run with --to"
+    )
+    parser.add_argument("--to", metavar="DIR", help="of a bucket: the new run directory to write")
     parser.add_argument(
         "--json", action="store_true", help="print totals, summary and plan against actual as JSON"
     )
@@ -27,10 +32,23 @@ def register(commands: argparse._SubParsersAction) -> None:
 def report(args: argparse.Namespace) -> int:
     from isthmus.dashboard.actual import compare
     from isthmus.dashboard.report import write_report
+    from isthmus.errors import ConfigError
     from isthmus.runlog import RunDir, summary, totals
 
-    path = write_report(args.run_dir)
-    run = RunDir.open(args.run_dir)
+    bucket = "://" in args.run_dir or (Path(args.run_dir) / "run.json").is_file()
+    if bucket != bool(args.to):
+        raise ConfigError(
+            f"{args.run_dir} is a bucket; give --to a new folder for its report"
+            if bucket
+            else f"{args.run_dir} is no bucket of a run; leave --to out"
+        )
+    if bucket:
+        from isthmus.engine.fleet import open_ledger
+        from isthmus.engine.follower import write_told
+
+        write_told(open_ledger(args.run_dir), args.to)
+    path = write_report(args.to or args.run_dir)
+    run = RunDir.open(path.parent)
     if args.json:
         found = compare(run)
         facts = {"report": str(path), "summary": summary(run), "totals": totals(run.rows())}

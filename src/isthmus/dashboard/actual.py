@@ -282,6 +282,8 @@ def _payload(both: _Both, where: str, way: str) -> Line:
 
 def _memory(both: _Both, about: Mapping[str, Any]) -> list[Line]:
     on_gpu = about.get("device") not in (None, "cpu")
+    if not about.get("precision"):
+        return []  # of a run that was only joined: what `auto` came to is not known
     lines = []
     for s in range(both.plan.stages):
         peaks = [row[s] for figure in both.figures if s < len(row := figure.get("peak_bytes") or [])]

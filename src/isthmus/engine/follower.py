@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from isthmus.model.inner import learning_rate
 from isthmus.planner.cost import round_seconds
 from isthmus.replica.crossings import BasisSet
 from isthmus.replica.split import EMBEDDING
-from isthmus.runlog import RunDir
+from isthmus.runlog import Row, RunDir
 from isthmus.traffic import PURPOSES, dense_round_bytes
 
 
@@ -53,38 +54,10 @@ class Follower:
         manifest = self.replay.step()
         if manifest is None:
             return None
-        recipe, t, steps = self.recipe, manifest.round, self.recipe.outer.inner_steps
-        entries = {entry.replica: entry.facts for entry in manifest.entries}
-        took_part = [member for member in recipe.fleet() if member.name in entries]
-        losses = [float(entries[m.name].get("loss") or 0.0) for m in took_part]
+        recipe, t = self.recipe, manifest.round
         due = t == recipe.outer.rounds or t % recipe.data.eval_every == 0
-        tokens = len(took_part) * steps * recipe.inner.batch * recipe.model.context
-        last = self.run.rows()[-1]
-        # Bytes as the replicas counted them, from one commit to the next: a round's downloads are told with
-        # the next round's commit, and the last round's with the farewell.
-        counts = dict.fromkeys(PURPOSES, 0)
-        for facts in entries.values():
-            for purpose, count in facts.get("bytes", {}).items():
-                counts[purpose] = counts.get(purpose, 0) + int(count)
-        row = {
-            "round": t,
-            "inner_steps": t * steps,
-            "tokens": last["tokens"] + tokens,
-            "lr": learning_rate(t * steps - 1, recipe.inner, recipe.num_inner_steps),
-            "loss_train": sum(losses) / len(losses),
-            "train_by_kind": by_kind(took_part, losses),
-            **(self._scores() if due else NO_SCORES),
-            "grad_norm": sum(float(f.get("grad_norm") or 0) for f in entries.values()) / len(entries),
-            "seconds": manifest.seconds,
-            "tokens_per_second": tokens / max(manifest.seconds, 1e-9),
-            "fleet_seconds": round_seconds(recipe, manifest.seconds / steps),
-            "bytes": counts,
-            "dense_bytes": dict(dense_round_bytes(recipe)),
-            "measured": measured_by_kind(took_part, entries),
-            "contributors": [entry.replica for entry in manifest.entries],
-            "refused": {name: reason for name, reason in manifest.refused},
-            "anchor": self.replay.digest(),
-        }
+        row = told_row(recipe, manifest, self.run.rows()[-1]["tokens"], self._scores() if due else NO_SCORES)
+        row["anchor"] = self.replay.digest()
         self.row(row)
         return manifest
 
@@ -93,22 +66,13 @@ class Follower:
         last, deadline = self.run.rows()[-1], time.monotonic() + patience_seconds
         while True:
             over = ended() or time.monotonic() > deadline
-            beats = [self.ledger.heartbeat(member.name) for member in self.recipe.fleet()]
-            names = [member.name for member in self.recipe.fleet()]
-            said = {
-                name: beat[0].get("farewell") or {}
-                for name, beat in zip(names, beats, strict=True)
-                if beat and beat[0].get("state") in GONE
-            }
-            if over or len(said) == len(beats):
+            said = farewells(self.ledger)
+            if over or len(said) == self.recipe.num_replicas:
                 break
             time.sleep(0.2)
         if last["round"] == 0:
             return
-        for farewell in said.values():
-            for purpose, count in farewell.get("bytes", {}).items():
-                last["bytes"][purpose] = last["bytes"].get(purpose, 0) + int(count)
-        add_farewell(last, self.recipe.fleet(), said)
+        join_farewells(last, self.recipe, said)
         self.run.amend(last)
 
     def follow(self, stop: Callable[[], bool], poll_seconds: float = 0.5) -> None:
@@ -125,3 +89,71 @@ class Follower:
                 if stop():
                     return
                 time.sleep(poll_seconds)
+
+
+def told_row(recipe: Recipe, manifest: Manifest, tokens_before: int, scores: dict[str, Any]) -> Row:
+    """One settled round as its replicas told it."""
+    t, steps = manifest.round, recipe.outer.inner_steps
+    entries = {entry.replica: entry.facts for entry in manifest.entries}
+    took_part = [member for member in recipe.fleet() if member.name in entries]
+    losses = [float(entries[m.name].get("loss") or 0.0) for m in took_part]
+    tokens = len(took_part) * steps * recipe.inner.batch * recipe.model.context
+    # Bytes as the replicas counted them, from one commit to the next: a round's downloads are told with
+    # the next round's commit, and the last round's with the farewell.
+    counts = dict.fromkeys(PURPOSES, 0)
+    for facts in entries.values():
+        for purpose, count in facts.get("bytes", {}).items():
+            counts[purpose] = counts.get(purpose, 0) + int(count)
+    return {
+        "round": t,
+        "inner_steps": t * steps,
+        "tokens": tokens_before + tokens,
+        "lr": learning_rate(t * steps - 1, recipe.inner, recipe.num_inner_steps),
+        "loss_train": sum(losses) / len(losses),
+        "train_by_kind": by_kind(took_part, losses),
+        **scores,
+        "grad_norm": sum(float(f.get("grad_norm") or 0) for f in entries.values()) / len(entries),
+        "seconds": manifest.seconds,
+        "tokens_per_second": tokens / max(manifest.seconds, 1e-9),
+        "fleet_seconds": round_seconds(recipe, manifest.seconds / steps),
+        "bytes": counts,
+        "dense_bytes": dict(dense_round_bytes(recipe)),
+        "measured": measured_by_kind(took_part, entries),
+        "contributors": [entry.replica for entry in manifest.entries],
+        "refused": {name: reason for name, reason in manifest.refused},
+    }
+
+
+def farewells(ledger: Ledger) -> dict[str, dict[str, Any]]:
+    """What those who are gone counted after their last commits."""
+    beats = {member.name: ledger.heartbeat(member.name) for member in ledger.run.recipe.fleet()}
+    gone = {name: beat[0] for name, beat in beats.items() if beat and beat[0].get("state") in GONE}
+    return {name: body.get("farewell") or {} for name, body in gone.items()}
+
+
+def join_farewells(row: Row, recipe: Recipe, said: dict[str, dict[str, Any]]) -> None:
+    for farewell in said.values():
+        for purpose, count in farewell.get("bytes", {}).items():
+            row["bytes"][purpose] = row["bytes"].get(purpose, 0) + int(count)
+    add_farewell(row, recipe.fleet(), said)
+
+
+def write_told(ledger: Ledger, path: str | Path) -> RunDir:
+    """A run directory from a bucket alone, of what replicas told and nothing replayed: for runs that were
+    joined, which no machine follows. Held-out losses are not in it."""
+    recipe, last = ledger.run.recipe, ledger.last_round()
+    rows = [start_row(recipe, NO_SCORES, 0.0)]
+    for t in range(1, last + 1):
+        rows.append(told_row(recipe, ledger.manifest(t), rows[-1]["tokens"], NO_SCORES))
+    if last:
+        join_farewells(rows[-1], recipe, farewells(ledger))
+    about = {
+        "mode": "real processes",
+        "parameters": recipe.model.num_parameters,
+        "corpus": recipe.data.corpus,
+    }
+    about["status"] = "finished" if last == recipe.outer.rounds else "running"
+    run = RunDir.create(path, recipe, about)
+    for row in rows:
+        run.append(row)
+    return run
