@@ -86,6 +86,9 @@ def test_subspace_dimension_rounds_down_and_never_to_zero():
         ("model.heads=3", "every head"),
         ("subspace.grassmann_every=7", "multiple"),
         ("outer.values=fp64", "fp64"),
+        ("finish.rounds=-1", "at least 0"),
+        ("finish.rounds=117", "the last of outer.rounds, so at most 116"),
+        ("finish.how=slowly", "open, full"),
         ("name=../x", "letters"),
         ("nonsense", "key=value"),
     ],
@@ -111,6 +114,30 @@ def test_bad_values_are_one_line_that_says_what_would_be_right(override, says):
 def test_malformed_recipes_are_named(text, says):
     with pytest.raises(ConfigError, match=re.escape(says)):
         parse_recipe(text)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["replicas.edge.compression=none"], "no replica is compressed"),
+        (["subspace.weight_projection=true"], "drop one of them"),
+    ],
+)
+def test_a_run_with_nothing_to_finish_or_weights_that_may_not_leave_the_subspace_is_named(overrides, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        parse_recipe(TEXT, ["finish.rounds=2", *overrides])
+
+
+def test_boundaries_open_over_the_last_rounds_and_the_last_is_open():
+    recipe = parse_recipe(TEXT, ["outer.rounds=10", "finish.rounds=4", "data.eval_every=100"])
+    opening = [recipe.opening(t) for t in range(12)]
+    assert opening == [None] * 7 + [0.25, 0.5, 0.75, 1.0, None]
+    assert [t for t in range(1, 11) if recipe.is_scored(t)] == [6, 10]
+    full = parse_recipe(TEXT, ["outer.rounds=10", "finish.rounds=4", "finish.how=full"])
+    assert [full.opening(t) for t in range(5, 12)] == [None, None, 1.0, 1.0, 1.0, 1.0, None]
+    assert parse_recipe(TEXT).opening(116) is None
+    assert recipe.in_round(6) is recipe
+    assert [r.compression for r in recipe.in_round(7).replicas] == ["none", "1"]
 
 
 def test_a_missing_file_is_one_line(tmp_path):

@@ -3,7 +3,7 @@
 import difflib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from isthmus.errors import ConfigError
@@ -226,6 +226,18 @@ class SubspaceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FinishConfig:
+    """Rounds at the end of a run in which boundaries are opened, so that the plain model is good as well."""
+
+    rounds: int = 0  # the last of outer.rounds
+    how: str = "open"  # round by round, or "full": as uncompressed replicas from the first of them on
+
+    def __post_init__(self) -> None:
+        _at_least("finish.rounds", self.rounds, 0)
+        choice("finish.how", self.how, ("open", "full"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
     """What a link can carry, each way."""
 
@@ -356,6 +368,7 @@ class Recipe:
     inner: InnerConfig = field(default_factory=InnerConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     subspace: SubspaceConfig = field(default_factory=SubspaceConfig)
+    finish: FinishConfig = field(default_factory=FinishConfig)
     bucket: BucketConfig = field(default_factory=BucketConfig)
     replicas: tuple[ReplicaConfig, ...]
 
@@ -412,6 +425,7 @@ class Recipe:
             raise ConfigError(
                 'subspace.weight_projection projects onto one U; set subspace.basis to "global"'
             )
+        self._check_finish(bool(compressed))
         alike = len({(replica.stages, replica.compression) for replica in self.replicas}) == 1
         for name in ("weight_projection", "modified_adamw"):
             # AdamW's replicas share one set of weights: it cannot be projected for some and not for others.
@@ -421,6 +435,45 @@ class Recipe:
                 )
             if getattr(self.subspace, name) and not compressed:
                 raise ConfigError(f"subspace.{name} is for compressed replicas, and there is none")
+
+    def _check_finish(self, compressed: bool) -> None:
+        if not self.finish.rounds:
+            return
+        if self.finish.rounds > self.outer.rounds:
+            raise ConfigError(
+                f"finish.rounds is {self.finish.rounds}; they are the last of outer.rounds, so at most "
+                f"{self.outer.rounds}"
+            )
+        if not compressed:
+            raise ConfigError(
+                f"finish.rounds is {self.finish.rounds}, but no replica is compressed: nothing is there "
+                "to open; set 0, or give a pipelined replica a compression"
+            )
+        if self.subspace.weight_projection:
+            raise ConfigError(
+                "finish.rounds opens boundaries, and subspace.weight_projection keeps the weights in S; drop "
+                "one of them"
+            )
+
+    def opening(self, round_number: int) -> float | None:
+        """a of x_hat = T + (P + a (I - P)) (x - T) in this outer round; None where boundaries compress."""
+        finishing = round_number - (self.outer.rounds - self.finish.rounds)
+        if not 0 < finishing <= self.finish.rounds:
+            return None
+        return 1.0 if self.finish.how == "full" else finishing / self.finish.rounds
+
+    def in_round(self, round_number: int) -> "Recipe":
+        """For bytes and seconds: in a finishing round whole streams cross between stages. The replicas are
+        still compressed ones, at k = d: every stage holds the embedding and reads its update."""
+        if self.opening(round_number) is None:
+            return self
+        replicas = tuple(replace(r, compression="1") if r.compressed else r for r in self.replicas)
+        return replace(self, replicas=replicas)
+
+    def is_scored(self, round_number: int) -> bool:
+        """After every `eval_every` rounds, at the end, and where finishing begins: what it starts from."""
+        last = (self.outer.rounds, self.outer.rounds - self.finish.rounds)
+        return round_number in last or round_number % self.data.eval_every == 0
 
     @property
     def num_replicas(self) -> int:
