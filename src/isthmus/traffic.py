@@ -70,8 +70,9 @@ def inner_step_bytes(recipe: Recipe, member: Member, subspace_dim: int | None = 
     return {"activations": stream, "gradients": stream, "tokens": ids}
 
 
-def round_bytes(recipe: Recipe) -> dict[str, int]:
-    """All bytes of one outer round, over all replicas, by purpose."""
+def round_bytes(recipe: Recipe, round_number: int = 1) -> dict[str, int]:
+    """All bytes of one outer round, over all replicas, by purpose; finishing rounds carry whole streams."""
+    recipe = recipe.in_round(round_number)
     total = dict.fromkeys(PURPOSES, 0)
     steps, sizes = recipe.outer.inner_steps, shard_bytes(recipe)
     for member in recipe.fleet():

@@ -97,7 +97,9 @@ def rows(run):
 
 
 @pytest.mark.parametrize("method", ["sparseloco", "diloco", "adamw"])
-@pytest.mark.parametrize("extra", [[], ["subspace.grassmann_every=4"], ["subspace.adaptation=false"]])
+@pytest.mark.parametrize(
+    "extra", [[], ["subspace.grassmann_every=4"], ["subspace.adaptation=false"], ["finish.rounds=3"]]
+)
 def test_every_method_resumes_from_its_state(tmp_path, monkeypatch, method, extra):
     recipe = parse_recipe(RECIPE, [f"outer.method={method}", "outer.rounds=4", *extra])
     simulate(recipe, tmp_path / "straight", device="cpu", quiet=True)

@@ -71,6 +71,7 @@ wire = "fp32"
 )
 FP64 = ["inner.precision=fp64", "outer.values=fp64", "replicas.edge.wire=fp64", "replicas.far.wire=fp64"]
 AS_SHIPPED = ["outer.values=2bit", "replicas.edge.wire=bf16"]
+FINISHING = ["finish.rounds=2"]  # round 2 half open, round 3 open
 EXACT = ("activations", "gradients", "tokens", "payload_up", "payload_down")
 
 
@@ -148,9 +149,22 @@ def as_shipped(tmp_path_factory: pytest.TempPathFactory) -> Twins:
     return run_both(tmp_path_factory.mktemp("as-shipped"), AS_SHIPPED, SMALL)
 
 
-def test_weights_after_every_round_are_the_simulators_in_float32(fp32):
-    assert len(fp32.real) == len(fp32.simulated) == ROUNDS
-    assert max(fp32.gaps()) < 1e-5
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Twins:
+    return run_both(tmp_path_factory.mktemp("finished"), FINISHING, SMALL)
+
+
+@pytest.mark.parametrize("twins", ["fp32", "finished"])
+def test_weights_after_every_round_are_the_simulators_in_float32(request, twins):
+    both = request.getfixturevalue(twins)
+    assert len(both.real) == len(both.simulated) == ROUNDS
+    assert max(both.gaps()) < 1e-5
+
+
+def test_a_run_that_ends_with_open_boundaries_scores_alike_with_and_without_them(finished):
+    last, before = finished.real_rows[-1], finished.real_rows[-2]
+    assert last["loss_pipelined"] == last["loss_full"]
+    assert before["loss_pipelined"] != before["loss_full"]
 
 
 def test_weights_after_every_round_are_the_simulators_in_float64(fp64):
@@ -173,7 +187,9 @@ def test_a_hair_apart_before_the_codec_is_a_few_entries_apart_after_it(as_shippe
         assert parted < 0.01 * entries
 
 
-@pytest.mark.parametrize(("twins", "tolerance"), [("fp32", 1e-5), ("fp64", 1e-9), ("as_shipped", 1e-2)])
+@pytest.mark.parametrize(
+    ("twins", "tolerance"), [("fp32", 1e-5), ("fp64", 1e-9), ("as_shipped", 1e-2), ("finished", 1e-5)]
+)
 def test_losses_in_the_rows_agree(request, twins, tolerance):
     both = request.getfixturevalue(twins)
     assert [row["round"] for row in both.real_rows] == list(range(ROUNDS + 1))
@@ -202,10 +218,11 @@ def test_every_process_reports_the_replayed_anchor_after_every_round(request, tw
     assert [row["anchor"] for row in both.real_rows[1:]] == both.digests
 
 
-@pytest.mark.parametrize("twins", ["fp32", "fp64", "as_shipped"])
+@pytest.mark.parametrize("twins", ["fp32", "fp64", "as_shipped", "finished"])
 def test_bytes_that_the_processes_counted_are_those_that_traffic_predicts(request, twins):
     both = request.getfixturevalue(twins)
-    counted, predicted = totals(both.real_rows)["bytes"], round_bytes(both.recipe)
-    assert {p: counted[p] for p in EXACT} == {p: ROUNDS * predicted[p] for p in EXACT}
+    counted = totals(both.real_rows)["bytes"]
+    rounds = [round_bytes(both.recipe, t) for t in range(1, ROUNDS + 1)]
+    assert {p: counted[p] for p in EXACT} == {p: sum(sent[p] for sent in rounds) for p in EXACT}
     assert counted["control"] > 0  # commits, manifests, heartbeats, anchors: not predicted
     assert {p: totals(both.simulated_rows)["bytes"][p] for p in EXACT} == {p: counted[p] for p in EXACT}

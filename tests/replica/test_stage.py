@@ -77,6 +77,7 @@ def simulated(recipe, member, precision="fp64", steps=3):
         if round_index:
             for name, tensor in second_anchor(recipe).items():
                 anchor[name].copy_(tensor)
+        stack.bases.begin_round(round_index + 1)
         stack.begin_round(anchor)
         for h in range(steps):
             losses, norms = stack.inner_step(batches.at(member.index, round_index * steps + h)[None])
@@ -118,6 +119,8 @@ CASES = {
     "not clipped": ["inner.clip=0"],
     "a U for each boundary": ["subspace.basis=boundary"],
     "one micro-batch": ["inner.micro_batches=1"],
+    "half open in the second round": ["finish.rounds=2"],
+    "open in the second round": ["finish.rounds=2", "finish.how=full"],
 }
 
 

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from isthmus.subspace import SubspaceBoundary, grassmann_step, project, random_basis, reproject, split
+from isthmus.subspace import (
+    OpeningBoundary,
+    SubspaceBoundary,
+    grassmann_step,
+    project,
+    random_basis,
+    reproject,
+    split,
+)
 from isthmus.subspace.boundary import as_on_wire
 
 WIDTH, DIM, VOCAB = 32, 4, 100
@@ -45,6 +53,26 @@ def test_subtracting_the_whole_table_gives_the_same_stream():  # METHOD 4.1
     assert_close(
         whole.expand(whole.compress(x, tokens), tokens), rest.expand(rest.compress(x, tokens), tokens)
     )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_an_opening_boundary_blends_the_projection_with_the_identity(share):
+    basis, table, tokens, x = parts()
+    a = torch.zeros((), dtype=torch.float64)
+    boundary, closed = OpeningBoundary(basis, table, a), SubspaceBoundary(basis, table)
+    a.fill_(share)  # in place, as from round to round
+    x.requires_grad_()
+    crossed = boundary.expand(boundary.compress(x, tokens), tokens)
+    blend = basis @ basis.T + share * (torch.eye(WIDTH, dtype=torch.float64) - basis @ basis.T)
+    assert_close(crossed, table[tokens] + (x - table[tokens]) @ blend)
+    outgoing = torch.randn_like(x)
+    (grad,) = torch.autograd.grad(crossed, x, outgoing)
+    assert_close(grad, outgoing @ blend)
+    if share == 0:
+        assert_close(crossed, closed.expand(closed.compress(x, tokens), tokens))
+    if share == 1:
+        assert torch.equal(crossed, x)
+        assert torch.equal(grad, outgoing)
 
 
 def test_all_dimensions_carry_everything():  # k = d

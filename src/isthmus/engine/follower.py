@@ -40,6 +40,7 @@ class Follower:
         self.row(start_row(self.recipe, self._scores(), 0.0))
 
     def _scores(self) -> dict[str, Any]:
+        self.scorer.bases.begin_round(self.replay.round)
         return self.scorer.score(self.replay.anchor, self.table)
 
     def row(self, row: dict[str, Any]) -> None:
@@ -55,7 +56,7 @@ class Follower:
         if manifest is None:
             return None
         recipe, t = self.recipe, manifest.round
-        due = t == recipe.outer.rounds or t % recipe.data.eval_every == 0
+        due = recipe.is_scored(t)
         row = told_row(recipe, manifest, self.run.rows()[-1]["tokens"], self._scores() if due else NO_SCORES)
         row["anchor"] = self.replay.digest()
         self.row(row)
@@ -115,7 +116,7 @@ def told_row(recipe: Recipe, manifest: Manifest, tokens_before: int, scores: dic
         "grad_norm": sum(float(f.get("grad_norm") or 0) for f in entries.values()) / len(entries),
         "seconds": manifest.seconds,
         "tokens_per_second": tokens / max(manifest.seconds, 1e-9),
-        "fleet_seconds": round_seconds(recipe, manifest.seconds / steps),
+        "fleet_seconds": round_seconds(recipe.in_round(t), manifest.seconds / steps),
         "bytes": counts,
         "dense_bytes": dict(dense_round_bytes(recipe)),
         "measured": measured_by_kind(took_part, entries),

@@ -68,10 +68,11 @@ def simulate_rounds(recipe: Recipe, fleet: Any, exchange: Any, run: RunDir, view
     def after(round_number: int, trained_seconds: float) -> None:
         nonlocal clock
         last = round_number == rounds
-        scores = fleet.evaluate() if last or round_number % recipe.data.eval_every == 0 else NO_SCORES
+        scores = fleet.evaluate() if recipe.is_scored(round_number) else NO_SCORES
         seconds = time.perf_counter() - clock
         each = trained_seconds / recipe.num_replicas
-        sent = counted_bytes(recipe, exchange.take_counts())
+        now = recipe.in_round(round_number)
+        sent = counted_bytes(now, exchange.take_counts())
         row = {
             "round": round_number,
             "inner_steps": round_number * steps,
@@ -83,7 +84,7 @@ def simulate_rounds(recipe: Recipe, fleet: Any, exchange: Any, run: RunDir, view
             "grad_norm": fleet.norms.mean().item(),
             "seconds": seconds,
             "tokens_per_second": recipe.round_tokens / seconds,
-            "fleet_seconds": round_seconds(recipe, each / steps),
+            "fleet_seconds": round_seconds(now, each / steps),
             "bytes": {purpose: sum(counts[purpose] for counts in sent.values()) for purpose in PURPOSES},
             "dense_bytes": dict(dense_round_bytes(recipe)),
             "measured": measured_by_kind(

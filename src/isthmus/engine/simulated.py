@@ -85,6 +85,7 @@ class SimulatedFleet:
         """H inner steps of every replica; losses (H, M), the last gradient norms (M,), and the
         contributions."""
         losses, norms, contributions = [], [], []
+        self.bases.begin_round(round_index + 1)
         steps = self.recipe.outer.inner_steps
         for turn, stack in enumerate(self.stacks):
             if self.plan.parked:
@@ -136,7 +137,7 @@ class SimulatedFleet:
         """Table 5c: after every `grassmann_every` inner steps, turn each U toward the activation
         gradients."""
         every = self.recipe.subspace.grassmann_every
-        if not every or (inner_step + 1) % every:
+        if not every or (inner_step + 1) % every or self.bases.opening:  # a boundary that opens keeps its U
             return
         tokens = self.batches.stacked(inner_step).to(self.device).long()
         covariances: dict[str, Tensor] = {}
@@ -204,3 +205,4 @@ class SimulatedFleet:
                 self.outer.restore(files["outer"])
         for i, stack in enumerate(self.stacks):
             stack.restore(files[f"stack-{i}"], rounds * self.recipe.outer.inner_steps)
+        self.bases.begin_round(rounds)

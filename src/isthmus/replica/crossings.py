@@ -10,9 +10,9 @@ from isthmus.comm.local import LocalLink
 from isthmus.config import Member, Recipe
 from isthmus.model.llama import Crossing
 from isthmus.replica.split import boundaries
-from isthmus.subspace import OpenBoundary, SubspaceBoundary, random_basis
+from isthmus.subspace import OpenBoundary, OpeningBoundary, SubspaceBoundary, random_basis
 
-Key = tuple  # tells two crossings apart: where, how many dimensions, which wire, which U
+Key = tuple  # tells two crossings apart: where, how many dimensions, which wire, which U, how open
 
 
 def derived_seed(seed: int, *path: str | int) -> int:
@@ -30,11 +30,27 @@ def crossing(boundary: OpenBoundary | SubspaceBoundary, link: LocalLink) -> Cros
 
 
 class BasisSet:
-    """Every U of a run, drawn from the recipe's seed when first asked for (METHOD 0.5)."""
+    """Every U of a run, drawn from the recipe's seed when first asked for (METHOD 0.5), and how far the
+    boundaries that project onto them are open in this round."""
 
     def __init__(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> None:
         self.recipe, self.device, self.dtype = recipe, device, dtype
         self.bases: dict[str, Tensor] = {}
+        self.opening = False  # a finishing round
+        self.share = torch.zeros((), device=device, dtype=dtype)  # its a
+
+    def begin_round(self, round_number: int) -> bool:
+        """True where crossings built before cross otherwise now. Once open, only the value of a changes."""
+        share, before = self.recipe.opening(round_number), self.opening
+        self.opening = share is not None
+        self.share.fill_(share or 0.0)
+        return self.opening != before
+
+    def boundary(self, member: Member, number: int, table: Tensor) -> OpenBoundary | SubspaceBoundary:
+        if not member.config.compressed:
+            return OpenBoundary()
+        basis = self.get(member, number)
+        return OpeningBoundary(basis, table, self.share) if self.opening else SubspaceBoundary(basis, table)
 
     def key(self, member: Member, boundary: int) -> str:
         dim = member.config.subspace_dim(self.recipe.model.width)
@@ -75,7 +91,7 @@ def crossings_of(
 
 def crossing_key(member: Member, boundary: int, bases: BasisSet) -> Key:
     basis = bases.key(member, boundary) if member.config.compressed else None
-    return (member.config.wire, basis)
+    return (member.config.wire, basis, bases.opening and member.config.compressed)
 
 
 def forward_key(recipe: Recipe, member: Member, bases: BasisSet) -> Key:
@@ -85,10 +101,7 @@ def forward_key(recipe: Recipe, member: Member, bases: BasisSet) -> Key:
 
 
 def build(member: Member, boundary: int, bases: BasisSet, table: Tensor) -> Crossing:
-    inside = (
-        SubspaceBoundary(bases.get(member, boundary), table) if member.config.compressed else OpenBoundary()
-    )
-    return crossing(inside, LocalLink(member.config.wire))
+    return crossing(bases.boundary(member, boundary, table), LocalLink(member.config.wire))
 
 
 def projected_names(recipe: Recipe, member: Member) -> tuple[str, ...]:

@@ -138,6 +138,7 @@ class PipelinedReplica:
 
     def inner_step(self, inner_step: int) -> Tensor:
         """One InnerOpt update of the whole replica (eq. 1); its loss, the same at every stage."""
+        self._follow_round(inner_step // self.recipe.outer.inner_steps + 1)
         runs = [_Run(stage, *ends) for stage, ends in zip(self.stages, self.links, strict=True)]
         for run in runs:
             run.begin(self.depths, self.num_micro_batches, self.patience)
@@ -156,6 +157,11 @@ class PipelinedReplica:
         self.seconds = {"compute": compute, "there_and_back": trip}
         self._look(compute, trip)
         return torch.tensor(loss, dtype=torch.float64)
+
+    def _follow_round(self, round_number: int) -> None:
+        """Where finishing begins, frames grow to the whole stream: depths are measured and chosen anew."""
+        if any([stage.follow_round(round_number) for stage in self.stages]):
+            self.num_steps, self.seen, self.chosen_for = 0, [], math.inf
 
     def _execute(self, runs: Sequence["_Run"]) -> None:
         """Every stage's actions in its order; stages of one process take turns as their input comes."""

@@ -47,8 +47,6 @@ class Stack:
                 "tok_embeddings.weight"
             ].detach()  # synchronised every step, so it is never stale
         self.table = table
-        rows = recipe.inner.batch // pieces if shared else 1
-        self.crossings = crossings_of(recipe, members, bases, table, rows)
         wide = next(iter(anchor.values())).dtype
         self.rope = tuple(t.to(device) for t in rope_table(recipe.model, recipe.model.context, wide))
         self.opt = InnerOpt(
@@ -59,10 +57,18 @@ class Stack:
             groups=self._clip_groups(device),
             modified=self._modified(device),
         )
+        self.compiled = compiled
+        self._build_crossings()
+
+    def _build_crossings(self) -> None:
+        """As boundaries are now: they compress, or they open."""
+        recipe, members, bases = self.recipe, self.members, self.bases
+        rows = recipe.inner.batch // self.pieces if self.shared else 1
+        self.crossings, self.opening = crossings_of(recipe, members, bases, self.table, rows), bases.opening
         self._losses = self._member_losses
-        if compiled is not None:  # stacks that cross alike are the same function: compile it once
+        if self.compiled is not None:  # stacks that cross alike are the same function: compile it once
             key = (len(members), *(forward_key(recipe, member, bases) for member in members))
-            self._losses = compiled.setdefault(key, torch.compile(self._member_losses, dynamic=False))
+            self._losses = self.compiled.setdefault(key, torch.compile(self._member_losses, dynamic=False))
 
     def _clip_groups(self, device: torch.device) -> Tensor | None:
         """(R, T) stage numbers, where every stage clips on its own."""
@@ -92,6 +98,8 @@ class Stack:
 
     def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
         """All replicas stand at the anchor."""
+        if self.opening != self.bases.opening:  # finishing begins
+            self._build_crossings()
         if self.shared:
             return
         with torch.no_grad():

@@ -74,13 +74,20 @@ class Stage:
     def _boundary(self, number: int) -> OpenBoundary | SubspaceBoundary:
         if self.table is None or not 0 <= number < self.member.config.stages - 1:
             return OpenBoundary()
-        return SubspaceBoundary(self.bases.get(self.member, number), self.table)
+        return self.bases.boundary(self.member, number, self.table)
+
+    def follow_round(self, round_number: int) -> bool:
+        """Boundaries as they are in this outer round. True where they cross otherwise than in the last."""
+        changed = self.bases.begin_round(round_number)
+        if changed:
+            self.before, self.after = self._boundary(self.index - 1), self._boundary(self.index)
+        return changed
 
     def frames(self) -> tuple[Layout, Layout]:
         """How one micro-batch crosses a link: forward, and back. Both sides know it, so no shape travels."""
         model, inner = self.recipe.model, self.recipe.inner
         rows, dim = inner.batch // inner.micro_batches, self.member.config.subspace_dim(model.width)
-        stream = (rows, model.context, dim)
+        stream = (rows, model.context, model.width if self.bases.opening else dim)
         # One id more than there are positions: the last stage finds its targets in the same frame.
         ids = Part("tokens", (rows, model.context + 1), TOKEN_TYPES[model.token_bytes])
         return (Part("activations", stream, self.wire), ids), (Part("gradients", stream, self.wire),)

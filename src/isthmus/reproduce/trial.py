@@ -51,6 +51,7 @@ def run_trial(row: str, scale: str, recipe: Recipe, device: str, commit: str) ->
         failed = f"a held-out loss is no number after round {points[-1]['round']}"
     later = seconds[1:] or seconds  # the first round compiles
     last = dict.fromkeys(LOSSES) if failed else points[-1]
+    kept = recipe.outer.rounds - recipe.finish.rounds
     return {
         "row": row,
         "scale": scale,
@@ -70,7 +71,9 @@ def run_trial(row: str, scale: str, recipe: Recipe, device: str, commit: str) ->
         "tokens_per_second": round(recipe.round_tokens * len(later) / sum(later)) if later else 0,
         **{name: _rounded(last[name]) for name in LOSSES},
         "failed": failed,
-        "curve": [[point["round"], *(_rounded(point[name]) for name in LOSSES)] for point in _thin(points)],
+        "curve": [
+            [point["round"], *(_rounded(point[name]) for name in LOSSES)] for point in _thin(points, kept)
+        ],
     }
 
 
@@ -93,7 +96,7 @@ def _train(
 
     def after(round_number: int, trained_seconds: float) -> None:
         nonlocal clock
-        if round_number == recipe.outer.rounds or round_number % recipe.data.eval_every == 0:
+        if recipe.is_scored(round_number):
             points.append({"round": round_number} | fleet.evaluate())
         now = time.perf_counter()
         seconds.append(now - clock)
@@ -113,9 +116,11 @@ def _scored_together(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, inner=inner, data=data)
 
 
-def _thin(points: list) -> list:
+def _thin(points: list, kept: int) -> list:
+    """Some of them, the last and that of round `kept` among them: where finishing begins."""
     step = -(-len(points) // CURVE_POINTS)
-    return points[: len(points) - 1 : step] + points[-1:]
+    ends = (kept, points[-1]["round"])
+    return [point for n, point in enumerate(points) if n % step == 0 or point["round"] in ends]
 
 
 def _rounded(loss: float | None) -> float | None:

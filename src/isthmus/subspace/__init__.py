@@ -1,11 +1,12 @@
 """The subspace part of the method: basis, boundary, embedding (sec. 2.2 and 2.4 of arXiv 2601.02360)."""
 
 from isthmus.subspace.basis import grassmann_step, project, random_basis
-from isthmus.subspace.boundary import OpenBoundary, SubspaceBoundary
+from isthmus.subspace.boundary import OpenBoundary, OpeningBoundary, SubspaceBoundary
 from isthmus.subspace.embedding import reproject, split
 
 __all__ = [
     "OpenBoundary",
+    "OpeningBoundary",
     "SubspaceBoundary",
     "grassmann_step",
     "project",

@@ -40,6 +40,24 @@ class SubspaceBoundary:
         return z @ self.basis.to(z.dtype).mT + frozen  # (B, L, K) -> (B, L, D)
 
 
+class OpeningBoundary(OpenBoundary):
+    """A boundary in a finishing round: x_hat = T + (P + a (I - P)) (x - T), from a = 0, which is the subspace
+    boundary, to a = 1, which is none (docs/method.md).
+
+    What lies outside S needs the whole stream on the wire. The sender blends, so that what crosses is x_hat.
+    """
+
+    def __init__(self, basis: Tensor, t_perp: Tensor, share: Tensor) -> None:
+        self.basis, self.t_perp = basis, t_perp
+        self.share = share  # a, 0-dimensional: a compiled forward reads its value anew in every round
+
+    def compress(self, x: Tensor, tokens: Tensor) -> Tensor:
+        basis = self.basis.to(x.dtype)
+        drift = x - embedding(tokens, self.t_perp).to(x.dtype)  # (B, L, D)
+        outside = drift - (drift @ basis) @ basis.mT
+        return x - (1 - self.share).to(x.dtype) * outside  # in this form a = 1 is exactly x
+
+
 class _Wire(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z: Tensor, dtype: torch.dtype) -> Tensor:
