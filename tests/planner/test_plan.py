@@ -43,6 +43,29 @@ def test_bytes_of_the_run_are_those_of_traffic(path):
         assert forecast.bytes[purpose] == recipe.outer.rounds * number, purpose
 
 
+@pytest.mark.parametrize("how", ["open", "full"])
+def test_finishing_rounds_carry_whole_streams_and_take_longer(capsys, how):
+    settings = ["outer.rounds=10", "finish.rounds=3", f"finish.how={how}"]
+    recipe, usual = load_recipe(MIXED, settings), load_recipe(MIXED, settings[:1])
+    forecast, without = predict(recipe, tflops=100), predict(usual, tflops=100)
+    rounds = [round_bytes(recipe, t) for t in range(1, 11)]
+    for purpose in rounds[0]:
+        assert forecast.bytes[purpose] == sum(sent[purpose] for sent in rounds), purpose
+    edge = next(r for r in recipe.replicas if r.compressed)
+    whole = recipe.model.width / edge.subspace_dim(recipe.model.width)
+    assert rounds[9]["activations"] == whole * rounds[0]["activations"]
+    assert rounds[9]["payload_down"] == rounds[0]["payload_down"]
+    opened = load_recipe(MIXED, [*settings[:1], "replicas.edge.compression=1"])
+    assert forecast.finish.round_seconds == predict(opened, tflops=100).round_seconds > forecast.round_seconds
+    seconds = 7 * without.round_seconds + 3 * forecast.finish.round_seconds
+    assert forecast.hours * 3600 == pytest.approx(seconds)
+    assert forecast.tokens_per_second == pytest.approx(forecast.tokens / seconds)
+    assert forecast.utilisation < without.utilisation
+    said = run(capsys, MIXED, "--tflops", 100, *(f"--set={text}" for text in settings))
+    assert "the last 3 rounds of" in said
+    assert "finish" not in run(capsys, MIXED, "--tflops", 100)
+
+
 def test_the_step_is_given_by_both_levels_of_method_and_the_ceiling_is_below():
     recipe = load_recipe(DEMO)
     edge = kind(predict(recipe), "edge")

@@ -50,6 +50,7 @@ def _run_rows(forecast: "Forecast") -> list[tuple[str, str]]:
             f"{_time(forecast.round_seconds)}"
             + (f"; {forecast.slowest} sets the pace" if len(forecast.kinds) > 1 else ""),
         ),
+        *_finish_rows(forecast),
         ("speed", f"{rate(forecast.tokens_per_second)}, {count(forecast.tokens)} tokens in all"),
         (
             "utilisation",
@@ -94,6 +95,22 @@ def _run_rows(forecast: "Forecast") -> list[tuple[str, str]]:
         )
         rows.append(("money", f"{forecast.money['total']:,.2f}: {parts}"))
     return rows
+
+
+def _finish_rows(forecast: "Forecast") -> list[tuple[str, str]]:
+    finish = forecast.finish
+    if finish is None:
+        return []
+    way = "opened step by step" if finish.how == "open" else "open at once"
+    many = "round" if finish.rounds == 1 else f"{finish.rounds:,} rounds"
+    return [
+        (
+            "finish",
+            f"the last {many} of {_time(finish.round_seconds)} each, boundaries {way}: "
+            f"{size(finish.stage_bytes_per_round)} between stages in a round instead of "
+            f"{size(finish.usual_stage_bytes_per_round)}; {finish.slowest} sets the pace",
+        )
+    ]
 
 
 def _title(kind: "KindForecast") -> str:

@@ -18,6 +18,7 @@ from isthmus.planner.plan import Forecast, KindForecast, predict
 from isthmus.runlog import Row, RunDir
 
 TFLOP = 1e12
+FORTH, BACK = ("activations", "tokens"), ("gradients",)  # what crosses a link between stages, each way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,12 @@ def compare_rows(recipe: Recipe, about: Mapping[str, Any], rows: Iterable[Row]) 
             if kind.name in stated and kind.name in measured:
                 rates = (stated[kind.name], None, measured[kind.name])
                 lines.append(_whole("", "training rate of a machine", "tflops", *rates, kind=kind.name))
-            lines += [*_steps(both, trained), *_links(both), *_exchange(both), *_memory(both, about)]
+            lines += [
+                *_steps(both, trained),
+                *_links(both, len(trained)),
+                *_exchange(both),
+                *_memory(both, about),
+            ]
         else:
             lines += _shapes(both)
     if simulated and about.get("peak_bytes") and about.get("predicted_bytes"):
@@ -105,7 +111,9 @@ def _as_run(recipe: Recipe, about: Mapping[str, Any], trained: Sequence[Row]) ->
     """As far as the run has come, and in the precision that `auto` came to."""
     precision = about.get("precision")
     inner = replace(recipe.inner, precision=precision) if precision else recipe.inner
-    return replace(recipe, inner=inner, outer=replace(recipe.outer, rounds=len(trained)))
+    finishing = sum(recipe.opening(row["round"]) is not None for row in trained)
+    outer, finish = replace(recipe.outer, rounds=len(trained)), replace(recipe.finish, rounds=finishing)
+    return replace(recipe, inner=inner, outer=outer, finish=finish)
 
 
 def _at(recipe: Recipe, rates: Mapping[str, float]) -> Recipe:
@@ -213,7 +221,7 @@ def _steps(both: _Both, rows: Sequence[Row]) -> list[Line]:
     return [*lines, both.line("", "utilisation", "share", lambda k: k.utilisation, share)]
 
 
-def _links(both: _Both) -> list[Line]:
+def _links(both: _Both, planned_rounds: int) -> list[Line]:
     """Every link, each way: bytes, and the share of its stated rate that was used while training."""
     link, seconds = both.plan.link, both.typical("seconds")
     if link is None:
@@ -222,12 +230,13 @@ def _links(both: _Both) -> list[Line]:
     rounds = len(both.figures)
     replicas = sum(figure.get("replicas") or 0 for figure in both.figures)
     for s in range(link.num_links):
-        for where, key, process, field in (
-            (f"stage {s} to {s + 1}", "forth_bytes", s, "forward_bytes_per_micro_batch"),
-            (f"stage {s + 1} to {s}", "back_bytes", s + 1, "backward_bytes_per_micro_batch"),
+        for where, key, process, field, purposes in (
+            (f"stage {s} to {s + 1}", "forth_bytes", s, "forward_bytes_per_micro_batch", FORTH),
+            (f"stage {s + 1} to {s}", "back_bytes", s + 1, "backward_bytes_per_micro_batch", BACK),
         ):
             sent = both.total(key, process)
-            expected = _step_bytes(both.plan, field) * both.steps * both.plan.count * rounds
+            whole = sum(both.plan.bytes[purpose] for purpose in purposes)  # finishing rounds are in it
+            expected = whole / link.num_links * rounds / planned_rounds
             lines.append(both.line(where, "bytes", "bytes", lambda k, e=expected: e, sent))
             used = sent / replicas * 8 / (link.mbps * 1e6) / seconds if seconds and replicas else None
             lines.append(
@@ -304,8 +313,8 @@ def _shapes(both: _Both) -> list[Line]:
     lines, link = [], both.plan.link
     for s in range(link.num_links if link else 0):
         for where, purposes in (
-            (f"stage {s} to {s + 1}", ("activations", "tokens")),
-            (f"stage {s + 1} to {s}", ("gradients",)),
+            (f"stage {s} to {s + 1}", FORTH),
+            (f"stage {s + 1} to {s}", BACK),
         ):
             expected = sum(both.plan.bytes[purpose] for purpose in purposes) / link.num_links
             sent = both.sent(*purposes) / link.num_links

@@ -65,6 +65,18 @@ class KindForecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Finishing:
+    """The rounds at the end in which whole streams cross between stages."""
+
+    rounds: int
+    how: str
+    round_seconds: float
+    slowest: str
+    stage_bytes_per_round: int  # all replicas; the others' rounds carry `usual_stage_bytes_per_round`
+    usual_stage_bytes_per_round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """A whole run."""
 
@@ -79,7 +91,8 @@ class Forecast:
     payload_bytes: int  # one replica's update
     num_shards: int
     closing: Closing | None
-    round_seconds: float
+    finish: Finishing | None  # None where no round opens boundaries
+    round_seconds: float  # of a round that is not a finishing one; so are all figures of one round or step
     slowest: str
     utilisation: float  # over all machines, weighted by their rate
     tokens: int
@@ -111,26 +124,33 @@ def predict(
     sizes = shard_bytes(recipe)
     paces = {r.name: _pace(recipe, members[r.name], rates[r.name], sizes) for r in recipe.replicas}
     # From one settled round to a replica's next delivery; then all wait for the slowest, and for the closer.
-    turns = {
-        name: pace.exchange.down_seconds
-        + recipe.outer.inner_steps * pace.step.seconds
-        + pace.exchange.up_seconds
-        for name, pace in paces.items()
-    }
+    turns = _turns(recipe, paces)
     closing = closing_of(recipe, turns, sizes, verify_bytes_per_second)
     close_seconds = closing.seconds if closing else 0.0
     slowest = max(turns, key=turns.__getitem__)
     round_seconds = turns[slowest] + close_seconds
+    rounds, finish = recipe.outer.rounds, _finish(recipe, rates, sizes, verify_bytes_per_second)
+    seconds = round_seconds * rounds
+    if finish:
+        seconds += finish.rounds * (finish.round_seconds - round_seconds)
     kinds = tuple(
-        _kind(recipe, members[r.name], paces[r.name], round_seconds, close_seconds, sizes, closing)
+        _kind(
+            recipe,
+            members[r.name],
+            paces[r.name],
+            round_seconds,
+            close_seconds,
+            sizes,
+            closing,
+            seconds / rounds,
+        )
         for r in recipe.replicas
     )
-    rounds = recipe.outer.rounds
     sent = {key: sum(kind.bytes[key] for kind in kinds) for key in kinds[0].bytes}
     snapshot, num_snapshots = snapshot_of(recipe)
     sent["snapshots"] = snapshot * num_snapshots
     per_round = _requests(recipe, kinds, round_seconds)
-    hours = rounds * round_seconds / 3600
+    hours = seconds / 3600
     machine_rate = {r.name: r.count * r.stages * rates[r.name] for r in recipe.replicas}
     busy = sum(kind.utilisation * machine_rate[kind.name] for kind in kinds) / sum(machine_rate.values())
     forecast_bytes = {
@@ -152,11 +172,12 @@ def predict(
         payload_bytes=sum(sizes),
         num_shards=len(sizes),
         closing=closing,
+        finish=finish,
         round_seconds=round_seconds,
         slowest=slowest,
         utilisation=busy,
         tokens=rounds * recipe.round_tokens,
-        tokens_per_second=recipe.round_tokens / round_seconds,
+        tokens_per_second=rounds * recipe.round_tokens / seconds,
         hours=hours,
         bytes=sent,
         link_bytes=forecast_bytes,
@@ -183,6 +204,38 @@ def _pace(recipe: Recipe, member: Member, tflops: float, sizes: tuple[int, ...])
     return _Pace(compute, link, step, exchange_of(recipe, member, sizes))
 
 
+def _turns(recipe: Recipe, paces: Mapping[str, _Pace]) -> dict[str, float]:
+    steps = recipe.outer.inner_steps
+    return {
+        name: pace.exchange.down_seconds + steps * pace.step.seconds + pace.exchange.up_seconds
+        for name, pace in paces.items()
+    }
+
+
+def _finish(
+    recipe: Recipe, rates: Mapping[str, float], sizes: tuple[int, ...], verify_rate: float
+) -> Finishing | None:
+    if not recipe.finish.rounds:
+        return None
+    last = recipe.in_round(recipe.outer.rounds)
+    paces = {m.config.name: _pace(last, m, rates[m.config.name], sizes) for m in reversed(last.fleet())}
+    turns = _turns(last, paces)
+    closing = closing_of(last, turns, sizes, verify_rate)
+    slowest = max(turns, key=turns.__getitem__)
+    usual, opened = (
+        recipe.outer.inner_steps * sum(sum(inner_step_bytes(r, m).values()) for m in r.fleet())
+        for r in (recipe, last)
+    )
+    return Finishing(
+        rounds=recipe.finish.rounds,
+        how=recipe.finish.how,
+        round_seconds=turns[slowest] + (closing.seconds if closing else 0.0),
+        slowest=slowest,
+        stage_bytes_per_round=opened,
+        usual_stage_bytes_per_round=usual,
+    )
+
+
 def _kind(
     recipe: Recipe,
     member: Member,
@@ -191,6 +244,7 @@ def _kind(
     close_seconds: float,
     sizes: tuple[int, ...],
     closing: Closing | None,
+    mean_round_seconds: float,
 ) -> KindForecast:
     replica, steps = member.config, recipe.outer.inner_steps
     exchange = pace.exchange.up_seconds + close_seconds + pace.exchange.down_seconds
@@ -198,7 +252,10 @@ def _kind(
     compute = steps * pace.compute.seconds_per_step
     wait = max(0.0, round_seconds - alone)
     times = recipe.outer.rounds * replica.count
-    sent = {key: times * steps * number for key, number in inner_step_bytes(recipe, member).items()}
+    last = recipe.in_round(recipe.outer.rounds).fleet()[member.index]
+    opened, usual = inner_step_bytes(recipe, last), inner_step_bytes(recipe, member)
+    finishing = recipe.finish.rounds * replica.count
+    sent = {key: steps * ((times - finishing) * usual[key] + finishing * opened[key]) for key in usual}
     sent["payload_up"] = times * pace.exchange.up_bytes
     sent["payload_down"] = times * pace.exchange.down_bytes
     sent["control"] = 0
@@ -230,7 +287,7 @@ def _kind(
         memory=tuple(asdict(process) | {"total": process.total} for process in processes),
         round_seconds=alone,
         wait_seconds=wait,
-        utilisation=compute / round_seconds,
+        utilisation=compute / mean_round_seconds,
         utilisation_alone=compute / alone,
         bottleneck=worst if losses[worst] > 0.1 * round_seconds else "compute",
         bytes=sent,
