@@ -347,6 +347,9 @@ def test_what_a_contributor_tells_of_itself_is_plain_or_left_out(folder_url: str
         "bytes": {"b": 2}
     }
     assert plain_words({"farewell": told | {"farewell": {"loss": 1}}}) == {"farewell": told}
+    figures = {"compute_seconds": [1.5, 2], "x\n": [1], "deep": [[1]], "minus": [-1], "nan": [float("nan")]}
+    long = {"many": [1] * 33, "word": "x", "flag": [True]}
+    assert plain_words({"measured": figures | long}) == {"measured": {"compute_seconds": [1.5, 2]}}
 
 
 def test_zeros_do_not_open_the_door_to_the_huge(folder_url: str, tmp_path: Path):
