@@ -151,7 +151,12 @@ def _kind_rows(recipe: Recipe, forecast: "Forecast", kind: "KindForecast") -> li
             (
                 "schedule",
                 f"{step.micro_batches} micro-batches; stages run {', '.join(map(str, step.depths))} of them "
-                "forward before their first backward",
+                "forward before their first backward"
+                + (
+                    ""
+                    if step.in_flight == step.depths
+                    else f", and hold {', '.join(map(str, step.in_flight))}"
+                ),
             ),
             (
                 "inner step",

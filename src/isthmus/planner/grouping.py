@@ -90,7 +90,7 @@ class Grouping:
         replica = replace(replica, compression=chosen.compression)
         recipe = self._alone(replica)
         _, step = inner_step(recipe, recipe.fleet()[0], compute_of(recipe, replica, rate))
-        needs = [process_memory(recipe, replica, s, step.depths[s]).total for s in range(len(stages))]
+        needs = [process_memory(recipe, replica, s, step.in_flight[s]).total for s in range(len(stages))]
         return Seat(replica, chosen, tuple(needs))
 
     def _alone(self, replica: ReplicaConfig) -> Recipe:

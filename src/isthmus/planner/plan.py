@@ -271,7 +271,7 @@ def _kind(
         "waiting": wait,
     }
     worst = max(losses, key=losses.__getitem__)
-    processes = [process_memory(recipe, replica, s, pace.step.depths[s]) for s in range(replica.stages)]
+    processes = [process_memory(recipe, replica, s, pace.step.in_flight[s]) for s in range(replica.stages)]
     return KindForecast(
         name=replica.name,
         kind=replica.kind,

@@ -11,7 +11,7 @@ from math import prod
 from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
 from isthmus.planner.cost import inner_step_seconds, step_flops
-from isthmus.replica.schedule import deep, depths, simulate_schedule
+from isthmus.replica.schedule import Schedule, deep, depths, filled, in_flight, simulate_schedule
 from isthmus.replica.split import EMBEDDING, stage_names
 from isthmus.traffic import inner_step_bytes
 
@@ -50,6 +50,7 @@ class Step:
 
     micro_batches: int
     depths: tuple[int, ...]  # micro-batches that each stage runs forward before its first backward
+    in_flight: tuple[int, ...]  # the most that each holds; as `depths` unless backwards are split
     closed_seconds: float  # m max(t, l) + (S-1)(t + 2 (l + latency))
     seconds: float  # the event simulation of the schedule with these depths
     linkless_seconds: float  # the same if links took no time: what compute and the pipeline's flush need
@@ -86,7 +87,13 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
     mean = compute.seconds_per_step
     if replica.stages == 1:
         return None, Step(
-            micro_batches=1, depths=(1,), closed_seconds=mean, seconds=mean, linkless_seconds=mean, bubble=0.0
+            micro_batches=1,
+            depths=(1,),
+            in_flight=(1,),
+            closed_seconds=mean,
+            seconds=mean,
+            linkless_seconds=mean,
+            bubble=0.0,
         )
     crossing = inner_step_bytes(recipe, member)
     num_links, rate = replica.stages - 1, replica.link.mbps * 1e6 / 8
@@ -96,8 +103,16 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
     each = tuple(seconds / m for seconds in compute.stage_seconds_per_step)
     pace = steady_pace(each, forward / rate, latency, recipe.inner.in_flight)
     chosen = depths(replica.stages, m, t, forward / rate, latency, recipe.inner.in_flight)
-    seconds = _simulated(each, m, chosen, forward / rate, latency)
-    linkless = _simulated(each, m, chosen, 0.0, 0.0)
+    if recipe.inner.backward == "split":  # in the order that the stages choose: all alike, a link one time
+        there, crossing_seconds = FORWARD_SHARE * t, forward / rate + latency
+        whole, limit = deep(replica.stages, m, chosen), recipe.inner.in_flight
+        split = filled(whole, there, t - there, crossing_seconds, 0.0, limit)
+        held = tuple(in_flight(order) for order in split)
+        seconds, linkless = _run(each, split, forward / rate, latency), _run(each, split, 0.0, 0.0)
+    else:
+        held = chosen
+        seconds = _simulated(each, m, chosen, forward / rate, latency)
+        linkless = _simulated(each, m, chosen, 0.0, 0.0)
     link = StageLink(
         mbps=replica.link.mbps,
         latency_ms=replica.link.latency_ms,
@@ -116,6 +131,7 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
     step = Step(
         micro_batches=m,
         depths=chosen,
+        in_flight=held,
         closed_seconds=closed,
         seconds=seconds,
         linkless_seconds=linkless,
@@ -160,7 +176,12 @@ def _simulated(
     link_seconds: float,
     latency_seconds: float,
 ) -> float:
+    return _run(stage_seconds, deep(len(stage_seconds), m, chosen), link_seconds, latency_seconds)
+
+
+def _run(
+    stage_seconds: tuple[float, ...], schedule: Schedule, link_seconds: float, latency_seconds: float
+) -> float:
     there = [FORWARD_SHARE * t for t in stage_seconds]
     back = [(1 - FORWARD_SHARE) * t for t in stage_seconds]
-    schedule = deep(len(stage_seconds), m, chosen)
     return simulate_schedule(schedule, there, back, link_seconds, latency_seconds)
