@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import InnerConfig
+from isthmus.model.adam import FusedAdamW
 
 
 def learning_rate(step: int, config: InnerConfig, total_steps: int) -> float:
@@ -27,6 +28,27 @@ def squared_norms(grads: Mapping[str, Tensor], stacked: bool) -> Tensor:
     return torch.stack(norms, dim=-1).square().reshape(-1, len(norms))
 
 
+def clip_scales(
+    squares: Tensor, limit: float, groups: Tensor | None, squared_norm: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What gradients with these squared norms (R, T) are multiplied by to keep a norm of `limit`, (R, T), and
+    each replica's norm (R,) before it.
+
+    groups (R, T) numbers the stage of each of the T tensors where every stage clips on its own; None: one
+    norm over the whole replica. squared_norm (R,) is given where these gradients are one stage's only: the
+    sum over all of its replica's. Nothing here waits for the device.
+    """
+    if squared_norm is not None:
+        totals = squared_norm.view(-1, 1).expand_as(squares)
+    else:
+        squared_norm = squares.sum(1)
+        if groups is None:
+            totals = squared_norm[:, None].expand_as(squares)
+        else:
+            totals = torch.zeros_like(squares).scatter_add_(1, groups, squares).gather(1, groups)
+    return (limit / (totals.sqrt() + 1e-6)).clamp(max=1.0), squared_norm.sqrt()
+
+
 def clip_(
     grads: Mapping[str, Tensor],
     limit: float,
@@ -34,33 +56,24 @@ def clip_(
     stacked: bool,
     squared_norm: Tensor | None = None,
 ) -> Tensor:
-    """Scale each replica's gradients down to a norm of `limit`; returns the norms (R,) before it.
-
-    groups (R, T) numbers the stage of each of the T tensors where every stage clips on its own; None: one
-    norm over the whole replica. squared_norm (R,) is given where these gradients are one stage's only: the
-    sum over all of its replica's. Nothing here waits for the device.
-    """
-    if squared_norm is not None:
-        totals = squared_norm.view(-1, 1).expand(-1, len(grads))
-    else:
+    """Scale each replica's gradients down to a norm of `limit`; returns the norms (R,) before it."""
+    if squared_norm is None:
         squares = squared_norms(grads, stacked)  # (R, T)
-        squared_norm = squares.sum(1)
-        if groups is None:
-            totals = squared_norm[:, None].expand_as(squares)
-        else:
-            totals = torch.zeros_like(squares).scatter_add_(1, groups, squares).gather(1, groups)
-    scale = (limit / (totals.sqrt() + 1e-6)).clamp(max=1.0)  # (R, T)
+    else:
+        squares = squared_norm.new_zeros(len(squared_norm), len(grads))
+    scale, norms = clip_scales(squares, limit, groups, squared_norm)
     if scale.device.type != "cpu" or bool((scale < 1).any()):
         for g, factor in zip(grads.values(), scale.unbind(1), strict=True):
             g.mul_(factor.view(-1, *[1] * (g.dim() - 1)) if stacked else factor.view(()))
-    return squared_norm.sqrt()
+    return norms
 
 
 class InnerOpt:
     """AdamW on named tensors; its moments outlive the rounds and are never averaged (METHOD 1.1).
 
     `modified` names the d-sided matrices that take the row-constant second moment of Table 5d, with a mask
-    (R,) of the replicas that do.
+    (R,) of the replicas that do. `copies` are bf16 leaves that stand for some of the weights in the forward
+    and take their gradients; they are for stacks on a GPU (see `adam`), and are kept equal to the weights.
     """
 
     def __init__(
@@ -72,6 +85,7 @@ class InnerOpt:
         stacked: bool = False,
         groups: Tensor | None = None,
         modified: Mapping[str, Tensor] | None = None,
+        copies: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.params, self.config, self.total_steps = dict(params), config, total_steps
         self.stacked, self.groups, self.modified = stacked, groups, dict(modified or {})
@@ -90,6 +104,11 @@ class InnerOpt:
         # as any other.
         self.first = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        self.copies = dict(copies or {})
+        quick = stacked and not self.modified and FusedAdamW.fits(self.params)
+        self.fused = FusedAdamW(self.params, self.first, self.second, self.copies) if quick else None
+        if self.copies and not quick:
+            raise ValueError("copies of weights are for stacks on a GPU that take plain AdamW")
         self._bind()
 
     def _bind(self) -> None:
@@ -127,6 +146,11 @@ class InnerOpt:
         A stage hands in the squared norm (1,) of its whole replica, to be clipped by that.
         """
         limit = self.config.clip or math.inf
+        if self.fused:
+            scales, norms = clip_scales(self.fused.squares(), limit, self.groups, squared_norm)
+            self.fused.step(scales, self.lr(), self.config, self.step_count + 1)
+            self.step_count += 1
+            return norms
         norms = clip_(self._grads(), limit, self.groups, self.stacked, squared_norm)
         lr = self.lr()
         for group in self.adamw.param_groups:
@@ -151,7 +175,7 @@ class InnerOpt:
         p.addcdiv_(first, unbiased, value=-lr / (1 - c.beta1**self.step_count))
 
     def zero_grad(self) -> None:
-        for p in self.params.values():
+        for p in (*self.params.values(), *self.copies.values()):
             p.grad = None
 
     def state(self) -> dict[str, Tensor]:
@@ -165,3 +189,9 @@ class InnerOpt:
             self.second[name].copy_(state[f"second/{name}"])
         self.step_count = step_count
         self._bind()
+
+    @torch.no_grad()
+    def refresh_copies(self) -> None:
+        """After weights were set from outside."""
+        for name, copy in self.copies.items():
+            copy.copy_(self.params[name])

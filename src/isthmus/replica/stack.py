@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from isthmus.config import Member, Recipe
+from isthmus.model.adam import FusedAdamW
 from isthmus.model.inner import InnerOpt
 from isthmus.model.llama import forward, rope_table, token_losses
 from isthmus.replica.crossings import BasisSet, crossings_of, forward_key, projected_names, write_projection_
-from isthmus.replica.split import stage_of
+from isthmus.replica.split import EMBEDDING, stage_of
 
 
 class Stack:
@@ -49,13 +50,16 @@ class Stack:
         self.table = table
         wide = next(iter(anchor.values())).dtype
         self.rope = tuple(t.to(device) for t in rope_table(recipe.model, recipe.model.context, wide))
+        modified = self._modified(device)
+        self.copies = self._bf16_copies(modified)
         self.opt = InnerOpt(
             self.params,
             recipe.inner,
             recipe.num_inner_steps,
             stacked=not shared,
             groups=self._clip_groups(device),
-            modified=self._modified(device),
+            modified=modified,
+            copies=self.copies,
         )
         self.compiled = compiled
         self._build_crossings()
@@ -69,6 +73,20 @@ class Stack:
         if self.compiled is not None:  # stacks that cross alike are the same function: compile it once
             key = (len(members), *(forward_key(recipe, member, bases) for member in members))
             self._losses = self.compiled.setdefault(key, torch.compile(self._member_losses, dynamic=False))
+
+    def _bf16_copies(self, modified: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Leaves in bf16 for the matrices that a bf16 forward reads in bf16 anyway: no cast in either
+        direction, and half the bytes of gradient. Only where nothing else writes the weights between steps,
+        and not where gradients of pieces are added up."""
+        if self.dtype != torch.bfloat16 or self.pieces > 1 or self.shared or modified:
+            return {}
+        if self.recipe.subspace.weight_projection or not FusedAdamW.fits(self.params):
+            return {}
+        return {
+            name: p.detach().bfloat16().requires_grad_()
+            for name, p in self.params.items()
+            if p.dim() == 3 and name != EMBEDDING
+        }
 
     def _clip_groups(self, device: torch.device) -> Tensor | None:
         """(R, T) stage numbers, where every stage clips on its own."""
@@ -105,6 +123,7 @@ class Stack:
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(anchor[name].expand_as(param))
+            self.opt.refresh_copies()
             self._project_weights()
 
     def inner_step(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +133,7 @@ class Stack:
         losses = torch.zeros(len(self.members), device=tokens.device, dtype=torch.float64)
         weight = 1 / (self.pieces * (len(self.members) if self.shared else 1))
         for piece in tokens.chunk(self.pieces, dim=1):
-            piece_losses = self._losses(self.params, piece)
+            piece_losses = self._losses(self.params | self.copies, piece)
             (piece_losses.sum() * weight).backward()
             losses += piece_losses.detach().double() / self.pieces
         norms = self.opt.step()
@@ -155,5 +174,5 @@ class Stack:
         self.opt.zero_grad()
         for tensor in (*self.params.values(), *self.opt.first.values(), *self.opt.second.values()):
             tensor.data = tensor.data.to(device)
-        for tensor in self.feedback.values():
+        for tensor in (*self.feedback.values(), *self.copies.values()):
             tensor.data = tensor.data.to(device)

@@ -4,7 +4,6 @@ Every function here has a plain torch form elsewhere, which is what a CPU runs a
 with, X
 """
 
-import importlib.util
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from isthmus.gpu import usable as usable
 from isthmus.sparse.bundle import Group, owners
 from isthmus.sparse.quantize import RATIO_OCTAVES, levels, scales
 from isthmus.sparse.size import IndexCode, Layout, index_code
@@ -22,16 +22,6 @@ MAX_REPLICAS = 16  # of which a chunk's payloads are compared all with all
 APPLY_BLOCK = 4096
 CRC_BYTES, CRC_LANES = 64, 512  # of one lane, of one block
 PLAIN = {"enable_fp_fusion": False}  # a multiply-add rounded once would differ from a CPU's
-
-
-@lru_cache(maxsize=1)
-def _triton_is_here() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def usable(device: torch.device) -> bool:
-    """Whether kernels can run on tensors of this device."""
-    return device.type == "cuda" and torch.version.hip is None and _triton_is_here()
 
 
 def fits(place: Layout) -> bool:

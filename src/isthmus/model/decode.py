@@ -1,0 +1,77 @@
+"""One sequence, token by token: the forward of model/llama.py with the keys and values of the past kept."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from isthmus.config import ModelConfig
+from isthmus.model.llama import (
+    Crossings,
+    Params,
+    cross,
+    embed,
+    feed_forward,
+    head,
+    linear,
+    rms_norm,
+    rope_table,
+    rotate,
+)
+
+
+class Decoder:
+    """Logits of the next token. What was fed before stays in the cache, so a token is computed once.
+
+    A boundary maps every position by itself, so it fits between cached layers as it does in training.
+    """
+
+    def __init__(self, params: Params, model: ModelConfig, crossings: Crossings | None = None) -> None:
+        self.params, self.model, self.crossings = params, model, dict(crossings or {})
+        table = params["tok_embeddings.weight"]
+        self.dtype, self.device = table.dtype, table.device
+        self.cos, self.sin = (t.to(self.device) for t in rope_table(model, model.context))
+        head_dim = model.width // model.heads
+        shape = (model.layers, 1, model.heads, model.context, head_dim)
+        self.keys, self.values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        self.length = 0
+
+    @torch.no_grad()
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        """Append tokens; the logits (V,) after the last of them."""
+        if not tokens or self.length + len(tokens) > self.model.context:
+            raise ValueError(f"{self.length} + {len(tokens)} tokens do not fit {self.model.context}")
+        if self.length and len(tokens) > 1:  # the past is one causal block, the rest comes singly
+            for token in tokens[:-1]:
+                self.feed([token])
+            tokens = tokens[-1:]
+        ids = torch.tensor([list(tokens)], device=self.device)  # (1, L)
+        x = embed(self.params, ids, self.dtype)
+        end = self.length + len(tokens)
+        for i in range(self.model.layers):
+            if i in self.crossings:
+                x = cross(x, ids, self.crossings[i])
+            x = self._layer(i, x, end)
+        self.length = end
+        return head(self.params, x[:, -1:], self.model)[0, 0]
+
+    def _layer(self, i: int, x: Tensor, end: int) -> Tensor:
+        block, eps, params = f"layers.{i}", self.model.norm_eps, self.params
+        here = slice(self.length, end)
+        normed = rms_norm(x, params[f"{block}.attention_norm.weight"], eps)
+        q, k, v = (self._heads(normed, f"{block}.attention.{name}.weight") for name in ("wq", "wk", "wv"))
+        self.keys[i, :, :, here] = rotate(k, self.cos[here], self.sin[here])
+        self.values[i, :, :, here] = v
+        mixed = F.scaled_dot_product_attention(
+            rotate(q, self.cos[here], self.sin[here]),
+            self.keys[i, :, :, :end],
+            self.values[i, :, :, :end],
+            is_causal=x.shape[1] > 1,
+        )  # (1, heads, L, head_dim)
+        x = x + linear(mixed.transpose(1, 2).reshape(x.shape), params[f"{block}.attention.wo.weight"])
+        normed = rms_norm(x, params[f"{block}.ffn_norm.weight"], eps)
+        return x + feed_forward(params, f"{block}.feed_forward", normed)
+
+    def _heads(self, x: Tensor, name: str) -> Tensor:
+        return linear(x, self.params[name]).unflatten(-1, (self.model.heads, -1)).transpose(1, 2)

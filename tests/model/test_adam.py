@@ -1,0 +1,62 @@
+"""The fused step against torch's AdamW and our clipping: on a GPU, or under Triton's interpreter."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+
+from isthmus import gpu
+from isthmus.config import InnerConfig
+from isthmus.model.inner import InnerOpt
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = {"embedding": (3, 50, 100), "w": (3, 64, 96), "norm": (3, 70)}
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
+        for name, shape in SHAPES.items()
+    }
+
+
+def gradients(step: int, half: str | None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step + 1)
+    grads = {name: torch.randn(shape, generator=generator).to(DEVICE) for name, shape in SHAPES.items()}
+    for row in range(3):
+        grads["w"][row] *= 10.0 ** (row - 2)  # some replicas are clipped, some are not
+    return {name: g.bfloat16() if name == half else g for name, g in grads.items()}
+
+
+@pytest.mark.parametrize("half", [None, "w"])
+@pytest.mark.parametrize("by_stage", [False, True])
+def test_fused_steps_are_the_plain_ones(monkeypatch, half, by_stage):
+    config = InnerConfig(lr=1e-2, clip=50.0, weight_decay=0.1, warmup_steps=2)
+    groups = torch.tensor([[0, 1, 1]] * 3, device=DEVICE) if by_stage else None
+    monkeypatch.setattr(gpu, "usable", lambda device: False)
+    plain = weights()
+    reference = InnerOpt(plain, config, 10, stacked=True, groups=groups)
+    monkeypatch.setattr(gpu, "usable", lambda device: True)
+    params = weights()
+    copies = {half: params[half].detach().bfloat16().requires_grad_()} if half else {}
+    opt = InnerOpt(params, config, 10, stacked=True, groups=groups, copies=copies)
+    assert opt.fused is not None
+    for step in range(4):
+        for name, grad in gradients(step, half).items():
+            plain[name].grad = grad.float()
+            copies.get(name, params[name]).grad = grad
+        assert_close(opt.step(), reference.step(), rtol=1e-5, atol=0)
+        for name in SHAPES:
+            assert_close(params[name], plain[name], rtol=1e-5, atol=1e-6)
+            assert_close(opt.second[name], reference.second[name], rtol=1e-4, atol=1e-9)
+        if half:
+            exact = {} if DEVICE == "cuda" else {"rtol": 2**-7, "atol": 0}  # the interpreter cuts bits off
+            assert_close(copies[half], params[half].bfloat16(), **(exact or {"rtol": 0, "atol": 0}))
+    assert opt.step_count == 4
