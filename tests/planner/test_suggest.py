@@ -229,6 +229,22 @@ def test_what_is_set_on_the_command_line_stays(capsys):
     assert recipe.model.context == 1024
 
 
+def test_every_section_of_the_base_is_kept():
+    settings = (
+        "bucket.quorum=2",
+        "data.eval_every=3",
+        "finish.rounds=2",
+        "seed=5",
+        "subspace.grassmann_every=500",
+    )
+    given = load_recipe(ROOT / "recipes" / "178m-pp-k128.toml", settings)
+    found = suggest(given, load_machines(EXAMPLE))
+    check(found)
+    again = parse_recipe(recipe_text(found, "x"))
+    assert (again.bucket.quorum, again.data.eval_every, again.finish.rounds, again.seed) == (2, 3, 2, 5)
+    assert again.subspace.grassmann_every >= 500
+
+
 def run(capsys, *arguments):
     parser = Parser(prog="isthmus")
     command.register(parser.add_subparsers())

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from isthmus.config import Recipe
+from isthmus.config import FinishConfig, Recipe, SubspaceConfig
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import Pick
 from isthmus.planner.grouping import (
@@ -59,6 +59,7 @@ def suggest(base: Recipe, machines: MachineList, pinned: Collection[str] = ()) -
     """
     if base.outer.method == "adamw":
         raise ConfigError('--suggest is about rounds; outer.method is "adamw", which has none')
+    given, base = base, replace(base, subspace=SubspaceConfig(), finish=FinishConfig())
     grouping, choices = _grouped(base, machines, pinned)
     groups = grouping.groups(choices)
     if not groups:
@@ -67,10 +68,22 @@ def suggest(base: Recipe, machines: MachineList, pinned: Collection[str] = ()) -
     grouping, groups, why = _micro_batches(base, machines, grouping, groups, pinned)
     recipe, forecast, reason = _inner_steps(grouping.recipe(groups), base, pinned)
     why["outer.inner_steps"] = reason
+    recipe = _compressing(recipe, given)
+    forecast = predict(recipe)
     seated = tuple(_seated(grouping, g, r.name) for g, r in zip(groups, recipe.replicas, strict=True))
     left_out = _left_out(fine, choices, groups, forecast)
     why["fleet"] = _slowest(forecast)
     return Suggestion(recipe=recipe, forecast=forecast, seated=seated, why=why, left_out=left_out)
+
+
+def _compressing(recipe: Recipe, base: Recipe) -> Recipe:
+    """With the base's settings of compression, which a recipe may have only where something is compressed."""
+    if not any(replica.compressed for replica in recipe.replicas):
+        return recipe
+    steps, turn = recipe.outer.inner_steps, base.subspace.grassmann_every
+    subspace = replace(base.subspace, grassmann_every=-(-turn // steps) * steps)  # a multiple of H
+    finish = replace(base.finish, rounds=min(base.finish.rounds, recipe.outer.rounds))
+    return replace(recipe, subspace=subspace, finish=finish)
 
 
 def _seated(grouping: Grouping, group: Group, name: str) -> Seated:
@@ -168,11 +181,9 @@ def _inner_steps(recipe: Recipe, base: Recipe, pinned: Collection[str]) -> tuple
         )
         return recipe, forecast, alone
     for steps in INNER_STEPS:
-        turn = base.subspace.grassmann_every
-        subspace = replace(base.subspace, grassmann_every=-(-turn // steps) * steps)
         rounds = max(1, round(base.num_inner_steps / steps))
         outer = replace(base.outer, inner_steps=steps, rounds=rounds)
-        trial = replace(recipe, outer=outer, subspace=subspace)
+        trial = replace(recipe, outer=outer)
         forecast = predict(trial)
         if (share := exchange_share(forecast)) <= EXCHANGE_SHARE:
             break

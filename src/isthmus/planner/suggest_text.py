@@ -6,18 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from isthmus.config import (
-    PRESETS,
-    BucketConfig,
-    DataConfig,
-    InnerConfig,
-    LinkConfig,
-    OuterConfig,
-    Recipe,
-    ReplicaConfig,
-    SubspaceConfig,
-    toml_line,
-)
+from isthmus.config import PRESETS, LinkConfig, Recipe, ReplicaConfig, toml_line
 from isthmus.planner.auto import LADDER, rungs
 from isthmus.planner.paper_loss import LABEL, loss_at
 from isthmus.planner.plan import Forecast, predict
@@ -46,17 +35,10 @@ def recipe_text(suggestion: Suggestion, source: str) -> str:
     if recipe.seed:
         lines.append(toml_line("seed", recipe.seed))
     lines += ["", "[model]", *_model(recipe)]
-    sections = {
-        "data": DataConfig,
-        "inner": InnerConfig,
-        "outer": OuterConfig,
-        "subspace": SubspaceConfig,
-        "bucket": BucketConfig,
-    }
-    for section, cls in sections.items():
-        own = list(_section(section, getattr(recipe, section), cls(), suggestion.why))
-        if own:
-            lines += ["", f"[{section}]", *own]
+    for field in dataclasses.fields(recipe):
+        if field.default_factory is not dataclasses.MISSING:  # a section, every key of which has a default
+            own = list(_section(field.name, getattr(recipe, field.name), _default(field), suggestion.why))
+            lines += ["", f"[{field.name}]", *own] if own else []
     for replica, seated in zip(recipe.replicas, suggestion.seated, strict=True):
         lines += ["", *_replica(recipe, forecast, replica, seated)]
     return "\n".join(lines) + "\n"
