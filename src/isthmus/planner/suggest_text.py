@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from isthmus.config import PRESETS, LinkConfig, Recipe, ReplicaConfig, toml_line
+from isthmus.config import PRESETS, FinishConfig, LinkConfig, Recipe, ReplicaConfig, SubspaceConfig, toml_line
 from isthmus.planner.auto import LADDER, rungs
 from isthmus.planner.paper_loss import LABEL, loss_at
 from isthmus.planner.plan import Forecast, predict
@@ -103,7 +103,12 @@ def _ladder(recipe: Recipe, replica: ReplicaConfig, seated: Seated) -> Iterator[
         if rung.compression not in near:
             continue
         alone = dataclasses.replace(replica, compression=rung.compression, count=1)
-        seconds = predict(dataclasses.replace(recipe, replicas=(alone,))).kinds[0].step.seconds
+        plain = {
+            "replicas": (alone,),
+            "subspace": SubspaceConfig(),
+            "finish": FinishConfig(),
+        }  # also for "none"
+        seconds = predict(dataclasses.replace(recipe, **plain)).kinds[0].step.seconds
         loss = loss_at(None if rung.compression == "none" else Fraction(rung.compression))
         mark = "  <- the mildest under 95 %" if rung.compression == seated.pick.compression else ""
         if mark and not seated.pick.rung.enough:
