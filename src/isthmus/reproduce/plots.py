@@ -6,7 +6,8 @@ from typing import Any
 
 from isthmus.dashboard.plot import COLOURS, FAINT, INK, SOFT
 from isthmus.reproduce.figures import VIEWS, Book
-from isthmus.reproduce.tables import PAPER_LADDER, rung
+from isthmus.reproduce.finish import finishing_tokens
+from isthmus.reproduce.tables import FINISHED, PAPER_LADDER, finish_name, finishes, rung
 
 FLEETS = (("pp", "all compressed"), ("het", "half compressed"))
 
@@ -17,7 +18,7 @@ def draw_all(book: Book, folder: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     drawn = []
-    for name, draw in (("curves", _curves), ("ladder", _ladder), ("h", _by_h)):
+    for name, draw in (("curves", _curves), ("ladder", _ladder), ("h", _by_h), ("finish", _finish)):
         # Text stays text, ids hash to the same names, and no date: the file depends on the numbers alone.
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "isthmus"}):
             figure = draw(book)
@@ -112,4 +113,30 @@ def _by_h(book: Book) -> Any:
     axes.set_xticks(xs, [str(h) for h in hs])
     axes.set_xlabel("H", color=SOFT, fontsize=9)
     _legend(axes)
+    return figure
+
+
+def _finish(book: Book) -> Any:
+    """Loss of the plain model by the tokens that it finished with; beside it, what it was trained as."""
+    ways = finishes(book.scale)
+    if not any(book.loss(finish_name(ratio, *way), "full") for ratio in FINISHED for way in ways):
+        return None
+    titles = [f"all compressed, k/d = {ratio}" for ratio in FINISHED]
+    figure, panels = _panels(len(FINISHED), titles, "held-out loss, nats")
+    for axes, ratio in zip(panels, FINISHED, strict=True):
+        plain = rung("pp", ratio)
+        for at, (how, words) in enumerate(
+            (("open", "plain, opened step by step"), ("full", "plain, open at once"))
+        ):
+            names = [finish_name(ratio, *way) for way in ways if way[0] == how]
+            names = [plain, *names] if how == "open" else names
+            xs = [finishing_tokens(book, name) / 1e6 for name in names]
+            _points(axes, xs, [book.loss(name, "full") for name in names], COLOURS[at], words)
+        for name, words in ((plain, "compressed, without finishing"), ("dense", "never compressed")):
+            loss = book.loss(name, "pipelined" if name == plain else "full")
+            if loss:
+                style = ":" if name == plain else "--"
+                axes.axhline(loss.mean, linestyle=style, color=SOFT, linewidth=1.3, label=words)
+        axes.set_xlabel("M tokens in finishing rounds", color=SOFT, fontsize=9)
+        _legend(axes)
     return figure

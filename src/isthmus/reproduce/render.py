@@ -1,9 +1,9 @@
 """docs/results.md from results/ and docs/results.in.md: prose with {{...}} where a number goes.
 
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
-{{verdict ROW OTHER VIEW}}, {{lr METHOD}}, {{seeds ROW}}, {{setup}}, {{speed}} and {{runs}}; VIEW is full,
-pipelined or mixed, ROW may be pp-last or het-last: the steepest rung of the ladder. What follows the line
-{{results}} is left out as long as there is no result.
+{{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT}}, {{lr METHOD}}, {{seeds ROW}}, {{setup}},
+{{speed}} and {{runs}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the steepest rung of
+the ladder. What follows the line {{results}} is left out as long as there is no result.
 """
 
 import re
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from isthmus.errors import ConfigError
 from isthmus.reproduce.figures import VIEWS, Book, Estimate
+from isthmus.reproduce.finish import enough, finish_table
 from isthmus.reproduce.lines import read
 from isthmus.reproduce.tables import LADDER, Scale, Shown, tables_of
 from isthmus.runlog import replace_file
@@ -54,6 +55,8 @@ def _fill(text: str, book: Book, drawn: list[str]) -> str:
         "loss": lambda row, view: _text(book.loss(row, view), 3),
         "gap": lambda row, view, other=None: _text(book.gap(row, view, other), 2, "+", " %"),
         "verdict": book.verdict,
+        "finish": lambda: finish_table(book),
+        "enough": lambda ratio, percent: enough(book, ratio, float(percent)),
         "lr": lambda method: f"{book.lrs[method]:g}",
         "seeds": lambda row: str(len(book.finished(row))),
         "setup": lambda: setup(book),

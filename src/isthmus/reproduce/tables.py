@@ -13,6 +13,9 @@ from isthmus.errors import ConfigError
 SEEDS = (0, 1, 2)
 LADDER = ("1/8", "1/24", "1/96", "1/192", "1/384", "1/768")  # k/d of Table 2
 METHODS = ("sparseloco", "adamw", "diloco")
+FINISHED = ("1/8", "1/64")  # k/d of the runs that end with open boundaries
+# Finishing rounds in percent of the run, by how they open.
+FINISHES = {"open": (2, 5, 10, 20), "full": (5, 20)}
 
 # M = 8 replicas of S = 4 stages: open, all compressed, half of them compressed (sec. 3 of the paper).
 _EDGE = '[[replicas]]\nname = "edge"\nkind = "pipelined"\ncount = {}\nstages = 4\ncompression = "{}"\n'
@@ -175,12 +178,39 @@ def rows_of(scale: Scale) -> dict[str, Row]:
             Row(f"het-8-h{other}", f"SparseLoCo + Het-PP-Compress (1/2), H = {other}", "het", settings,
                 against=f"dense-h{other}"),
         ]  # fmt: skip
+    rows += finish_rows(scale)
     for method, lrs in scale.lrs.items():
         for lr in lrs:
             settings = (f"outer.method={method}", f"inner.lr={lr:g}")
             rows.append(Row(f"{method}-lr-{lr:g}", f"{method}, lr {lr:g}", "dense", settings, "", method,
                             seeds=SEEDS[:1], tuned=False))  # fmt: skip
     return {row.name: row for row in rows}
+
+
+def finish_rows(scale: Scale) -> list[Row]:
+    """All replicas compressed, and the last rounds with boundaries that open."""
+    rows = []
+    for ratio in FINISHED:
+        title, k = f"SparseLoCo + PP-Compress, k/d = {ratio}", f"replicas.edge.compression={ratio}"
+        if ratio not in scale.ladder():
+            rows.append(Row(rung("pp", ratio), title, "pp", (k,)))
+        for how, n in finishes(scale):
+            words = f"{title}, {'opened over' if how == 'open' else 'open for'} {n} rounds"
+            settings = (k, f"finish.rounds={n}", f"finish.how={how}")
+            rows.append(Row(finish_name(ratio, how, n), words, "pp", settings))
+    return rows
+
+
+def finishes(scale: Scale) -> list[tuple[str, int]]:
+    """(how, rounds) of every way to finish that is tried; fewer where a scale has few rounds."""
+    found = [
+        (how, max(1, share * scale.rounds // 100)) for how, shares in FINISHES.items() for share in shares
+    ]
+    return list(dict.fromkeys(found))
+
+
+def finish_name(ratio: str, how: str, rounds: int) -> str:
+    return f"{rung('pp', ratio)}-{how}-{rounds}"
 
 
 def rung(fleet: str, ratio: str) -> str:
@@ -232,6 +262,11 @@ def tables_of(scale: Scale) -> dict[str, Table]:
             Shown("dense"), Shown("dense-2bit"), Shown("het-8"), Shown("het-8-bf16"), Shown("het-8-2bit"))),
         Table("1-star", "Table 1, the rows with *: settings tuned for compressed runs", (
             Shown("dense", 2.73), Shown("pp-8-star", 2.82, 3.3), Shown("het-8-star", 2.80, 2.6))),
+        Table("finish", "Finish dense: the last rounds with boundaries that open, all replicas compressed", (
+            Shown("dense"), *(
+                Shown(name)
+                for ratio in FINISHED
+                for name in (rung("pp", ratio), *(finish_name(ratio, *one) for one in finishes(scale)))))),
     )  # fmt: skip
     return {table.name: table for table in tables}
 

@@ -31,7 +31,8 @@ class Run:
         """Equal for two runs whose inner steps are one compiled function."""
         r = self.recipe
         fleet = tuple((x.count, x.stages, x.compressed and x.subspace_dim(r.model.width)) for x in r.replicas)
-        return (r.outer.method == "adamw", r.inner.batch, *r.model.shapes().values(), fleet)
+        finishes = r.finish.rounds > 0  # a second function, whose boundaries open
+        return (r.outer.method == "adamw", r.inner.batch, *r.model.shapes().values(), fleet, finishes)
 
     def __str__(self) -> str:
         return f"{self.row.name} seed {self.seed}"

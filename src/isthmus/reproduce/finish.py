@@ -1,0 +1,81 @@
+"""What finishing dense comes to: plain and compressed loss before and after, by the tokens it takes.
+
+Standard library only.
+"""
+
+from isthmus.errors import ConfigError
+from isthmus.reproduce.figures import Book, Estimate
+from isthmus.reproduce.tables import FINISHED, finish_name, finishes, rung
+
+HEAD = (
+    "k/d",
+    "boundaries",
+    "tokens in them",
+    "plain before",
+    "compressed before",
+    "plain after",
+    "compressed after",
+    "plain, against compressed without finishing",
+    "against SparseLoCo",
+    "seeds",
+)
+
+
+def finishing_tokens(book: Book, name: str) -> int:
+    """Of the rounds in which boundaries open."""
+    recipe = book.recipe(name)
+    return recipe.finish.rounds * recipe.round_tokens
+
+
+def before(book: Book, name: str, view: str) -> Estimate | None:
+    """The loss at the round where finishing begins; the learning rate is higher there than at the end."""
+    recipe, at = book.recipe(name), 1 + ("full", "pipelined").index(view)
+    begins = recipe.outer.rounds - recipe.finish.rounds
+    points = [point for line in book.finished(name) for point in line["curve"] if point[0] == begins]
+    return Estimate.of([point[at] for point in points if point[at] is not None])
+
+
+def price(book: Book, name: str, ratio: str) -> Estimate | None:
+    """Percent that the plain model lies above the compressed one of the run that never opened, by seed."""
+    ours, theirs = book.losses(name, "full"), book.losses(rung("pp", ratio), "pipelined")
+    shared = sorted(ours.keys() & theirs.keys())
+    return Estimate.of([100 * (ours[seed] - theirs[seed]) / theirs[seed] for seed in shared])
+
+
+def finish_table(book: Book) -> str:
+    rows = [list(HEAD), ["---", "---", *["---:"] * (len(HEAD) - 2)]]
+    for ratio in FINISHED:
+        rows.append(_cells(book, ratio, rung("pp", ratio), "compress to the end"))
+        for how, n in finishes(book.scale):
+            words = f"opened over {n} rounds" if how == "open" else f"open for {n} rounds"
+            rows.append(_cells(book, ratio, finish_name(ratio, how, n), words))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+def _cells(book: Book, ratio: str, name: str, words: str) -> list[str]:
+    tokens = finishing_tokens(book, name)
+    cells = [ratio, words, f"{tokens / 1e6:.1f} M" if tokens else ""]
+    if not book.finished(name):
+        return [*cells, "diverged" if book.failed(name) else "not run", *[""] * (len(HEAD) - 4)]
+    both = [before(book, name, view) if tokens else None for view in ("full", "pipelined")]
+    both += [book.loss(name, view) for view in ("full", "pipelined")]
+    cells += [estimate.text(3) if estimate else "" for estimate in both]
+    gaps = (price(book, name, ratio), book.gap(name, "full"))
+    cells += [gap.text(2, "+", " %") if gap else "" for gap in gaps]
+    return [*cells, str(len(book.finished(name)))]
+
+
+def enough(book: Book, ratio: str, percent: float) -> str:
+    """The fewest rounds, opened step by step, after which the plain model is at most so much worse than the
+    compressed one of the run that never opened."""
+    if ratio not in FINISHED:
+        raise ConfigError(f"no run with k/d = {ratio} is finished; there is {', '.join(FINISHED)}")
+    tried = [n for how, n in finishes(book.scale) if how == "open"]
+    prices = {n: price(book, finish_name(ratio, "open", n), ratio) for n in tried}
+    if not all(prices.values()):
+        return "not run"
+    for n in sorted(tried):
+        if prices[n].mean <= percent:
+            tokens = finishing_tokens(book, finish_name(ratio, "open", n))
+            return f"{n} of {book.scale.rounds} rounds ({tokens / 1e6:.1f} M tokens)"
+    return f"more than the {max(tried)} rounds that were tried"
