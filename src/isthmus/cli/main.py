@@ -18,6 +18,7 @@ from isthmus.cli import (
     simulate,
     status,
     train,
+    watch,
 )
 from isthmus.errors import ConfigError, RunError
 
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         ledger,
         compare,
         report,
+        watch,
         reproduce,
         data,
     ):

@@ -68,13 +68,13 @@ def _group(name: str, lines: Sequence[Line], columns: int, both: bool) -> str:
 
 
 def _row(line: Line, both: bool) -> str:
-    measured = _value(line.measured, line.unit)
+    measured = value_text(line.measured, line.unit)
     if line.source != "measured" and line.measured is not None:
         measured += f" <small>{escape(line.source)}</small>"
     cells = [f"<td>{escape(line.where)}</td>", f"<td>{escape(line.what)}</td>"]
-    cells += [_number(_value(line.predicted, line.unit)), _number(measured), _ratio(line.ratio)]
+    cells += [_number(value_text(line.predicted, line.unit)), _number(measured), _ratio(line.ratio)]
     if both:
-        cells += [_number(_value(line.at_measured_rate, line.unit)), _ratio(line.ratio_at_measured_rate)]
+        cells += [_number(value_text(line.at_measured_rate, line.unit)), _ratio(line.ratio_at_measured_rate)]
     return f"<tr>{''.join(cells)}</tr>"
 
 
@@ -82,7 +82,7 @@ def _number(text: str) -> str:
     return f'<td class="number">{text}</td>'
 
 
-def _value(value: float | None, unit: str) -> str:
+def value_text(value: float | None, unit: str) -> str:
     if value is None or not math.isfinite(value):
         return "-"
     if unit == "bytes":

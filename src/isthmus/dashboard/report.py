@@ -87,7 +87,7 @@ def _tiles(rows: list[Row], sums: dict[str, Any]) -> str:
 
 def _fleet(recipe: Recipe) -> str:
     heads = ("Name", "Replicas", "Kind", "Stages", "k/d", "Link between stages", "Link to the other replicas")
-    colours = _colours(recipe)
+    colours = colours_of(recipe)
     body = "".join(_fleet_row(replica, recipe, colours[replica.name]) for replica in recipe.replicas)
     head = "".join(f"<th>{text}</th>" for text in heads)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -108,8 +108,8 @@ def _fleet_row(replica: ReplicaConfig, recipe: Recipe, colour: int) -> str:
         replica.kind,
         None,
         ratio,
-        f"{_link(replica.link)}, {replica.wire}" if replica.kind == "pipelined" else "-",
-        _link(replica.outer_link) if recipe.num_replicas > 1 else "-",
+        f"{link_text(replica.link)}, {replica.wire}" if replica.kind == "pipelined" else "-",
+        link_text(replica.outer_link) if recipe.num_replicas > 1 else "-",
     ]
     picture = _stages(replica, colour)
     inner = "".join(f"<td>{escape(cell) if cell is not None else picture}</td>" for cell in cells)
@@ -134,12 +134,12 @@ def _stages(replica: ReplicaConfig, colour: int) -> str:
     )
 
 
-def _link(link: LinkConfig) -> str:
+def link_text(link: LinkConfig) -> str:
     rate = f"{link.mbps / 1000:g} Gb/s" if link.mbps >= 1000 else f"{link.mbps:g} Mb/s"
     return f"{rate}, {link.latency_ms:g} ms" if link.latency_ms else rate
 
 
-def _colours(recipe: Recipe) -> dict[str, int]:
+def colours_of(recipe: Recipe) -> dict[str, int]:
     """The first full kind has the full forward's colour, the first pipelined one the pipelined's."""
     colours: dict[str, int] = {}
     for replica in recipe.replicas:
@@ -167,7 +167,7 @@ def _losses(rows: list[Row], recipe: Recipe) -> str:
     lines = [_series(rows, name, lambda row, f=field: row.get(f), colour) for name, field, colour in three]
     charts = [line_chart("Held-out loss", lines, y_format=lambda y: f"{y:.3f}", **axes)]
     by_kind = []
-    for name, colour in _colours(recipe).items():
+    for name, colour in colours_of(recipe).items():
         for field, words, dashed in (
             ("loss_by_kind", "held-out", False),
             ("train_by_kind", "training", True),

@@ -78,7 +78,7 @@ def line_chart(
     x_ticks = ticks(x_low, x_high) if max(xs) else [0.0]
     parts = _axes(x_ticks, ticks(y_low, y_high), at_x, at_y, x_format, x_label, y_label)
     for line in series:
-        spots = [(at_x(x), at_y(y)) for x, y in _thin(line.known)]
+        spots = [(at_x(x), at_y(y)) for x, y in thin(line.known)]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in spots)
         parts.append(f'<path class="line c{line.colour}{" dashed" if line.dashed else ""}" d="{path}"/>')
         if len(spots) <= 2:
@@ -162,7 +162,7 @@ def _dot(x: float, y: float, colour: int) -> str:
     return f'<circle class="c{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>'
 
 
-def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most two points a bucket, its lowest and its highest, so that no spike disappears."""
     if len(points) <= 2 * MAX_BUCKETS:
         return points

@@ -1,0 +1,1 @@
+"""The web page of a run: served on this machine, from the run directory or the bucket alone."""
