@@ -90,6 +90,7 @@ def join(args: argparse.Namespace) -> int:
         check_corpus,
         check_key,
         check_not_taken,
+        check_start,
         check_trainable,
         find_member,
         read_run,
@@ -100,6 +101,7 @@ def join(args: argparse.Namespace) -> int:
     store = open_store(args.url, create=False)
     run = read_run(store)
     check_trainable(run.recipe)
+    check_start(Ledger(store, run))
     member = find_member(run, args.replica)
     key = Path(args.key or Path("keys") / run.recipe.name / f"{args.replica}.key")
     check_key(run, args.replica, key)

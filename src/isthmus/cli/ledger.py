@@ -149,7 +149,7 @@ def _sound_anchors(ledger: Any, count: int) -> list[int]:
     """The newest anchors that can be read whole: what is deleted for their sake does not come back."""
     sound: list[int] = []
     for t in reversed(ledger.anchor_rounds()):
-        if len(sound) < count and ledger.manifest(t) is not None:
+        if t and len(sound) < count and ledger.manifest(t) is not None:
             with contextlib.suppress(RunError):
                 ledger.read_anchor(t, range(len(ledger.shards)))
                 sound.append(t)

@@ -55,6 +55,7 @@ class RunInfo:
     closers: tuple[str, ...]  # in the order in which they step in
     digest: str  # of run.json itself: the first manifest is chained to it
     corpus: str = ""  # digest of the text, where `init` had it: all must train on the same
+    start: str = ""  # digest of theta^(0), where it is no draw from the seed but an anchor in the bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,12 @@ class Manifest:
 
 
 def create_run(
-    store: Store, recipe: Recipe, keys: Mapping[str, str], closers: Sequence[str], corpus: str = ""
+    store: Store,
+    recipe: Recipe,
+    keys: Mapping[str, str],
+    closers: Sequence[str],
+    corpus: str = "",
+    start: str = "",
 ) -> RunInfo:
     """Write run.json, or say whose run is there already."""
     body = {
@@ -107,6 +113,7 @@ def create_run(
         "keys": dict(keys),
         "closers": list(closers),
         "corpus": corpus,
+        "start": start,
     }
     if not store.create("run.json", canonical(body)):
         there = read_run(store)
@@ -127,7 +134,8 @@ def read_run(store: Store) -> RunInfo:
         keys = {str(name): str(key) for name, key in body["keys"].items()}
         closers = tuple(str(name) for name in body["closers"])
         recipe, corpus = parse_recipe(body["recipe"]), str(body["corpus"])
-        return RunInfo(str(body["run_id"]), recipe, keys, closers, sha256(data), corpus)
+        start = str(body.get("start", ""))  # runs of before there was a start have none
+        return RunInfo(str(body["run_id"]), recipe, keys, closers, sha256(data), corpus, start)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -307,6 +315,8 @@ class Ledger:
                 raise Refused(f"{writer} may not write it")
             if self.chain.get(round_number, body["manifest"]) != body["manifest"]:
                 raise Refused("it belongs to another history")
+            if round_number == 0 and body["digest"] != self.run.start:
+                raise Refused("it is not the theta^(0) that run.json names")
             tensors: dict[str, Tensor] = {}
             shapes = self.run.recipe.model.shapes()
             for index in wanted:

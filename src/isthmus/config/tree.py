@@ -46,6 +46,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     init_std: float = 0.02
+    start: str = ""  # a Hugging Face LLaMA folder to go on from; "": random weights
 
     def __post_init__(self) -> None:
         for name in ("vocab", "width", "layers", "heads", "ffn", "context"):

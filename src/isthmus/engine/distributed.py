@@ -310,6 +310,8 @@ class RealFleet:
                     f"the anchor of round {start} does not have the digest it states; it cannot be used"
                 )
             return start
+        if self.ledger.run.start:
+            raise RunError("theta^(0) of this run cannot be read from its bucket; trying again")
         self._hold(0)
         return 0
 

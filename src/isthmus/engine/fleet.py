@@ -6,29 +6,44 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from isthmus.comm.ledger import Ledger, RunInfo, create_run, read_run
+import torch
+from torch import Tensor
+
+from isthmus.comm.ledger import Ledger, RunInfo, anchor_digest, create_run, read_run, shard_digest
 from isthmus.comm.rendezvous import free_port
 from isthmus.comm.store import open_store
 from isthmus.comm.trust import Signer, load_signer, new_secret, save_secret
 from isthmus.config import Member, Recipe
 from isthmus.data.corpus import open_corpus
+from isthmus.engine.first import check_start_tokenizer, first_params
 from isthmus.engine.launcher import STALL_SECONDS, ending
 from isthmus.engine.pulse import Watch, launcher_pulse, pulse_of
 from isthmus.engine.start import checked_corpus
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import resolve
+from isthmus.traffic import shards
 
 GONE = ("left", "finished")
 START_SECONDS = 30.0  # a launcher without a first beat: Python itself is starting
 REFUSED_SECONDS = 180.0  # a launcher that was up and now refuses its input
 
 
-def create(recipe: Recipe, url: str, keys_dir: Path, closers: Sequence[str] | None = None) -> RunInfo:
-    """run.json in the bucket and one private key per replica on this disk."""
+def create(
+    recipe: Recipe,
+    url: str,
+    keys_dir: Path,
+    closers: Sequence[str] | None = None,
+    first: Mapping[str, Tensor] | None = None,
+) -> RunInfo:
+    """run.json in the bucket and one private key per replica on this disk.
+
+    Where the recipe starts from a folder (`first`: its weights, read already), theta^(0) goes into the bucket
+    and its digest into run.json: who joins needs no folder, and cannot start from other weights.
+    """
     recipe, _ = resolve(recipe)  # everybody who joins must find the same k/d
     check_trainable(recipe)
     names = [member.name for member in recipe.fleet()]
@@ -37,6 +52,7 @@ def create(recipe: Recipe, url: str, keys_dir: Path, closers: Sequence[str] | No
             raise ConfigError(f'closer "{name}" is no replica of this recipe; there is {", ".join(names)}')
     if keys_dir.exists() and any(keys_dir.iterdir()):
         raise ConfigError(f"{keys_dir} already holds keys; give --keys another folder")
+    first = first or (first_params(recipe) if recipe.model.start else None)
     store = open_store(url)
     store.probe()
     secrets = {name: new_secret() for name in names}
@@ -44,13 +60,47 @@ def create(recipe: Recipe, url: str, keys_dir: Path, closers: Sequence[str] | No
     # Full replicas step in first: they read every payload anyway, so checking it costs them nothing.
     by_need = sorted(recipe.fleet(), key=lambda member: member.config.stages > 1)
     try:
-        corpus = open_corpus(recipe.data.corpus).sha256
+        text = open_corpus(recipe.data.corpus)
     except ConfigError:  # the text need not be where `init` runs
-        corpus = ""
-    run = create_run(store, recipe, public, closers or [member.name for member in by_need], corpus)
+        text = None
+    if first and text:
+        check_start_tokenizer(recipe, text)
+    closers = closers or [member.name for member in by_need]
+    start = _digests(recipe, first) if first else []
+    run = create_run(
+        store, recipe, public, closers, text.sha256 if text else "", anchor_digest(start) if start else ""
+    )
     for name, secret in secrets.items():
         save_secret(keys_dir / f"{name}.key", secret)
+    if first:
+        ledger = Ledger(store, run, Signer(closers[0], secrets[closers[0]]))
+        held = _wide(recipe, first)
+        files = [
+            ledger.put_anchor_shard(0, i, {name: held[name] for name in names})
+            for i, names in enumerate(ledger.shards)
+        ]
+        ledger.complete_anchor(0, run.start, files)
     return run
+
+
+def _wide(recipe: Recipe, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As replicas hold their anchor."""
+    wide = torch.float64 if recipe.inner.precision == "fp64" else torch.float32
+    return {name: tensor.to(wide) for name, tensor in params.items()}
+
+
+def _digests(recipe: Recipe, params: Mapping[str, Tensor]) -> list[str]:
+    held = _wide(recipe, params)
+    return [shard_digest(held, names) for names in shards(recipe)]
+
+
+def check_start(ledger: Ledger) -> None:
+    """A run that starts from a folder has theta^(0) in its bucket, unless its `init` was cut short."""
+    if ledger.run.start and 0 not in ledger.anchor_rounds():
+        raise ConfigError(
+            "theta^(0) of this run is not in its bucket: its `isthmus init` was cut short; init again at "
+            "another URL"
+        )
 
 
 def check_trainable(recipe: Recipe) -> None:
@@ -58,6 +108,8 @@ def check_trainable(recipe: Recipe) -> None:
         raise ConfigError('outer.method "adamw" averages every step; a fleet needs sparseloco or diloco')
     if recipe.subspace.grassmann_every:
         raise ConfigError("subspace.grassmann_every is for the simulator only; set 0")
+    if recipe.model.start and not recipe.subspace.adaptation:
+        raise ConfigError("model.start with subspace.adaptation = false is for the simulator only")
 
 
 def check_corpus(run: RunInfo) -> None:

@@ -28,7 +28,7 @@ class Replay:
         self.outer = method(self.anchor, self.recipe.outer)
         anchors = [t for t in ledger.anchor_rounds() if t <= start]
         self.round = anchors[-1] if anchors and not self.without else 0
-        if self.round:
+        if self.round or ledger.run.start:
             digest, tensors = ledger.read_anchor(self.round, range(len(ledger.shards)))
             for name, tensor in self.anchor.items():
                 tensor.copy_(tensors[name])

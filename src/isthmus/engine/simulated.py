@@ -1,6 +1,6 @@
 """M replicas on one device, stacked or in turns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,7 +38,9 @@ class SimulatedFleet:
         precision: str,
         plan: SimulatorPlan,
         compiled: bool,
+        first: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """`first` is theta^(0); without it, the one that the recipe's seed draws."""
         self.recipe, self.device, self.plan = recipe, device, plan
         self.members = recipe.fleet()
         self.wide = torch.float64 if precision == "fp64" else torch.float32
@@ -50,7 +52,7 @@ class SimulatedFleet:
         self.scorer = Scorer(recipe, corpus, self.bases, device, self.dtype)
         self.anchor = {
             name: tensor.to(device, self.wide)
-            for name, tensor in init_params(recipe.model, recipe.seed).items()
+            for name, tensor in (first or init_params(recipe.model, recipe.seed)).items()
         }
         # Without adaptation (Table 5a) T_perp stays at its first value, whatever the embedding does.
         table = self.anchor[EMBEDDING] if recipe.subspace.adaptation else self.anchor[EMBEDDING].clone()

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from isthmus.dashboard.report import write_report
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.data.tokens import Batches, validation_batches
 from isthmus.engine import checkpoint
+from isthmus.engine.first import check_start_tokenizer, first_params, start_digest
 from isthmus.engine.loop import simulate_rounds
 from isthmus.engine.measure import peak_bytes
 from isthmus.engine.simulated import SimulatedFleet
@@ -51,6 +53,7 @@ def simulate(
     recipe, picks = resolve(recipe)
     where, precision = pick_device(device), pick_precision(recipe, pick_device(device))
     corpus = checked_corpus(recipe)
+    first = first_params(recipe) if recipe.model.start else None
     compiled = where.type == "cuda" if compiled is None else compiled
     plan = _plan(recipe, where, precision, compiled, mode)
     about = {
@@ -69,11 +72,12 @@ def simulate(
         "auto": [pick.reason for pick in picks],
         "corpus": recipe.data.corpus,
         "tokenizer_sha256": corpus.tokenizer_sha256,
+        "start_sha256": start_digest(first) if first else "",
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "status": "running",
     }
     run = RunDir.create(run_dir or next_run_dir("runs", recipe.name), recipe, about)
-    return _run(run, recipe, corpus, where, plan, quiet, done=0, state=None)
+    return _run(run, recipe, corpus, where, plan, quiet, done=0, state=None, first=first)
 
 
 def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) -> Results:
@@ -96,8 +100,11 @@ def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) ->
     found = checkpoint.load(run.state_path)
     done, state = found or (0, None)
     run.truncate(done if found else -1)
+    # The first weights are needed where nothing was saved, and where T_perp stays at its first value.
+    needed = recipe.model.start and (state is None or not recipe.subspace.adaptation)
+    first = first_params(recipe, about.get("start_sha256")) if needed else None
     run.update_about(status="running", error=None)
-    return _run(run, recipe, corpus, where, plan, quiet, done, state)
+    return _run(run, recipe, corpus, where, plan, quiet, done, state, first)
 
 
 def _run(
@@ -109,11 +116,12 @@ def _run(
     quiet: bool,
     done: int,
     state: dict | None,
+    first: Mapping[str, torch.Tensor] | None,
 ) -> Results:
     about = run.about
     status, error = "failed", None
     try:
-        fleet = SimulatedFleet(recipe, corpus, device, about["precision"], plan, about["compiled"])
+        fleet = SimulatedFleet(recipe, corpus, device, about["precision"], plan, about["compiled"], first)
         if state:
             fleet.restore(state, done)
         with open_view(recipe, done, recipe.outer.rounds, rows=run.rows(), quiet=quiet) as view:
@@ -178,6 +186,8 @@ def checked_corpus(recipe: Recipe) -> Corpus:
             f"{recipe.model.vocab}; set model.vocab={corpus.vocab_size}, or "
             f"prepare the corpus with --vocab {recipe.model.vocab}"
         )
+    if recipe.model.start and Path(recipe.model.start).expanduser().is_dir():  # it is only where `init` ran
+        check_start_tokenizer(recipe, corpus)
     # Too little text is said here, before a run directory exists.
     Batches(corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context)
     validation_batches(corpus, recipe.inner.batch, recipe.model.context, 1)

@@ -15,6 +15,7 @@ from isthmus.config import Recipe
 from isthmus.dashboard.live import open_view
 from isthmus.dashboard.report import write_report
 from isthmus.engine import checkpoint
+from isthmus.engine.first import first_params, start_digest
 from isthmus.engine.fleet import Machines, check_trainable, create
 from isthmus.engine.follower import Follower
 from isthmus.engine.launcher import STALL_SECONDS
@@ -42,6 +43,7 @@ def train(
     check_trainable(recipe)
     where = pick_device(device)
     corpus = checked_corpus(recipe)
+    first = first_params(recipe) if recipe.model.start else None
     about = {
         "isthmus": __version__,
         "torch": torch.__version__,
@@ -52,6 +54,7 @@ def train(
         "auto": [pick.reason for pick in picks],
         "corpus": recipe.data.corpus,
         "tokenizer_sha256": corpus.tokenizer_sha256,
+        "start_sha256": start_digest(first) if first else "",
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "status": "running",
     }
@@ -67,7 +70,7 @@ def train(
         stall_seconds=stall_seconds,
     )
     try:
-        store_run = create(recipe, url, run.path / "keys")
+        store_run = create(recipe, url, run.path / "keys", first=first)
         torch.set_num_threads(1)  # the replicas need the cores more
         machines.start_all()
         with open_view(recipe, 0, recipe.outer.rounds, quiet=quiet) as view:
