@@ -83,7 +83,7 @@ def traffic(sums: dict[str, Any]) -> list[dict[str, Any]]:
                 "text": size(sent),
                 "colour": 0 if link == "stages" else 3,
                 "parts": [part | {"text": size(part["bytes"])} for part in parts if part["bytes"]],
-                "dense": "" if words == SAME else f"{other} {size(dense)}, {words}",
+                "dense": "" if words == SAME else f"{other.capitalize()} {size(dense)}, {words}",
             }
         )
     return told

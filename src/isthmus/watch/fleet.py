@@ -63,12 +63,9 @@ def links(replica: ReplicaConfig, rows: list[Row]) -> list[dict[str, Any]]:
                 "bytes": sum(each),
                 "text": size(sum(each)),
                 "round_text": size(each[-1]),
+                "each_text": size(one),
                 "use": used,
-                "use_text": "-"
-                if used is None
-                else f"{100 * used:.1f} %"
-                if used < 0.1
-                else f"{100 * used:.0f} %",
+                "use_text": _share(used),
                 "band": band if used is not None else None,
             }
         )
@@ -90,6 +87,14 @@ def links(replica: ReplicaConfig, rows: list[Row]) -> list[dict[str, Any]]:
         if any(each):
             add(where, what, "replicas", each, replica.outer_link, whole)
     return told
+
+
+def _share(used: float | None) -> str:
+    if used is None:
+        return "-"
+    if used >= 0.1:
+        return f"{100 * used:,.0f} %"
+    return "under 0.1 %" if 0 < used < 5e-4 else f"{100 * used:.1f} %"
 
 
 def _of_link(figure: dict[str, Any], key: str, process: int, purposes: tuple[str, ...], links: int) -> float:

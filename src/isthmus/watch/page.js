@@ -201,7 +201,7 @@ function picture(state) {
     const half = Math.ceil(drawn.length / 2);
     sides = even ? [full, split] : [drawn.slice(0, half), drawn.slice(half)];
   }
-  const pool = alone ? 0 : 34, reach = alone ? 0 : two ? 74 : 40;
+  const pool = alone ? 0 : 34, reach = alone ? 0 : two ? 128 : 40;
   const box = two ? (width - pool) / 2 - reach : width - pool - reach;
   const rows = Math.max(...sides.map((side) => side.length)), height = rows * (BOX + GAP) - GAP;
   const middle = two ? width / 2 : pool / 2;
@@ -215,7 +215,7 @@ function picture(state) {
     side.forEach((one, i) => {
       const left = which === 0 ? 0 : middle + pool / 2 + reach, y = top + i * (BOX + GAP);
       parts.push(boxed(one, kinds.get(one.kind), left + 0.5, y, box - 1, state));
-      if (!alone) parts.push(cable(one, kinds.get(one.kind), which === 0 ? box : left, which === 0 ? middle - pool / 2 : middle + pool / 2, y + BOX / 2));
+      if (!alone) parts.push(cable(one, kinds.get(one.kind), which === 0 ? box : left, which === 0 ? middle - pool / 2 : middle + pool / 2, y + BOX / 2, two));
     });
   });
   const words = state.replicas.map((one) => `${one.name} ${one.state}`).join(", ");
@@ -240,9 +240,9 @@ function boxed(one, kind, x, y, width, state) {
   const loss = one.loss !== null && one.loss !== undefined ? one.loss.toFixed(3) : "";
   const told = [loss, one.rate].filter(Boolean).join("  ·  ");
   parts.push(s("text", { class: "end", x: x + width - 12, y: y + 46 }, told));
-  const room = width - 24 - 7 * told.length - 16, each = 14;
+  const room = width - 24 - 7 * told.length - 16, each = 16;
   const shown = Math.max(1, Math.min(kind.stages, Math.floor((room + 10) / (each + 10))));
-  const space = shown > 1 ? Math.min(26, (room - shown * each) / (shown - 1)) : 0;
+  const space = shown > 1 ? Math.min(width > 300 ? 44 : 26, (room - shown * each) / (shown - 1)) : 0;
   const dead = new Set(one.processes.filter((p) => p.state === "silent").map((p) => p.stage));
   for (let stage = 0; stage < shown; stage += 1) {
     const at = x + 12 + stage * (each + space);
@@ -253,7 +253,7 @@ function boxed(one, kind, x, y, width, state) {
           titled(link ? `${where}: ${link.what}, ${link.round_text} in the last round, ${link.use_text} of its rate` : where)));
       });
     }
-    parts.push(s("rect", { class: `stage c${kind.colour}${gone && (dead.size === 0 || dead.has(stage)) ? " gone" : ""}`, x: at, y: y + 35, width: each, height: each, rx: 3 },
+    parts.push(s("rect", { class: `stage c${kind.colour}${gone && (dead.size === 0 || dead.has(stage)) ? " gone" : ""}`, x: at, y: y + 34, width: each, height: each, rx: 3 },
       titled(kind.stages > 1 ? `stage ${stage}` : "the whole model")));
   }
   if (shown < kind.stages) parts.push(s("text", { x: x + 12 + shown * (each + space), y: y + 46 }, `+${kind.stages - shown}`));
@@ -265,13 +265,17 @@ function boxed(one, kind, x, y, width, state) {
   return s("g", {}, parts);
 }
 
-function cable(one, kind, from, to, y) {
+function cable(one, kind, from, to, y, labelled) {
   const gone = !one.up && one.state !== "interrupted", sign = to > from ? 1 : -1, parts = [];
   [["to the bucket", -4], ["from the bucket", 4]].forEach(([where, shift]) => {
     const link = kind.links.find((each) => each.where === where);
     parts.push(s("line", { class: `wire ${gone ? "gone" : `band${link && link.band !== null ? link.band : "-"}`}`, x1: from + 2 * sign, x2: to - 2 * sign, y1: y + shift, y2: y + shift },
-      titled(link ? `${one.name} ${where}: ${link.round_text} of all ${kind.name} in the last round, ${link.use_text} of its rate` : where)));
+      titled(link ? `${one.name} ${where}: ${link.each_text} in the last round, ${link.use_text} of its rate` : where)));
   });
+  for (const [where, word, shift] of labelled && !gone ? [["to the bucket", "up", -10], ["from the bucket", "down", 18]] : []) {
+    const link = kind.links.find((each) => each.where === where);
+    if (link) parts.push(s("text", { class: "mid small", x: (from + to) / 2, y: y + shift }, `${link.each_text} ${word}`));
+  }
   if (one.delivered) parts.push(s("circle", { class: "sent", cx: to - 7 * sign, cy: y, r: 5 }, titled("this round's update is there")));
   return s("g", {}, parts);
 }
@@ -281,14 +285,14 @@ function members(state) {
     h("th", { scope: "row" }, one.name),
     h("td", { class: one.tone === "bad" ? "bad" : "" }, h("span", { class: `dot ${one.tone}` }), one.state, one.why && h("small", {}, ` ${one.why}`)),
     state.run.bucket && h("td", { class: "number" }, age(one.seen_unix)),
-    state.run.bucket && h("td", { class: "number" }, one.inner_step ? `${one.inner_step} of ${state.run.inner_steps}` : "-"),
+    state.run.bucket && h("td", { class: "number slim" }, one.inner_step ? `${one.inner_step} of ${state.run.inner_steps}` : "-"),
     state.run.bucket && h("td", { class: "number" }, one.loss === null ? "-" : one.loss.toFixed(3)),
-    state.run.bucket && h("td", { class: "number" }, one.rate || "-"),
+    state.run.bucket && h("td", { class: "number slim" }, one.rate || "-"),
     state.replicas.some((each) => each.processes.length) && h("td", {}, processes(one))));
   const kinds = state.kinds.map((kind) => `${kind.count} ${kind.name}: ${kind.kind}${kind.stages > 1 ? ` in ${kind.stages} stages` : ""}${kind.compression ? `, ${kind.compression}` : ""}${kind.link ? `, ${kind.link} between stages` : ""}${kind.bucket_link ? `, ${kind.bucket_link} to the bucket` : ""}`);
   const heads = ["Replica", "State", ...(state.run.bucket ? ["Heartbeat", "Inner step", "Loss", "Rate"] : []), ...(state.replicas.some((one) => one.processes.length) ? ["Processes here"] : [])];
   show("members", h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "The replicas, as a table" }, h("table", {},
-    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: ["Heartbeat", "Inner step", "Loss", "Rate"].includes(head) ? "number" : null }, head)))),
+    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: ["Heartbeat", "Loss"].includes(head) ? "number" : ["Inner step", "Rate"].includes(head) ? "number slim" : null }, head)))),
     h("tbody", {}, rows))), h("p", { class: "note kinds" }, `${kinds.join("; ")}.`));
 }
 
@@ -310,7 +314,7 @@ function rounds(state) {
   if (!data.rounds.length) return;
   const focused = $("grid").contains(document.activeElement) && document.activeElement.dataset.round;
   const scrolled = $("grid").querySelector(".cells"), end = !scrolled || scrolled.scrollLeft + scrolled.clientWidth > scrolled.scrollWidth - 40;
-  const why = h("p", { class: "why", "aria-live": "polite" });
+  const why = h("p", { class: "why", "aria-live": "polite" }, "Point at a cell, or move with the arrow keys, for what happened there.");
   const colour = (name) => state.kinds.find((kind) => state.replicas.some((one) => one.name === name && one.kind === kind.name));
   const label = (row, column) => {
     const [word, reason] = data.rows[row].cells[column];
@@ -341,7 +345,7 @@ function rounds(state) {
   const legend = h("ul", { class: "legend" }, Object.keys(data.words).filter((word) => used.has(word)).map((word) => h("li", {}, h("i", { class: `cell ${word}` }, GLYPHS[word]), data.words[word])),
     data.simulated && h("li", {}, "a simulated fleet: every replica takes part in every round"),
     data.settled > width && h("li", {}, `the last ${width} of ${data.settled} rounds`));
-  show("grid", h("div", { class: "wide grid" }, holder, why, legend));
+  show("grid", h("div", { class: `wide grid${width <= 34 ? " few" : ""}` }, holder, legend, why));
   if (end) holder.scrollLeft = holder.scrollWidth;
   if (focused) cells[place[0]][place[1]].focus();
 }
@@ -359,19 +363,19 @@ function bytes(state) {
       one.parts.map((part, i) => h("li", { class: `square c${one.colour} shade${i}` }, h("i", {}), `${part.name} `, h("b", {}, part.text)))), bar,
       one.dense && h("p", { class: "note" }, `${one.dense}.`));
   }));
-  const rows = kinds.flatMap((kind) => [h("tr", { class: "group" }, h("th", { colspan: 5, scope: "rowgroup" }, kind.name)),
-    ...kind.links.map((link) => h("tr", {}, h("td", {}, link.where), h("td", {}, link.what), h("td", { class: "number" }, link.text), h("td", { class: "number" }, link.round_text), h("td", { class: "number" }, link.use_text, meter(link.use))))]);
+  const rows = kinds.flatMap((kind) => [h("tr", { class: "group" }, h("th", { colspan: 4, scope: "rowgroup" }, kind.name)),
+    ...kind.links.map((link) => h("tr", {}, h("td", {}, link.where, h("small", {}, ` ${link.what}`)), h("td", { class: "number" }, link.text), h("td", { class: "number" }, link.round_text), h("td", { class: "number" }, link.use_text, meter(link.use))))]);
   show("links", rows.length && h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Bytes by link" }, h("table", {},
-    h("thead", {}, h("tr", {}, ["Link", "Carries", "Whole run", "Last round", "Of its stated rate"].map((head, i) => h("th", { scope: "col", class: i > 1 ? "number" : null }, head)))), h("tbody", {}, rows))),
+    h("thead", {}, h("tr", {}, ["Link", "Whole run", "Last round", "Of its rate"].map((head, i) => h("th", { scope: "col", class: i ? "number" : null }, head)))), h("tbody", {}, rows))),
     rows.length && h("p", { class: "note kinds" }, "All replicas of a kind together; the share of the rate is one replica's, in the last round. " +
       (state.run.facts.includes("real processes") ? "Links between stages are looked at while inner steps run, those to the bucket over the whole round." : "Nothing travelled in this simulated run: bytes by shape, seconds by the virtual clock.")));
 }
 
 function meter(share) {
-  if (share === null) return h("span", { class: "meter", "aria-hidden": "true" });
+  if (share === null) return h("span", { class: "meter slim", "aria-hidden": "true" });
   const bar = h("b", {});
   bar.style.width = `${Math.min(100, 100 * share)}%`;
-  return h("span", { class: `meter${share > 0.9 ? " full" : ""}`, "aria-hidden": "true" }, bar);
+  return h("span", { class: `meter slim${share > 0.9 ? " full" : ""}`, "aria-hidden": "true" }, bar);
 }
 
 function against(state) {
@@ -379,20 +383,21 @@ function against(state) {
   $("plan").hidden = !plan;
   if (!plan) return;
   const groups = [...new Set(plan.lines.map((line) => line.kind))];
-  const heads = ["", "", ...(plan.both ? ["Predicted", "At the rate here"] : ["Predicted"]), "Measured", "Ratio"];
+  const heads = [["", ""], ...(plan.both ? [["Predicted", "number slim"], ["At the rate here", "number"]] : [["Predicted", "number"]]), ["Measured", "number"], ["Ratio", "number"]];
   const rows = groups.flatMap((kind) => [h("tr", { class: "group" }, h("th", { colspan: heads.length, scope: "rowgroup" }, kind || "the whole fleet")),
-    ...plan.lines.filter((line) => line.kind === kind).map((line) => h("tr", {}, h("td", {}, line.where), h("td", {}, line.what), h("td", { class: "number" }, line.predicted),
+    ...plan.lines.filter((line) => line.kind === kind).map((line) => h("tr", {}, h("td", {}, line.what, line.where && h("small", {}, ` ${line.where}`)), h("td", { class: plan.both ? "number slim" : "number" }, line.predicted),
       plan.both && h("td", { class: "number" }, line.expected), h("td", { class: "number" }, line.measured, line.source && h("small", {}, ` ${line.source}`)), h("td", { class: "number" }, ratio(line))))]);
   show("against", h("p", { class: "note" }, `What isthmus plan predicts from this run's own recipe, for ${plan.rounds} round${plan.rounds === 1 ? "" : "s"}. A ratio is measured over predicted` +
-    (plan.both ? " at the compute rate measured here" : "") + "; its scale goes from 1/4 to 4, and green is within 20 %."),
-    h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Plan against actual" }, h("table", {}, h("thead", {}, h("tr", {}, heads.map((head, i) => h("th", { scope: "col", class: i > 1 ? "number" : null }, head)))), h("tbody", {}, rows))));
+    (plan.both ? " at the compute rate measured here" : "") + "; its scale goes from 1/4 to 4, and green is within 20 %." +
+    (plan.simulated ? " Seconds are those of the virtual clock." : " Links are predicted as the recipe describes them and measured as they were: processes on one machine have faster ones.")),
+    h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Plan against actual" }, h("table", {}, h("thead", {}, h("tr", {}, heads.map(([head, style]) => h("th", { scope: "col", class: style }, head)))), h("tbody", {}, rows))));
 }
 
 function ratio(line) {
   if (line.ratio === null) return "-";
   const x = 36 + 30 * Math.max(-1, Math.min(1, Math.log(Math.max(line.ratio, 1e-9)) / Math.log(4)));
   const text = line.ratio < 0.1 ? line.ratio.toPrecision(2) : line.ratio < 100 ? line.ratio.toFixed(2) : Math.round(line.ratio).toLocaleString("en");
-  return [text, s("svg", { class: `c${line.close ? 1 : 2}`, viewBox: "0 0 72 14", "aria-hidden": "true" },
+  return [text, s("svg", { class: `slim c${line.close ? 1 : 2}`, viewBox: "0 0 72 14", "aria-hidden": "true" },
     s("line", { class: "grid", x1: 6, x2: 66, y1: 7, y2: 7 }), s("line", { class: "axis", x1: 36, x2: 36, y1: 1, y2: 13 }), s("circle", { cx: x, cy: 7, r: 4 }))];
 }
 
@@ -432,7 +437,7 @@ function top_(state) {
 
 function events(state) {
   show("events", state.events.length ? state.events.map((one) => h("li", { class: one.tone || null },
-    h("time", { datetime: new Date(1000 * one.unix).toISOString() }, new Date(1000 * one.unix).toLocaleTimeString("en-GB")), h("span", {}, one.text))) : h("li", {}, "Nothing has changed."));
+    h("time", { datetime: new Date(1000 * one.unix).toISOString() }, new Date(1000 * one.unix).toLocaleTimeString("en-GB")), h("span", {}, one.text))) : h("li", {}, "Nothing yet, since this page's server started."));
 }
 
 function details(state) {

@@ -198,7 +198,7 @@ def tiles(rows: list[Row], sums: dict[str, Any]) -> list[dict[str, str]]:
         told.append({"name": "Trained on", "value": count(sums["tokens"]), "words": words})
     if recent := [row["tokens_per_second"] for row in rows[-5:] if row["tokens_per_second"]]:
         number, unit = rate(median(recent)).split(" ")
-        told.append({"name": "Rate", "value": number, "words": f"{unit}, all replicas together"})
+        told.append({"name": "Rate", "value": number, "words": f"{unit}, all together"})
     for link, other in (("stages", "uncompressed"), ("replicas", "dense")):
         control = sums["bytes"]["control"] if link == "replicas" else 0
         sent, dense = sums["link_bytes"][link] - control, sums["dense_bytes"][link]
