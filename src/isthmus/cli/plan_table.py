@@ -46,7 +46,7 @@ def _run_rows(forecast: "Forecast") -> list[tuple[str, str]]:
     rows = [
         (
             "time",
-            f"{duration(forecast.hours * 3600)}: {forecast.rounds:,} rounds of "
+            f"{duration(forecast.hours * 3600)}: {_usual_rounds(forecast):,} rounds of "
             f"{_time(forecast.round_seconds)}"
             + (f"; {forecast.slowest} sets the pace" if len(forecast.kinds) > 1 else ""),
         ),
@@ -95,6 +95,10 @@ def _run_rows(forecast: "Forecast") -> list[tuple[str, str]]:
         )
         rows.append(("money", f"{forecast.money['total']:,.2f}: {parts}"))
     return rows
+
+
+def _usual_rounds(forecast: "Forecast") -> int:
+    return forecast.rounds - (forecast.finish.rounds if forecast.finish else 0)
 
 
 def _finish_rows(forecast: "Forecast") -> list[tuple[str, str]]:

@@ -129,7 +129,9 @@ def predict(
     close_seconds = closing.seconds if closing else 0.0
     slowest = max(turns, key=turns.__getitem__)
     round_seconds = turns[slowest] + close_seconds
-    rounds, finish = recipe.outer.rounds, _finish(recipe, rates, sizes, verify_bytes_per_second)
+    rounds, last = recipe.outer.rounds, recipe.in_round(recipe.outer.rounds)
+    last_paces = {m.config.name: _pace(last, m, rates[m.config.name], sizes) for m in reversed(last.fleet())}
+    finish = _finish(recipe, last_paces, sizes, verify_bytes_per_second)
     seconds = round_seconds * rounds
     if finish:
         seconds += finish.rounds * (finish.round_seconds - round_seconds)
@@ -138,6 +140,7 @@ def predict(
             recipe,
             members[r.name],
             paces[r.name],
+            last_paces[r.name],
             round_seconds,
             close_seconds,
             sizes,
@@ -213,12 +216,12 @@ def _turns(recipe: Recipe, paces: Mapping[str, _Pace]) -> dict[str, float]:
 
 
 def _finish(
-    recipe: Recipe, rates: Mapping[str, float], sizes: tuple[int, ...], verify_rate: float
+    recipe: Recipe, paces: Mapping[str, _Pace], sizes: tuple[int, ...], verify_rate: float
 ) -> Finishing | None:
+    """`paces`: of the last round, which is a finishing one if any is."""
     if not recipe.finish.rounds:
         return None
     last = recipe.in_round(recipe.outer.rounds)
-    paces = {m.config.name: _pace(last, m, rates[m.config.name], sizes) for m in reversed(last.fleet())}
     turns = _turns(last, paces)
     closing = closing_of(last, turns, sizes, verify_rate)
     slowest = max(turns, key=turns.__getitem__)
@@ -240,6 +243,7 @@ def _kind(
     recipe: Recipe,
     member: Member,
     pace: _Pace,
+    last_pace: _Pace,
     round_seconds: float,
     close_seconds: float,
     sizes: tuple[int, ...],
@@ -271,7 +275,9 @@ def _kind(
         "waiting": wait,
     }
     worst = max(losses, key=losses.__getitem__)
-    processes = [process_memory(recipe, replica, s, pace.step.in_flight[s]) for s in range(replica.stages)]
+    # A slower link keeps more micro-batches in flight: finishing rounds may hold the most.
+    most = [max(held) for held in zip(pace.step.in_flight, last_pace.step.in_flight, strict=True)]
+    processes = [process_memory(recipe, replica, s, held) for s, held in enumerate(most)]
     return KindForecast(
         name=replica.name,
         kind=replica.kind,
