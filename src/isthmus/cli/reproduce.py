@@ -48,7 +48,10 @@ def register(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "tables", nargs="*", metavar="TABLE", help="1 to 5, 1-star, tune, aggregation, h, values, finish or all"
+        "tables",
+        nargs="*",
+        metavar="TABLE",
+        help="1 to 5, 1-star, tune, aggregation, h, values, finish or all",
     )
     parser.add_argument("--corpus", metavar="DIR", help="a folder made by `isthmus data prepare`")
     parser.add_argument("--scale", default=DEFAULT_SCALE, metavar="NAME", help=f"default {DEFAULT_SCALE}")
