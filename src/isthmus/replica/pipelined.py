@@ -118,11 +118,11 @@ class PipelinedReplica:
         latency = config.link.latency_ms / 1e3
         return self._deep(t_seconds, link_seconds + latency)
 
-    def _deep(self, t_seconds: float, one_way_seconds: float) -> Schedule:
+    def _deep(self, t_seconds: float, one_way_seconds: float, slack: float = 1.0) -> Schedule:
         s, m = self.num_stages, self.num_micro_batches
-        schedule = deep(s, m, depths(s, m, t_seconds, one_way_seconds, 0.0, self.limit))
+        schedule = deep(s, m, depths(s, m, t_seconds, one_way_seconds * slack, 0.0, self.limit))
         if self.recipe.inner.backward == "split":
-            # How much of a crossing is rate and how much latency is not known; as an order, either serves.
+            # How much of a crossing is rate and how much latency is not known; for the order, either serves.
             forward = FORWARD_SHARE * t_seconds
             schedule = filled(schedule, forward, t_seconds - forward, one_way_seconds, 0.0, self.limit)
         return schedule
@@ -196,7 +196,7 @@ class PipelinedReplica:
             # Deeper queues make round trips look longer, so only a real change is followed.
             if not 0.5 < (trip / compute) / self.chosen_for < 2:
                 self.chosen_for = trip / compute
-                self.schedule = self._deep(compute, trip * SLACK / 2)
+                self.schedule = self._deep(compute, trip / 2, SLACK)
             self.seen = []
 
     def named_parameters(self) -> dict[str, Tensor]:
