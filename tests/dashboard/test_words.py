@@ -28,6 +28,18 @@ def test_a_mixed_fleet_in_words(tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("done", "says"),
+    [
+        (16, "Its last 4 rounds will open the boundaries for a plain model."),
+        (18, "Boundaries opened in 2 of 4 finishing rounds, for a plain model."),
+        (20, "Boundaries opened in 4 of 4 finishing rounds, for a plain model."),
+    ],
+)
+def test_finishing_rounds_in_words(tmp_path: Path, done: int, says: str):
+    assert words(tmp_path, FULL + PIPELINED, "finish.rounds=4", num_rounds=done)[1] == says
+
+
 def test_without_pipelined_replicas_there_is_one_loss_and_no_stage(tmp_path: Path):
     text = words(tmp_path, FULL, "outer.method=diloco")
     assert text[1] == "Held-out loss fell from 6.95 to 4.28 nats."

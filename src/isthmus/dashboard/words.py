@@ -32,7 +32,8 @@ def summary(run: RunDir) -> list[str]:
     how = f"{_many(done, 'round')} of {_many(outer.inner_steps, 'inner step')}"
     spent = f"{count(sums['tokens'])} tokens in {duration(sums['seconds'])}"
     sentences = [f"{fleet_in_words(run.recipe)} trained {model} for {how} on {spent}."]
-    sentences += [*([ending] if ending else []), *_losses(rows, run.recipe), *_traffic(sums, run.recipe)]
+    sentences += [*([ending] if ending else []), *_finish(done, run.recipe)]
+    sentences += [*_losses(rows, run.recipe), *_traffic(sums, run.recipe)]
     if sums["fleet_seconds"] is not None:
         taken = duration(sums["fleet_seconds"])
         sentences.append(f"On that fleet and its links the run would have taken {taken}.")
@@ -57,6 +58,16 @@ def _shape(replica: ReplicaConfig) -> str:
         return "full"
     at = f"at k/d = {replica.ratio}" if replica.compressed else "without compression"
     return f"pipelined in {replica.stages} stages {at}"
+
+
+def _finish(done: int, recipe: Recipe) -> list[str]:
+    """What became of the rounds that open boundaries."""
+    if not (rounds := recipe.finish.rounds):
+        return []
+    so_far = done - (recipe.outer.rounds - rounds)
+    if so_far <= 0:
+        return [f"Its last {_many(rounds, 'round')} will open the boundaries for a plain model."]
+    return [f"Boundaries opened in {so_far} of {_many(rounds, 'finishing round')}, for a plain model."]
 
 
 def _losses(rows: list[Row], recipe: Recipe) -> list[str]:
