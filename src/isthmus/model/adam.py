@@ -1,4 +1,4 @@
-"""InnerOpt's step on a GPU in three kernels, whatever the number of tensors and replicas."""
+"""InnerOpt's step on a GPU with two kernels a tensor, whatever the number of replicas."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from isthmus import gpu
 from isthmus.config import InnerConfig
 
-BLOCK = 4096
+BLOCK = 2048
 
 
 class FusedAdamW:
@@ -24,13 +24,11 @@ class FusedAdamW:
         second: Mapping[str, Tensor],
         copies: Mapping[str, Tensor],
     ) -> None:
-        self.names, self.copies = list(params), dict(copies)
-        self.params, self.first, self.second = params, first, second
-        tensors = list(params.values())
-        self.device, self.rows = tensors[0].device, len(tensors[0])
-        self.halves = [self._blocks(half) for half in (False, True)]
-        self.pointers: Tensor | None = None
-        self.told: list[int] = []
+        self.params, self.first, self.second, self.copies = params, first, second, copies
+        self.rows = len(next(iter(params.values())))
+        blocks = [-(-p.numel() // self.rows // BLOCK) for p in params.values()]
+        self.starts = dict(zip(params, torch.tensor([0, *blocks]).cumsum(0).tolist(), strict=False))
+        self.num_blocks, self.counts = sum(blocks), blocks
 
     @staticmethod
     def fits(params: Mapping[str, Tensor]) -> bool:
@@ -38,60 +36,22 @@ class FusedAdamW:
             gpu.usable(p.device) and p.dtype == torch.float32 and p.is_contiguous() for p in params.values()
         )
 
-    def _blocks(self, half: bool) -> tuple[Tensor, ...] | None:
-        """Of the tensors with, or without, a copy: for each block its tensor, its start, the end of the
-        replica's part there and that part's place in an (R, T) table; for each part its first block and its
-        place."""
-        tensor, first, size, place, begin, cells = [], [], [], [], [0], []
-        for t, name in enumerate(self.names):
-            if (name in self.copies) != half:
-                continue
-            each = self.params[name].numel() // self.rows
-            count = -(-each // BLOCK)
-            for row in range(self.rows):
-                tensor.append(torch.full((count,), t, dtype=torch.int32))
-                first.append(torch.arange(count) * BLOCK + row * each)
-                size.append(torch.full((count,), (row + 1) * each))
-                place.append(torch.full((count,), row * len(self.names) + t))
-                begin.append(begin[-1] + count)
-                cells.append(row * len(self.names) + t)
-        if not tensor:
-            return None
-        parts = [*map(torch.cat, (tensor, first, size, place)), torch.tensor(begin), torch.tensor(cells)]
-        return tuple(part.to(self.device) for part in parts)
-
-    def _refresh(self) -> None:
-        """Pointers of everything; gradients are new tensors at every step."""
-        grads = {name: self.copies.get(name, p).grad for name, p in self.params.items()}
-        addresses = [
-            tensor.data_ptr()
-            for name, p in self.params.items()
-            for tensor in (p, self.first[name], self.second[name], grads[name], self.copies.get(name, p))
-        ]
-        if addresses != self.told:
-            table = torch.tensor(addresses)
-            table = table.pin_memory() if self.device.type == "cuda" else table
-            self.pointers, self.told = table.to(self.device, non_blocking=True), addresses
+    def _grad(self, name: str) -> Tensor:
+        grad = self.copies.get(name, self.params[name]).grad
+        return grad if grad.is_contiguous() else grad.contiguous()
 
     def squares(self) -> Tensor:
         """(R, T): the squared norm of every gradient of every replica."""
         from isthmus.model import adam_kernels
 
-        self._refresh()
-        grads = self.pointers.view(-1, 5)[:, 3].contiguous()
-        table = torch.zeros(self.rows * len(self.names), device=self.device)
-        for half, blocks in enumerate(self.halves):
-            if blocks is None:
-                continue
-            tensor, first, size, _, begin, cells = blocks
-            parts = torch.empty(len(tensor), device=self.device)
-            adam_kernels.squares_kernel[(len(tensor),)](
-                grads, tensor, first, size, parts, BLOCK=BLOCK, HALF=bool(half)
-            )
-            sums = torch.empty(len(cells), device=self.device)
-            adam_kernels.gather_kernel[(len(cells),)](parts, begin, sums, WIDTH=1024)
-            table[cells] = sums
-        return table.view(self.rows, len(self.names))
+        device = next(iter(self.params.values())).device
+        parts = torch.empty(self.rows, self.num_blocks, device=device)
+        for (name, p), count in zip(self.params.items(), self.counts, strict=True):
+            adam_kernels.squares_kernel[(count, self.rows)](
+                self._grad(name), p.numel() // self.rows, parts[:, self.starts[name] :], self.num_blocks,
+                BLOCK=BLOCK,
+            )  # fmt: skip
+        return torch.stack([part.sum(1) for part in parts.split(self.counts, 1)], 1)
 
     def step(self, scales: Tensor, lr: float, config: InnerConfig, count: int) -> None:
         """Update number `count` with the gradients times scales (R, T), at this learning rate."""
@@ -99,12 +59,10 @@ class FusedAdamW:
 
         beta1, beta2 = config.beta1, config.beta2
         scales = scales.contiguous()
-        for half, blocks in enumerate(self.halves):
-            if blocks is None:
-                continue
-            tensor, first, size, place, _, _ = blocks
-            adam_kernels.adamw_kernel[(len(tensor),)](
-                self.pointers, tensor, first, size, place, scales, lr, config.weight_decay,
-                beta1, beta2, config.eps,
-                1 / (1 - beta1**count), (1 - beta2**count) ** -0.5, BLOCK=BLOCK, HALF=bool(half),
+        for t, (name, p) in enumerate(self.params.items()):
+            adam_kernels.adamw_kernel[(self.counts[t], self.rows)](
+                p, self.first[name], self.second[name], self._grad(name), self.copies.get(name, p),
+                scales[:, t:], p.numel() // self.rows, scales.shape[1], lr, config.weight_decay,
+                beta1, beta2, config.eps, 1 / (1 - beta1**count), (1 - beta2**count) ** -0.5,
+                BLOCK=BLOCK, COPIED=name in self.copies,
             )  # fmt: skip

@@ -77,7 +77,7 @@ def feed_back(
     kernels.select_kernel[(num_chunks,)](
         pointers, owner, origin, cols, index, values, odd, decay, scale,
         KEEP=keep, HEIGHT=place.height, WIDTH=place.width,
-        num_warps=8 if place.entries > 1024 else 1, **PLAIN,
+        num_warps=4 if place.entries > 1024 else 1, **PLAIN,
     )  # fmt: skip
     if not two_bits:
         return Group(index, values), odd
