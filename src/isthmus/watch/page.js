@@ -364,9 +364,9 @@ function bytes(state) {
       one.dense && h("p", { class: "note" }, `${one.dense}.`));
   }));
   const rows = kinds.flatMap((kind) => [h("tr", { class: "group" }, h("th", { colspan: 4, scope: "rowgroup" }, kind.name)),
-    ...kind.links.map((link) => h("tr", {}, h("td", {}, link.where, h("small", {}, ` ${link.what}`)), h("td", { class: "number" }, link.text), h("td", { class: "number" }, link.round_text), h("td", { class: "number" }, link.use_text, meter(link.use))))]);
+    ...kind.links.map((link) => h("tr", {}, h("td", {}, link.where, h("small", {}, ` ${link.what}`)), h("td", { class: "number" }, link.text), h("td", { class: "number slim" }, link.round_text), h("td", { class: "number" }, link.use_text, meter(link.use))))]);
   show("links", rows.length && h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Bytes by link" }, h("table", {},
-    h("thead", {}, h("tr", {}, ["Link", "Whole run", "Last round", "Of its rate"].map((head, i) => h("th", { scope: "col", class: i ? "number" : null }, head)))), h("tbody", {}, rows))),
+    h("thead", {}, h("tr", {}, ["Link", "Whole run", "Last round", "Of its rate"].map((head, i) => h("th", { scope: "col", class: i === 2 ? "number slim" : i ? "number" : null }, head)))), h("tbody", {}, rows))),
     rows.length && h("p", { class: "note kinds" }, "All replicas of a kind together; the share of the rate is one replica's, in the last round. " +
       (state.run.facts.includes("real processes") ? "Links between stages are looked at while inner steps run, those to the bucket over the whole round." : "Nothing travelled in this simulated run: bytes by shape, seconds by the virtual clock.")));
 }

@@ -1,0 +1,184 @@
+"""A run as plain data: agrees with the report, tells who came and who did not, and who went and came back."""
+
+import json
+
+import pytest
+from made import simulated, small
+
+from isthmus.comm.closer import Closer
+from isthmus.dashboard.words import summary
+from isthmus.runlog import RunDir, totals
+from isthmus.watch.clean import clean_rows
+from isthmus.watch.rounds import grid
+from isthmus.watch.source import Beat, Pulse, Raw, Settled, open_source
+from isthmus.watch.state import Teller
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return simulated(tmp_path_factory.mktemp("state") / "run")
+
+
+def told(run):
+    return Teller().tell(open_source(str(run.path)).look())
+
+
+def test_page_and_report_agree_in_words_figures_and_colours(run):
+    state = told(run)
+    report = run.report_path.read_text()
+    assert state["summary"] == summary(run)
+    assert state["sums"] == totals(run.rows())
+    assert all(sentence in report for sentence in state["summary"])
+    for tile in state["tiles"]:
+        if tile["name"] != "Rate":
+            assert f"<strong>{tile['value']}</strong>" in report
+    assert [kind["colour"] for kind in state["kinds"]] == [1, 2]
+    assert state["plan"]["lines"]
+    assert {line["kind"] for line in state["plan"]["lines"]} == {"", "rack", "edge"}
+
+
+def test_curves_hold_every_forward_and_every_kind(run):
+    forwards, kinds = told(run)["charts"]
+    assert [line["name"] for line in forwards["series"]] == ["mixed", "full", "pipelined", "training"]
+    assert [y for _, y in forwards["series"][1]["points"]] == pytest.approx(
+        [row["loss_full"] for row in run.rows()], rel=1e-5
+    )
+    assert [line["name"] for line in kinds["series"]] == [
+        f"{kind}, {what}" for kind in ("rack", "edge") for what in ("held-out", "training")
+    ]
+
+
+def test_a_long_run_is_thinned_but_keeps_its_spike_and_its_ends(run):
+    rows = [
+        {"round": t, "tokens": t, "loss_full": 99.0 if t == 5001 else 5 - t / 1e4, "seconds": 1.0}
+        for t in range(10_000)
+    ]
+    raw = Raw(run.recipe, {"status": "running"}, clean_rows(rows, run.recipe)[0], "x", has_bucket=False)
+    state = Teller().tell(raw)
+    (line,) = state["charts"][0]["series"]
+    assert len(line["points"]) < 500
+    assert max(y for _, y in line["points"]) == 99.0
+    assert (line["points"][0][0], line["points"][-1][0]) == (0, 9999)
+    assert len(state["rounds"]["rounds"]) == 60
+    assert len(json.dumps(state)) < 60_000
+
+
+def test_rows_from_before_the_bias_was_measured_still_make_a_page(run):
+    rows = [{key: row[key] for key in row if key not in ("bias", "measured")} for row in run.rows()]
+    raw = Raw(run.recipe, {"status": "finished"}, clean_rows(rows, run.recipe)[0], "x", has_bucket=False)
+    state = Teller().tell(raw)
+    assert state["bias"] is None
+    assert state["plan"] is None
+    assert state["charts"]
+    assert state["problems"] == []
+
+
+def test_the_bias_gauge_has_every_boundary_with_its_first_and_last_value(run):
+    (kind,) = told(run)["bias"]["kinds"]
+    first, last = run.rows()[0]["bias"]["edge"], run.rows()[-1]["bias"]["edge"]
+    assert kind["gauges"] == [{"boundary": 0, "now": last["outside"][0], "first": first["outside"][0]}]
+    assert kind["drift"] == last["drift"]
+
+
+def raw_of(**more):
+    recipe = small("outer.rounds=9")
+    return Raw(recipe, {"status": "running", "mode": "real processes"}, [], "x", has_bucket=True, **more)
+
+
+def test_every_way_not_to_contribute_has_its_word():
+    names = ("rack-0", "rack-1", "edge-0")
+    settled = {
+        1: Settled(1, names, {}, names, 1.0),
+        2: Settled(2, ("rack-0",), {"rack-1": "its norm is far too large"}, names, 1.0),
+        3: Settled(3, ("rack-0", "rack-1"), {}, ("rack-0", "rack-1"), 1.0),
+        4: Settled(4, ("rack-0", "rack-1"), {}, names, 1.0),
+    }
+    raw = raw_of(settled=settled, late=frozenset({(4, "edge-0")}), delivered=("rack-0",))
+    table = grid(raw)
+    assert table["rounds"] == [1, 2, 3, 4, 5]
+    words = {row["replica"]: [word for word, _ in row["cells"]] for row in table["rows"]}
+    assert words == {
+        "rack-0": ["counted"] * 4 + ["delivered"],
+        "rack-1": ["counted", "refused", "counted", "counted", "awaited"],
+        "edge-0": ["counted", "missing", "away", "late", "awaited"],
+    }
+    assert table["rows"][1]["cells"][1][1] == "its norm is far too large"
+    assert [row["counted"] for row in table["rows"]] == [4, 3, 1]
+
+
+def beat(state, unix, incarnation="aa", pid=7):
+    said = {"state": state, "incarnation": incarnation, "pid": pid, "inner_step": 4, "loss": 5.0}
+    return Beat(said, unix)
+
+
+def test_a_replica_that_goes_and_comes_back_is_told():
+    clock = 1000.0
+    teller = Teller(lambda: clock)
+
+    def look(pulses, beats):
+        state = teller.tell(raw_of(pulses={"edge-0": pulses}, beats={"edge-0": beats}, heard_unix=clock))
+        return next(one for one in state["replicas"] if one["name"] == "edge-0"), state["events"]
+
+    one, events = look([Pulse(0, 7, 1000), Pulse(1, 8, 1000)], beat("training", 999))
+    assert (one["state"], one["up"], one["inner_step"], events) == ("training", True, 1, [])
+    clock = 1006.0
+    one, events = look([Pulse(0, 7, 1006), Pulse(1, 8, 1001)], beat("training", 1005))
+    assert (one["state"], one["up"]) == ("silent", False)
+    assert [p["state"] for p in one["processes"]] == ["runs", "silent"]
+    assert events[0]["text"] == "edge-0 is gone: stage 1 does not stir"
+    clock = 1009.0
+    one, events = look([Pulse(0, 17, 1009), Pulse(1, 18, 1009)], beat("training", 1005))
+    assert one["state"] == "starting"  # its processes are new, the heartbeat is still the old one's
+    assert events[0]["text"] == "edge-0 is back (starting)"
+    clock = 1012.0
+    one, _ = look([Pulse(0, 17, 1012), Pulse(1, 18, 1012)], beat("catching up", 1012, "bb", 17))
+    assert (one["state"], one["up"]) == ("catching up", True)
+
+
+def test_without_processes_here_the_age_of_the_heartbeat_decides():
+    teller = Teller(lambda: 1000.0)
+    state = teller.tell(raw_of(beats={"rack-0": beat("training", 996), "rack-1": beat("training", 994)}))
+    assert [one["state"] for one in state["replicas"]] == ["training", "silent", "not seen"]
+    assert "no heartbeat for more than 5 s" in state["replicas"][1]["why"]
+    assert state["now"].startswith("Round 1 of 9 is open: 0 of 3 updates are there. Awaited: rack-0 (training")
+
+
+def test_a_run_that_says_it_goes_on_and_gives_no_sign_is_stale():
+    for age, stale in ((10, False), (100, True)):
+        assert Teller(lambda: 1000.0).tell(raw_of(heard_unix=1000.0 - age))["run"]["stale"] is stale
+
+
+def test_a_bucket_alone_tells_rounds_members_and_training_losses(tmp_path):
+    """Two full replicas train in this process, through a real bucket; the page reads nothing else."""
+    from isthmus.watch.bucket import open_folder
+    from seats import rounds_in_a_bucket
+
+    recipe = small("outer.rounds=3", "inner.precision=fp32")
+    losses = rounds_in_a_bucket(recipe, tmp_path, settle=2)
+    source = open_source(str(tmp_path / "bucket"))
+    state = Teller().tell(source.look())
+    assert state["run"]["round"] == 2
+    assert state["plan"] is None or state["plan"]["rounds"] == 2
+    assert state["last"]["loss_train"] == pytest.approx(losses[-1], rel=1e-5)
+    assert state["last"]["loss_mixed"] is None
+    words = {row["replica"]: [word for word, _ in row["cells"]] for row in state["rounds"]["rows"]}
+    assert words["rack-0"] == words["rack-1"] == ["counted", "counted", "awaited"]
+    assert words["edge-0"][0] == "missing"
+    # A history is read in pieces where it is long: nothing is shown that was not verified.
+    reader = open_folder(tmp_path / "bucket")
+    raw = Raw(recipe, {}, [], "x", has_bucket=True)
+    reader.look(raw, budget_seconds=-1.0)
+    assert (sorted(raw.settled), raw.behind) == ([1], 1)
+
+
+def test_a_forged_manifest_is_named_and_ends_the_history(tmp_path):
+    from seats import rounds_in_a_bucket
+
+    rounds_in_a_bucket(small("outer.rounds=3", "inner.precision=fp32"), tmp_path, settle=2)
+    path = tmp_path / "bucket" / "manifests" / "000002.json"
+    path.write_bytes(path.read_bytes().replace(b'"round":2', b'"round":9'))
+    state = Teller().tell(open_source(str(tmp_path / "bucket")).look())
+    assert state["run"]["round"] == 1
+    assert any("manifest 2 of this run is not to be trusted" in problem for problem in state["problems"])
+    assert Closer
+    assert RunDir
