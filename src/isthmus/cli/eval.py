@@ -1,0 +1,73 @@
+"""`isthmus eval`: how well a trained model predicts text that it has not seen."""
+
+import argparse
+import json
+import sys
+
+from isthmus.errors import ConfigError
+
+EPILOG = """examples:
+  isthmus eval runs/demo
+  isthmus eval runs/demo --batches 0 --json            all of the held-out text
+  isthmus eval s3://my-runs/first --corpus corpus/
+  isthmus eval demo-hf --harness hellaswag,arc_easy    needs: pip install 'isthmus[eval]'
+full: one whole model. pipelined: through the boundaries. mixed: the mean over replicas, each as it trains.
+"""
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="held-out loss, perplexity and bits per byte; the lm-evaluation-harness",
+        description="Held-out loss, perplexity and bits per byte of a run's model, by kind of forward.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "source", metavar="RUN", help="a run directory, a bucket's URL or folder, or an exported folder"
+    )
+    parser.add_argument("--corpus", metavar="DIR", help="the run's corpus, if not where its recipe says")
+    parser.add_argument(
+        "--batches", type=int, metavar="N", help="held-out batches (default: as the recipe; 0: all)"
+    )
+    parser.add_argument(
+        "--harness", metavar="TASKS", help="also run these tasks of the lm-evaluation-harness, by commas"
+    )
+    parser.add_argument("--include", metavar="DIR", help="where the harness finds tasks of your own")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    parser.add_argument("--json", action="store_true", help="print the scores as JSON")
+    parser.set_defaults(run=evaluate)
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    if args.batches is not None and args.batches < 0:
+        raise ConfigError(f"--batches is {args.batches}; it must be 0 (all) or more")
+    tasks = [task.strip() for task in (args.harness or "").split(",") if task.strip()]
+    if args.harness is not None and not tasks:
+        raise ConfigError("--harness names no task; write them as hellaswag,arc_easy")
+    from isthmus.export.scores import evaluate as score
+
+    found = score(
+        args.source,
+        corpus=args.corpus,
+        num_batches=args.batches,
+        device=args.device,
+        tasks=tasks,
+        include=args.include,
+    )
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    if "round" in found:
+        print(f"isthmus: {args.source}, round {found['round']}", file=sys.stderr)
+    if "forwards" in found:
+        print(f"{found['held_out_tokens']:,} held-out tokens, {found['bytes_per_token']:.3f} bytes each")
+        print(f"{'forward':<12}{'loss':>10}{'perplexity':>14}{'bits per byte':>16}")
+        for name, score in found["forwards"].items():
+            if score:
+                shown = f"{score['loss']:>10.4f}{score['perplexity']:>14.2f}{score['bits_per_byte']:>16.4f}"
+                print(f"{name:<12}{shown}")
+    for task, scores in found.get("harness", {}).items():
+        for name, value in scores.items():
+            print(f"{task}  {name}  {value:.4f}")
+    return 0

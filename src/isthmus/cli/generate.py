@@ -1,0 +1,104 @@
+"""`isthmus generate`: let a trained model go on with a text."""
+
+import argparse
+import json
+import sys
+import time
+
+from isthmus.errors import ConfigError
+
+EPILOG = """examples:
+  isthmus generate runs/demo "Once upon a time"
+  isthmus generate demo-hf "Once upon a time" --temperature 0          the likeliest text; no draw
+  isthmus generate s3://my-runs/first "It was" --temperature 0.8 --top-p 0.95 --seed 3
+The text appears on stdout as it is made, the prompt first. The same seed gives the same text on one machine.
+"""
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="let a trained model go on with a text",
+        description="Go on with a prompt, token by token, until the end of the text, --max-tokens, or a full "
+        "context.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "source", metavar="RUN", help="a run directory, a bucket's URL or folder, or an exported folder"
+    )
+    parser.add_argument("prompt", help="the text to go on with")
+    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="at most (default: 100)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: 0.8)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, metavar="P", help="draw from this share of the mass (0.95)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument(
+        "--as",
+        dest="as_",
+        default="auto",
+        choices=("auto", "plain", "pipelined"),
+        help="auto (default): plain, but through the boundaries if every replica trained so",
+    )
+    parser.add_argument("--corpus", metavar="DIR", help="the run's corpus, if not where its recipe says")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--json", action="store_true", help="print prompt, text and counts as JSON at the end"
+    )
+    parser.set_defaults(run=generate)
+
+
+def check(args: argparse.Namespace) -> None:
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens is {args.max_tokens}; it must be at least 1")
+    if not 0 <= args.temperature < float("inf"):
+        raise ConfigError(f"--temperature is {args.temperature}; it must be 0 or a finite number above")
+    if not 0 < args.top_p <= 1:
+        raise ConfigError(f"--top-p is {args.top_p}; it is above 0 and at most 1")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed is {args.seed}; it must be 0 or more and below 2**63")
+
+
+def generate(args: argparse.Namespace) -> int:
+    check(args)
+    from isthmus.engine.start import pick_device
+    from isthmus.export.speaker import Text, open_speaker
+
+    speaker = open_speaker(args.source, args.as_, args.corpus, str(pick_device(args.device)))
+    prompt = speaker.encode(args.prompt)
+    if len(prompt) > speaker.model.context:
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens, the model's context {speaker.model.context}; shorten it"
+        )
+    if len(prompt) == speaker.model.context:
+        raise ConfigError(f"the prompt fills the context of {len(prompt)} tokens; shorten it")
+    print(f"isthmus: {speaker.about}", file=sys.stderr)
+    live = not args.json
+    if live:
+        print(args.prompt, end="", flush=True)
+    text, parts, count, started = Text(speaker.tokenizer, prompt), [], 0, time.monotonic()
+    for token in speaker.tokens(
+        prompt, args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
+    ):
+        count += 1
+        parts.append(text.add(token))
+        if live and parts[-1]:
+            print(parts[-1], end="", flush=True)
+    parts.append(text.rest())
+    seconds = time.monotonic() - started
+    ended = "end of text"
+    if len(prompt) + count == speaker.model.context:
+        ended = "context full"
+    elif count == args.max_tokens:
+        ended = "max tokens"
+    if live:
+        print(parts[-1], flush=True)
+        rate = f"{count / max(seconds, 1e-9):.0f} tokens/s"
+        print(f"isthmus: {len(prompt)} + {count} tokens, {rate}; {ended}", file=sys.stderr)
+    else:
+        facts = {"prompt": args.prompt, "text": "".join(parts), "prompt_tokens": len(prompt)}
+        print(json.dumps(facts | {"tokens": count, "seconds": seconds, "ended": ended}))
+    return 0

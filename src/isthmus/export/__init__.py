@@ -1,0 +1,1 @@
+"""What comes out of a run: folders that other programs load, text, and scores on held-out text."""

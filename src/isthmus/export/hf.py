@@ -1,0 +1,139 @@
+"""A trained model as a Hugging Face folder: a plain LLaMA, or one that keeps its boundaries."""
+
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from isthmus.config import Member
+from isthmus.data.corpus import Corpus
+from isthmus.data.manifest import sync_folder
+from isthmus.data.tokenizer import load
+from isthmus.errors import ConfigError
+from isthmus.export.source import Trained
+from isthmus.model.hf import CONFIG, PIPELINED, WEIGHTS, hf_config, hf_name
+from isthmus.replica.split import EMBEDDING, boundaries
+
+MODELING = Path(__file__).with_name("modeling_isthmus.py")
+STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def check_target(folder: Path) -> None:
+    """Nothing is overwritten: the folder must not exist, and its parent must take it."""
+    if os.path.lexists(folder):
+        raise ConfigError(f"{folder} exists; give --to hf another folder")
+    parent = folder.absolute().parent
+    if not parent.is_dir():
+        raise ConfigError(f"there is no folder {parent}; create it, or give --to hf another one")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write into {parent}; give --to hf another folder")
+
+
+def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: Member | None) -> None:
+    """Whole or not there: written beside its place and renamed. `member`: keep this replica's boundaries."""
+    check_target(folder)
+    model, corpus = trained.recipe.model, trained.corpus
+    config = hf_config(model, corpus.end_id, dtype)
+    tensors = {hf_name(name): stored(t, STORED[dtype]) for name, t in trained.params.items()}
+    if member:
+        keys, extra = boundary_parts(trained, member)
+        config |= keys
+        tensors |= extra
+    fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
+    try:
+        fresh.mkdir()
+        save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+        texts = {
+            CONFIG: as_json(config),
+            "generation_config.json": as_json(generation_config(corpus)),
+            "tokenizer.json": tokenizer_text(corpus),
+            "tokenizer_config.json": as_json(tokenizer_config(corpus, model.context)),
+            "README.md": card,
+        }
+        if member:
+            texts[MODELING.name] = MODELING.read_text(encoding="utf-8")
+        for name, text in texts.items():
+            (fresh / name).write_text(text, encoding="utf-8")
+        for path in fresh.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        if os.path.lexists(folder):  # somebody made it while we wrote
+            check_target(folder)
+        os.rename(fresh, folder)
+        sync_folder(folder.absolute().parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror or error}; give another folder") from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to("cpu", dtype).contiguous()
+
+
+def as_json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2) + "\n"
+
+
+def boundary_parts(trained: Trained, member: Member) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What config.json and the weights hold besides a LLaMA's. U stays in fp32: it is small."""
+    recipe, bases = trained.recipe, trained.bases
+    numbers: dict[str, int] = {}
+    tensors: dict[str, Tensor] = {}
+    places = []
+    for boundary, layer in enumerate(boundaries(recipe.model.layers, member.config.stages)):
+        number = None
+        if member.config.compressed:
+            key = bases.key(member, boundary)
+            number = numbers.setdefault(key, len(numbers))
+            tensors[f"boundary.basis_{number}"] = stored(bases.get(member, boundary), torch.float32)
+        places.append({"layer": layer, "basis": number})
+    frozen = member.config.compressed and trained.table is not trained.params[EMBEDDING]
+    if frozen:
+        tensors["boundary.table"] = stored(trained.table, torch.float32)
+    keys = {
+        "architectures": ["IsthmusForCausalLM"],
+        "model_type": PIPELINED,
+        "auto_map": {
+            "AutoConfig": "modeling_isthmus.IsthmusConfig",
+            "AutoModelForCausalLM": "modeling_isthmus.IsthmusForCausalLM",
+        },
+        "boundaries": places,
+        "subspace_dims": [tensors[f"boundary.basis_{i}"].shape[1] for i in range(len(numbers))],
+        "frozen_table": frozen,
+        "wire": member.config.wire,
+        "open_share": bases.share.item() if bases.opening else None,
+    }
+    return keys, tensors
+
+
+def tokenizer_text(corpus: Corpus) -> str:
+    """The corpus's tokenizer.json, as training used it: a tokenizer that frames every text with special
+    tokens would show the model what it has never seen."""
+    data = corpus.tokenizer_path.read_bytes()
+    tokenizer = load(data, str(corpus.tokenizer_path))
+    if tokenizer.encode("a").ids == tokenizer.encode("a", add_special_tokens=False).ids:
+        return data.decode("utf-8")
+    return json.dumps(json.loads(data) | {"post_processor": None}, ensure_ascii=False)
+
+
+def tokenizer_config(corpus: Corpus, context: int) -> dict[str, Any]:
+    end = corpus.manifest.end_token
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def generation_config(corpus: Corpus) -> dict[str, Any]:
+    return {"bos_token_id": corpus.end_id, "eos_token_id": corpus.end_id, "pad_token_id": corpus.end_id}

@@ -1,0 +1,73 @@
+"""A LLaMA whose residual stream crosses stage boundaries in k of its d dimensions, as it did in training.
+
+This file comes with an exported model and needs only torch and transformers:
+
+    AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+
+or, with the folder on the Python path,
+
+    from modeling_isthmus import IsthmusForCausalLM
+    IsthmusForCausalLM.from_pretrained(FOLDER)
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+WIRES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+class IsthmusConfig(LlamaConfig):
+    """LLaMA's keys and five more: `boundaries`, a list of {"layer": layers before it, "basis": number of
+    its U or null}; `subspace_dims`, the k of each U; `wire`, the type in which the stream crosses;
+    `frozen_table`, whether T is a table of its own; `open_share`, a, in a run that was finishing."""
+
+    model_type = "isthmus_pipelined"
+
+
+class IsthmusForCausalLM(LlamaForCausalLM):
+    """Before layer `layer` the stream x of token t becomes (x - T[t]) U U^T + T[t]: sec. 2.2 of arXiv
+    2601.02360. T is the embedding, or a table of its own where the run froze one. In a run that was opening
+    its boundaries, a share a of what lies outside U passes as well."""
+
+    config_class = IsthmusConfig
+
+    def __init__(self, config: IsthmusConfig) -> None:
+        super().__init__(config)
+        self.boundary = nn.Module()
+        for i, dim in enumerate(config.subspace_dims):
+            self.boundary.register_buffer(f"basis_{i}", torch.zeros(config.hidden_size, dim))
+        if config.frozen_table:
+            self.boundary.register_buffer("table", torch.zeros(config.vocab_size, config.hidden_size))
+        self.wire = WIRES[config.wire]
+        self.tokens = None
+        self.model.register_forward_pre_hook(self._remember, with_kwargs=True)
+        for place in config.boundaries:
+            self.model.layers[place["layer"]].register_forward_pre_hook(self._crossing(place["basis"]))
+        self.post_init()
+
+    def _remember(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.tokens = args[0] if args else kwargs.get("input_ids")
+        if self.tokens is None:
+            raise ValueError("the boundaries need input_ids; inputs_embeds alone do not say which tokens")
+
+    def _crossing(self, number: int | None):
+        def cross(_module: nn.Module, args: tuple) -> tuple:
+            return (self._cross(args[0], number), *args[1:])
+
+        return cross
+
+    def _cross(self, x: Tensor, number: int | None) -> Tensor:  # (B, L, D) -> (B, L, D)
+        if number is None:
+            return self._carry(x)
+        basis = getattr(self.boundary, f"basis_{number}").to(x.dtype)  # (D, K)
+        table = self.boundary.table if self.config.frozen_table else self.model.embed_tokens.weight
+        frozen = F.embedding(self.tokens, table).to(x.dtype)
+        if self.config.open_share is None:
+            return self._carry((x - frozen) @ basis) @ basis.mT + frozen
+        drift = x - frozen
+        return self._carry(x - (1 - self.config.open_share) * (drift - (drift @ basis) @ basis.mT))
+
+    def _carry(self, z: Tensor) -> Tensor:
+        return z.to(self.wire).to(z.dtype) if self.wire.itemsize < z.dtype.itemsize else z

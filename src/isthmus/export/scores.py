@@ -1,0 +1,116 @@
+"""`isthmus eval`: loss, perplexity and bits per byte of each forward; the harness where it is asked for."""
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isthmus.data.corpus import open_corpus
+from isthmus.data.tokens import validation_batches
+from isthmus.engine.start import pick_device
+from isthmus.errors import ConfigError
+from isthmus.export.card import model_card
+from isthmus.export.harness import require_harness, run_harness
+from isthmus.export.hf import write_folder
+from isthmus.export.measure import WORSE, bits_per_byte, measure, perplexity
+from isthmus.export.source import is_run_or_bucket, open_trained, pipelined_member
+from isthmus.export.speaker import folder_crossings
+from isthmus.model.hf import CONFIG, PIPELINED, read_config, read_json, read_params
+from isthmus.model.llama import forward, rope_table, token_losses
+from isthmus.replica.split import EMBEDDING
+
+
+def evaluate(
+    spec: str,
+    *,
+    corpus: str | None = None,
+    num_batches: int | None = None,
+    device: str = "auto",
+    tasks: list[str] | None = None,
+    include: str | None = None,
+) -> dict[str, Any]:
+    """Scores of a run, a bucket or an exported folder; a forward that the run does not have is None."""
+    if tasks:
+        require_harness()
+    where = pick_device(device)
+    if not is_run_or_bucket(spec) and (Path(spec) / CONFIG).is_file():
+        return _of_folder(Path(spec), corpus, num_batches, where, tasks, include)
+    trained = open_trained(spec, corpus).on(where)
+    losses = measure(trained, num_batches=num_batches)
+    found = _scores(
+        {"full": losses.full, "pipelined": losses.pipelined, "mixed": losses.mixed},
+        trained.corpus.bytes_per_token,
+    )
+    facts = {"source": spec, "round": trained.round, "tokens": trained.tokens}
+    facts |= {"held_out_tokens": losses.num_tokens, "bytes_per_token": trained.corpus.bytes_per_token}
+    facts["forwards"] = found
+    if tasks:
+        member = None if losses.worse <= WORSE else pipelined_member(trained.recipe)
+        with tempfile.TemporaryDirectory(prefix="isthmus-eval-") as place:
+            folder = Path(place) / "model"
+            write_folder(
+                trained, folder, model_card(trained, losses, "model", "fp32", member), "fp32", member
+            )
+            facts["harness_on"] = "pipelined" if member else "plain"
+            facts["harness"] = run_harness(folder, tasks, include, str(where))
+    return facts
+
+
+def _scores(losses: dict[str, float | None], bytes_per_token: float) -> dict[str, dict[str, float] | None]:
+    return {
+        name: None
+        if loss is None
+        else {
+            "loss": loss,
+            "perplexity": perplexity(loss) if math.isfinite(loss) else loss,
+            "bits_per_byte": bits_per_byte(loss, bytes_per_token),
+        }
+        for name, loss in losses.items()
+    }
+
+
+@torch.no_grad()
+def _of_folder(
+    folder: Path,
+    corpus: str | None,
+    num_batches: int | None,
+    device: torch.device,
+    tasks: list[str] | None,
+    include: str | None,
+) -> dict[str, Any]:
+    """An exported folder has no held-out text of its own: the corpus is to be named, or only the harness
+    runs."""
+    if corpus is None and not tasks:
+        raise ConfigError(f"{folder} is an exported folder without text; give --corpus, or --harness TASKS")
+    facts: dict[str, Any] = {"source": str(folder)}
+    if corpus is not None:
+        config, model, text = read_json(folder / CONFIG), read_config(folder), open_corpus(corpus)
+        if text.vocab_size > model.vocab:
+            raise ConfigError(
+                f"the tokenizer of {corpus} has {text.vocab_size} tokens, the model {model.vocab}; give the "
+                "corpus that it was trained on"
+            )
+        params = {name: t.to(device) for name, t in read_params(folder, model).items()}
+        rope = tuple(t.to(device) for t in rope_table(model, model.context))
+        batches = validation_batches(text, 8, model.context, num_batches or len(text.validation))
+        batches = [batch.to(device).long() for batch in batches]
+        kinds = ["full", *(["pipelined"] if config["model_type"] == PIPELINED else [])]
+        losses = {}
+        for kind in kinds:
+            total, rows = 0.0, 0
+            for batch in batches:
+                crossings = folder_crossings(folder, config, params[EMBEDDING]) if kind == "pipelined" else {}
+                crossings = {
+                    edge: [(slice(0, len(batch)), cross)] for edge, [(_, cross)] in crossings.items()
+                }
+                logits = forward(params, batch[:, :-1], model, rope, crossings)
+                total += token_losses(logits, batch[:, 1:]).item() * len(batch)
+                rows += len(batch)
+            losses[kind] = total / rows
+        facts |= {"held_out_tokens": rows * model.context, "bytes_per_token": text.bytes_per_token}
+        facts["forwards"] = _scores(losses, text.bytes_per_token)
+    if tasks:
+        facts["harness"] = run_harness(folder, tasks, include, str(device))
+    return facts

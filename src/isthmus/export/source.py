@@ -1,0 +1,170 @@
+"""The model that a run has come to: from its run directory, or from its bucket while it still goes on."""
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from isthmus.config import Member, Recipe
+from isthmus.data.corpus import Corpus, open_corpus
+from isthmus.engine import checkpoint
+from isthmus.engine.first import first_params
+from isthmus.engine.fleet import open_ledger
+from isthmus.engine.replay import Replay
+from isthmus.errors import ConfigError
+from isthmus.model.llama import init_tensor
+from isthmus.replica.crossings import BasisSet
+from isthmus.replica.split import EMBEDDING
+from isthmus.runlog import RunDir
+
+
+@dataclass(frozen=True)
+class Trained:
+    """theta^(round) of a run, with all that its boundaries and its text need."""
+
+    where: str
+    recipe: Recipe
+    params: dict[str, Tensor]
+    bases: BasisSet
+    table: Tensor  # what compressed boundaries subtract: the embedding, unless it was frozen
+    round: int
+    tokens: int  # trained on so far, over all replicas
+    corpus: Corpus
+
+    def on(self, device: torch.device) -> "Trained":
+        """The same on another device."""
+        bases = BasisSet(self.recipe, device, self.bases.dtype)
+        bases.bases = {key: basis.to(device) for key, basis in self.bases.bases.items()}
+        bases.begin_round(self.round)
+        params = {name: tensor.to(device) for name, tensor in self.params.items()}
+        own = self.table is self.params[EMBEDDING]
+        table = params[EMBEDDING] if own else self.table.to(device)
+        return replace(self, params=params, bases=bases, table=table)
+
+
+def pipelined_member(recipe: Recipe, name: str | None = None) -> Member | None:
+    """The replica whose boundaries a pipelined forward takes: by name, or the first that is compressed (or
+    at least in stages); None where there is none."""
+    fleet = [member for member in recipe.fleet() if member.config.stages > 1]
+    if name is not None:
+        for member in fleet:
+            if name in (member.name, member.config.name):
+                return member
+        names = ", ".join(member.name for member in fleet)
+        raise ConfigError(
+            f'there is no pipelined replica "{name}" in this run; there is {names or "none at all"}'
+        )
+    return next((m for m in fleet if m.config.compressed), fleet[0] if fleet else None)
+
+
+def is_run_or_bucket(spec: str) -> bool:
+    path = Path(spec)
+    return "://" in spec or (path / "recipe.toml").is_file() or (path / "run.json").is_file()
+
+
+def open_trained(spec: str, corpus: str | None = None) -> Trained:
+    """`spec`: a run directory, or the URL or folder of a bucket. `corpus`: where its text is on this
+    machine, if not where the recipe says."""
+    if "://" in spec or ((Path(spec) / "run.json").is_file() and not (Path(spec) / "recipe.toml").is_file()):
+        return _from_bucket(spec, spec, corpus)
+    run = RunDir.open(spec)
+    for _ in range(5):  # a simulation that goes on may drop the state that we are reading
+        try:
+            found = _from_state(run)
+            break
+        except FileNotFoundError:
+            time.sleep(0.2)
+    else:
+        raise ConfigError(f"{run.state_path} changes while it is read; try again")
+    rows = run.rows()
+    if found is None and run.model_path.is_file() and rows and rows[-1]["round"] > 0:
+        found = rows[-1]["round"], _load(run.model_path), {}
+    bucket = run.recipe.bucket.url or str(run.path / "bucket")
+    if found is None and ("://" in bucket or (Path(bucket) / "run.json").is_file()):
+        return _from_bucket(bucket, spec, corpus)
+    if found is None or found[0] == 0:
+        raise ConfigError(f"{run.path} has no finished round yet; there is no model to take from it")
+    round_number, params, bases = found
+    if run.recipe.subspace.grassmann_every and not bases:
+        raise ConfigError(f"{run.path} has turned its U and lost its state/; its boundaries cannot be made")
+    text = open_corpus(corpus or run.recipe.data.corpus)
+    wanted = run.about.get("tokenizer_sha256")
+    if wanted and text.tokenizer_sha256 != wanted:
+        raise ConfigError(
+            f"the corpus {corpus or run.recipe.data.corpus} has another tokenizer than the run; give --corpus"
+        )
+    tokens = next((row["tokens"] for row in reversed(rows) if row["round"] <= round_number), 0)
+    first = None
+    if not run.recipe.subspace.adaptation:
+        first = first_params(run.recipe, run.about.get("start_sha256"))[EMBEDDING]
+    return _trained(spec, run.recipe, params, bases, first, round_number, tokens, text)
+
+
+def _from_state(run: RunDir) -> tuple[int, dict[str, Tensor], dict[str, Tensor]] | None:
+    """(round, anchor, every U) of a simulation's newest saved state, without its optimisers."""
+    rounds = checkpoint.saved_rounds(run.state_path)
+    if not rounds:
+        return None
+    folder = run.state_path / f"round-{rounds[-1]:06d}"
+    extra = _load(folder / "outer.safetensors") if (folder / "outer.safetensors").exists() else {}
+    bases = {n.removeprefix("basis/"): t for n, t in extra.items() if n.startswith("basis/")}
+    return rounds[-1], _load(folder / "anchor.safetensors"), bases
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ConfigError(f"{path} cannot be read ({error})") from None
+
+
+def _from_bucket(url: str, where: str, corpus: str | None) -> Trained:
+    """The newest anchor and the manifests after it, as every replica applies them."""
+    ledger = open_ledger(url)
+    recipe, last = ledger.run.recipe, ledger.last_round()
+    if not last:
+        raise ConfigError(f"{where} has no finished round yet; there is no model to take from it")
+    text = open_corpus(corpus or recipe.data.corpus)
+    if ledger.run.corpus and text.sha256 != ledger.run.corpus:
+        if corpus is None:
+            raise ConfigError(
+                f"the corpus {recipe.data.corpus} here is not the one of this run; give --corpus its folder"
+            )
+        print("isthmus: --corpus is not the text of this run; its tokenizer must be", file=sys.stderr)
+    replay = Replay(ledger, last)
+    if replay.round < last:
+        print(f"isthmus: replaying rounds {replay.round + 1} to {last}", file=sys.stderr)
+    while replay.step() is not None:
+        pass
+    counted = sum(len(ledger.manifest(t).entries) for t in range(1, replay.round + 1))
+    tokens = counted * recipe.outer.inner_steps * recipe.inner.batch * recipe.model.context
+    first = (
+        None
+        if recipe.subspace.adaptation
+        else init_tensor(EMBEDDING, recipe.model.shapes()[EMBEDDING], recipe.model, recipe.seed)
+    )
+    return _trained(where, recipe, replay.anchor, {}, first, replay.round, tokens, text)
+
+
+def _trained(where, recipe, params, bases, first, round_number, tokens, corpus) -> Trained:
+    shapes = recipe.model.shapes()
+    for name, shape in shapes.items():
+        if name not in params or tuple(params[name].shape) != shape:
+            raise ConfigError(f"{where} does not hold {name} as its recipe's model has it")
+    if corpus.vocab_size > recipe.model.vocab:
+        raise ConfigError(
+            f"the corpus has a tokenizer of {corpus.vocab_size} tokens, the model only {recipe.model.vocab}; "
+            "give the run's own by --corpus"
+        )
+    wide = params[EMBEDDING].dtype
+    held = BasisSet(recipe, torch.device("cpu"), wide)
+    held.bases = {key: basis.to(wide) for key, basis in bases.items()}
+    held.begin_round(round_number)  # how far open its boundaries were when it came to this
+    params = {name: params[name] for name in shapes}
+    table = params[EMBEDDING] if first is None else first.to(wide)
+    return Trained(where, recipe, params, held, table, round_number, tokens, corpus)
