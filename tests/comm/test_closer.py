@@ -213,6 +213,27 @@ def test_the_next_deadline_is_generous_against_the_rounds_measured(run: list[Rep
     assert a.ledger.manifest(3).deadline_seconds == 25  # the median: one slow round does not move it
 
 
+def test_a_round_in_which_boundaries_open_is_given_the_time_that_whole_streams_take(
+    folder_url: str, tmp_path: Path
+):
+    """Else full replicas would close it by the deadline of rounds with an eighth of the bytes."""
+    slow = 'compression = "1/8"\nlink = { mbps = 0.01 }\n'  # c, which is pipelined
+    run = started(folder_url, tmp_path, f"{RECIPE}{slow}[finish]\nrounds = 3\n")  # of 6
+    a = run[0]
+    more_bytes = 4 * 16 * (32 - 4) * 2 * (1 + 2 / 2)  # batch, context, width less k, bf16; fill and drain
+    more = more_bytes * 8 / 0.01e6
+    assert closer_module.opening_seconds(a.recipe) == pytest.approx(more)
+    for t in range(2, 6):
+        give(t, *run)
+        assert closes(a, t)
+        for each in run:
+            each.apply(t, each.exchange.closed(t))
+    limits = [a.ledger.manifest(t).deadline_seconds for t in range(1, 6)]
+    assert limits[:2] == [25, 25]
+    assert limits[2] == pytest.approx(4 * more + 10, rel=0.3)  # round 4 is the first to open
+    assert limits[3] > limits[1]  # most of what was measured is still of rounds before
+
+
 def test_one_who_lives_and_never_gives_does_not_stretch_the_deadlines(run: list[Replica]):
     a, b, c = run
     limits = []

@@ -131,7 +131,7 @@ def test_a_dry_run_lists_what_is_missing_and_its_time(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "give a table: tune, 1, 4, 2, 3, 5, aggregation, h, values, 1-star or all; or --render"),
+        ([], "give a table: tune, 1, 4, 2, 3, 5, aggregation, h, values, 1-star, finish or all; or --render"),
         (["6", "--corpus", "x"], 'there is no table "6"'),
         (["1"], "--corpus is missing"),
         (["1", "--corpus", "nowhere"], "isthmus data prepare"),

@@ -10,9 +10,10 @@ import torch
 
 from isthmus.comm.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.comm.trust import OtherAnchor, Refused, canonical, plain_words, sha256
+from isthmus.config import Recipe
 from isthmus.errors import Diverged
 from isthmus.sparse import SparseChunks, unpack_many
-from isthmus.traffic import codec_settings
+from isthmus.traffic import codec_settings, inner_step_bytes
 
 FIRST_DEADLINE_SECONDS = 600.0  # nobody knows yet how long a round takes
 STEP_IN_SECONDS = 3.0  # the next closer in line waits this much longer
@@ -31,6 +32,19 @@ class Verdict:
     entry: Entry | None
     reason: str = ""
     elsewhere: bool = False  # a good commit, but from another anchor than ours
+
+
+def opening_seconds(recipe: Recipe) -> float:
+    """What whole streams add to a round of the replica they add most to, over links as the recipe states
+    them, if compute hides none of it."""
+    last, most = recipe.in_round(recipe.outer.rounds), 0.0
+    for usual, opened in zip(recipe.fleet(), last.fleet(), strict=True):
+        if links := usual.config.stages - 1:
+            sent = [inner_step_bytes(recipe, member)["activations"] for member in (usual, opened)]
+            # A step's bytes over one link, one way, and two micro-batches a link to fill and drain.
+            more = (sent[1] - sent[0]) / links * (1 + 2 * links / recipe.inner.micro_batches)
+            most = max(most, recipe.outer.inner_steps * more * 8 / (usual.config.link.mbps * 1e6))
+    return most
 
 
 class Closer:
@@ -253,8 +267,14 @@ class Closer:
         counted, one stuck member would make every deadline longer than the one before.
         """
         recent = [t for t in range(round_number - 5, round_number) if not self._left_behind(t)]
-        measured = [self.ledger.manifests[t].seconds for t in recent if t in self.ledger.manifests]
-        measured += [] if seconds is None else [seconds]
+        taken = {t: self.ledger.manifests[t].seconds for t in recent if t in self.ledger.manifests}
+        taken |= {} if seconds is None else {round_number: seconds}
+        # Where finishing begins, rounds get longer: whole streams cross from then on.
+        begins = self.recipe.opening(round_number + 1) is not None
+        measured = [
+            spent + (opening_seconds(self.recipe) if begins and self.recipe.opening(t) is None else 0.0)
+            for t, spent in taken.items()
+        ]
         if not measured:
             previous = self.ledger.manifests.get(round_number - 1)
             return previous.deadline_seconds if previous else FIRST_DEADLINE_SECONDS
