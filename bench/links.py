@@ -16,7 +16,8 @@ faster and now slower. Bytes are those of the whole run between stages, as the p
 
 --auto plans with `compression = "auto"`, and runs what it picked and the next milder k/d, each with m and
 with 2 m micro-batches of the same size: the difference is the pipeline when it is full. Busy is what the
-forward direction carried over what the cable could have carried of it in that time, headers deducted.
+forward direction carried over what the cable could have carried of it in that time, headers deducted;
+compute is the slower stage's share of the same time.
 """
 
 import argparse
@@ -197,6 +198,9 @@ def by_auto(args: argparse.Namespace, tflops: float) -> list[dict[str, Any]]:
             row["busy"] = once.forward_bytes / carries / once.step_seconds
             more = twice.forward_bytes - once.forward_bytes
             row["full_busy"] = more / carries / (twice.step_seconds - once.step_seconds)
+            row["full_compute"] = (max(twice.stage_seconds) - max(once.stage_seconds)) / (
+                twice.step_seconds - once.step_seconds
+            )
             rows.append(row | {"step_seconds": once.step_seconds, "twice_seconds": twice.step_seconds})
             where = f"{mbps:g} Mb/s, k/d {rung.compression}"
             say(f"{where}: {row['full_busy']:.1%} busy, {rung.busy:.1%} predicted")
@@ -204,8 +208,8 @@ def by_auto(args: argparse.Namespace, tflops: float) -> list[dict[str, Any]]:
 
 
 def by_auto_table(rows: list[dict[str, Any]]) -> str:
-    columns = ("Mb/s", "", "k/d", "m: step s", "2 m", "busy", "when full", "predicted", "")
-    form = "{:>6} {:>7} {:>6} {:>10} {:>8} {:>7} {:>10} {:>10}  {}"
+    columns = ("Mb/s", "", "k/d", "m: step s", "2 m", "busy", "when full", "predicted", "compute", "")
+    form = "{:>6} {:>7} {:>6} {:>10} {:>8} {:>7} {:>10} {:>10} {:>8}  {}"
     lines = [form.format(*columns)]
     for row in rows:
         right = (row["full_busy"] < BUSY) == (row["role"] == "pick")
@@ -219,6 +223,7 @@ def by_auto_table(rows: list[dict[str, Any]]) -> str:
                 f"{row['busy']:.1%}",
                 f"{row['full_busy']:.1%}",
                 f"{row['predicted_busy']:.1%}",
+                f"{row['full_compute']:.1%}",
                 "as it should be"
                 if right
                 else f"should be {'under' if row['role'] == 'pick' else 'over'} 95 %",

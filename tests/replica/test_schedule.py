@@ -15,6 +15,7 @@ from isthmus.replica.schedule import (
     deep,
     depths,
     filled,
+    filled_if_it_pays,
     gpipe,
     in_flight,
     one_f_one_b,
@@ -135,6 +136,16 @@ def test_weight_gradients_in_the_waits_shorten_the_step_where_no_whole_backward_
     whole = deep(4, 16, depths(4, 16, 1.0, ratio, 0.0))
     times = (1 / 3, 2 / 3, ratio, 0.0)
     assert simulate_schedule(filled(whole, *times), *times) < (1 - gain) * simulate_schedule(whole, *times)
+    assert (filled_if_it_pays(whole, *times) == whole) == (gain < 0.05)
+
+
+@pytest.mark.parametrize("ratio", [1.5, 2.0, 4.0])
+def test_a_link_slower_than_compute_is_not_warmed_up_so_deep_that_its_directions_take_turns(ratio):
+    chosen = depths(4, 32, 1.0, ratio, 0.0)
+    seconds = simulate_schedule(deep(4, 32, chosen), 1 / 3, 2 / 3, ratio, 0.0)
+    assert seconds <= 1.02 * (32 * ratio + 3 * (1 + 2 * ratio))  # the closed formula
+    deeper = simulate_schedule(deep(4, 32, [min(32, 2 * w - 1) for w in chosen]), 1 / 3, 2 / 3, ratio, 0.0)
+    assert seconds < 0.9 * deeper
 
 
 def test_depths_that_increase_are_refused():

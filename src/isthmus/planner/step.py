@@ -11,7 +11,7 @@ from math import prod
 from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
 from isthmus.planner.cost import inner_step_seconds, step_flops
-from isthmus.replica.schedule import Schedule, deep, depths, filled, in_flight, simulate_schedule
+from isthmus.replica.schedule import Schedule, deep, depths, filled_if_it_pays, in_flight, simulate_schedule
 from isthmus.replica.split import EMBEDDING, stage_names
 from isthmus.traffic import inner_step_bytes
 
@@ -103,10 +103,10 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
     each = tuple(seconds / m for seconds in compute.stage_seconds_per_step)
     pace = steady_pace(each, forward / rate, latency, recipe.inner.in_flight)
     chosen = depths(replica.stages, m, t, forward / rate, latency, recipe.inner.in_flight)
-    if recipe.inner.backward == "split":  # in the order that the stages choose: all alike, a link one time
-        there, crossing_seconds = FORWARD_SHARE * t, forward / rate + latency
+    if recipe.inner.backward == "split":  # in the order that the stages choose, as if they were all alike
+        there = FORWARD_SHARE * t
         whole, limit = deep(replica.stages, m, chosen), recipe.inner.in_flight
-        split = filled(whole, there, t - there, crossing_seconds, 0.0, limit)
+        split = filled_if_it_pays(whole, there, t - there, forward / rate, latency, limit)
         held = tuple(in_flight(order) for order in split)
         seconds, linkless = _run(each, split, forward / rate, latency), _run(each, split, 0.0, 0.0)
     else:

@@ -20,7 +20,7 @@ from isthmus.replica.schedule import (
     Schedule,
     deep,
     depths,
-    filled,
+    filled_if_it_pays,
     gpipe,
     in_flight,
     limited,
@@ -109,8 +109,7 @@ class PipelinedReplica:
     def _first_guess(self) -> Schedule:
         """The recipe's figures, until there are measured ones."""
         config, model, m = self.member.config, self.recipe.model, self.num_micro_batches
-        frame_bytes = sum(part.num_bytes for part in self.stages[0].frames()[0])
-        link_seconds = frame_bytes * 8 / (config.link.mbps * 1e6)
+        link_seconds = self._link_seconds()
         tokens = self.recipe.inner.batch // m * model.context
         flops = 6 * model.num_parameters / self.num_stages * tokens
         # Where the machines' rate is not known: a link as slow as compute, the slowest that can be hidden.
@@ -118,13 +117,22 @@ class PipelinedReplica:
         latency = config.link.latency_ms / 1e3
         return self._deep(t_seconds, link_seconds + latency)
 
+    def _link_seconds(self) -> float:
+        """One micro-batch forward at the rate that the recipe states."""
+        frame_bytes = sum(part.num_bytes for part in self.stages[0].frames()[0])
+        return frame_bytes * 8 / (self.member.config.link.mbps * 1e6)
+
     def _deep(self, t_seconds: float, one_way_seconds: float, slack: float = 1.0) -> Schedule:
         s, m = self.num_stages, self.num_micro_batches
-        schedule = deep(s, m, depths(s, m, t_seconds, one_way_seconds * slack, 0.0, self.limit))
+        # A round trip does not say what of it is rate and what latency: the recipe states a rate.
+        link_seconds = min(self._link_seconds(), one_way_seconds)
+        latency = one_way_seconds * slack - link_seconds
+        schedule = deep(s, m, depths(s, m, t_seconds, link_seconds, latency, self.limit))
         if self.recipe.inner.backward == "split":
-            # How much of a crossing is rate and how much latency is not known; for the order, either serves.
-            forward = FORWARD_SHARE * t_seconds
-            schedule = filled(schedule, forward, t_seconds - forward, one_way_seconds, 0.0, self.limit)
+            forward, latency = FORWARD_SHARE * t_seconds, one_way_seconds - link_seconds
+            schedule = filled_if_it_pays(
+                schedule, forward, t_seconds - forward, link_seconds, latency, self.limit
+            )
         return schedule
 
     @property

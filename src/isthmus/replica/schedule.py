@@ -43,6 +43,7 @@ Action = Forward | Backward | BackwardInput | BackwardWeight
 Schedule = tuple[tuple[Action, ...], ...]  # [stage][place in its order]
 Times = float | Sequence[float]  # the same everywhere, or one for each stage or link
 _HELD = {Forward: 1, Backward: -1, BackwardInput: 0, BackwardWeight: -1}
+PAYS = 0.05  # of an inner step, simulated: less than this and split backwards are not worth their memory
 WEIGHT_SHARE = 0.5  # of a backward: a matrix product for the input, and one like it for the weight
 
 
@@ -54,21 +55,24 @@ def depths(
     latency_seconds: float,
     limit: int = 0,
 ) -> tuple[int, ...]:
-    """Warm-up depth of every stage: w_s = min(m, 1 + (S-1-s) (1 + ceil(2 (t_link + latency) / t))).
+    """Warm-up depth of every stage: w_s = min(m, 1 + (S-1-s) (1 + ceil(2 (t_link + latency) / pace))).
 
     t is the forward and backward of one micro-batch, t_link what it takes to carry it one way. Between a
-    forward here and its backward lie S-1-s neighbours, each a computation and a crossing both ways. `limit`
-    bounds the micro-batches in flight (0: only m does). The depths do not increase with s, or a stage would
+    forward here and its backward lie S-1-s neighbours, each a computation and a crossing both ways, and
+    the pace, at which micro-batches follow each other, is the slower of t and t_link. Deeper would do harm
+    where a link is slower than compute: its two directions would work in turns. `limit` bounds the
+    micro-batches in flight (0: only m does). The depths do not increase with s, or a stage would
     wait for forwards that the stage before it may not run yet.
     """
     most = min(num_micro_batches, limit or num_micro_batches)
+    pace = max(t_seconds, link_seconds)
     there_and_back = 2 * (link_seconds + latency_seconds)
     if there_and_back <= 0:
         crossings = 0
-    elif there_and_back >= t_seconds * num_micro_batches:
+    elif there_and_back >= pace * num_micro_batches:
         crossings = num_micro_batches  # also where nothing is known of t
     else:
-        crossings = math.ceil(there_and_back / t_seconds)
+        crossings = math.ceil(there_and_back / pace)
     return tuple(min(most, 1 + (num_stages - 1 - s) * (1 + crossings)) for s in range(num_stages))
 
 
@@ -160,6 +164,19 @@ def filled(
         if isinstance(action, BackwardInput):
             owed[s].insert(0, BackwardWeight(action.micro_batch))
     return tuple(map(tuple, orders))
+
+
+def filled_if_it_pays(
+    schedule: Schedule, forward: Times, backward: Times, link: Times, latency: Times, hold: int = 0
+) -> Schedule:
+    """`filled`, or the schedule as it is where that gains less than a twentieth of the step.
+
+    Where a link is nearly as slow as compute the gain is a few percent on paper, and none was measured.
+    """
+    times = (forward, backward, link, latency)
+    split = filled(schedule, *times, hold)
+    better = simulate_schedule(split, *times) <= (1 - PAYS) * simulate_schedule(schedule, *times)
+    return split if better else schedule
 
 
 def simulate_schedule(
