@@ -22,6 +22,7 @@ compute is the slower stage's share of the same time.
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -251,8 +252,13 @@ def main() -> int:
     if reason := netns.reason_to_skip():
         say(f"links: {reason}")
         return 2
-    tflops = args.tflops or calibrate(args)
-    rows = (by_auto if args.auto else by_ratio)(args, tflops)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces go away with the `with` block
+    try:
+        tflops = args.tflops or calibrate(args)
+        rows = (by_auto if args.auto else by_ratio)(args, tflops)
+    except KeyboardInterrupt:
+        say("links: interrupted; the namespaces are removed")
+        return 130
     if args.json:
         print(json.dumps({"tflops": tflops, "rows": rows}, indent=2))
     else:
