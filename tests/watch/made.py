@@ -86,11 +86,11 @@ def hostile(path: Path) -> Path:
         "bias": {"edge": {"outside": [5e9, "a", None], "drift": -1}},
         "seconds": 1e308,
         "contributors": [MARKUP, "rack-0", 5, None],
-        "refused": {"edge-0": f"{MARKUP} \x00 bad", "</script>": MARKUP},
+        "refused": {"edge": f"{MARKUP} \x00 bad", "</script>": MARKUP},
     }
     lines = [
         json.dumps(row),
-        '{"round": 2, "tokens": 2000, "loss_full": 4.5, "loss_mixed": 4.6, "refused": {"rack-1": "x"}, "contributors": []}',
+        '{"round": 2, "tokens": 2000, "loss_full": 4.5, "loss_mixed": 4.6, "contributors": []}',
         "not json",
         '{"round": "3"}',
         "[" * 100_000,

@@ -1,5 +1,6 @@
 """What other programs read: /metrics for Prometheus, event files for TensorBoard."""
 
+import itertools
 import json
 import re
 import struct
@@ -121,7 +122,7 @@ def test_event_files_hold_every_round_once_and_read_back(run, tmp_path):
     first, *events = [dict(fields(record)) for record in records(writer.path)]
     assert first[3] == b"brain.Event:2"
     assert [event[2] for event in events] == [0, 1, 2, 3, 4]
-    assert all(a[1] <= b[1] for a, b in zip(events, events[1:], strict=False))
+    assert all(a[1] <= b[1] for a, b in itertools.pairwise(events))
     for event, row in zip(events, run.rows(), strict=True):
         told = {dict(fields(v))[1].decode(): dict(fields(v))[2] for _, v in fields(event[5])}
         assert told["held-out/mixed"] == pytest.approx(row["loss_mixed"], rel=1e-6)

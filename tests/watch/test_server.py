@@ -92,7 +92,7 @@ def test_state_is_json_and_costs_nothing_while_it_stays_the_same(server, run):
 
 
 def test_a_new_row_changes_the_state(server, run):
-    answer, body = ask(server, "/state")
+    answer, _ = ask(server, "/state")
     rows = run.rows()
     try:
         run.append(rows[-1] | {"loss_mixed": 1.25})

@@ -4,10 +4,11 @@ import json
 
 import pytest
 from made import simulated, small
+from seats import rounds_in_a_bucket
 
-from isthmus.comm.closer import Closer
 from isthmus.dashboard.words import summary
-from isthmus.runlog import RunDir, totals
+from isthmus.runlog import totals
+from isthmus.watch.bucket import open_folder
 from isthmus.watch.clean import clean_rows
 from isthmus.watch.rounds import grid
 from isthmus.watch.source import Beat, Pulse, Raw, Settled, open_source
@@ -86,21 +87,21 @@ def raw_of(**more):
 
 
 def test_every_way_not_to_contribute_has_its_word():
-    names = ("rack-0", "rack-1", "edge-0")
+    names = ("rack-0", "rack-1", "edge")
     settled = {
         1: Settled(1, names, {}, names, 1.0),
         2: Settled(2, ("rack-0",), {"rack-1": "its norm is far too large"}, names, 1.0),
         3: Settled(3, ("rack-0", "rack-1"), {}, ("rack-0", "rack-1"), 1.0),
         4: Settled(4, ("rack-0", "rack-1"), {}, names, 1.0),
     }
-    raw = raw_of(settled=settled, late=frozenset({(4, "edge-0")}), delivered=("rack-0",))
+    raw = raw_of(settled=settled, late=frozenset({(4, "edge")}), delivered=("rack-0",))
     table = grid(raw)
     assert table["rounds"] == [1, 2, 3, 4, 5]
     words = {row["replica"]: [word for word, _ in row["cells"]] for row in table["rows"]}
     assert words == {
         "rack-0": ["counted"] * 4 + ["delivered"],
         "rack-1": ["counted", "refused", "counted", "counted", "awaited"],
-        "edge-0": ["counted", "missing", "away", "late", "awaited"],
+        "edge": ["counted", "missing", "away", "late", "awaited"],
     }
     assert table["rows"][1]["cells"][1][1] == "its norm is far too large"
     assert [row["counted"] for row in table["rows"]] == [4, 3, 1]
@@ -116,8 +117,8 @@ def test_a_replica_that_goes_and_comes_back_is_told():
     teller = Teller(lambda: clock)
 
     def look(pulses, beats):
-        state = teller.tell(raw_of(pulses={"edge-0": pulses}, beats={"edge-0": beats}, heard_unix=clock))
-        return next(one for one in state["replicas"] if one["name"] == "edge-0"), state["events"]
+        state = teller.tell(raw_of(pulses={"edge": pulses}, beats={"edge": beats}, heard_unix=clock))
+        return next(one for one in state["replicas"] if one["name"] == "edge"), state["events"]
 
     one, events = look([Pulse(0, 7, 1000), Pulse(1, 8, 1000)], beat("training", 999))
     assert (one["state"], one["up"], one["inner_step"], events) == ("training", True, 1, [])
@@ -125,11 +126,11 @@ def test_a_replica_that_goes_and_comes_back_is_told():
     one, events = look([Pulse(0, 7, 1006), Pulse(1, 8, 1001)], beat("training", 1005))
     assert (one["state"], one["up"]) == ("silent", False)
     assert [p["state"] for p in one["processes"]] == ["runs", "silent"]
-    assert events[0]["text"] == "edge-0 is gone: stage 1 does not stir"
+    assert events[0]["text"] == "edge is gone: stage 1 does not stir"
     clock = 1009.0
     one, events = look([Pulse(0, 17, 1009), Pulse(1, 18, 1009)], beat("training", 1005))
     assert one["state"] == "starting"  # its processes are new, the heartbeat is still the old one's
-    assert events[0]["text"] == "edge-0 is back (starting)"
+    assert events[0]["text"] == "edge is back (starting)"
     clock = 1012.0
     one, _ = look([Pulse(0, 17, 1012), Pulse(1, 18, 1012)], beat("catching up", 1012, "bb", 17))
     assert (one["state"], one["up"]) == ("catching up", True)
@@ -140,7 +141,9 @@ def test_without_processes_here_the_age_of_the_heartbeat_decides():
     state = teller.tell(raw_of(beats={"rack-0": beat("training", 996), "rack-1": beat("training", 994)}))
     assert [one["state"] for one in state["replicas"]] == ["training", "silent", "not seen"]
     assert "no heartbeat for more than 5 s" in state["replicas"][1]["why"]
-    assert state["now"].startswith("Round 1 of 9 is open: 0 of 3 updates are there. Awaited: rack-0 (training")
+    assert state["now"].startswith(
+        "Round 1 of 9 is open: 0 of 3 updates are there. Awaited: rack-0 (training"
+    )
 
 
 def test_a_run_that_says_it_goes_on_and_gives_no_sign_is_stale():
@@ -150,10 +153,7 @@ def test_a_run_that_says_it_goes_on_and_gives_no_sign_is_stale():
 
 def test_a_bucket_alone_tells_rounds_members_and_training_losses(tmp_path):
     """Two full replicas train in this process, through a real bucket; the page reads nothing else."""
-    from isthmus.watch.bucket import open_folder
-    from seats import rounds_in_a_bucket
-
-    recipe = small("outer.rounds=3", "inner.precision=fp32")
+    recipe = small("outer.rounds=3", "inner.precision=fp32", "bucket.deadline_seconds=1")
     losses = rounds_in_a_bucket(recipe, tmp_path, settle=2)
     source = open_source(str(tmp_path / "bucket"))
     state = Teller().tell(source.look())
@@ -163,7 +163,7 @@ def test_a_bucket_alone_tells_rounds_members_and_training_losses(tmp_path):
     assert state["last"]["loss_mixed"] is None
     words = {row["replica"]: [word for word, _ in row["cells"]] for row in state["rounds"]["rows"]}
     assert words["rack-0"] == words["rack-1"] == ["counted", "counted", "awaited"]
-    assert words["edge-0"][0] == "missing"
+    assert words["edge"][0] == "missing"
     # A history is read in pieces where it is long: nothing is shown that was not verified.
     reader = open_folder(tmp_path / "bucket")
     raw = Raw(recipe, {}, [], "x", has_bucket=True)
@@ -172,13 +172,11 @@ def test_a_bucket_alone_tells_rounds_members_and_training_losses(tmp_path):
 
 
 def test_a_forged_manifest_is_named_and_ends_the_history(tmp_path):
-    from seats import rounds_in_a_bucket
-
-    rounds_in_a_bucket(small("outer.rounds=3", "inner.precision=fp32"), tmp_path, settle=2)
+    rounds_in_a_bucket(
+        small("outer.rounds=3", "inner.precision=fp32", "bucket.deadline_seconds=1"), tmp_path, settle=2
+    )
     path = tmp_path / "bucket" / "manifests" / "000002.json"
     path.write_bytes(path.read_bytes().replace(b'"round":2', b'"round":9'))
     state = Teller().tell(open_source(str(tmp_path / "bucket")).look())
     assert state["run"]["round"] == 1
     assert any("manifest 2 of this run is not to be trusted" in problem for problem in state["problems"])
-    assert Closer
-    assert RunDir

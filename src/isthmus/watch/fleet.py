@@ -3,10 +3,10 @@
 from typing import Any
 
 from isthmus.config import LinkConfig, Member, ReplicaConfig
-from isthmus.dashboard.report import colours_of, link_text
+from isthmus.dashboard.report import STATUSES, colours_of, link_text
 from isthmus.dashboard.words import rate, size
 from isthmus.runlog import Row
-from isthmus.watch.clean import number
+from isthmus.watch.clean import number, text
 from isthmus.watch.source import GONE, Raw
 
 PULSE_SECONDS = 4.0  # a process touches its file every second
@@ -154,9 +154,9 @@ def _state(member: Member, raw: Raw, now: float) -> tuple[str, str]:
     status = raw.about.get("status") or "unknown"
     if beat is None and not pulses:
         if not raw.has_bucket:  # a simulated replica lives and ends with its run
-            return ("training", "") if status == "running" else (status, "")
+            return ("training" if status == "running" else status if status in STATUSES else "unknown"), ""
         return "not seen", "it has not joined yet"
-    state = beat.said.get("state", "starting") if beat else "starting"
+    state = text(beat.said.get("state", "starting"), 24) if beat else "starting"
     if state in GONE:
         return state, ""
     gone = [p.stage for p in pulses if now - p.seen_unix > PULSE_SECONDS]

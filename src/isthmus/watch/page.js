@@ -62,10 +62,10 @@ function count(value) {
   return power ? figure(value / 1000 ** power) + names[power] : String(+value.toPrecision(3));
 }
 const FORMS = {
-  loss: (y) => y.toFixed(3),
+  loss: (y) => Math.abs(y) < 1e5 ? y.toFixed(3) : count(y),
   count: (y) => count(y),
   seconds: (y) => `${figure(y)} s`,
-  share: (y) => y < 0.1 ? `${(100 * y).toPrecision(2)} %` : `${(100 * y).toFixed(1)} %`,
+  share: (y) => y >= 10 ? `${count(100 * y)} %` : y < 0.1 ? `${(100 * y).toPrecision(2)} %` : `${(100 * y).toFixed(1)} %`,
 };
 function ticks(low, high, about) {
   const raw = (high - low) / about;
@@ -237,7 +237,7 @@ function boxed(one, kind, x, y, width, state) {
     s("text", { class: "strong", x: x + 27, y: y + 23 }, one.name.length > 22 ? `${one.name.slice(0, 21)}…` : one.name));
   const step = one.state === "training" && one.inner_step ? ` ${one.inner_step}/${state.run.inner_steps}` : "";
   parts.push(s("text", { class: `end state ${one.tone === "good" ? "" : one.tone}`, x: x + width - 12, y: y + 23 }, one.state + step));
-  const loss = one.loss !== null && one.loss !== undefined ? one.loss.toFixed(3) : "";
+  const loss = one.loss !== null && one.loss !== undefined ? FORMS.loss(one.loss) : "";
   const told = [loss, one.rate].filter(Boolean).join("  ·  ");
   parts.push(s("text", { class: "end", x: x + width - 12, y: y + 46 }, told));
   const room = width - 24 - 7 * told.length - 16, each = 16;
@@ -286,7 +286,7 @@ function members(state) {
     h("td", { class: one.tone === "bad" ? "bad" : "" }, h("span", { class: `dot ${one.tone}` }), one.state, one.why && h("small", {}, ` ${one.why}`)),
     state.run.bucket && h("td", { class: "number" }, age(one.seen_unix)),
     state.run.bucket && h("td", { class: "number slim" }, one.inner_step ? `${one.inner_step} of ${state.run.inner_steps}` : "-"),
-    state.run.bucket && h("td", { class: "number" }, one.loss === null ? "-" : one.loss.toFixed(3)),
+    state.run.bucket && h("td", { class: "number" }, one.loss === null ? "-" : FORMS.loss(one.loss)),
     state.run.bucket && h("td", { class: "number slim" }, one.rate || "-"),
     state.replicas.some((each) => each.processes.length) && h("td", {}, processes(one))));
   const kinds = state.kinds.map((kind) => `${kind.count} ${kind.name}: ${kind.kind}${kind.stages > 1 ? ` in ${kind.stages} stages` : ""}${kind.compression ? `, ${kind.compression}` : ""}${kind.link ? `, ${kind.link} between stages` : ""}${kind.bucket_link ? `, ${kind.bucket_link} to the bucket` : ""}`);
@@ -429,7 +429,7 @@ function top_(state) {
   badge.hidden = false; badge.textContent = run.status; badge.className = `badge ${run.tone}`;
   $("facts").textContent = [`${run.fleet.replace(/,$/, "")}, ${run.parameters} parameters`, ...run.facts].join(" · ");
   show("problems", state.problems.map((text) => h("p", { class: "alert", role: "alert" }, text)));
-  const share = run.rounds ? run.round / run.rounds : 0;
+  const share = Math.min(1, run.rounds ? run.round / run.rounds : 0);
   show("now", h("p", {}, state.now), h("div", { class: "bar" }, h("span", {}, `round ${run.round.toLocaleString("en")} of ${run.rounds.toLocaleString("en")}`),
     h("progress", { max: 1, value: share, "aria-label": "Rounds done" }), h("span", {}, run.left ? `about ${run.left} left` : `${Math.round(100 * share)} %`)));
   show("tiles", state.tiles.map((tile) => h("div", {}, h("span", {}, tile.name), h("strong", {}, tile.value), h("span", { title: tile.words }, tile.words))));

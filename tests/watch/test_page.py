@@ -1,0 +1,153 @@
+"""The page in a real Chromium: finished, hostile, on a phone, by keyboard, and when its server is gone."""
+
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+from browser import CHROMIUM, chromium
+from made import MARKUP, hostile, simulated
+
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; apt-get install chromium")
+SECTIONS = ["The fleet", "Loss", "Round by round", "Bytes", "Bias", "Plan against actual", "Time"]
+WIDTH = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return simulated(tmp_path_factory.mktemp("page") / "run")
+
+
+@pytest.fixture(scope="module")
+def page():
+    with chromium() as page:
+        yield page
+
+
+@contextmanager
+def watching(path):
+    command = [sys.executable, "-m", "isthmus.cli.main", "watch", str(path), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        yield process.stdout.readline().strip(), process
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(10)
+
+
+def headings(page):
+    return page.value(
+        "[...document.querySelectorAll('h2')].filter(h => h.offsetParent).map(h => h.textContent)"
+    )
+
+
+def test_a_finished_run_shows_everything_and_asks_nobody_else(page, run):
+    page.requests.clear()
+    page.complaints.clear()
+    page.look_as(1280, 900)
+    with watching(run.path) as (url, _):
+        page.go(url)
+        assert [title for title in headings(page) if title in SECTIONS] == SECTIONS
+        text = page.value("document.body.innerText")
+        last = run.rows()[-1]
+        for forward in ("full", "pipelined", "mixed"):
+            assert f"{last[f'loss_{forward}']:.3f}" in text
+        assert "All 4 rounds are done." in text
+        assert page.value("document.querySelectorAll('[role=gridcell]').length") == 12
+        assert page.value("document.querySelectorAll('#picture svg .stage').length") == 4
+        assert page.value("document.title") == "small, round 4 of 4 - Isthmus"
+        assert page.value("document.querySelectorAll('svg path.line').length") == 4 + 4 + 2 + 3
+        assert {urlsplit(asked).netloc for asked in page.requests} == {urlsplit(url).netloc}
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 320])
+def test_a_phone_has_one_column_and_never_scrolls_sideways(page, run, width, dark):
+    page.look_as(width, 844, dark=dark, touch=True)
+    with watching(run.path) as (url, _):
+        page.go(url)
+        assert page.value(WIDTH) <= 0
+        # No text is cut off by the picture's edge, and what is wider than the screen scrolls in its own box.
+        out = page.value(
+            "[...document.querySelectorAll('#picture svg text, .chart svg text')].filter(t => {"
+            "const a = t.getBoundingClientRect(), b = t.ownerSVGElement.getBoundingClientRect();"
+            "return a.width && (a.left < b.left - 2 || a.right > b.right + 2)}).map(t => t.textContent)"
+        )
+        assert out == []
+        paper = page.value("getComputedStyle(document.body).backgroundColor")
+        assert paper == ("rgb(20, 23, 26)" if dark else "rgb(251, 250, 248)")
+
+
+def test_it_can_be_used_by_keyboard_alone(page, run):
+    page.look_as(1280, 900)
+    with watching(run.path) as (url, _):
+        page.go(url)
+        page.press("Tab")
+        assert page.value("document.activeElement.className") == "skip"
+        assert page.value("document.activeElement.getBoundingClientRect().top") >= 0
+        for _ in range(40):
+            page.press("Tab")
+            if page.value("document.activeElement.getAttribute('role')") == "gridcell":
+                break
+        outline = page.value("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline == "solid"
+        assert page.value("document.querySelector('.why').textContent") == "Round 4, rack-0: contributed"
+        for key in ("ArrowLeft", "ArrowDown", "ArrowDown"):
+            page.press(key)
+        assert page.value("document.querySelector('.why').textContent") == "Round 3, edge: contributed"
+        assert page.value("document.querySelectorAll('[role=gridcell][tabindex=\"0\"]').length") == 1
+        page.value("document.querySelector('.chart svg').focus()")
+        page.press("ArrowLeft")
+        page.press("ArrowLeft")
+        reading = page.value("document.querySelector('.chart figcaption span').textContent")
+        assert reading == "at 864 tokens"
+        row = run.rows()[3]
+        assert f"{row['loss_mixed']:.3f}" in page.value(
+            "document.querySelector('.chart .legend').textContent"
+        )
+
+
+def test_every_picture_has_words_and_every_plot_a_table(page, run):
+    with watching(run.path) as (url, _):
+        page.go(url)
+        nameless = page.value(
+            "[...document.querySelectorAll('svg')].filter(s => s.getAttribute('aria-hidden') !== 'true'"
+            " && !s.getAttribute('aria-label')).length"
+        )
+        assert nameless == 0
+        assert page.value("[...document.querySelectorAll('.chart')].every(f => f.querySelector('table'))")
+        assert page.value("[...document.querySelectorAll('main table')].every(t => t.querySelector('th'))")
+
+
+def test_a_hostile_run_is_shown_as_text_and_breaks_nothing(page, tmp_path):
+    page.requests.clear()
+    page.complaints.clear()
+    page.look_as(390, 844, touch=True)
+    with watching(hostile(tmp_path / "run")) as (url, _):
+        page.go(url)
+        assert page.value("document.getElementById('status').textContent") == MARKUP
+        assert page.value("document.querySelectorAll('img, iframe, script:not([src])').length") == 0
+        assert page.value("document.body.innerText.includes('leads out of the folder')")
+        assert "Loss" in headings(page)
+        assert page.value("document.body.innerHTML.includes('NaN')") is False
+        assert page.value(WIDTH) <= 0
+        # Again with the next poll: nothing was left half drawn.
+        page.until("document.getElementById('heard').textContent !== 'connecting'")
+        assert {urlsplit(asked).netloc for asked in page.requests} == {urlsplit(url).netloc}
+    assert page.complaints == []
+
+
+def test_a_server_that_is_gone_is_noticed_and_the_page_stays(page, run):
+    page.look_as(1280, 900)
+    with watching(run.path) as (url, process):
+        page.go(url)
+        page.until("document.getElementById('heard').textContent.startsWith('the run has ended, last heard')")
+        process.send_signal(signal.SIGINT)
+        process.wait(10)
+        gone = r"/^no answer from this page's server, last heard \d+ s ago$/"
+        page.until(f"{gone}.test(document.getElementById('heard').textContent)")
+        assert page.value("document.getElementById('heard').className") == "heard gone"
+        assert page.value("document.querySelectorAll('#picture svg .stage').length") == 4
