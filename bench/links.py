@@ -15,8 +15,8 @@ a rate; "predicted" from the stages of the same run, because two processes on a 
 faster and now slower. Bytes are those of the whole run between stages, as the processes counted them.
 
 --auto plans with `compression = "auto"`, and runs what it picked and the next milder k/d, each with m and
-with 2 m micro-batches of the same size: the difference is the pipeline when it is full. Busy is what the
-forward direction carried over what the cable could have carried of it in that time, headers deducted;
+with 2 m micro-batches of the same size: the difference is the pipeline when it is full. Busy is what stage
+0's interface sent, headers and acknowledgements and all, over what the cable's rate allows in that time;
 compute is the slower stage's share of the same time.
 """
 
@@ -76,7 +76,7 @@ class Measured:
 
     step_seconds: float  # an inner step in the faster of the rounds
     stage_seconds: list[float]  # of them, what each stage computed
-    forward_bytes: float  # of an inner step, from stage 0 to stage 1
+    wire_bytes: float  # of an inner step, from stage 0 to stage 1, as the interface counted them
     run_bytes: int  # between the stages, over the whole run
 
 
@@ -94,6 +94,7 @@ def measure(text: str, mbps: float, seconds: float = 300.0) -> Measured:
         started = netns.join_by_stages(network, cable, str(folder / "bucket"), "edge", folder)
         if any(netns.wait_for(started, seconds)):
             raise SystemExit("".join(path.read_text()[-800:] for path in folder.glob("*.log")))
+        sent, _ = network.sent_and_received(cable)
         ledger = open_ledger(str(folder / "bucket"))
         steps = ledger.run.recipe.outer.inner_steps
         facts = [ledger.manifest(t).entries[0].facts for t in range(1, ledger.last_round() + 1)]
@@ -101,7 +102,7 @@ def measure(text: str, mbps: float, seconds: float = 300.0) -> Measured:
     return Measured(
         step_seconds=fastest["seconds"] / steps,
         stage_seconds=[each / steps for each in fastest["measured"]["compute_seconds"]],
-        forward_bytes=fastest["measured"]["forth_bytes"][0] / steps,
+        wire_bytes=sent / steps / len(facts),
         run_bytes=sum(round_["bytes"][purpose] for round_ in facts for purpose in PURPOSES),
     )
 
@@ -194,10 +195,10 @@ def by_auto(args: argparse.Namespace, tflops: float) -> list[dict[str, Any]]:
                 measure(recipe_text(args, mbps=mbps, ratio=rung.compression, tflops=tflops, twice=n), mbps)
                 for n in (1, 2)
             )
-            carries = mbps * 1e6 / 8 * netns.SEGMENT_BYTES / netns.FRAME_BYTES
+            carries = mbps * 1e6 / 8
             row = {"mbps": mbps, "role": role, "ratio": rung.compression, "predicted_busy": rung.busy}
-            row["busy"] = once.forward_bytes / carries / once.step_seconds
-            more = twice.forward_bytes - once.forward_bytes
+            row["busy"] = once.wire_bytes / carries / once.step_seconds
+            more = twice.wire_bytes - once.wire_bytes
             row["full_busy"] = more / carries / (twice.step_seconds - once.step_seconds)
             row["full_compute"] = (max(twice.stage_seconds) - max(once.stage_seconds)) / (
                 twice.step_seconds - once.step_seconds

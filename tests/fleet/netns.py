@@ -151,9 +151,14 @@ class Network:
 
     def counted(self, cable: Cable) -> int:
         """Bytes over a cable so far, both ways, link-layer headers and all, as its first end counted them."""
+        return sum(self.sent_and_received(cable))
+
+    def sent_and_received(self, cable: Cable) -> tuple[int, int]:
+        """The same, by its first end."""
         folder = f"/sys/class/net/{cable.interfaces[0]}/statistics"
         told = self._inside(cable.machines[0], "cat", f"{folder}/tx_bytes", f"{folder}/rx_bytes")
-        return sum(int(line) for line in told.split())
+        sent, received = map(int, told.split())
+        return sent, received
 
     def command(self, machine: str, command: Sequence[str]) -> list[str]:
         return ["ip", "netns", "exec", self._name(machine), *command]
