@@ -37,7 +37,6 @@ FLEETS = {
     "compressed": EDGE,
     "finished": EDGE + "[finish]\nrounds = 2\n",
 }
-PROMPT = "It was the best of times"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,95 @@
+"""`isthmus eval`: the run's own losses, and what follows from them."""
+
+import importlib.util
+import json
+import math
+
+import pytest
+
+from isthmus.cli.main import main
+from isthmus.data.corpus import open_corpus
+
+
+def scored(capsys, *arguments):
+    capsys.readouterr()
+    assert main(["eval", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_three_forwards_as_the_run_s_last_row_has_them(runs, capsys):
+    found = scored(capsys, runs["mixed"])
+    last = json.loads((runs["mixed"] / "metrics.jsonl").read_text().splitlines()[-1])
+    split = open_corpus("builtin:sample").manifest.validation
+    for name in ("full", "pipelined", "mixed"):
+        one = found["forwards"][name]
+        assert one["loss"] == pytest.approx(last[f"loss_{name}"], rel=1e-6)
+        assert one["perplexity"] == pytest.approx(math.exp(one["loss"]))
+        nats = one["loss"] * split.tokens
+        assert one["bits_per_byte"] == pytest.approx(nats / math.log(2) / split.bytes)
+    assert found["round"] == last["round"]
+
+
+def test_all_of_the_held_out_text_and_an_exported_folder_agree(runs, folders, capsys):
+    whole = scored(capsys, runs["full"], "--batches", 0)
+    again = scored(capsys, folders["full"], "--corpus", "builtin:sample")
+    windows = (len(open_corpus("builtin:sample").validation) - 1) // 32
+    assert whole["held_out_tokens"] == windows // 8 * 8 * 32
+    assert again["held_out_tokens"] == whole["held_out_tokens"]
+    assert again["forwards"]["full"]["loss"] == pytest.approx(whole["forwards"]["full"]["loss"], rel=1e-5)
+    assert whole["forwards"]["pipelined"] is None
+
+
+def test_a_pipelined_folder_scores_both_forwards_as_its_run_does(runs, tmp_path, capsys):
+    folder = tmp_path / "pp"
+    assert main(["export", str(runs["compressed"]), "--to", "hf", str(folder), "--as", "pipelined"]) == 0
+    whole = scored(capsys, runs["compressed"], "--batches", 0)["forwards"]
+    again = scored(capsys, folder, "--corpus", "builtin:sample")["forwards"]
+    for name in ("full", "pipelined"):
+        assert again[name]["loss"] == pytest.approx(whole[name]["loss"], rel=1e-4)
+    assert again["full"]["loss"] != again["pipelined"]["loss"]
+
+
+def test_a_table_for_the_eye(runs, capsys):
+    assert main(["eval", str(runs["mixed"])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["forward", "loss", "perplexity", "bits", "per", "byte"]
+    assert [line.split()[0] for line in lines[2:]] == ["full", "pipelined", "mixed"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="the harness is installed here")
+def test_without_the_harness_one_line_says_how_to_install_it(runs, capsys):
+    assert main(["eval", str(runs["full"]), "--harness", "hellaswag"]) == 2
+    printed = capsys.readouterr()
+    assert "pip install 'isthmus[eval]'" in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_only_our_own_model_file_is_run_for_the_harness(runs, tmp_path):
+    from isthmus.errors import ConfigError
+    from isthmus.export.harness import needs_our_code
+
+    folder = tmp_path / "pp"
+    assert main(["export", str(runs["compressed"]), "--to", "hf", str(folder), "--as", "pipelined"]) == 0
+    assert needs_our_code(folder)
+    (folder / "modeling_isthmus.py").write_text("import os\n")
+    with pytest.raises(ConfigError, match="did not write"):
+        needs_our_code(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{folder}"], "give --corpus, or --harness TASKS"),
+        (["{none}"], "does not exist"),
+        (["{run}", "--batches", "-2"], "must be 0 (all) or more"),
+        (["{run}", "--harness", ","], "names no task"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(runs, folders, capsys, arguments, says):
+    names = {"run": runs["full"], "folder": folders["full"], "none": runs["full"] / "none"}
+    capsys.readouterr()
+    assert main(["eval", *(word.format(**names) for word in arguments)]) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert printed.err.count("\n") == 1

@@ -1,0 +1,175 @@
+"""`isthmus generate`: transformers' greedy text, sound draws, whole characters."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from isthmus.cli.main import main
+from isthmus.data.corpus import BUILTIN_FOLDER
+from isthmus.export.source import open_trained, pipelined_member
+from isthmus.export.speaker import Text, from_trained, open_speaker, pick
+from isthmus.model.decode import Decoder
+from isthmus.model.llama import forward, rope_table
+from isthmus.replica.crossings import crossings_of
+
+PROMPT = "It was the best of times"
+
+
+def said(capsys, *arguments):
+    capsys.readouterr()
+    assert main(["generate", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["full", "mixed", "finished"])
+def test_greedy_text_is_that_of_transformers(runs, folders, capsys, name):
+    ours = said(capsys, runs[name], PROMPT, "--temperature", 0, "--max-tokens", 12)
+    model = AutoModelForCausalLM.from_pretrained(folders[name])
+    tokenizer = AutoTokenizer.from_pretrained(folders[name])
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    theirs = model.generate(ids, max_new_tokens=12, do_sample=False)[0]
+    assert PROMPT + ours["text"] == tokenizer.decode(theirs, skip_special_tokens=True)
+    assert ours["text"] == said(capsys, folders[name], PROMPT, "--temperature", 0, "--max-tokens", 12)["text"]
+
+
+def test_greedy_text_through_boundaries_is_that_of_transformers(runs, tmp_path, capsys):
+    folder = tmp_path / "pp"
+    assert main(["export", str(runs["compressed"]), "--to", "hf", str(folder), "--as", "pipelined"]) == 0
+    arguments = (PROMPT, "--temperature", 0, "--max-tokens", 12)
+    ours = said(capsys, runs["compressed"], *arguments)  # every replica is compressed: by itself
+    assert ours["text"] == said(capsys, folder, *arguments)["text"]
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    theirs = model.generate(ids, max_new_tokens=12, do_sample=False)[0]
+    assert PROMPT + ours["text"] == tokenizer.decode(theirs, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("through", [False, True])
+def test_the_cache_gives_the_logits_of_a_whole_forward(runs, through):
+    trained = open_trained(str(runs["mixed"]))
+    model, member = trained.recipe.model, pipelined_member(trained.recipe)
+    crossings = crossings_of(trained.recipe, [member], trained.bases, trained.table) if through else None
+    tokens = trained.corpus.validation.slice(0, model.context).tolist()
+    decoder = Decoder(trained.params, model, crossings)
+    cached = [decoder.feed(tokens[:5]), *(decoder.feed([token]) for token in tokens[5:])]
+    whole = forward(
+        trained.params, torch.tensor([tokens]), model, rope_table(model, model.context), crossings
+    )[0, 4:]
+    # bf16 on the wire: a rounding may fall to the other side.
+    torch.testing.assert_close(torch.stack(cached), whole, atol=5e-4 if through else 1e-5, rtol=0)
+    with pytest.raises(ValueError, match="do not fit"):
+        decoder.feed([1])
+
+
+def test_a_seed_gives_its_text_again_and_another_seed_another(runs, capsys):
+    texts = [
+        said(capsys, runs["full"], PROMPT, "--seed", seed, "--temperature", 1.0, "--top-p", 1.0)["text"]
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_draws_come_from_the_smallest_set_that_holds_top_p():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[torch.tensor([2, 0, 3, 1])]
+    generator = torch.Generator().manual_seed(0)
+    draws = [pick(logits, 1.0, 0.7, generator) for _ in range(2000)]
+    assert set(draws) == {1, 3}  # 0.5 and 0.3: the first two whose sum reaches 0.7
+    assert abs(draws.count(1) / 2000 - 0.5 / 0.8) < 0.05
+    assert {pick(logits, 1.0, 1e-9, generator) for _ in range(20)} == {1}
+    assert {pick(logits, 0.0, 1.0, generator) for _ in range(5)} == {1}
+    hot = [pick(logits, 100.0, 1.0, generator) for _ in range(2000)]
+    assert all(abs(hot.count(i) / 2000 - 0.25) < 0.06 for i in range(4))
+
+
+def test_streamed_pieces_add_up_and_hold_no_half_character():
+    tokenizer = Tokenizer.from_file(str(BUILTIN_FOLDER / "tokenizer.json"))
+    text = "naïve — 雪の日 👩‍🚀 end"
+    ids = tokenizer.encode(text).ids
+    stream = Text(tokenizer, ids[:1])
+    pieces = [stream.add(token) for token in ids[1:]] + [stream.rest()]
+    assert tokenizer.decode(ids[:1]) + "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    draw = random.Random(0)
+    for _ in range(50):  # any bytes at all, sound text or not
+        ids = [draw.randrange(1, 1024) for _ in range(30)]
+        stream = Text(tokenizer, ids[:1])
+        pieces = [stream.add(token) for token in ids[1:]] + [stream.rest()]
+        start = len(tokenizer.decode(ids[:1], skip_special_tokens=False))
+        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)[start:]
+
+
+def test_it_stops_at_the_end_of_text_at_max_tokens_and_at_a_full_context(runs):
+    speaker = from_trained(open_trained(str(runs["full"])), "auto")
+    prompt = speaker.encode(PROMPT)
+    settings = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
+    free = list(speaker.tokens(prompt, 1000, **settings))
+    assert len(prompt) + len(free) == speaker.model.context
+    assert list(speaker.tokens(prompt, 4, **settings)) == free[:4]
+    from dataclasses import replace
+
+    ending = replace(speaker, end_id=free[2])
+    assert list(ending.tokens(prompt, 1000, **settings)) == free[: free.index(free[2])]
+
+
+def test_text_is_streamed_to_stdout_while_it_is_made(runs, tmp_path):
+    command = [sys.executable, "-m", "isthmus.cli.main", "generate", str(runs["full"]), PROMPT]
+    done = subprocess.Popen(
+        [*command, "--temperature", "0", "--max-tokens", "8"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+    )
+    first = os.read(done.stdout.fileno(), 1 << 16)  # what the first flush brought
+    rest, notes = done.communicate()
+    assert first.decode().startswith(PROMPT)
+    assert (first + rest).endswith(b"\n")
+    assert len(first) < len(first + rest)
+    assert b"as a plain LLaMA" in notes
+    assert b"8 tokens" in notes
+
+
+def test_no_prompt_starts_where_a_document_starts(runs):
+    speaker = from_trained(open_trained(str(runs["full"])), "auto")
+    assert speaker.encode("") == [speaker.end_id]
+
+
+def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path, capsys):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folders["full"] / name).read_bytes())
+    assert main(["generate", str(tmp_path), PROMPT]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{full}", "word " * 200], "the model's context 32; shorten it"),
+        (["{none}", "a"], "does not exist"),
+        (["{full}", "a", "--max-tokens", "0"], "at least 1"),
+        (["{full}", "a", "--temperature", "-1"], "--temperature is -1.0"),
+        (["{full}", "a", "--temperature", "nan"], "--temperature is nan"),
+        (["{full}", "a", "--top-p", "0"], "at most 1"),
+        (["{full}", "a", "--as", "pipelined"], "no boundaries"),
+        (["{full}", "a", "--seed", "-1"], "--seed is -1"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(runs, capsys, arguments, says):
+    filled = [word.format(full=runs["full"], none=runs["full"] / "none") for word in arguments]
+    assert main(["generate", *filled]) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_a_plain_folder_has_no_boundaries_to_speak_through(folders):
+    with pytest.raises(ValueError, match="without boundaries"):
+        open_speaker(str(folders["full"]), "pipelined")
