@@ -19,7 +19,7 @@ from isthmus.planner.memory import SimulatorPlan
 from isthmus.replica.crossings import BasisSet, crossings_of
 from isthmus.replica.split import EMBEDDING
 from isthmus.replica.stack import Stack
-from isthmus.sparse import pack_many, unpack_all
+from isthmus.sparse import pack_all, unpack_all
 from isthmus.subspace import grassmann_step
 from isthmus.traffic import shards
 
@@ -105,7 +105,7 @@ class SimulatedFleet:
             losses.append(stack_losses)
             norms.append(step_norms.detach().cpu().double().expand(len(stack.members)))
             if self.outer:
-                contributions += [self._contribute(stack, i) for i in range(len(stack.members))]
+                contributions += self._contribute(stack)
             if self.plan.parked:
                 stack.move("cpu")
         self.losses, self.norms = torch.cat(losses, dim=1), torch.cat(norms)
@@ -118,14 +118,29 @@ class SimulatedFleet:
             tokens = tokens.pin_memory()
         return tokens.to(self.device, non_blocking=True).long()
 
-    def _contribute(self, stack: Stack, i: int) -> Contribution:
-        """One replica's payload, packed shard by shard, as it would leave its machines."""
+    def _contribute(self, stack: Stack) -> list[Contribution]:
+        """Every replica's payload, packed shard by shard, as it would leave its machines."""
+        # A GPU encodes the stack at once; elsewhere one after the other, which holds one payload at a time.
+        places = range(len(stack.members))
+        if self.device.type == "cuda" and self.outer.codec.keep < self.outer.codec.side**2:
+            return self._contribute_some(stack, places)
+        return [contribution for i in places for contribution in self._contribute_some(stack, [i])]
+
+    def _contribute_some(self, stack: Stack, places: Sequence[int]) -> list[Contribution]:
+        names = ", ".join(stack.members[i].name for i in places)
         try:
-            sent = self.outer.contribute(stack.row(stack.params, i), stack.row(stack.feedback, i))
+            sent = self.outer.contribute_all(
+                [stack.row(stack.params, i) for i in places], [stack.row(stack.feedback, i) for i in places]
+            )
         except ValueError as error:
-            raise RunError(f"replica {stack.members[i].name}: {error}") from error
-        packed = {i: pack_many(sent.part(names)) for i, names in enumerate(self.shards)}
-        return Contribution(stack.members[i].name, packed)
+            raise RunError(f"replica {names}: {error}") from error
+        packed = [
+            pack_all([bundle.part(shard) for bundle in sent]) for shard in self.shards
+        ]  # [shard][replica]
+        return [
+            Contribution(stack.members[i].name, {s: shard[r] for s, shard in enumerate(packed)})
+            for r, i in enumerate(places)
+        ]
 
     def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
         """Decode what the exchange returned and take the anchor to theta^(t)."""

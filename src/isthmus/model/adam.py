@@ -1,6 +1,7 @@
 """InnerOpt's step on a GPU with two kernels a tensor, whatever the number of replicas."""
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ class FusedAdamW:
     ) -> None:
         self.params, self.first, self.second, self.copies = params, first, second, copies
         self.rows = len(next(iter(params.values())))
-        blocks = [-(-p.numel() // self.rows // BLOCK) for p in params.values()]
-        self.starts = dict(zip(params, torch.tensor([0, *blocks]).cumsum(0).tolist(), strict=False))
-        self.num_blocks, self.counts = sum(blocks), blocks
+        self.counts = [-(-(p.numel() // self.rows) // BLOCK) for p in params.values()]
+        self.starts = [0, *accumulate(self.counts)]
+        self.table = torch.tensor(self.starts, dtype=torch.int32, device=next(iter(params.values())).device)
 
     @staticmethod
     def fits(params: Mapping[str, Tensor]) -> bool:
@@ -44,14 +45,17 @@ class FusedAdamW:
         """(R, T): the squared norm of every gradient of every replica."""
         from isthmus.model import adam_kernels
 
-        device = next(iter(self.params.values())).device
-        parts = torch.empty(self.rows, self.num_blocks, device=device)
-        for (name, p), count in zip(self.params.items(), self.counts, strict=True):
-            adam_kernels.squares_kernel[(count, self.rows)](
-                self._grad(name), p.numel() // self.rows, parts[:, self.starts[name] :], self.num_blocks,
-                BLOCK=BLOCK,
-            )  # fmt: skip
-        return torch.stack([part.sum(1) for part in parts.split(self.counts, 1)], 1)
+        num_blocks = self.starts[-1]
+        parts = torch.empty(self.rows, num_blocks, device=self.table.device)
+        for t, (name, p) in enumerate(self.params.items()):
+            adam_kernels.squares_kernel[(self.counts[t], self.rows)](
+                self._grad(name), p.numel() // self.rows, parts[:, self.starts[t] :], num_blocks, BLOCK=BLOCK
+            )
+        sums = torch.empty(self.rows, len(self.counts), device=self.table.device)
+        adam_kernels.sums_kernel[(len(self.counts), self.rows)](
+            parts, self.table, num_blocks, sums, len(self.counts), BLOCK=1024
+        )
+        return sums
 
     def step(self, scales: Tensor, lr: float, config: InnerConfig, count: int) -> None:
         """Update number `count` with the gradients times scales (R, T), at this learning rate."""

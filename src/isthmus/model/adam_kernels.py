@@ -18,6 +18,18 @@ def squares_kernel(grads, each, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def sums_kernel(parts, starts, width, out, num_tensors, BLOCK: tl.constexpr):
+    """The sum of one tensor's blocks of one replica, in an order that their number alone decides."""
+    tensor, row = tl.program_id(0), tl.program_id(1)
+    start, stop = tl.load(starts + tensor), tl.load(starts + tensor + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(start, stop, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        total += tl.load(parts + row * width + at, mask=at < stop, other=0.0)
+    tl.store(out + row * num_tensors + tensor, tl.sum(total, 0))
+
+
+@triton.jit
 def adamw_kernel(
     weights, firsts, seconds, grads, copies, scales, each, width, lr, decay, beta1, beta2, eps,
     unbias1, unbias2, BLOCK: tl.constexpr, COPIED: tl.constexpr,

@@ -23,8 +23,13 @@ class DiLoCo(SparseLoCo):
         self.velocity = {name: torch.zeros_like(tensor) for name, tensor in anchor.items()}
 
     @torch.no_grad()
-    def contribute(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> Bundle:
-        return self.codec.encode_many({name: self.anchor[name] - param for name, param in params.items()})
+    def contribute_all(
+        self, params: Sequence[Mapping[str, Tensor]], feedback: Sequence[Mapping[str, Tensor]]
+    ) -> list[Bundle]:
+        return [
+            self.codec.encode_many({name: self.anchor[name] - param for name, param in own.items()})
+            for own in params
+        ]
 
     @torch.no_grad()
     def apply(self, payloads: Sequence[Payload]) -> None:

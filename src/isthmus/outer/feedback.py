@@ -1,6 +1,6 @@
 """Error feedback of eq. 2 of arXiv 2601.02360: what was not sent is carried into the next round."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +46,6 @@ def feed_back_many(
     return sent, carried
 
 
-@torch.no_grad()
 def contribute_many(
     anchor: Mapping[str, Tensor],
     params: Mapping[str, Tensor],
@@ -55,37 +54,61 @@ def contribute_many(
     decay: float,
     scale: float = 1.0,
 ) -> Bundle:
-    """`feed_back_many` of scale (anchor - params), with the feedback overwritten. A GPU reads and writes each
-    number once, in fused kernels; what they leave and every other device takes the plain way."""
-    shapes = {name: tuple(param.shape) for name, param in params.items()}
-    layouts, group_names, _ = arrange(tuple(shapes.items()), codec.side, codec.keep)
-    groups: list[Group | None] = []
-    odd = []
-    for names in group_names:
-        three = [[tensors[name] for name in names] for tensors in (anchor, params, feedback)]
-        places = [layouts[name] for name in names]
+    """`feed_back_many` of scale (anchor - params), with the feedback overwritten."""
+    return contribute_all(anchor, [params], [feedback], codec, decay, scale)[0]
+
+
+@torch.no_grad()
+def contribute_all(
+    anchor: Mapping[str, Tensor],
+    params: Sequence[Mapping[str, Tensor]],
+    feedback: Sequence[Mapping[str, Tensor]],
+    codec: TopK,
+    decay: float,
+    scale: float = 1.0,
+) -> list[Bundle]:
+    """`contribute_many` of several replicas that stand on one anchor.
+
+    A GPU takes all of them in one go and reads and writes each number once, in fused kernels; every other
+    device, and what does not fit, the plain way.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in anchor.items() if name in params[0]}
+    layouts, groups, _ = arrange(tuple(shapes.items()), codec.side, codec.keep)
+    rows, odd = len(params), []
+    sent: list[list[Group | None]] = [[] for _ in params]  # by replica, by group
+    for names in groups:
+        three = [
+            [anchor[name] for _ in params for name in names],
+            [one[name] for one in params for name in names],
+            [one[name] for one in feedback for name in names],
+        ]
+        places = [layouts[name] for name in names] * rows
         if not _quick(three, places):
-            groups.append(None)
+            for groups_of in sent:
+                groups_of.append(None)
             continue
         group, flag = fused.feed_back(*three, places, decay, scale, codec.values == "2bit")
         odd.append(flag)
         if codec.values != "2bit":
             group = Group(group.index, as_sent(group.values, codec.values))
-        groups.append(group)
-    plain = [
-        name for names, group in zip(group_names, groups, strict=True) if group is None for name in names
-    ]
-    if plain:
-        pseudo_grads = {name: (anchor[name] - params[name]) * scale for name in plain}
-        rest = iter(feed_back_many(pseudo_grads, feedback, codec, decay, in_place=True)[0].groups)
-        groups = [group or next(rest) for group in groups]
+        for r, groups_of in enumerate(sent):
+            groups_of.append(group.row(r, rows))
+    plain = [name for names, one in zip(groups, sent[0], strict=True) if one is None for name in names]
+    bundles = []
+    for own, e, groups_of in zip(params, feedback, sent, strict=True):
+        if plain:
+            pseudo_grads = {name: (anchor[name] - own[name]) * scale for name in plain}
+            rest = iter(feed_back_many(pseudo_grads, e, codec, decay, in_place=True)[0].groups)
+            groups_of = [group or next(rest) for group in groups_of]
+        bundles.append(Bundle(shapes, codec.side, codec.keep, codec.values, groups_of))
     if odd and torch.cat(odd).any():
-        refuse_not_finite(feedback)
-    sent = Bundle(shapes, codec.side, codec.keep, codec.values, groups)
+        for e in feedback:
+            refuse_not_finite(e)
     if codec.values != "2bit":
-        for name in set(params) - set(plain):
-            add_payload(feedback[name], sent[name], sign=-1)
-    return sent
+        for bundle, e in zip(bundles, feedback, strict=True):
+            for name in set(shapes) - set(plain):
+                add_payload(e[name], bundle[name], sign=-1)
+    return bundles
 
 
 def _quick(three: list[list[Tensor]], places: list[Layout]) -> bool:

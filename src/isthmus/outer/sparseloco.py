@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isthmus.config import OuterConfig
 from isthmus.outer.aggregate import step_many
-from isthmus.outer.feedback import contribute_many
+from isthmus.outer.feedback import contribute_all
 from isthmus.sparse import SparseChunks, TopK
 from isthmus.sparse.bundle import Bundle
 from isthmus.sparse.topk import add_payload
@@ -27,11 +27,17 @@ class SparseLoCo:
         self.anchor, self.config = anchor, config
         self.codec = TopK(config.chunk_side, config.keep, config.values)
 
-    @torch.no_grad()
     def contribute(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> Bundle:
         """Delta and e of eq. 2; `feedback` is brought to e^(t+1) in place."""
+        return self.contribute_all([params], [feedback])[0]
+
+    @torch.no_grad()
+    def contribute_all(
+        self, params: Sequence[Mapping[str, Tensor]], feedback: Sequence[Mapping[str, Tensor]]
+    ) -> list[Bundle]:
+        """The same of several contributors that stand on this anchor."""
         scale = self.config.step_size if self.config.feedback_lr_scaled else 1.0
-        return contribute_many(self.anchor, params, feedback, self.codec, self.config.feedback_decay, scale)
+        return contribute_all(self.anchor, params, feedback, self.codec, self.config.feedback_decay, scale)
 
     @torch.no_grad()
     def apply(self, payloads: Sequence[Payload]) -> None:

@@ -12,6 +12,7 @@ _HOME = {
     "from_chunks": "topk",
     "kept": "size",
     "pack": "wire",
+    "pack_all": "wire",
     "pack_many": "wire",
     "packed_bytes": "size",
     "packed_many_bytes": "size",

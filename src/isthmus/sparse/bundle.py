@@ -44,6 +44,10 @@ class Group(NamedTuple):
     scale: Tensor | None = None  # (C,) int32, only for 2bit
     base: Tensor | None = None  # (T,) fp32, only for 2bit
 
+    def row(self, r: int, rows: int) -> "Group":
+        """The part of replica r where `rows` replicas' groups lie one after the other."""
+        return Group(*(None if tensor is None else tensor.chunk(rows)[r] for tensor in self))
+
 
 class Place(NamedTuple):
     """Where a tensor is found: its group, its number there, and its chunks."""

@@ -18,9 +18,11 @@ from isthmus.sparse.size import IndexCode, Layout, index_code
 
 POWERS = {2**i for i in range(4, 13)}  # entries that one program holds
 MAX_KEEP = 128  # levels are found by comparing all pairs of a chunk's values
-MAX_REPLICAS = 16  # of which a chunk's payloads are compared all with all
+STEP_PROGRAMS = 132 * 16  # each with 32 KB of scratch, which should stay in the second cache
 APPLY_BLOCK = 4096
 CRC_BYTES, CRC_LANES = 64, 512  # of one lane, of one block
+# Enough chunks in flight at once: a program that took more registers would leave too few.
+SELECT = {True: {"num_warps": 4, "maxnreg": 128}, False: {"num_warps": 1}}
 PLAIN = {"enable_fp_fusion": False}  # a multiply-add rounded once would differ from a CPU's
 
 
@@ -77,7 +79,7 @@ def feed_back(
     kernels.select_kernel[(num_chunks,)](
         pointers, owner, origin, cols, index, values, odd, decay, scale,
         KEEP=keep, HEIGHT=place.height, WIDTH=place.width,
-        num_warps=4 if place.entries > 1024 else 1, **PLAIN,
+        **SELECT[place.entries > 1024], **PLAIN,
     )  # fmt: skip
     if not two_bits:
         return Group(index, values), odd
@@ -185,7 +187,7 @@ def step(
     step_size: float,
     contributors: bool,
 ) -> None:
-    """anchor -= step_size * mean of a group's payloads, of at most MAX_REPLICAS replicas, in order."""
+    """anchor -= step_size * mean of a group's payloads, in the order given."""
     from isthmus.sparse import kernels
 
     device, place = anchor[0].device, places[0]
@@ -194,11 +196,13 @@ def step(
     pointers = torch.tensor([tensor.data_ptr() for tensor in (*tensors, *anchor)]).to(
         device, non_blocking=True
     )
-    replicas = 1 << (len(payloads) - 1).bit_length()
-    kernels.step_kernel[(len(owner),)](
-        pointers, owner, origin, cols, pointers[len(tensors) :], len(payloads), float(len(payloads)),
-        step_size, KEEP=place.kept, WIDE=_wide(place.kept), REPLICAS=replicas, WIDTH=place.width,
-        COUNTED=contributors, num_warps=4, **PLAIN,
+    programs = min(len(owner), STEP_PROGRAMS)
+    scratch = torch.zeros(programs, place.entries, device=device)
+    counts = torch.zeros(programs, place.entries, dtype=torch.int32, device=device)
+    kernels.step_kernel[(programs,)](
+        pointers, owner, origin, cols, pointers[len(tensors) :], scratch, counts, len(payloads),
+        float(len(payloads)), step_size, len(owner), KEEP=place.kept, WIDE=max(32, _wide(place.kept)),
+        ENTRIES=place.entries, WIDTH=place.width, COUNTED=contributors, num_warps=1, **PLAIN,
     )  # fmt: skip
 
 

@@ -234,46 +234,49 @@ def apply_kernel(
 
 @triton.jit
 def step_kernel(
-    pointers, owner, origin, cols, anchors, num_replicas, number, step_size,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, REPLICAS: tl.constexpr, WIDTH: tl.constexpr,
-    COUNTED: tl.constexpr,
+    pointers, owner, origin, cols, anchors, scratch, counts, num_replicas, number, step_size, num_chunks,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """anchor -= step_size * mean for one chunk, straight from the payloads of a few replicas.
+    """anchor -= step_size * mean, chunk by chunk, straight from the payloads.
 
-    `pointers` are those of each replica's positions and values. Every entry adds up, replica by replica in
-    order, what was sent to its place, and the first of those that share a place moves the anchor: the same
-    roundings as adding payload after payload into an accumulator, without one.
+    `pointers` are those of each replica's positions and values. A program adds one chunk's payloads, replica
+    after replica in order, into its own zeroed scratch, which stays in the cache; then the first entry to
+    come to a place moves the anchor there and leaves zeros. The roundings are those of a whole accumulator.
     """
-    chunk = tl.program_id(0).to(tl.int64)
-    tensor = tl.load(owner + chunk).to(tl.int64)
-    entry = tl.arange(0, REPLICAS * WIDE)
-    replica, j = entry // WIDE, entry % WIDE
-    there = (replica < num_replicas) & (j < KEEP)
-    index = tl.load(pointers + 2 * replica, mask=there, other=0).to(tl.pointer_type(tl.int16))
-    place = tl.load(index + chunk * KEEP + j, mask=there, other=-1).to(tl.int32)  # (E,)
-    total = tl.zeros((REPLICAS * WIDE,), tl.float32)
-    count = tl.zeros((REPLICAS * WIDE,), tl.int32)
-    i = tl.arange(0, WIDE)
-    for r in range(num_replicas):
-        indices = tl.load(pointers + 2 * r).to(tl.pointer_type(tl.int16))
-        numbers = tl.load(pointers + 2 * r + 1).to(tl.pointer_type(tl.float32))
-        other = tl.load(indices + chunk * KEEP + i, mask=i < KEEP, other=-2).to(tl.int32)
-        value = tl.load(numbers + chunk * KEEP + i, mask=i < KEEP, other=0.0)
-        same = other[:, None] == place[None, :]  # (J, E): a replica sends a place once
-        total += tl.sum(tl.where(same, value[:, None], 0.0), 0)
-        told = tl.sum(tl.where(same, tl.where(value != 0, 257, 1)[:, None], 0), 0)  # a zero is not counted
-        count += told >> 8
-        there = there & ((r >= replica) | (told == 0))
-    if COUNTED:
-        many = tl.maximum(count, 1).to(tl.float32)
-    else:
-        many = tl.zeros((REPLICAS * WIDE,), tl.float32) + number
-    update = tl.div_rn(total, many) * step_size
-    start = tl.load(origin + chunk)
-    anchor = tl.load(anchors + tensor).to(tl.pointer_type(tl.float32)) + start
-    slot = anchor + (place // WIDTH) * tl.load(cols + tensor).to(tl.int32) + place % WIDTH
-    there = there & (total != 0)
-    tl.store(slot, tl.load(slot, mask=there, other=0.0) - update, mask=there)
+    program = tl.program_id(0)
+    total = scratch + program * ENTRIES
+    count = counts + program * ENTRIES
+    j = tl.arange(0, WIDE)
+    for chunk in range(program, num_chunks, tl.num_programs(0)):
+        at = chunk * KEEP + j
+        for r in range(num_replicas):
+            index = tl.load(pointers + 2 * r).to(tl.pointer_type(tl.int16))
+            values = tl.load(pointers + 2 * r + 1).to(tl.pointer_type(tl.float32))
+            place = tl.load(index + at, mask=j < KEEP, other=0).to(tl.int32)
+            value = tl.load(values + at, mask=j < KEEP, other=0.0)
+            sent = (j < KEEP) & (value != 0)
+            tl.store(total + place, tl.load(total + place, mask=sent, other=0.0) + value, mask=sent)
+            tl.store(count + place, tl.load(count + place, mask=sent, other=0) + 1, mask=sent)
+            tl.debug_barrier()  # what one lane wrote another may read next
+        tensor = tl.load(owner + chunk).to(tl.int64)
+        anchor = tl.load(anchors + tensor).to(tl.pointer_type(tl.float32)) + tl.load(origin + chunk)
+        step = tl.load(cols + tensor).to(tl.int32)
+        for r in range(num_replicas):
+            index = tl.load(pointers + 2 * r).to(tl.pointer_type(tl.int16))
+            place = tl.load(index + at, mask=j < KEEP, other=0).to(tl.int32)
+            many = tl.load(count + place, mask=j < KEEP, other=0)
+            moved = many > 0
+            value = tl.load(total + place, mask=moved, other=0.0)
+            if COUNTED:
+                divisor = tl.maximum(many, 1).to(tl.float32)
+            else:
+                divisor = tl.zeros((WIDE,), tl.float32) + number
+            slot = anchor + (place // WIDTH) * step + place % WIDTH
+            old = tl.load(slot, mask=moved, other=0.0)
+            tl.store(slot, old - tl.div_rn(value, divisor) * step_size, mask=moved)
+            tl.store(total + place, tl.zeros((WIDE,), tl.float32), mask=moved)
+            tl.store(count + place, tl.zeros((WIDE,), tl.int32), mask=moved)
+            tl.debug_barrier()
 
 
 @triton.jit

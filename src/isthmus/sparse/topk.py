@@ -1,7 +1,6 @@
 """TOP-kappa of eq. 2 of arXiv 2601.02360: the largest entries of every chunk of a weight."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -190,9 +189,11 @@ class TopK:
         return Group(index, *quantize(values, magnitude, owner, len(names)))
 
 
-def refuse_not_finite(dense: Mapping[str, Tensor]) -> NoReturn:
+def refuse_not_finite(dense: Mapping[str, Tensor]) -> None:
     """Name the tensor of which nothing could be encoded."""
-    name = next(name for name, tensor in dense.items() if not tensor.isfinite().all())
+    name = next((name for name, tensor in dense.items() if not tensor.isfinite().all()), None)
+    if name is None:
+        return
     raise ValueError(f"{name or 'the tensor'} has entries that are not finite; nothing was encoded")
 
 

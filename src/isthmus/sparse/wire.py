@@ -49,7 +49,16 @@ from isthmus.sparse.size import (
 )
 from isthmus.sparse.topk import in_padding
 
-__all__ = ["pack", "pack_many", "packed_bytes", "packed_many_bytes", "unpack", "unpack_all", "unpack_many"]
+__all__ = [
+    "pack",
+    "pack_all",
+    "pack_many",
+    "packed_bytes",
+    "packed_many_bytes",
+    "unpack",
+    "unpack_all",
+    "unpack_many",
+]
 
 MAGIC, VERSION = b"ISP", 1
 HEADER = struct.Struct("<3sBBBHI")
@@ -71,19 +80,36 @@ def unpack(data: bytes, device: torch.device | str | None = None) -> SparseChunk
     return payloads[""]
 
 
-@torch.no_grad()
 def pack_many(payloads: Mapping[str, SparseChunks]) -> bytes:
     """The payloads of many parameters, encoded alike, as one string of bytes."""
-    bundle = Bundle.of(payloads)
-    header, arrangement = _header(*bundle.key, bundle.kind), arrange(*bundle.key)
+    return pack_all([payloads])[0]
+
+
+@torch.no_grad()
+def pack_all(replicas: Sequence[Mapping[str, SparseChunks]]) -> list[bytes]:
+    """`pack_many` of what several replicas send, all in one go where they send the same tensors."""
+    bundles = [Bundle.of(payloads) for payloads in replicas]
+    key, kind = bundles[0].key, bundles[0].kind
+    if any(bundle.key != key or bundle.kind != kind for bundle in bundles):
+        return [pack_all([bundle])[0] for bundle in bundles]
+    header, (layouts, groups, _) = _header(*key, kind), arrange(*key)
     body = []
-    if bundle.kind == "2bit":
-        bases = torch.cat([group.base for group in bundle.groups])
-        body.append(bases[_wire_order(*bundle.key, bases.device)].view(torch.uint8))
-    for names, group in zip(arrangement.groups, bundle.groups, strict=True):
-        body += _pack_group(group, [arrangement.layouts[name] for name in names], bundle.kind)
-    body, crc = _to_host(torch.cat([part.flatten() for part in body]), header)
-    return b"".join([header, body, struct.pack("<I", crc)])
+    joined = [_join([bundle.groups[i] for bundle in bundles]) for i in range(len(groups))]
+    if kind == "2bit":
+        bases = torch.cat([group.base.view(len(bundles), -1) for group in joined], 1)
+        body.append(bases[:, _wire_order(*key, bases.device)].view(torch.uint8))
+    for names, group in zip(groups, joined, strict=True):
+        body += _pack_group(group, [layouts[name] for name in names], kind, len(bundles))
+    rows = torch.cat([part.reshape(len(bundles), part.numel() // len(bundles)) for part in body], 1)
+    return [b"".join([header, data, struct.pack("<I", crc)]) for data, crc in _to_host(rows, header)]
+
+
+def _join(groups: list[Group]) -> Group:
+    if len(groups) == 1:
+        return groups[0]
+    return Group(
+        *(None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*groups, strict=True))
+    )
 
 
 @lru_cache(maxsize=256)
@@ -94,16 +120,20 @@ def _wire_order(shapes: Shapes, side: int, keep: int, device: torch.device) -> T
     return torch.tensor([number[name] for name, _ in shapes], device=device)
 
 
-def _to_host(body: Tensor, header: bytes) -> tuple[memoryview, int]:
-    """The body, by one copy from the device, and the checksum of header and body."""
+def _to_host(body: Tensor, header: bytes) -> list[tuple[memoryview, int]]:
+    """The bodies (R, n), by one copy from the device, and the checksum of the header and each."""
     if not fused.usable(body.device):
-        data = body.cpu().numpy().data
-        return data, zlib.crc32(data, zlib.crc32(header))
-    data = torch.empty(len(body) + CRC_BYTES, dtype=torch.uint8, pin_memory=body.is_cuda)
-    data.copy_(torch.cat([body, fused.crc_share(body[None]).view(torch.uint8)]))
-    view = data.numpy().data
-    share = int.from_bytes(view[-CRC_BYTES:], "little")
-    return view[:-CRC_BYTES], fused.finish_crc(header, share, len(body))
+        views = [row.numpy().data for row in body.cpu()]
+        return [(view, zlib.crc32(view, zlib.crc32(header))) for view in views]
+    rows, size = body.shape
+    data = torch.empty(rows, size + CRC_BYTES, dtype=torch.uint8, pin_memory=body.is_cuda)
+    data.copy_(torch.cat([body, fused.crc_share(body)[:, None].view(torch.uint8)], 1))
+    found = []
+    for row in data:
+        view = row.numpy().data
+        share = int.from_bytes(view[-CRC_BYTES:], "little")
+        found.append((view[:-CRC_BYTES], fused.finish_crc(header, share, size)))
+    return found
 
 
 @lru_cache(maxsize=256)
@@ -124,8 +154,8 @@ def _header(shapes: Shapes, side: int, keep: int, kind: str) -> bytes:
     return b"".join(parts)
 
 
-def _pack_group(group: Group, places: list[Layout], kind: str) -> list[Tensor]:
-    """The bytes of all chunks (C, J) of a group, as uint8 tensors."""
+def _pack_group(group: Group, places: list[Layout], kind: str, rows: int) -> list[Tensor]:
+    """The bytes of all chunks (R C, J) of R replicas' groups, as uint8 tensors."""
     index, values, scale, base = group
     place = places[0]
     count = place.kept
@@ -133,7 +163,8 @@ def _pack_group(group: Group, places: list[Layout], kind: str) -> list[Tensor]:
     size = bit_bytes(place.entries, count, kind)
     bits = torch.zeros(len(index), 8 * size, dtype=torch.uint8, device=index.device)
     if kind == "2bit":
-        base = base[owners(tuple(place.chunks for place in places), index.device)]
+        owner = owners(tuple(place.chunks for place in places), index.device)
+        base = base.view(rows, len(places))[:, owner].flatten()  # (R C,)
         if fused.usable(index.device) and fused.fits(place):
             fused.write_bits(bits, index, values, levels(scale, base)[0][:, 0], code)
         else:
@@ -228,7 +259,7 @@ def unpack_all(strings: Sequence[bytes], device: torch.device | str | None = Non
         if not all(row):
             raise ValueError(complaint)
     return [
-        Bundle(dict(shapes), side, keep, kind, [_row(group, r, len(views)) for group in parts])
+        Bundle(dict(shapes), side, keep, kind, [group.row(r, len(views)) for group in parts])
         for r in range(len(views))
     ]
 
@@ -252,11 +283,6 @@ def _body_bytes(shapes: Shapes, side: int, keep: int, kind: str) -> int:
     places = arrange(shapes, side, keep).layouts.values()
     total = sum(place.chunks * chunk_bytes(place.entries, place.kept, kind) for place in places)
     return total + (BASE_BYTES * len(shapes) if kind == "2bit" else 0)
-
-
-def _row(group: Group, r: int, rows: int) -> Group:
-    """The part of one replica in what several sent."""
-    return Group(*(None if tensor is None else tensor.chunk(rows)[r] for tensor in group))
 
 
 _recent: dict[bytes, tuple[Shapes, int, int, str, int]] = {}
