@@ -11,7 +11,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # Real processes, sockets, servers and kills: on a machine that does much else, a time-out may come too early.
 # A fault of the code fails every time.
-BY_THE_CLOCK = ("fleet", "comm", "data", "cli", "doctor", "engine", "replica")
+BY_THE_CLOCK = ("fleet", "comm", "data", "cli", "doctor", "engine", "replica", "watch")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
