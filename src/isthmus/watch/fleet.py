@@ -11,7 +11,7 @@ from isthmus.watch.source import GONE, Raw
 
 PULSE_SECONDS = 4.0  # a process touches its file every second
 BEATS = 5  # as `isthmus status`: so many heartbeats left out, and a replica is silent
-HEALTHY = ("training", "delivering", "finished")
+HEALTHY = ("training", "delivering", "finished", "running")
 BANDS = ((0.1, "under 10 %"), (0.5, "10 to 50 %"), (0.9, "50 to 90 %"), (float("inf"), "over 90 %"))
 
 
@@ -152,18 +152,21 @@ def _state(member: Member, raw: Raw, now: float) -> tuple[str, str]:
     """The heartbeat's word, unless a process of the replica is known to be gone or to have just begun."""
     beat, pulses = raw.beats.get(member.name), raw.pulses.get(member.name, [])
     status = raw.about.get("status") or "unknown"
+    if beat is None and not raw.has_bucket and (status != "running" or not raw.real):
+        # A simulated replica lives and ends with its run.
+        return ("training" if status == "running" else status if status in STATUSES else "unknown"), ""
     if beat is None and not pulses:
-        if not raw.has_bucket:  # a simulated replica lives and ends with its run
-            return ("training" if status == "running" else status if status in STATUSES else "unknown"), ""
         return "not seen", "it has not joined yet"
-    state = text(beat.said.get("state", "starting"), 24) if beat else "starting"
+    silence = "starting" if raw.has_bucket else "running"  # in a bucket that is not read here it may say more
+    state = text(beat.said.get("state", silence), 24) if beat else silence
     if state in GONE:
         return state, ""
     gone = [p.stage for p in pulses if now - p.seen_unix > PULSE_SECONDS]
     if gone:
         which = "its process" if member.config.stages == 1 else f"stage {', '.join(map(str, gone))}"
         return "silent", f"{which} does not stir"
-    if pulses and beat and pulses[0].stage == 0 and beat.said.get("pid") not in (None, pulses[0].pid):
+    lead = pulses[0].pid if pulses and pulses[0].stage == 0 else 0
+    if lead and beat and beat.said.get("pid") not in (None, lead):
         return "starting", "a new process has taken over and has not spoken yet"
     if beat and not pulses and now - beat.seen_unix > BEATS * raw.recipe.bucket.heartbeat_seconds:
         return "silent", f"no heartbeat for more than {BEATS * raw.recipe.bucket.heartbeat_seconds:g} s"

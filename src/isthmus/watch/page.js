@@ -208,7 +208,7 @@ function picture(state) {
   const parts = [];
   if (!alone) {
     parts.push(s("rect", { class: "pool", x: middle - pool / 2 + 0.5, y: 0.5, width: pool - 1, height: height - 1, rx: 9 }),
-      s("text", { class: "mid", x: 0, y: 0, transform: `translate(${middle + 4} ${height / 2}) rotate(-90)` }, state.run.bucket ? "bucket" : "exchange"));
+      s("text", { class: "mid", x: 0, y: 0, transform: `translate(${middle + 4} ${height / 2}) rotate(-90)` }, state.run.real ? "bucket" : "exchange"));
   }
   sides.forEach((side, which) => {
     const top = (height - (side.length * (BOX + GAP) - GAP)) / 2;
@@ -225,7 +225,7 @@ function picture(state) {
   const measured = state.kinds.some((kind) => kind.links.some((link) => link.band !== null));
   const keys = measured ? state.bands.map((text, i) => h("li", {}, h("i", { class: `wire band${i}` }), text)) : [];
   show("picture", h("figure", {}, art, h("ul", { class: "legend" },
-    measured ? h("li", {}, "share of a link's stated rate in use, last round:") : h("li", {}, "no round has told what its links carried"), keys,
+    measured ? h("li", {}, "a link's stated rate in use:") : h("li", {}, "no round has told what its links carried"), keys,
     state.run.bucket && state.rounds.open && h("li", {}, h("i", { class: "delivered" }), "this round's update is there"),
     more > 0 && h("li", {}, `and ${more} more, in the table`))));
 }
@@ -253,7 +253,7 @@ function boxed(one, kind, x, y, width, state) {
           titled(link ? `${where}: ${link.what}, ${link.round_text} in the last round, ${link.use_text} of its rate` : where)));
       });
     }
-    parts.push(s("rect", { class: `stage c${kind.colour}${gone && (dead.size === 0 || dead.has(stage)) ? " gone" : ""}`, x: at, y: y + 34, width: each, height: each, rx: 3 },
+    parts.push(s("rect", { class: `stage c${kind.colour}${gone && (dead.size === 0 || dead.has(stage)) ? " gone" : one.tone === "wait" && one.up ? " dim" : ""}`, x: at, y: y + 34, width: each, height: each, rx: 3 },
       titled(kind.stages > 1 ? `stage ${stage}` : "the whole model")));
   }
   if (shown < kind.stages) parts.push(s("text", { x: x + 12 + shown * (each + space), y: y + 46 }, `+${kind.stages - shown}`));

@@ -38,7 +38,7 @@ class Pulse:
     """A process of a replica that runs on this machine: the file that it touches every second."""
 
     stage: int
-    pid: int
+    pid: int  # 0: not known just now
     seen_unix: float
 
 
@@ -70,6 +70,11 @@ class Raw:
     late: frozenset[tuple[int, str]] = frozenset()
     problems: list[str] = field(default_factory=list)
     behind: int = 0  # settled rounds that have not been read yet
+
+    @property
+    def real(self) -> bool:
+        """Processes, not a simulation; their bucket may be elsewhere, or not be there yet."""
+        return self.has_bucket or self.about.get("mode") == "real processes"
 
     def heard(self, unix: float | None) -> None:
         if unix is not None and unix > (self.heard_unix or 0.0):
@@ -159,8 +164,9 @@ class RunSource:
                     data = self.folder.read(name, 32) if found else None
                 except StoreRefused:
                     continue
-                if found and data and data.strip().isdigit():
-                    pulses.append(Pulse(stage, int(data), found.st_mtime))
+                if found and data is not None and (data.strip() or b"0").isdigit():
+                    # Empty while its process is writing it.
+                    pulses.append(Pulse(stage, int(data.strip() or 0), found.st_mtime))
         return pulses
 
     def _open_bucket(self) -> None:

@@ -70,6 +70,7 @@ class Teller:
                 "fleet": fleet_in_words(recipe),
                 "parameters": count(recipe.model.num_parameters),
                 "bucket": raw.has_bucket,
+                "real": raw.real,
                 "left": left and duration(left),
                 "behind": raw.behind,
             },
@@ -166,6 +167,8 @@ def now_in_words(raw: Raw, members: list[dict[str, Any]], done: int, status: str
         )
     if raw.behind:
         return f"Reading the history: {done:,} rounds so far, {raw.behind:,} more are settled."
+    if raw.real and not raw.has_bucket and not done:
+        return "The run is starting."
     if not raw.has_bucket:
         return f"Round {done:,} of {total:,} is the last one written down."
     there = [m["name"] for m in members if m["delivered"]]
@@ -173,16 +176,26 @@ def now_in_words(raw: Raw, members: list[dict[str, Any]], done: int, status: str
     waited = [m for m in members if not m["delivered"] and m["state"] != "left"]
     if not waited:
         return f"{opening}; a closer settles it."
-    named = []
-    for m in waited[:6]:
-        at = (
-            f", inner step {m['inner_step']} of {steps}"
-            if m["state"] == "training" and m["inner_step"]
-            else ""
-        )
-        named.append(f"{m['name']} ({m['state']}{at})")
-    more = f" and {len(waited) - 6} more" if len(waited) > 6 else ""
-    return f"{opening}. Awaited: {', '.join(named)}{more}."
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for m in waited:
+        groups.setdefault(m["state"], []).append(m)
+    named = [f"{_listed(group)} ({state}{_steps(group, steps)})" for state, group in groups.items()]
+    return f"{opening}. Awaited: {'; '.join(named)}."
+
+
+def _listed(group: list[dict[str, Any]]) -> str:
+    """`rack-0, rack-1 and edge-0`."""
+    names = [m["name"] for m in group[:6]] + ([f"{len(group) - 6} more"] if len(group) > 6 else [])
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _steps(group: list[dict[str, Any]], steps: int) -> str:
+    """Where those who train are in the round."""
+    at = [m["inner_step"] for m in group if m["state"] == "training" and m["inner_step"]]
+    if not at:
+        return ""
+    low, high = min(at), max(at)
+    return f", inner step {low} of {steps}" if low == high else f", inner steps {low} to {high} of {steps}"
 
 
 def tiles(rows: list[Row], sums: dict[str, Any]) -> list[dict[str, str]]:
