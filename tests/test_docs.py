@@ -18,8 +18,10 @@ from isthmus.engine.loop import NO_SCORES, start_row
 ROOT = Path(__file__).parents[1]
 README, METHOD = ROOT / "README.md", ROOT / "docs" / "method.md"
 OPERATE, PROTOCOL = ROOT / "docs" / "operate.md", ROOT / "docs" / "protocol.md"
-WATCH = ROOT / "docs" / "watch.md"
-PAGES = pytest.mark.parametrize("page", [README, METHOD, OPERATE, PROTOCOL, WATCH], ids=lambda page: page.name)
+WATCH, USE = ROOT / "docs" / "watch.md", ROOT / "docs" / "use.md"
+PAGES = pytest.mark.parametrize(
+    "page", [README, METHOD, OPERATE, PROTOCOL, WATCH, USE], ids=lambda page: page.name
+)
 OURS = ("src/", "tests/", "docs/", "recipes/", "bench/")
 
 
