@@ -16,7 +16,7 @@ from isthmus.config import dump_recipe
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; apt-get install chromium")
 STATE = "document.querySelector('tr[data-replica=\"{}\"]')?.dataset.state"
 ROUND = "Number(/round ([0-9]+)/.exec(document.querySelector('#now .bar')?.textContent)?.[1] ?? 0)"
-HEALTHY = ("training", "delivering")
+HEALTHY = ("training", "delivering", "delivered")
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
 """A run as plain data: agrees with the report, tells who came and who did not, and who went and came back."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 from made import simulated, small
 from seats import rounds_in_a_bucket
 
+from isthmus.comm.store import open_store
 from isthmus.dashboard.words import summary
 from isthmus.runlog import totals
 from isthmus.watch.bucket import open_folder
@@ -180,3 +183,37 @@ def test_a_forged_manifest_is_named_and_ends_the_history(tmp_path):
     state = Teller().tell(open_source(str(tmp_path / "bucket")).look())
     assert state["run"]["round"] == 1
     assert any("manifest 2 of this run is not to be trusted" in problem for problem in state["problems"])
+
+
+def test_a_bucket_in_s3_is_read_alike_and_nothing_is_written_to_it(tmp_path, monkeypatch):
+    place = Path(__file__).parents[1] / "comm" / "servers.py"
+    spec = importlib.util.spec_from_file_location("s3_servers", place)
+    servers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(servers)
+    (tmp_path / "moto").mkdir()
+    server = servers.start_moto(tmp_path / "moto")
+    if isinstance(server, str):
+        pytest.skip(server)
+    try:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        recipe = small("outer.rounds=3", "inner.precision=fp32", "bucket.deadline_seconds=1")
+        rounds_in_a_bucket(recipe, tmp_path, settle=2)
+        store = open_store("s3://runs/small")
+        for path in sorted((tmp_path / "bucket").rglob("*.json")):
+            store.put(str(path.relative_to(tmp_path / "bucket")), path.read_bytes())
+        far, near = open_source("s3://runs/small"), open_source(str(tmp_path / "bucket"))
+        told = [Teller(lambda: 0.0).tell(source.look(30.0)) for source in (far, near)]
+        for key in ("sums", "last", "rounds", "charts", "now"):
+            assert told[0][key] == told[1][key]
+        asked = far.reader.ledger.store.requests
+        assert asked["get"] > 0
+        assert asked["put"] == asked["create"] == asked["delete"] == 0
+        server.kill()
+        monkeypatch.setattr("isthmus.comm.store.DEFAULT_SECONDS", 1.0)
+        state = Teller().tell(far.look())
+        assert any("the bucket does not answer" in problem for problem in state["problems"])
+        assert state["run"]["round"] == 2
+    finally:
+        server.kill()

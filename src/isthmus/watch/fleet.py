@@ -11,7 +11,7 @@ from isthmus.watch.source import GONE, Raw
 
 PULSE_SECONDS = 4.0  # a process touches its file every second
 BEATS = 5  # as `isthmus status`: so many heartbeats left out, and a replica is silent
-HEALTHY = ("training", "delivering", "finished", "running")
+HEALTHY = ("training", "delivering", "delivered", "finished", "running")
 BANDS = ((0.1, "under 10 %"), (0.5, "10 to 50 %"), (0.9, "50 to 90 %"), (float("inf"), "over 90 %"))
 
 
@@ -115,7 +115,7 @@ def _replica(member: Member, raw: Raw, now: float) -> dict[str, Any]:
     ended = state in GONE
     steps = raw.recipe.outer.inner_steps
     step = said.get("inner_step")
-    into = (step - 1) % steps + 1 if step else 0
+    into = steps if state == "delivered" else (step - 1) % steps + 1 if step else 0
     alive = {p.stage: now - p.seen_unix <= PULSE_SECONDS for p in pulses}
     return {
         "name": member.name,
@@ -127,7 +127,7 @@ def _replica(member: Member, raw: Raw, now: float) -> dict[str, Any]:
         "up": state not in ("silent", "not seen", "left", "interrupted", "failed"),
         "seen_unix": round(beat.seen_unix, 1) if beat else None,
         "round": said.get("round"),
-        "inner_step": into if state in ("training", "silent", "delivering") else None,
+        "inner_step": into if state in ("training", "silent", "delivering", "delivered") else None,
         "awaiting": said.get("awaiting") or "",
         "loss": number(said.get("loss")),
         "rate": rate(r) if (r := number(said.get("tokens_per_second"))) and r > 0 else "",
@@ -163,11 +163,15 @@ def _state(member: Member, raw: Raw, now: float) -> tuple[str, str]:
         return state, ""
     gone = [p.stage for p in pulses if now - p.seen_unix > PULSE_SECONDS]
     if gone:
-        which = "its process" if member.config.stages == 1 else f"stage {', '.join(map(str, gone))}"
-        return "silent", f"{which} does not stir"
+        if member.config.stages == 1:
+            return "silent", "its process does not stir"
+        several = f"stages {', '.join(map(str, gone[:-1]))} and {gone[-1]} do not stir"
+        return "silent", several if len(gone) > 1 else f"stage {gone[0]} does not stir"
     lead = pulses[0].pid if pulses and pulses[0].stage == 0 else 0
     if lead and beat and beat.said.get("pid") not in (None, lead):
         return "starting", "a new process has taken over and has not spoken yet"
     if beat and not pulses and now - beat.seen_unix > BEATS * raw.recipe.bucket.heartbeat_seconds:
         return "silent", f"no heartbeat for more than {BEATS * raw.recipe.bucket.heartbeat_seconds:g} s"
+    if state in ("training", "delivering") and member.name in raw.delivered:
+        return "delivered", ""  # the bucket knows it before the next heartbeat
     return state, ""

@@ -45,7 +45,7 @@ function tick() {
   } else if (state) {
     const when = state.heard_unix ? ago(now() - state.heard_unix) : "never";
     if (state.run.status !== "running") { words = `the run has ended, last heard ${when}`; }
-    else if (state.run.stale) { words = `nothing heard from the run, last ${when}`; tone = "gone"; }
+    else if (state.run.stale || now() - state.heard_unix > 60) { words = `nothing heard from the run, last ${when}`; tone = "gone"; }
     else { words = `live, last heard ${when}`; tone = "live"; }
   }
   if (heard.textContent !== words) heard.textContent = words;
@@ -226,7 +226,7 @@ function picture(state) {
   const keys = measured ? state.bands.map((text, i) => h("li", {}, h("i", { class: `wire band${i}` }), text)) : [];
   show("picture", h("figure", {}, art, h("ul", { class: "legend" },
     measured ? h("li", {}, "a link's stated rate in use:") : h("li", {}, "no round has told what its links carried"), keys,
-    state.run.bucket && state.rounds.open && h("li", {}, h("i", { class: "delivered" }), "this round's update is there"),
+    state.run.bucket && state.rounds.open && h("li", {}, h("i", { class: "arrived" }), "this round's update is there"),
     more > 0 && h("li", {}, `and ${more} more, in the table`))));
 }
 
@@ -286,13 +286,13 @@ function members(state) {
     h("td", { class: one.tone === "bad" ? "bad" : "" }, h("span", { class: `dot ${one.tone}` }), one.state, one.why && h("small", {}, ` ${one.why}`)),
     state.run.bucket && h("td", { class: "number" }, age(one.seen_unix)),
     state.run.bucket && h("td", { class: "number slim" }, one.inner_step ? `${one.inner_step} of ${state.run.inner_steps}` : "-"),
-    state.run.bucket && h("td", { class: "number" }, one.loss === null ? "-" : FORMS.loss(one.loss)),
+    state.run.bucket && h("td", { class: "number slim" }, one.loss === null ? "-" : FORMS.loss(one.loss)),
     state.run.bucket && h("td", { class: "number slim" }, one.rate || "-"),
     state.replicas.some((each) => each.processes.length) && h("td", {}, processes(one))));
   const kinds = state.kinds.map((kind) => `${kind.count} ${kind.name}: ${kind.kind}${kind.stages > 1 ? ` in ${kind.stages} stages` : ""}${kind.compression ? `, ${kind.compression}` : ""}${kind.link ? `, ${kind.link} between stages` : ""}${kind.bucket_link ? `, ${kind.bucket_link} to the bucket` : ""}`);
   const heads = ["Replica", "State", ...(state.run.bucket ? ["Heartbeat", "Inner step", "Loss", "Rate"] : []), ...(state.replicas.some((one) => one.processes.length) ? ["Processes here"] : [])];
   show("members", h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "The replicas, as a table" }, h("table", {},
-    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: ["Heartbeat", "Loss"].includes(head) ? "number" : ["Inner step", "Rate"].includes(head) ? "number slim" : null }, head)))),
+    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: head === "Heartbeat" ? "number" : ["Inner step", "Loss", "Rate"].includes(head) ? "number slim" : null }, head)))),
     h("tbody", {}, rows))), h("p", { class: "note kinds" }, `${kinds.join("; ")}.`));
 }
 

@@ -116,7 +116,7 @@ class RunSource:
         raw.rows = self.rows
         raw.problems += self.odd
         for member in self.recipe.fleet():
-            if pulses := self._pulses(member.name):
+            if pulses := self._pulses(member.name, member.config.stages):
                 raw.pulses[member.name] = pulses
                 raw.heard(max(pulse.seen_unix for pulse in pulses))
         self._open_bucket()
@@ -152,11 +152,10 @@ class RunSource:
                 f"metrics.jsonl: {broken + strange:,} lines are no rows of a run and are left out"
             )
 
-    def _pulses(self, replica: str) -> list[Pulse]:
+    def _pulses(self, replica: str, stages: int) -> list[Pulse]:
         """One for each process that has run on this machine; replicas elsewhere have none."""
         pulses = []
-        member = next(m for m in self.recipe.fleet() if m.name == replica)
-        for stage in range(member.config.stages):
+        for stage in range(stages):
             # Where every stage has a launcher of its own, each has its own folder too.
             for name in (f"work/{replica}/alive-{stage}", f"work/{replica}.{stage}/alive-{stage}"):
                 try:
