@@ -303,7 +303,8 @@ class RealFleet:
             with torch.no_grad():
                 for name, tensor in self.anchor.items():
                     tensor.copy_(tensors[name])
-                self.outer.restore(tensors)
+                if start:  # theta^(0) comes without a state of the outer method
+                    self.outer.restore(tensors)
             self._hold(start)
             if self.exchange.anchor != digest:
                 raise RunError(

@@ -19,7 +19,7 @@ from isthmus.comm.store import open_store
 from isthmus.comm.trust import Signer, load_signer, new_secret, save_secret
 from isthmus.config import Member, Recipe
 from isthmus.data.corpus import open_corpus
-from isthmus.engine.first import check_start_tokenizer, first_params
+from isthmus.engine.first import checked_first
 from isthmus.engine.launcher import STALL_SECONDS, ending
 from isthmus.engine.pulse import Watch, launcher_pulse, pulse_of
 from isthmus.engine.start import checked_corpus
@@ -52,19 +52,17 @@ def create(
             raise ConfigError(f'closer "{name}" is no replica of this recipe; there is {", ".join(names)}')
     if keys_dir.exists() and any(keys_dir.iterdir()):
         raise ConfigError(f"{keys_dir} already holds keys; give --keys another folder")
-    first = first or (first_params(recipe) if recipe.model.start else None)
+    try:
+        text = open_corpus(recipe.data.corpus)
+    except ConfigError:  # the text need not be where `init` runs
+        text = None
+    first = first or checked_first(recipe, text)
     store = open_store(url)
     store.probe()
     secrets = {name: new_secret() for name in names}
     public = {name: Signer(name, secret).public_key for name, secret in secrets.items()}
     # Full replicas step in first: they read every payload anyway, so checking it costs them nothing.
     by_need = sorted(recipe.fleet(), key=lambda member: member.config.stages > 1)
-    try:
-        text = open_corpus(recipe.data.corpus)
-    except ConfigError:  # the text need not be where `init` runs
-        text = None
-    if first and text:
-        check_start_tokenizer(recipe, text)
     closers = closers or [member.name for member in by_need]
     start = _digests(recipe, first) if first else []
     run = create_run(

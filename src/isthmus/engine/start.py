@@ -18,7 +18,7 @@ from isthmus.dashboard.report import write_report
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.data.tokens import Batches, validation_batches
 from isthmus.engine import checkpoint
-from isthmus.engine.first import check_start_tokenizer, first_params, start_digest
+from isthmus.engine.first import checked_first, first_params, start_digest
 from isthmus.engine.loop import simulate_rounds
 from isthmus.engine.measure import peak_bytes
 from isthmus.engine.simulated import SimulatedFleet
@@ -53,7 +53,7 @@ def simulate(
     recipe, picks = resolve(recipe)
     where, precision = pick_device(device), pick_precision(recipe, pick_device(device))
     corpus = checked_corpus(recipe)
-    first = first_params(recipe) if recipe.model.start else None
+    first = checked_first(recipe, corpus)
     compiled = where.type == "cuda" if compiled is None else compiled
     plan = _plan(recipe, where, precision, compiled, mode)
     about = {
@@ -186,8 +186,6 @@ def checked_corpus(recipe: Recipe) -> Corpus:
             f"{recipe.model.vocab}; set model.vocab={corpus.vocab_size}, or "
             f"prepare the corpus with --vocab {recipe.model.vocab}"
         )
-    if recipe.model.start and Path(recipe.model.start).expanduser().is_dir():  # it is only where `init` ran
-        check_start_tokenizer(recipe, corpus)
     # Too little text is said here, before a run directory exists.
     Batches(corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context)
     validation_batches(corpus, recipe.inner.batch, recipe.model.context, 1)

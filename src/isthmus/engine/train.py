@@ -15,7 +15,7 @@ from isthmus.config import Recipe
 from isthmus.dashboard.live import open_view
 from isthmus.dashboard.report import write_report
 from isthmus.engine import checkpoint
-from isthmus.engine.first import first_params, start_digest
+from isthmus.engine.first import checked_first, start_digest
 from isthmus.engine.fleet import Machines, check_trainable, create
 from isthmus.engine.follower import Follower
 from isthmus.engine.launcher import STALL_SECONDS
@@ -43,7 +43,7 @@ def train(
     check_trainable(recipe)
     where = pick_device(device)
     corpus = checked_corpus(recipe)
-    first = first_params(recipe) if recipe.model.start else None
+    first = checked_first(recipe, corpus)
     about = {
         "isthmus": __version__,
         "torch": torch.__version__,
