@@ -25,6 +25,7 @@ def trained_run(runs, folders, tmp_path_factory):
         "replicas.edge.stages": "2",
         "outer.rounds": "2",
         "outer.inner_steps": "3",
+        "outer.method": "diloco",  # whose state is part of an anchor, but not of theta^(0)
         "bucket.heartbeat_seconds": "1.0",
     }
     flat = [f"--set={key}={value}" for key, value in settings.items()]

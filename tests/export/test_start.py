@@ -231,6 +231,19 @@ def test_theta_0_is_in_the_bucket_and_needs_no_folder(folder, bucket):
     assert all(torch.equal(replay.anchor[name], wanted[name]) for name in wanted)
 
 
+def test_init_refuses_a_folder_in_another_language_and_leaves_the_bucket_alone(
+    folder, recipe, tmp_path, capsys
+):
+    other_words(folder)
+    setting = f"model.start={json.dumps(str(folder))}"
+    assert (
+        main(["init", str(recipe), str(tmp_path / "b"), "--keys", str(tmp_path / "k"), "--set", setting]) == 2
+    )
+    assert "tokens differ" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+    assert not (tmp_path / "k").exists()
+
+
 def test_who_joins_a_run_whose_init_was_cut_short_is_told(bucket, tmp_path, capsys):
     (bucket / "anchors" / "000000" / "complete.json").unlink()
     key = tmp_path / "keys" / "rack.key"

@@ -28,6 +28,16 @@ def first_params(recipe: Recipe, expected: str | None = None) -> dict[str, Tenso
     return params
 
 
+def checked_first(recipe: Recipe, corpus: Corpus | None) -> dict[str, Tensor] | None:
+    """What a run begins with that starts from a folder; None where its seed draws it. The corpus, where it is
+    at hand, must be in the folder's language."""
+    if not recipe.model.start:
+        return None
+    if corpus:
+        check_start_tokenizer(recipe, corpus)
+    return first_params(recipe)
+
+
 def start_folder(recipe: Recipe) -> Path:
     folder = Path(recipe.model.start).expanduser()
     if not folder.is_dir():

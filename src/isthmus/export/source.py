@@ -85,7 +85,8 @@ def open_trained(spec: str, corpus: str | None = None) -> Trained:
     if found is None and run.model_path.is_file() and rows and rows[-1]["round"] > 0:
         found = rows[-1]["round"], _load(run.model_path), {}
     bucket = run.recipe.bucket.url or str(run.path / "bucket")
-    if found is None and ("://" in bucket or (Path(bucket) / "run.json").is_file()):
+    real = run.about.get("mode") == "real processes"  # a simulation leaves the bucket of its recipe alone
+    if found is None and real and ("://" in bucket or (Path(bucket) / "run.json").is_file()):
         return _from_bucket(bucket, spec, corpus)
     if found is None or found[0] == 0:
         raise ConfigError(f"{run.path} has no finished round yet; there is no model to take from it")
