@@ -87,8 +87,9 @@ def test_levels_have_the_least_error(kernels):
 
 
 @pytest.mark.parametrize("keep", [32, 64])
-def test_packed_bytes_are_the_plain_forms(monkeypatch, keep):
-    sent = TopK(keep=keep, values="2bit").encode_many(tensors(0))
+@pytest.mark.parametrize("kind", ["2bit", "fp32", "bf16"])
+def test_packed_bytes_are_the_plain_forms(monkeypatch, keep, kind):
+    sent = TopK(keep=keep, values=kind).encode_many(tensors(0))
     plain = pack_many(sent)
     monkeypatch.setattr(fused, "usable", lambda device: True)
     assert pack_many(sent) == plain

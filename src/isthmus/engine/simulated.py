@@ -1,6 +1,7 @@
 """M replicas on one device, stacked or in turns."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -82,6 +83,8 @@ class SimulatedFleet:
             for stack in self.stacks:
                 stack.move("cpu")
         self.shards = shards(recipe)
+        self.reader = ThreadPoolExecutor(max_workers=1)  # reads ahead; starts no thread until asked
+        self.ahead: dict[tuple[int, int], Future[Tensor]] = {}
 
     def train_round(self, round_index: int, progress: Progress) -> tuple[Tensor, Tensor, list[Contribution]]:
         """H inner steps of every replica; losses (H, M), the last gradient norms (M,), and the
@@ -112,11 +115,18 @@ class SimulatedFleet:
         return contributions
 
     def _tokens(self, stack: Stack, inner_step: int) -> Tensor:
-        first = stack.members[0].index
-        tokens = self.batches.stacked(inner_step)[first : first + len(stack.members)]  # (R, B, L + 1)
-        if self.device.type == "cuda":
-            tokens = tokens.pin_memory()
+        """(R, B, L + 1) on the device. For a GPU the next step's are read while this one's are used."""
+        if self.device.type != "cuda":
+            return self._read(stack, inner_step)
+        ready = self.ahead.pop((id(stack), inner_step), None)
+        tokens = ready.result() if ready else self._read(stack, inner_step)
+        self.ahead = {(id(stack), inner_step + 1): self.reader.submit(self._read, stack, inner_step + 1)}
         return tokens.to(self.device, non_blocking=True).long()
+
+    def _read(self, stack: Stack, inner_step: int) -> Tensor:
+        first = stack.members[0].index
+        tokens = self.batches.stacked(inner_step)[first : first + len(stack.members)]
+        return tokens.pin_memory() if self.device.type == "cuda" else tokens.long()
 
     def _contribute(self, stack: Stack) -> list[Contribution]:
         """Every replica's payload, packed shard by shard, as it would leave its machines."""

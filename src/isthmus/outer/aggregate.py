@@ -169,10 +169,10 @@ def step_many(
     clip: str | None = None,
 ) -> None:
     """anchor -= step_size * mean (eq. 2 of arXiv 2601.02360); every holder of the anchor reaches the same
-    bits. On a GPU the payloads move the anchor directly, without an accumulator."""
+    bits. On a GPU a few replicas' payloads move the anchor directly, without an accumulator."""
     bundles = [Bundle.of(payloads) for payloads in replicas if payloads]
     device = next(iter(anchor.values())).device
-    if fused.usable(device) and clip is None and 0 < len(bundles) == len(replicas):
+    if fused.usable(device) and clip is None and 0 < len(bundles) == len(replicas) <= fused.MAX_REPLICAS:
         layouts, groups, _ = arrange(*bundles[0].key)
         tensors = [anchor[name] for name in bundles[0]]
         tensors += [group.values for bundle in bundles for group in bundle.groups]

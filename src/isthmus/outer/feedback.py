@@ -8,7 +8,7 @@ from torch import Tensor
 from isthmus.sparse import fused
 from isthmus.sparse.bundle import Bundle, Group, SparseChunks, arrange
 from isthmus.sparse.size import Layout
-from isthmus.sparse.topk import TopK, add_payload, as_sent, refuse_not_finite
+from isthmus.sparse.topk import TopK, add_payload, refuse_not_finite
 
 
 def feed_back(
@@ -83,14 +83,12 @@ def contribute_all(
             [one[name] for one in feedback for name in names],
         ]
         places = [layouts[name] for name in names] * rows
-        if not _quick(three, places):
+        if codec.values == "fp64" or not _quick(three, places):
             for groups_of in sent:
                 groups_of.append(None)
             continue
-        group, flag = fused.feed_back(*three, places, decay, scale, codec.values == "2bit")
+        group, flag = fused.feed_back(*three, places, decay, scale, codec.values)
         odd.append(flag)
-        if codec.values != "2bit":
-            group = Group(group.index, as_sent(group.values, codec.values))
         for r, groups_of in enumerate(sent):
             groups_of.append(group.row(r, rows))
     plain = [name for names, one in zip(groups, sent[0], strict=True) if one is None for name in names]
@@ -104,10 +102,6 @@ def contribute_all(
     if odd and torch.cat(odd).any():
         for e in feedback:
             refuse_not_finite(e)
-    if codec.values != "2bit":
-        for bundle, e in zip(bundles, feedback, strict=True):
-            for name in set(shapes) - set(plain):
-                add_payload(e[name], bundle[name], sign=-1)
     return bundles
 
 

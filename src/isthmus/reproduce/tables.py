@@ -37,7 +37,7 @@ class Scale:
     rounds: int
     lr: dict[str, float]  # where no run of the tune table is there
     lrs: dict[str, tuple[float, ...]] = field(default_factory=dict)  # what the tune table tries
-    by_h: tuple[int, ...] = (15, 30, 100)  # besides `inner_steps`
+    by_h: tuple[int, ...] = (15, 50, 100)  # besides `inner_steps`
     record: bool = True  # false: a trial of the machinery, whose lines never go into results/
     # Assumed until runs have been measured, all workers together: the rate of inner steps, and the device's
     # time for one exchange of sparse payloads.
@@ -55,8 +55,8 @@ class Scale:
         return tuple(ratio for ratio in LADDER if self.width * Fraction(ratio) >= 1)
 
 
-_SMALL = ("model.context=256", "inner.batch=2", "inner.micro_batches=1", "inner.warmup_steps=250",
-          "data.eval_batches=256", "data.eval_every=5")  # fmt: skip
+_SMALL = ("model.context=256", "inner.batch=4", "inner.micro_batches=1", "inner.warmup_steps=150",
+          "data.eval_batches=128", "data.eval_every=10")  # fmt: skip
 _LRS = {"sparseloco": (5e-4, 1e-3, 2e-3, 4e-3), "adamw": (1e-3, 2e-3, 4e-3), "diloco": (5e-4, 1e-3, 2e-3)}
 _LR = {"sparseloco": 1e-3, "adamw": 2e-3, "diloco": 1e-3}
 
@@ -67,15 +67,15 @@ SCALES = {
             "12m",
             "width 384, 4 layers, one to a stage",
             ("model.preset=20m", "model.layers=4", "model.ffn=704", *_SMALL),
-            50, 100, _LR, _LRS, tokens_per_second=1.8e6, round_seconds=0.08,
+            30, 100, _LR, _LRS, tokens_per_second=1.8e6, round_seconds=0.05,
         ),
         Scale(
-            "10m", "width 256, 8 layers", ("model.preset=10m", *_SMALL), 50, 100, _LR, _LRS,
-            tokens_per_second=1.8e6, round_seconds=0.08,
+            "10m", "width 256, 8 layers", ("model.preset=10m", *_SMALL), 30, 100, _LR, _LRS,
+            tokens_per_second=1.8e6, round_seconds=0.05,
         ),
         Scale(
-            "20m", "width 384, 8 layers", ("model.preset=20m", *_SMALL), 50, 100, _LR, _LRS,
-            tokens_per_second=1.0e6, round_seconds=0.12,
+            "20m", "width 384, 8 layers", ("model.preset=20m", *_SMALL), 30, 100, _LR, _LRS,
+            tokens_per_second=1.0e6, round_seconds=0.08,
         ),
         Scale(
             "512m", "the paper's own, for a large machine", ("model.preset=512m",), 50, 391,

@@ -18,7 +18,7 @@ from isthmus.sparse.size import IndexCode, Layout, index_code
 
 POWERS = {2**i for i in range(4, 13)}  # entries that one program holds
 MAX_KEEP = 128  # levels are found by comparing all pairs of a chunk's values
-STEP_PROGRAMS = 132 * 16  # each with 32 KB of scratch, which should stay in the second cache
+MAX_REPLICAS = 16  # of which a chunk's payloads are compared all with all
 APPLY_BLOCK = 4096
 CRC_BYTES, CRC_LANES = 64, 512  # of one lane, of one block
 # Enough chunks in flight at once: a program that took more registers would leave too few.
@@ -59,12 +59,11 @@ def feed_back(
     places: Sequence[Layout],
     decay: float,
     scale: float,
-    two_bits: bool,
+    kind: str,
 ) -> tuple[Group, Tensor]:
     """e <- decay e + scale (anchor - params) in place; what is sent of it, which is taken out of it.
 
-    Gives the group's payload and a flag that is not zero where an entry is not finite. Without `two_bits` the
-    values are the kept entries as they are, and the feedback still holds them.
+    Gives the group's payload and a flag that is not zero where an entry is not finite.
     """
     from isthmus.sparse import kernels
 
@@ -78,10 +77,10 @@ def feed_back(
     odd = torch.zeros(1, dtype=torch.int32, device=device)
     kernels.select_kernel[(num_chunks,)](
         pointers, owner, origin, cols, index, values, odd, decay, scale,
-        KEEP=keep, HEIGHT=place.height, WIDTH=place.width,
+        KEEP=keep, HEIGHT=place.height, WIDTH=place.width, KIND=kind,
         **SELECT[place.entries > 1024], **PLAIN,
     )  # fmt: skip
-    if not two_bits:
+    if kind != "2bit":
         return Group(index, values), odd
     low, high, zeros = two_levels(values)
     codes, base = scales(low, high, zeros, high == 0, owner, len(places))
@@ -108,30 +107,35 @@ def two_levels(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return low, high, zeros.bool()
 
 
-def write_bits(bits: Tensor, index: Tensor, values: Tensor, low: Tensor, code: IndexCode) -> None:
-    """Into zeroed bits (C, 8 n), one byte each: positions, signs and magnitudes, as `wire` lays them out."""
+def write_bits(bits: Tensor, index: Tensor, values: Tensor, low: Tensor | None, code: IndexCode) -> None:
+    """Into zeroed bits (C, 8 n), one byte each: positions and, with the lower levels given, signs and
+    magnitudes, as `wire` lays them out."""
     from isthmus.sparse import kernels
 
     num_chunks, keep = index.shape
     kernels.write_bits_kernel[_blocks(num_chunks, 16)](
-        bits, index.contiguous(), values.contiguous(), low.contiguous(), num_chunks, bits.shape[1],
-        MARKS=code.marks, LOW=code.low, KEEP=keep, WIDE=_wide(keep), BLOCK=16, **PLAIN,
+        bits, index.contiguous(), values.contiguous(), values if low is None else low.contiguous(),
+        num_chunks, bits.shape[1], MARKS=code.marks, LOW=code.low, KEEP=keep, WIDE=_wide(keep), BLOCK=16,
+        SIGNED=low is not None, **PLAIN,
     )  # fmt: skip
 
 
 def read(
-    data: Tensor, low: Tensor, high: Tensor, place: Layout, code: IndexCode
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions and values (C, J) of bit strings (C, n), and a flag: not zero if one is malformed."""
+    data: Tensor, levels_of: tuple[Tensor, Tensor] | None, place: Layout, code: IndexCode
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Positions and, with low and high levels given, values (C, J) of bit strings (C, n), and a flag: not zero
+    if one is malformed."""
     from isthmus.sparse import kernels
 
     num_chunks, width = data.shape
     index = torch.zeros(num_chunks, place.kept, dtype=torch.int16, device=data.device)
-    values = torch.zeros(num_chunks, place.kept, dtype=torch.float32, device=data.device)
     odd = torch.zeros(1, dtype=torch.int32, device=data.device)
+    values = None if levels_of is None else torch.zeros(index.shape, device=data.device)
+    low, high = (index, index) if levels_of is None else (level.contiguous() for level in levels_of)
     kernels.read_kernel[_blocks(num_chunks, 8)](
-        data, low.contiguous(), high.contiguous(), index, values, odd, num_chunks, width,
-        MARKS=code.marks, WIDE=_wide(code.marks), LOW=code.low, KEEP=place.kept, BLOCK=8, **PLAIN,
+        data, low, high, index, index if values is None else values, odd, num_chunks, width,
+        MARKS=code.marks, WIDE=_wide(code.marks), LOW=code.low, KEEP=place.kept, BLOCK=8,
+        SIGNED=values is not None, **PLAIN,
     )  # fmt: skip
     return index, values, odd
 
@@ -187,7 +191,7 @@ def step(
     step_size: float,
     contributors: bool,
 ) -> None:
-    """anchor -= step_size * mean of a group's payloads, in the order given."""
+    """anchor -= step_size * mean of a group's payloads, of at most MAX_REPLICAS replicas, in order."""
     from isthmus.sparse import kernels
 
     device, place = anchor[0].device, places[0]
@@ -196,13 +200,11 @@ def step(
     pointers = torch.tensor([tensor.data_ptr() for tensor in (*tensors, *anchor)]).to(
         device, non_blocking=True
     )
-    programs = min(len(owner), STEP_PROGRAMS)
-    scratch = torch.zeros(programs, place.entries, device=device)
-    counts = torch.zeros(programs, place.entries, dtype=torch.int32, device=device)
-    kernels.step_kernel[(programs,)](
-        pointers, owner, origin, cols, pointers[len(tensors) :], scratch, counts, len(payloads),
-        float(len(payloads)), step_size, len(owner), KEEP=place.kept, WIDE=max(32, _wide(place.kept)),
-        ENTRIES=place.entries, WIDTH=place.width, COUNTED=contributors, num_warps=1, **PLAIN,
+    replicas = 1 << (len(payloads) - 1).bit_length()
+    kernels.step_kernel[(len(owner),)](
+        pointers, owner, origin, cols, pointers[len(tensors) :], len(payloads), float(len(payloads)),
+        step_size, KEEP=place.kept, WIDE=_wide(place.kept), REPLICAS=replicas, WIDTH=place.width,
+        COUNTED=contributors, num_warps=1, **PLAIN,
     )  # fmt: skip
 
 

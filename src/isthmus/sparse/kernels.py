@@ -13,12 +13,13 @@ import triton.language as tl
 @triton.jit
 def select_kernel(
     pointers, owner, origin, cols, index_out, values_out, odd, decay, scale,
-    KEEP: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    KEEP: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """e <- decay e + scale (anchor - params), and its KEEP largest magnitudes of one chunk (eq. 2).
 
     The KEEP-th largest is found by bisection on the bits of |e|, which order as the numbers do. It starts
     within three octaves of the largest, where it nearly always is, and ends when KEEP entries are above.
+    What is sent as fp32 or bf16 (KIND) leaves the feedback at once.
     """
     chunk = tl.program_id(0).to(tl.int64)
     tensor = tl.load(owner + chunk).to(tl.int64)
@@ -29,8 +30,6 @@ def select_kernel(
     place = tl.arange(0, HEIGHT * WIDTH)
     at = (place // WIDTH) * tl.load(cols + tensor).to(tl.int32) + place % WIDTH  # 64 rows stay below 2^31
     carried = tl.load(feedback + at) * decay + (tl.load(anchor + at) - tl.load(params + at)) * scale
-    tl.store(feedback + at, carried)
-
     key = tl.abs(carried).to(tl.int32, bitcast=True)
     top = tl.max(key, 0)
     if top >= 0x7F800000:  # infinity or NaN
@@ -51,8 +50,17 @@ def select_kernel(
     running = tl.cumsum(larger + (equal << 16), 0)
     kept = (larger == 1) | ((equal == 1) & ((running >> 16) <= wanted))
     rank = (running & 0xFFFF) + tl.minimum(running >> 16, wanted) - 1
+    if KIND == "bf16":  # what its range cannot hold is sent as its largest
+        sent = tl.minimum(tl.maximum(carried, -3.3895313892515355e38), 3.3895313892515355e38)
+        sent = sent.to(tl.bfloat16).to(tl.float32)
+    else:
+        sent = carried
     tl.store(index_out + chunk * KEEP + rank, place.to(tl.int16), mask=kept)
-    tl.store(values_out + chunk * KEEP + rank, carried, mask=kept)
+    tl.store(values_out + chunk * KEEP + rank, sent, mask=kept)
+    if KIND == "2bit":  # rounded later, when the levels are known
+        tl.store(feedback + at, carried)
+    else:
+        tl.store(feedback + at, tl.where(kept, carried - sent, carried))
 
 
 @triton.jit
@@ -127,6 +135,7 @@ def round_kernel(
 def write_bits_kernel(
     bits, index, values, low, num_chunks, width,
     MARKS: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):  # fmt: skip
     """Positions (Elias-Fano), signs and magnitudes of chunks, a byte for each bit, into zeroed `bits`."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -134,16 +143,17 @@ def write_bits_kernel(
     there = (chunk < num_chunks)[:, None] & (j < KEEP)[None, :]
     at = chunk[:, None] * KEEP + j[None, :]
     place = tl.load(index + at, mask=there, other=0).to(tl.int32)
-    value = tl.load(values + at, mask=there, other=0.0)
-    level = tl.load(low + chunk, mask=chunk < num_chunks, other=0.0)[:, None]
     row = bits + chunk[:, None] * width
     one = tl.full((BLOCK, WIDE), 1, tl.uint8)
     tl.store(row + (place >> LOW) + j[None, :], one, mask=there)
     for bit in tl.static_range(LOW):
         tl.store(row + MARKS + bit * KEEP + j[None, :], ((place >> bit) & 1).to(tl.uint8), mask=there)
-    signs = row + MARKS + LOW * KEEP + j[None, :]
-    tl.store(signs, (value.to(tl.int32, bitcast=True) < 0).to(tl.uint8), mask=there)
-    tl.store(signs + KEEP, (tl.abs(value) > level).to(tl.uint8), mask=there)
+    if SIGNED:
+        value = tl.load(values + at, mask=there, other=0.0)
+        level = tl.load(low + chunk, mask=chunk < num_chunks, other=0.0)[:, None]
+        signs = row + MARKS + LOW * KEEP + j[None, :]
+        tl.store(signs, (value.to(tl.int32, bitcast=True) < 0).to(tl.uint8), mask=there)
+        tl.store(signs + KEEP, (tl.abs(value) > level).to(tl.uint8), mask=there)
 
 
 @triton.jit
@@ -156,8 +166,9 @@ def _bit(row, at, width, there):
 def read_kernel(
     data, low, high, index_out, values_out, odd, num_chunks, width,
     MARKS: tl.constexpr, WIDE: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Positions and values of packed chunks; `odd` is set where a bit string is malformed."""
+    """Positions and, for 2bit, values of packed chunks; `odd` is set where a bit string is malformed."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mine = chunk < num_chunks
     b = tl.arange(0, WIDE)
@@ -167,7 +178,7 @@ def read_kernel(
     j = tl.cumsum(mark, 1) - 1
     number = tl.sum(mark, 1)
     bad = mine & (number != KEEP)
-    for at in range(MARKS + (LOW + 2) * KEEP, 8 * width):  # what fills the last byte is zero
+    for at in range(MARKS + (LOW + 2 * SIGNED) * KEEP, 8 * width):  # what fills the last byte is zero
         spare = (
             tl.load(data + chunk * width + at % width, mask=mine, other=0).to(tl.int32) >> (at // width)
         ) & 1
@@ -178,14 +189,15 @@ def read_kernel(
     place = (b[None, :] - j) << LOW
     for bit in tl.static_range(LOW):
         place += _bit(row, MARKS + bit * KEEP + j, width, kept) << bit
-    negative = _bit(row, MARKS + LOW * KEEP + j, width, kept)
-    large = _bit(row, MARKS + (LOW + 1) * KEEP + j, width, kept)
-    low_level = tl.load(low + chunk, mask=mine, other=0.0)[:, None]
-    high_level = tl.load(high + chunk, mask=mine, other=0.0)[:, None]
-    level = tl.where(large == 1, high_level, low_level)
     out = chunk[:, None] * KEEP + j
     tl.store(index_out + out, place.to(tl.int16), mask=kept)
-    tl.store(values_out + out, tl.where(negative == 1, -level, level), mask=kept)
+    if SIGNED:
+        negative = _bit(row, MARKS + LOW * KEEP + j, width, kept)
+        large = _bit(row, MARKS + (LOW + 1) * KEEP + j, width, kept)
+        low_level = tl.load(low + chunk, mask=mine, other=0.0)[:, None]
+        high_level = tl.load(high + chunk, mask=mine, other=0.0)[:, None]
+        level = tl.where(large == 1, high_level, low_level)
+        tl.store(values_out + out, tl.where(negative == 1, -level, level), mask=kept)
 
 
 @triton.jit
@@ -234,49 +246,46 @@ def apply_kernel(
 
 @triton.jit
 def step_kernel(
-    pointers, owner, origin, cols, anchors, scratch, counts, num_replicas, number, step_size, num_chunks,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, COUNTED: tl.constexpr,
+    pointers, owner, origin, cols, anchors, num_replicas, number, step_size,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, REPLICAS: tl.constexpr, WIDTH: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """anchor -= step_size * mean, chunk by chunk, straight from the payloads.
+    """anchor -= step_size * mean for one chunk, straight from the payloads of a few replicas.
 
-    `pointers` are those of each replica's positions and values. A program adds one chunk's payloads, replica
-    after replica in order, into its own zeroed scratch, which stays in the cache; then the first entry to
-    come to a place moves the anchor there and leaves zeros. The roundings are those of a whole accumulator.
+    `pointers` are those of each replica's positions and values. Every entry adds up, replica by replica in
+    order, what was sent to its place, and the first of those that share a place moves the anchor: the same
+    roundings as adding payload after payload into an accumulator, without one.
     """
-    program = tl.program_id(0)
-    total = scratch + program * ENTRIES
-    count = counts + program * ENTRIES
-    j = tl.arange(0, WIDE)
-    for chunk in range(program, num_chunks, tl.num_programs(0)):
-        at = chunk * KEEP + j
-        for r in range(num_replicas):
-            index = tl.load(pointers + 2 * r).to(tl.pointer_type(tl.int16))
-            values = tl.load(pointers + 2 * r + 1).to(tl.pointer_type(tl.float32))
-            place = tl.load(index + at, mask=j < KEEP, other=0).to(tl.int32)
-            value = tl.load(values + at, mask=j < KEEP, other=0.0)
-            sent = (j < KEEP) & (value != 0)
-            tl.store(total + place, tl.load(total + place, mask=sent, other=0.0) + value, mask=sent)
-            tl.store(count + place, tl.load(count + place, mask=sent, other=0) + 1, mask=sent)
-            tl.debug_barrier()  # what one lane wrote another may read next
-        tensor = tl.load(owner + chunk).to(tl.int64)
-        anchor = tl.load(anchors + tensor).to(tl.pointer_type(tl.float32)) + tl.load(origin + chunk)
-        step = tl.load(cols + tensor).to(tl.int32)
-        for r in range(num_replicas):
-            index = tl.load(pointers + 2 * r).to(tl.pointer_type(tl.int16))
-            place = tl.load(index + at, mask=j < KEEP, other=0).to(tl.int32)
-            many = tl.load(count + place, mask=j < KEEP, other=0)
-            moved = many > 0
-            value = tl.load(total + place, mask=moved, other=0.0)
-            if COUNTED:
-                divisor = tl.maximum(many, 1).to(tl.float32)
-            else:
-                divisor = tl.zeros((WIDE,), tl.float32) + number
-            slot = anchor + (place // WIDTH) * step + place % WIDTH
-            old = tl.load(slot, mask=moved, other=0.0)
-            tl.store(slot, old - tl.div_rn(value, divisor) * step_size, mask=moved)
-            tl.store(total + place, tl.zeros((WIDE,), tl.float32), mask=moved)
-            tl.store(count + place, tl.zeros((WIDE,), tl.int32), mask=moved)
-            tl.debug_barrier()
+    chunk = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(owner + chunk).to(tl.int64)
+    entry = tl.arange(0, REPLICAS * WIDE)
+    replica, j = entry // WIDE, entry % WIDE
+    there = (replica < num_replicas) & (j < KEEP)
+    index = tl.load(pointers + 2 * replica, mask=there, other=0).to(tl.pointer_type(tl.int16))
+    place = tl.load(index + chunk * KEEP + j, mask=there, other=-1).to(tl.int32)  # (E,)
+    total = tl.zeros((REPLICAS * WIDE,), tl.float32)
+    count = tl.zeros((REPLICAS * WIDE,), tl.int32)
+    i = tl.arange(0, WIDE)
+    for r in range(num_replicas):
+        indices = tl.load(pointers + 2 * r).to(tl.pointer_type(tl.int16))
+        numbers = tl.load(pointers + 2 * r + 1).to(tl.pointer_type(tl.float32))
+        other = tl.load(indices + chunk * KEEP + i, mask=i < KEEP, other=-2).to(tl.int32)
+        value = tl.load(numbers + chunk * KEEP + i, mask=i < KEEP, other=0.0)
+        same = other[:, None] == place[None, :]  # (J, E): a replica sends a place once
+        total += tl.sum(tl.where(same, value[:, None], 0.0), 0)
+        told = tl.sum(tl.where(same, tl.where(value != 0, 257, 1)[:, None], 0), 0)  # a zero is not counted
+        count += told >> 8
+        there = there & ((r >= replica) | (told == 0))
+    if COUNTED:
+        many = tl.maximum(count, 1).to(tl.float32)
+    else:
+        many = tl.zeros((REPLICAS * WIDE,), tl.float32) + number
+    update = tl.div_rn(total, many) * step_size
+    start = tl.load(origin + chunk)
+    anchor = tl.load(anchors + tensor).to(tl.pointer_type(tl.float32)) + start
+    slot = anchor + (place // WIDTH) * tl.load(cols + tensor).to(tl.int32) + place % WIDTH
+    there = there & (total != 0)
+    tl.store(slot, tl.load(slot, mask=there, other=0.0) - update, mask=there)
 
 
 @triton.jit

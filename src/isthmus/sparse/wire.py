@@ -162,17 +162,20 @@ def _pack_group(group: Group, places: list[Layout], kind: str, rows: int) -> lis
     code = index_code(place.entries, count)
     size = bit_bytes(place.entries, count, kind)
     bits = torch.zeros(len(index), 8 * size, dtype=torch.uint8, device=index.device)
+    low = None
     if kind == "2bit":
         owner = owners(tuple(place.chunks for place in places), index.device)
         base = base.view(rows, len(places))[:, owner].flatten()  # (R C,)
-        if fused.usable(index.device) and fused.fits(place):
-            fused.write_bits(bits, index, values, levels(scale, base)[0][:, 0], code)
-        else:
-            _write_index(bits, index, code)
+        low = levels(scale, base)[0][:, 0]
+    if fused.usable(index.device) and fused.fits(place):
+        fused.write_bits(bits, index, values, low, code)
+    else:
+        _write_index(bits, index, code)
+        if kind == "2bit":
             at = code.bits(count)
             bits[:, at : at + count], bits[:, at + count : at + 2 * count] = bits_of(values, scale, base)
+    if kind == "2bit":
         return [_to_bytes(bits), torch.stack([scale & 255, scale >> 8], 1).to(torch.uint8)]
-    _write_index(bits, index, code)
     return [_to_bytes(bits), values.to(VALUE_TYPES[kind]).contiguous().view(torch.uint8)]
 
 
@@ -375,9 +378,12 @@ def _unpack_group(body: _Body, kind: str, places: list[Layout], base: Tensor | N
         scale = body.take(chunks, SCALE_BYTES).int()
         scale = scale[:, 0] | (scale[:, 1] << 8)
         base_of = base[:, owners(counts, data.device)].flatten()  # (R C,)
-    if kind == "2bit" and fused.usable(data.device) and fused.fits(place):
-        low, high = levels(scale, base_of)
-        index, values, odd = fused.read(data, low[:, 0], high[:, 0], place, code)
+    if fused.usable(data.device) and fused.fits(place):
+        pair = None
+        if kind == "2bit":
+            low, high = levels(scale, base_of)
+            pair = low[:, 0], high[:, 0]
+        index, values, odd = fused.read(data, pair, place, code)
         valid = (odd == 0).expand(rows)
     else:
         bits = _from_bytes(data)
@@ -387,10 +393,10 @@ def _unpack_group(body: _Body, kind: str, places: list[Layout], base: Tensor | N
             negative, large = bits[:, at : at + 2 * count].bool().unflatten(1, (2, count)).unbind(1)
             values = dequantize(negative, large, scale, base_of)
             at += 2 * count
-        else:
-            values = body.take(chunks, VALUE_BYTES[kind] * count).view(VALUE_TYPES[kind])
-            values = values.float() if kind == "bf16" else values
         valid = _each(bits[:, at:] == 0, rows)
+    if kind != "2bit":
+        values = body.take(chunks, VALUE_BYTES[kind] * count).view(VALUE_TYPES[kind])
+        values = values.float() if kind == "bf16" else values
     valid = valid & _each(values.isfinite(), rows) & _each(index < place.entries, rows)
     valid = valid & _each(index[:, 1:] > index[:, :-1], rows)
     if any(place.padded for place in places):
