@@ -123,8 +123,8 @@ def write_bits(bits: Tensor, index: Tensor, values: Tensor, low: Tensor | None, 
 def read(
     data: Tensor, levels_of: tuple[Tensor, Tensor] | None, place: Layout, code: IndexCode
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Positions and, with low and high levels given, values (C, J) of bit strings (C, n), and a flag: not zero
-    if one is malformed."""
+    """Positions and, with low and high levels given, values (C, J) of bit strings (C, n), and a flag that is
+    not zero if one is malformed."""
     from isthmus.sparse import kernels
 
     num_chunks, width = data.shape
