@@ -58,6 +58,10 @@ def test_a_finished_run_shows_everything_and_asks_nobody_else(page, run):
         assert page.value("document.querySelectorAll('[role=gridcell]').length") == 12
         assert page.value("document.querySelectorAll('#picture svg .stage').length") == 4
         assert page.value("document.title") == "small, round 4 of 4 - Isthmus"
+        for width in (1280, 700):  # drawn for the width that a chart has, also after the window changed
+            page.look_as(width, 900)
+            drawn = "[...document.querySelectorAll('.chart svg')].every"
+            page.until(f"{drawn}(s => s.clientWidth === s.viewBox.baseVal.width)")
         assert page.value("document.querySelectorAll('svg path.line').length") == 4 + 4 + 2 + 3
         assert {urlsplit(asked).netloc for asked in page.requests} == {urlsplit(url).netloc}
     assert page.complaints == []

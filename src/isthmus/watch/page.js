@@ -80,6 +80,7 @@ function ticks(low, high, about) {
 // Line charts
 
 const charts = new Map(); // title -> what a resize draws again
+const resized = new ResizeObserver(() => { for (const one of charts.values()) if (one.node.isConnected && one.drawn !== one.canvas.clientWidth) sketch(one); });
 const LEFT = 46, RIGHT = 8, TOP = 20, BOTTOM = 34;
 
 function chart(data) {
@@ -106,6 +107,7 @@ function chart(data) {
     read(xs[Math.min(xs.length - 1, Math.max(0, next))]);
   });
   charts.set(data.title, one);
+  resized.observe(canvas);
   return one;
 }
 
@@ -129,6 +131,7 @@ function sketch(one) {
   const { data, canvas } = one, form = FORMS[data.form];
   const width = Math.max(240, canvas.clientWidth || 480), height = canvas.clientHeight || 236;
   canvas.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  one.drawn = canvas.clientWidth;
   const all = data.series.flatMap((line) => line.points), ys = all.map((p) => p[1]);
   const xLow = Math.min(0, ...one.xs), xHigh = Math.max(...one.xs) || 1;
   let low = Math.min(...ys), high = Math.max(...ys);
@@ -172,17 +175,18 @@ function plots(id, list) {
     const known = charts.get(data.title);
     if (known && known.node.parentNode === $(id) && JSON.stringify(known.data) === JSON.stringify(data)) continue;
     const focused = known && document.activeElement === known.canvas, at = known ? known.at : null;
+    if (known) resized.unobserve(known.canvas);
     const one = chart(data);
     if (known && known.node.parentNode === $(id)) known.node.replaceWith(one.node); else $(id).append(one.node);
     one.at = one.xs.includes(at) ? at : null;
     if (focused) one.canvas.focus();
-    sketch(one);
   }
   const titles = new Set(list.map((data) => data.title));
   for (const child of [...$(id).children]) {
     const title = [...charts].find(([, one]) => one.node === child)?.[0];
     if (!titles.has(title)) child.remove();
   }
+  for (const data of list) sketch(charts.get(data.title)); // only now are all as wide as they will be
 }
 
 // The fleet as a picture: the bucket, and the replicas on both sides of it, or on one where there is little room
@@ -305,7 +309,7 @@ function processes(one) {
 
 // Round by round
 
-const GLYPHS = { counted: "", late: "L", refused: "×", missing: "–", away: "", delivered: "✓", awaited: "" };
+const GLYPHS = { counted: "", late: "L", refused: "×", missing: "−", away: "", delivered: "✓", awaited: "" };
 let place = [0, -1]; // row and column that Tab leads to
 
 function rounds(state) {
@@ -318,7 +322,7 @@ function rounds(state) {
   const colour = (name) => state.kinds.find((kind) => state.replicas.some((one) => one.name === name && one.kind === kind.name));
   const label = (row, column) => {
     const [word, reason] = data.rows[row].cells[column];
-    return `Round ${data.rounds[column]}, ${data.rows[row].replica}: ${data.words[word] || word}${reason ? `. ${reason}` : ""}`;
+    return `Round ${data.rounds[column]}, ${data.rows[row].replica}: ${data.words[word] || word}${reason ? `; ${reason}` : ""}`;
   };
   const width = data.rounds.length, height = data.rows.length;
   if (place[1] < 0 || place[1] >= width || place[0] >= height) place = [0, width - 1];
@@ -493,7 +497,7 @@ async function poll() {
 let waiting = 0;
 addEventListener("resize", () => {
   clearTimeout(waiting);
-  waiting = setTimeout(() => { if (last) { picture(last); for (const one of charts.values()) if (one.node.isConnected) sketch(one); } }, 120);
+  waiting = setTimeout(() => { if (last) { picture(last); const cells = document.querySelector(".cells"); if (cells) cells.scrollLeft = cells.scrollWidth; } }, 120);
 });
 setInterval(tick, 1000);
 poll();
