@@ -335,7 +335,7 @@ function rounds(state) {
     return td;
   }));
   const body = data.rows.map((row, i) => h("tr", {}, h("th", { scope: "row", title: row.replica, class: `c${colour(row.replica)?.colour ?? 7}` }, row.replica), cells[i],
-    h("td", { class: "score" }, row.stranger ? "not in the recipe" : `${row.counted} of ${data.settled}`)));
+    h("td", { class: "score" }, row.stranger ? "not in the recipe" : [h("span", { class: "slim" }, `${row.counted} of ${data.settled}`), h("span", { class: "narrow" }, `${row.counted}/${data.settled}`)])));
   const grid = h("table", { role: "grid", "aria-label": "Replicas and rounds; arrow keys move" },
     h("thead", {}, h("tr", {}, h("td", {}), data.rounds.map((t, j) => h("th", { scope: "col" }, t === data.open || t % (width > 30 ? 10 : 5) === 0 || j === 0 ? String(t) : h("span", { class: "none" }))))), h("tbody", {}, body));
   grid.addEventListener("keydown", (event) => {
