@@ -1,13 +1,14 @@
 """An exported folder is our model: the same logits in transformers, the same bits back, never half of it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -18,6 +19,7 @@ from isthmus.export.source import open_trained, pipelined_member
 from isthmus.model.hf import hf_name, read_config, read_params
 from isthmus.model.llama import forward, rope_table
 from isthmus.replica.crossings import crossings_of
+from isthmus.replica.split import boundaries
 
 
 def some_tokens(trained, rows=3):
@@ -172,25 +174,58 @@ def test_losses_are_those_of_the_run_s_last_row(runs, tmp_path, capsys):
     assert f"{last['tokens']:,} tokens" in card
 
 
-def test_a_plain_model_that_would_disappoint_is_not_written(runs, tmp_path, capsys, monkeypatch):
-    from isthmus.export import folder as module
+def spoil(run, copy, change):
+    """A copy of a simulated run whose last weights went through `change`."""
+    shutil.copytree(run, copy)
+    (state,) = (copy / "state").glob("round-*")
+    anchor = load_file(state / "anchor.safetensors")
+    change(anchor)
+    save_file(anchor, state / "anchor.safetensors")
+    return str(copy)
 
-    trained = open_trained(str(runs["compressed"]))
-    honest = measure(trained)
-    # 3 % between the two losses: these small runs have not come apart that far by themselves.
-    monkeypatch.setattr(module, "measure", lambda *_: replace(honest, plain=honest.mixed * 1.03))
-    target = tmp_path / "hf"
-    assert main(["export", str(runs["compressed"]), "--to", "hf", str(target)]) == 2
+
+def test_a_plain_model_that_would_disappoint_is_not_written(runs, tmp_path, capsys):
+    """What the layer before a boundary writes outside S never crosses it: there the forwards come apart."""
+    recipe, learnt = runs["compressed"].parent / "compressed.toml", tmp_path / "learnt"
+    settings = ["inner.lr=0.02", "outer.keep=4096", "outer.inner_steps=40", "outer.rounds=2"]
+    flat = [f"--set={setting}" for setting in settings]
+    assert main(["simulate", str(recipe), "--run", str(learnt), "--quiet", *flat]) == 0
+    capsys.readouterr()
+    trained = open_trained(str(learnt))
+    member = pipelined_member(trained.recipe)
+    edge = boundaries(trained.recipe.model.layers, member.config.stages)[0]
+    basis = trained.bases.get(member, 0)
+
+    def write_outside(anchor):
+        weight = anchor[f"layers.{edge - 1}.feed_forward.w2.weight"]
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+        weight += 3 * (noise - basis @ (basis.mT @ noise))
+
+    run = spoil(learnt, tmp_path / "run", write_outside)
+    spoilt = measure(open_trained(run))
+    assert spoilt.mixed == pytest.approx(measure(trained).mixed, abs=1e-3)
+    assert spoilt.worse > 0.02
+    place = tmp_path / "place"
+    place.mkdir()
+    assert main(["export", run, "--to", "hf", str(place / "hf")]) == 2
     printed = capsys.readouterr()
-    assert "3.0% worse than the one that the run trained" in printed.err
+    assert f"{spoilt.worse:.1%} worse than the one that the run trained" in printed.err
     assert "--as pipelined" in printed.err
     assert printed.err.count("\n") == 1
-    assert "as a plain LLaMA" in printed.out
-    assert list(tmp_path.iterdir()) == []
-    assert main(["export", str(runs["compressed"]), "--to", "hf", str(target), "--as", "pipelined"]) == 0
-    assert main(["export", str(runs["compressed"]), "--to", "hf", str(tmp_path / "f"), "--force"]) == 0
-    monkeypatch.setattr(module, "measure", lambda *_: replace(honest, plain=float("nan")))
-    assert main(["export", str(runs["compressed"]), "--to", "hf", str(tmp_path / "nan")]) == 2
+    assert f"{spoilt.plain:.4f}  as a plain LLaMA" in printed.out
+    assert list(place.iterdir()) == []
+    assert main(["export", run, "--to", "hf", str(place / "pp"), "--as", "pipelined"]) == 0
+    assert main(["export", run, "--to", "hf", str(place / "forced"), "--force"]) == 0
+
+
+def test_a_model_that_is_not_finite_is_not_written(runs, tmp_path, capsys):
+    def diverge(anchor):
+        anchor["norm.weight"].fill_(float("nan"))
+
+    run = spoil(runs["full"], tmp_path / "run", diverge)
+    assert main(["export", run, "--to", "hf", str(tmp_path / "hf")]) == 2
+    assert "nan" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
 
 
 def test_a_write_that_fails_leaves_nothing(runs, tmp_path, monkeypatch, capsys):
