@@ -11,7 +11,6 @@ from isthmus.export.source import Trained
 from isthmus.model.llama import forward, token_losses
 
 WORSE = 0.02  # a plain model may be this share worse than what the run trained
-FORWARDS = {"full": "loss_full", "pipelined": "loss_pipelined", "mixed": "loss_mixed"}
 
 
 @dataclass(frozen=True, slots=True)
