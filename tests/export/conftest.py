@@ -1,14 +1,18 @@
 """Four small runs, made once: full, mixed, compressed only, and finished dense."""
 
 import os
+import tempfile
 
 import pytest
 import torch
 
+from isthmus.cli.main import main
+
+# Before transformers is imported: no network, and the model files it copies stay out of the user's cache.
+CACHE = tempfile.TemporaryDirectory(prefix="isthmus-hf-")
+os.environ["HF_HOME"] = os.environ["HF_MODULES_CACHE"] = CACHE.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-from isthmus.cli.main import main
 
 RECIPE = """
 name = "tiny"
