@@ -80,7 +80,7 @@ SCALES = {
         Scale(
             "512m", "the paper's own, for a large machine", ("model.preset=512m",), 50, 391,
             {"sparseloco": 1e-3, "adamw": 3e-4, "diloco": 1e-3},
-            {method: (3e-4, 6e-4, 1e-3) for method in METHODS}, tokens_per_second=5e4,
+            {method: (3e-4, 6e-4, 1e-3) for method in METHODS}, by_h=(15, 30, 100), tokens_per_second=5e4,
         ),
         Scale(
             "toy", "two rounds, to try the machinery",
