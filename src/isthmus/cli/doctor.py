@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.config import PRESETS
-from isthmus.config.tree import choice
+from isthmus.config.checks import choice
 from isthmus.dashboard.words import duration, size
 from isthmus.errors import ConfigError
 

@@ -1,21 +1,16 @@
 """Recipes: TOML in, frozen and checked dataclasses out. Standard library only."""
 
+from isthmus.config.checks import nearest
+from isthmus.config.fleet import AUTO, BucketConfig, LinkConfig, Member, ReplicaConfig
+from isthmus.config.model import PRESETS, ModelConfig
 from isthmus.config.toml import build_table, dump_recipe, load_recipe, parse_recipe, toml_line
 from isthmus.config.tree import (
-    AUTO,
-    PRESETS,
-    BucketConfig,
     DataConfig,
     FinishConfig,
     InnerConfig,
-    LinkConfig,
-    Member,
-    ModelConfig,
     OuterConfig,
     Recipe,
-    ReplicaConfig,
     SubspaceConfig,
-    nearest,
 )
 
 __all__ = [

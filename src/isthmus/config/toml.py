@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.tree import AUTO, PRESETS, Recipe, choice, nearest
+from isthmus.config.checks import choice, nearest
+from isthmus.config.fleet import AUTO
+from isthmus.config.model import PRESETS
+from isthmus.config.tree import Recipe
 from isthmus.errors import ConfigError
 
 

@@ -1,0 +1,129 @@
+"""Replicas, their links and their bucket, as a recipe states them. Standard library only."""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from isthmus.config.checks import above, at_least, choice
+from isthmus.errors import ConfigError
+
+AUTO = "auto"  # a replica's compression, to be picked by its link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    """What a link can carry, each way."""
+
+    mbps: float = 1000.0
+    latency_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        above("link.mbps", self.mbps, 0)
+        at_least("link.latency_ms", self.latency_ms, 0)
+
+    def seconds(self, payload_bytes: float) -> float:
+        return payload_bytes * 8 / (self.mbps * 1e6) + self.latency_ms / 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    """One kind of replica and how many there are of it."""
+
+    name: str
+    kind: str = "full"  # or "pipelined"
+    count: int = 1
+    stages: int = 1
+    processes: int = 1  # of a full replica: several GPUs of one machine that share every batch
+    compression: str = (
+        "none"  # k/d between stages, as "1/8"; "auto": planner.auto picks it before a run starts
+    )
+    wire: str = "bf16"  # what activations and their gradients cross a link as; or "fp32", "fp64"
+    backend: str = "gloo"  # between stages; "nccl" where all are GPUs on one fast network
+    link: LinkConfig = field(default_factory=LinkConfig)  # between stages
+    bucket_link: LinkConfig | None = None  # to the other replicas, by every machine; as `link` when not given
+    tflops: float = 0.0  # training rate of one machine; 0: not known, the simulator's own time is taken
+
+    def __post_init__(self) -> None:
+        where = f"replica {self.name}"
+        if not self.name or not all(c.isalnum() or c in "-_" for c in self.name):
+            raise ConfigError(f'replica name "{self.name}": use letters, digits, "-" and "_"')
+        choice(f"{where}: kind", self.kind, ("full", "pipelined"))
+        choice(f"{where}: wire", self.wire, ("bf16", "fp32", "fp64"))
+        choice(f"{where}: backend", self.backend, ("gloo", "nccl"))
+        at_least(f"{where}: count", self.count, 1)
+        at_least(f"{where}: stages", self.stages, 1)
+        at_least(f"{where}: processes", self.processes, 1)
+        at_least(f"{where}: tflops", self.tflops, 0)
+        if self.kind == "pipelined" and self.processes > 1:
+            raise ConfigError(f"{where} is pipelined: one process for each stage; drop processes")
+        if self.kind == "full" and (self.stages != 1 or self.compression != "none"):
+            raise ConfigError(
+                f'{where} is full: no stages and no compression; set kind = "pipelined" or drop them'
+            )
+        if self.kind == "pipelined" and self.stages < 2:
+            raise ConfigError(f"{where} is pipelined with {self.stages} stage; give stages = 2 or more")
+        if self.compression != AUTO:
+            self.ratio  # noqa: B018 - raises when compression is malformed
+
+    @property
+    def ratio(self) -> Fraction | None:
+        """k/d, or None where the boundary is open."""
+        if self.compression == "none":
+            return None
+        if self.compression == AUTO:
+            raise ConfigError(
+                f'replica {self.name}: compression is still "auto"; planner.auto.resolve puts a k/d there'
+            )
+        try:
+            ratio = Fraction(self.compression)
+        except (ValueError, ZeroDivisionError):
+            ratio = Fraction(0)
+        if not 0 < ratio <= 1:
+            raise ConfigError(
+                f'replica {self.name}: compression is "{self.compression}"; k/d is a fraction above 0 and at '
+                'most 1 such as "1/8", or "none", or "auto"'
+            )
+        return ratio
+
+    @property
+    def compressed(self) -> bool:
+        return self.ratio is not None
+
+    def subspace_dim(self, width: int) -> int:
+        """K; all of D when the boundary is open."""
+        return width if self.ratio is None else max(1, int(width * self.ratio))
+
+    @property
+    def wire_bytes(self) -> int:
+        return {"bf16": 2, "fp32": 4, "fp64": 8}[self.wire]
+
+    @property
+    def outer_link(self) -> LinkConfig:
+        return self.bucket_link or self.link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketConfig:
+    """Where a real fleet keeps its rounds and when one is closed; the simulator has no use for it."""
+
+    url: str = ""  # default: a folder beside the run
+    deadline_seconds: float = 0.0  # a round may be closed without the missing; 0: from the rounds before it
+    quorum: int = 0  # contributions that suffice then; 0: more than half of the members
+    anchor_every: int = 10  # rounds between whole models in the bucket
+    heartbeat_seconds: float = 3.0
+    norm_limit: float = 20.0  # times the round's median norm; a payload beyond is refused
+
+    def __post_init__(self) -> None:
+        for name in ("deadline_seconds", "quorum"):
+            at_least(f"bucket.{name}", getattr(self, name), 0)
+        at_least("bucket.anchor_every", self.anchor_every, 1)
+        above("bucket.heartbeat_seconds", self.heartbeat_seconds, 0)
+        above("bucket.norm_limit", self.norm_limit, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One replica of the fleet: its place in the run and what it is."""
+
+    index: int
+    name: str
+    config: ReplicaConfig
