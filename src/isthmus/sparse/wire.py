@@ -26,22 +26,17 @@ from torch import Tensor
 
 from isthmus.sparse import fused
 from isthmus.sparse.bundle import Bundle, Group, Shapes, SparseChunks, arrange, owners
+from isthmus.sparse.header import read_header, write_header
 from isthmus.sparse.quantize import MIN_BASE, bits_of, dequantize, levels
 from isthmus.sparse.size import (
     BASE_BYTES,
     CRC_BYTES,
     HEADER_BYTES,
-    KINDS,
-    MAX_DIMS,
-    MAX_NAME_BYTES,
-    MAX_TENSORS,
     SCALE_BYTES,
     VALUE_BYTES,
     IndexCode,
     Layout,
     bit_bytes,
-    check_codec,
-    check_shape,
     chunk_bytes,
     index_code,
     packed_bytes,
@@ -60,8 +55,6 @@ __all__ = [
     "unpack_many",
 ]
 
-MAGIC, VERSION = b"ISP", 1
-HEADER = struct.Struct("<3sBBBHI")
 BAD_CHUNKS = "the payload has positions out of order or out of range, or values that are not finite"
 BAD_CHECKSUM = "the payload's checksum does not match its contents"
 VALUE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -92,7 +85,7 @@ def pack_all(replicas: Sequence[Mapping[str, SparseChunks]]) -> list[bytes]:
     key, kind = bundles[0].key, bundles[0].kind
     if any(bundle.key != key or bundle.kind != kind for bundle in bundles):
         return [pack_all([bundle])[0] for bundle in bundles]
-    header, (layouts, groups, _) = _header(*key, kind), arrange(*key)
+    header, (layouts, groups, _) = write_header(*key, kind), arrange(*key)
     body = []
     joined = [_join([bundle.groups[i] for bundle in bundles]) for i in range(len(groups))]
     if kind == "2bit":
@@ -134,24 +127,6 @@ def _to_host(body: Tensor, header: bytes) -> list[tuple[memoryview, int]]:
         share = int.from_bytes(view[-CRC_BYTES:], "little")
         found.append((view[:-CRC_BYTES], fused.finish_crc(header, share, size)))
     return found
-
-
-@lru_cache(maxsize=256)
-def _header(shapes: Shapes, side: int, keep: int, kind: str) -> bytes:
-    if len(shapes) > MAX_TENSORS:
-        raise ValueError(f"{len(shapes)} tensors are too many to pack together; at most {MAX_TENSORS}")
-    parts = [HEADER.pack(MAGIC, VERSION, KINDS.index(kind), side, keep, len(shapes))]
-    for name, shape in shapes:
-        label = name.encode()
-        if len(label) > MAX_NAME_BYTES:
-            raise ValueError(
-                f"a tensor's name takes {len(label)} bytes; at most {MAX_NAME_BYTES} can be sent"
-            )
-        if max(shape, default=0) >= 2**32:
-            raise ValueError(f"{name} has a dimension beyond 32 bits: {tuple(shape)}")
-        parts.append(struct.pack("<H", len(label)) + label)
-        parts.append(struct.pack(f"<B{len(shape)}I", len(shape), *shape))
-    return b"".join(parts)
 
 
 def _pack_group(group: Group, places: list[Layout], kind: str, rows: int) -> list[Tensor]:
@@ -224,7 +199,7 @@ def unpack_all(strings: Sequence[bytes], device: torch.device | str | None = Non
         for view in views:
             if _crc_of(view) != zlib.crc32(view[:-CRC_BYTES]):
                 raise ValueError(BAD_CHECKSUM)
-    found = [_recent_header(view[:-CRC_BYTES]) for view in views]
+    found = [read_header(view[:-CRC_BYTES]) for view in views]
     if any(header != found[0] for header in found):
         return [unpack_all([data], device)[0] for data in strings]
     shapes, side, keep, kind, at = found[0]
@@ -288,20 +263,6 @@ def _body_bytes(shapes: Shapes, side: int, keep: int, kind: str) -> int:
     return total + (BASE_BYTES * len(shapes) if kind == "2bit" else 0)
 
 
-_recent: dict[bytes, tuple[Shapes, int, int, str, int]] = {}
-
-
-def _recent_header(view: memoryview) -> tuple[Shapes, int, int, str, int]:
-    """`_read_header`, remembered: the payloads of a run begin with the same few headers."""
-    for header, found in _recent.items():
-        if view[: len(header)] == header:
-            return found
-    shapes, side, keep, kind, at = _read_header(view)
-    if len(_recent) >= 16:
-        _recent.pop(next(iter(_recent)))
-    return _recent.setdefault(bytes(view[:at]), (tuple(shapes.items()), side, keep, kind, at))
-
-
 def _to_device(views: list[memoryview], device: torch.device) -> Tensor:
     """Strings of the same length as rows (R, n)."""
     rows = torch.empty(len(views), len(views[0]), dtype=torch.uint8, device=device)
@@ -331,39 +292,6 @@ class _Body:
         part = self.data[:, start : self.at]
         copy = torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part)
         return copy.view(len(part) * rows, width)
-
-
-def _read_header(view: memoryview) -> tuple[dict[str, tuple[int, ...]], int, int, str, int]:
-    """Names and shapes, side, keep and kind, and where the body starts."""
-    magic, version, number, side, keep, count = HEADER.unpack_from(view)
-    if magic != MAGIC or version != VERSION:
-        raise ValueError(f"not a payload of version {VERSION}")
-    if number >= len(KINDS):
-        raise ValueError(f"the payload's values are of the unknown kind {number}")
-    check_codec(side, keep, KINDS[number])
-    if not 1 <= count <= MAX_TENSORS:
-        raise ValueError(f"the payload claims {count} tensors; 1 to {MAX_TENSORS} can be sent")
-    shapes: dict[str, tuple[int, ...]] = {}
-    at = HEADER_BYTES
-    try:
-        for _ in range(count):
-            (length,) = struct.unpack_from("<H", view, at)
-            at += 2 + length
-            if length > MAX_NAME_BYTES or at > len(view):
-                raise ValueError(f"the payload has a name of {length} bytes")
-            name = bytes(view[at - length : at]).decode()
-            (num_dims,) = struct.unpack_from("<B", view, at)
-            if num_dims > MAX_DIMS:
-                raise ValueError(f"{name} claims {num_dims} dimensions; at most {MAX_DIMS} can be sent")
-            shape = struct.unpack_from(f"<{num_dims}I", view, at + 1)
-            check_shape(shape)
-            if name in shapes:
-                raise ValueError(f"the payload has two tensors named {name!r}")
-            shapes[name] = shape
-            at += 1 + 4 * num_dims
-    except struct.error as error:
-        raise ValueError("the payload ends inside its header") from error
-    return shapes, side, keep, KINDS[number], at
 
 
 def _unpack_group(body: _Body, kind: str, places: list[Layout], base: Tensor | None) -> tuple[Group, Tensor]:
