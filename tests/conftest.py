@@ -1,6 +1,7 @@
 """What all tests share: one thread for every process, and a second try where the clock has a say."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,13 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+# Who starts the tests in the background may have had Ctrl-C ignored, and processes would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Real processes, sockets, servers and kills: on a machine that does much else, a time-out may come too early.
 # A fault of the code fails every time.
-BY_THE_CLOCK = ("fleet", "comm", "data", "cli", "doctor", "engine", "replica", "watch")
+BY_THE_CLOCK = ("fleet", "comm", "data", "cli", "doctor", "engine", "export", "replica", "reproduce", "watch")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
