@@ -257,7 +257,7 @@ def isthmus(job: dict[str, Any], m: int, port: int, backward: str) -> dict[str, 
     the agreement on the norm; what the event simulation says of the schedule; the most in flight."""
     import torch
 
-    from isthmus.comm.stages import connect, open_store
+    from isthmus.comm.meeting import connect, open_store
     from isthmus.replica.pipelined import PipelinedReplica
     from isthmus.replica.schedule import WEIGHT_SHARE, simulate_schedule
     from isthmus.replica.stage import Stage

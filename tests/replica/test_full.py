@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_stage import FP32, RECIPE, batches_of, relative, simulated, trained
 
-from isthmus.comm.stages import open_store
+from isthmus.comm.meeting import open_store
 from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError, RunError
 from isthmus.replica.full import FullReplica, share_batches

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_stage import FP32, RECIPE, batches_of, relative, simulated, trained
 
-from isthmus.comm.stages import connect, open_store
+from isthmus.comm.meeting import connect, open_store
 from isthmus.config import parse_recipe
 from isthmus.errors import RunError
 from isthmus.replica.pipelined import FIRST_LOOK, LOOK_EVERY, PipelinedReplica

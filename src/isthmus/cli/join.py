@@ -82,8 +82,8 @@ def join(args: argparse.Namespace) -> int:
     if args.supervised:  # before the long imports: also while it starts, a launcher can be stopped
         die_with_parent(args.supervised)
         Pulse(Path(args.work) / launcher_pulse(args.stage)).start()
+    from isthmus.comm.meeting import check_private
     from isthmus.comm.retry import StoreError
-    from isthmus.comm.stages import check_private
     from isthmus.comm.store import open_store
     from isthmus.engine.fleet import (
         Ledger,

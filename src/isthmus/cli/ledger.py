@@ -84,7 +84,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    from isthmus.comm.ledger import anchor_digest, shard_digest
+    from isthmus.comm.digest import anchor_digest, shard_digest
     from isthmus.engine.fleet import open_ledger
     from isthmus.engine.replay import Replay
 

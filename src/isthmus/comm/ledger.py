@@ -11,15 +11,14 @@ Round t takes theta^(t-1) to theta^(t), t = 1 .. R. Nothing read here is trusted
 and size are checked, and nothing is ever unpickled.
 """
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
@@ -320,7 +319,7 @@ class Ledger:
             tensors: dict[str, Tensor] = {}
             shapes = self.run.recipe.model.shapes()
             for index in wanted:
-                limit = 8 * sum(_numel(shapes[name]) for name in self.shards[index]) * 2 + 2**20
+                limit = 8 * sum(prod(shapes[name]) for name in self.shards[index]) * 2 + 2**20
                 data = self.store.get(f"{folder}/{index}.safetensors", max_bytes=limit)
                 if data is None or sha256(data) != body["files"][index]:
                     raise Refused(f"file {index} is missing or not what complete.json says")
@@ -359,36 +358,12 @@ class Ledger:
         return f"payloads/{replica}/{round_number:06d}/commit.json"
 
 
-def shard_digest(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
-    """Digest of one shard of an anchor: names, types and bits."""
-    digest = hashlib.sha256()
-    for name in names:
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name}/{tensor.dtype}/{tuple(tensor.shape)}\0".encode())
-        digest.update(
-            tensor.view(torch.uint8).numpy() if tensor.dim() else tensor.reshape(1).view(torch.uint8).numpy()
-        )
-    return digest.hexdigest()
-
-
-def anchor_digest(shard_digests: Sequence[str]) -> str:
-    """Digest of a whole anchor from those of its shards, so that no process needs to hold all of it."""
-    return sha256("/".join(shard_digests).encode())
-
-
 def _manifest_key(round_number: int) -> str:
     return f"manifests/{round_number:06d}.json"
 
 
 def _stem(key: str) -> str:
     return key.rsplit("/", 1)[-1].removesuffix(".json")
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _entry(body: Mapping[str, Any]) -> Entry:

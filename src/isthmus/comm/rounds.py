@@ -8,7 +8,8 @@ from typing import Any
 from isthmus.comm.base import Contribution
 from isthmus.comm.closer import Closer
 from isthmus.comm.crew import Crew, agree, collect
-from isthmus.comm.ledger import Entry, Ledger, Manifest, Shard, anchor_digest
+from isthmus.comm.digest import anchor_digest
+from isthmus.comm.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.comm.retry import StoreError
 from isthmus.comm.trust import MOST_PROCESSES, Refused, sha256
 from isthmus.errors import Diverged, RunError

@@ -18,7 +18,8 @@ from torch import Tensor
 from isthmus.comm.base import Contribution
 from isthmus.comm.closer import checked_payloads
 from isthmus.comm.crew import Crew, agree, all_true, collect
-from isthmus.comm.ledger import Ledger, shard_digest
+from isthmus.comm.digest import shard_digest
+from isthmus.comm.ledger import Ledger
 from isthmus.comm.retry import StoreError
 from isthmus.comm.rounds import LedgerExchange
 from isthmus.comm.trust import Refused, canonical, sha256

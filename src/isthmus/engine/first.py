@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from isthmus.comm.digest import shard_digest
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.data.manifest import TOKENIZER
@@ -48,8 +49,6 @@ def start_folder(recipe: Recipe) -> Path:
 
 
 def start_digest(params: Mapping[str, Tensor]) -> str:
-    from isthmus.comm.ledger import shard_digest  # with the store's library, which a simulator can do without
-
     return shard_digest(params, sorted(params))
 
 

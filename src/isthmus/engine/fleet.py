@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from isthmus.comm.ledger import Ledger, RunInfo, anchor_digest, create_run, read_run, shard_digest
+from isthmus.comm.digest import anchor_digest, shard_digest
+from isthmus.comm.ledger import Ledger, RunInfo, create_run, read_run
 from isthmus.comm.rendezvous import free_port
 from isthmus.comm.store import open_store
 from isthmus.comm.trust import Signer, load_signer, new_secret, save_secret

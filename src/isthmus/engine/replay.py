@@ -6,7 +6,8 @@ from collections.abc import Collection
 import torch
 
 from isthmus.comm.closer import checked_payloads
-from isthmus.comm.ledger import Ledger, Manifest, anchor_digest, shard_digest
+from isthmus.comm.digest import anchor_digest, shard_digest
+from isthmus.comm.ledger import Ledger, Manifest
 from isthmus.comm.trust import Refused
 from isthmus.errors import RunError
 from isthmus.model.llama import init_params

@@ -179,7 +179,7 @@ def build_replica(config, member, recipe, corpus, rank, size, master, device, pr
     from torch.distributed import PrefixStore
 
     from isthmus.comm.crew import SoloCrew, StageCrew
-    from isthmus.comm.stages import connect, open_store
+    from isthmus.comm.meeting import connect, open_store
     from isthmus.data.tokens import Batches
     from isthmus.replica.full import FullReplica, share_batches
     from isthmus.replica.led import LedReplica

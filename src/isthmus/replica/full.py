@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isthmus.comm.stages import group
+from isthmus.comm.meeting import group
 from isthmus.config import Member, Recipe
 from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError, RunError
