@@ -299,23 +299,9 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server
 @pytest.fixture
 def person(seaweed: servers.Server, monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[str, str]], None]:
     """Become someone who holds these credentials and nothing else."""
-    for name in (
-        "AWS_SESSION_TOKEN",
-        "AWS_PROFILE",
-        "AWS_ENDPOINT",
-        "AWS_ENDPOINT_URL_S3",
-        "AWS_DEFAULT_REGION",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-        monkeypatch.setenv(name, "no-such-file")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
 
     def become(credentials: tuple[str, str]) -> None:
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", credentials[0])
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", credentials[1])
+        servers.use(monkeypatch, seaweed.endpoint, credentials)
 
     become(servers.ADMIN)
     return become

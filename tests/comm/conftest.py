@@ -25,25 +25,6 @@ def _session(server: servers.Server | str) -> Iterator[servers.Server | str]:
         server.kill()
 
 
-def use(monkeypatch: pytest.MonkeyPatch, endpoint: str, credentials: tuple[str, str] = servers.ADMIN) -> None:
-    """Make this environment that of a person who holds `credentials` and nothing else."""
-    for name in (
-        "AWS_SESSION_TOKEN",
-        "AWS_PROFILE",
-        "AWS_ENDPOINT",
-        "AWS_ENDPOINT_URL_S3",
-        "AWS_DEFAULT_REGION",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-        monkeypatch.setenv(name, "no-such-file")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", credentials[0])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", credentials[1])
-
-
 def _server(request: pytest.FixtureRequest, name: str) -> servers.Server:
     server = request.getfixturevalue(f"{name}_server")
     if isinstance(server, str):
@@ -62,13 +43,13 @@ def folder_url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def moto_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    use(monkeypatch, _server(request, "moto").endpoint)
+    servers.use(monkeypatch, _server(request, "moto").endpoint)
     return _url()
 
 
 @pytest.fixture
 def seaweed_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    use(monkeypatch, _server(request, "seaweed").endpoint)
+    servers.use(monkeypatch, _server(request, "seaweed").endpoint)
     return _url()
 
 
@@ -83,6 +64,6 @@ def bad_network(
 ) -> Iterator[tuple[str, faultproxy.FaultProxy]]:
     """A URL and the fault proxy on the way to it."""
     proxy = faultproxy.FaultProxy(_server(request, request.param).port)
-    use(monkeypatch, proxy.url)
+    servers.use(monkeypatch, proxy.url)
     yield _url(), proxy
     proxy.close_port()

@@ -19,7 +19,8 @@ from torch import Tensor
 from isthmus.comm.base import Contribution
 from isthmus.comm.closer import checked_payloads
 from isthmus.comm.crew import SoloCrew
-from isthmus.comm.ledger import Entry, Ledger, Manifest, Shard, read_run, shard_digest
+from isthmus.comm.digest import shard_digest
+from isthmus.comm.ledger import Entry, Ledger, Manifest, Shard, read_run
 from isthmus.comm.rounds import LedgerExchange
 from isthmus.comm.store import Store, open_store
 from isthmus.comm.trust import Signer, load_signer, sha256

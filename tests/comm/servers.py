@@ -15,6 +15,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import obstore
+import pytest
 from obstore.store import S3Store
 
 BUCKET = "runs"
@@ -22,6 +23,25 @@ ADMIN = ("admin-key-id", "admin-very-secret")
 # May read everything, and write only what is its own: two prefixes, the replica's name before the round.
 RACK = ("rack-key-id", "rack-very-secret")
 RACK_PREFIXES = ("demo/payloads/rack", "demo/members/rack")
+
+
+def use(monkeypatch: pytest.MonkeyPatch, endpoint: str, credentials: tuple[str, str] = ADMIN) -> None:
+    """Make this environment that of a person who holds `credentials` and nothing else."""
+    for name in (
+        "AWS_SESSION_TOKEN",
+        "AWS_PROFILE",
+        "AWS_ENDPOINT",
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_DEFAULT_REGION",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, "no-such-file")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", credentials[0])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", credentials[1])
 
 
 def free_ports(count: int) -> list[int]:

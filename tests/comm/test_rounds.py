@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import servers
-from conftest import use
 from faultproxy import FaultProxy
 from little import RECIPE, Little, Replica, at_once, beating, rounds
 from little import hasty as hasty
+from servers import use
 
 from isthmus.comm import closer as closer_module
 from isthmus.comm.ledger import Ledger

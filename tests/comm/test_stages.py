@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from isthmus.comm.stages import Part, check_private, connect, local_pair, open_store
+from isthmus.comm.meeting import check_private, connect, open_store
+from isthmus.comm.stages import Part, local_pair
 from isthmus.errors import ConfigError, RunError
 
 FORTH = (Part("activations", (3, 5, 1), torch.bfloat16), Part("tokens", (3, 7), torch.int32))  # 30 + 84 bytes

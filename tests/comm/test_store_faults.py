@@ -6,8 +6,8 @@ import time
 
 import pytest
 import servers
-from conftest import use
 from faultproxy import FaultProxy
+from servers import use
 
 from isthmus.comm.store import StoreError, open_store
 from isthmus.errors import ConfigError

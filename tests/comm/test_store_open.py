@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import servers
-from conftest import use
+from servers import use
 
 from isthmus.comm import place
 from isthmus.comm.store import open_store

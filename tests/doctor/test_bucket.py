@@ -20,25 +20,6 @@ def quiet(words):
     pass
 
 
-def use(monkeypatch, endpoint, credentials=servers.ADMIN):
-    """The environment of a person who holds `credentials` and nothing else."""
-    for name in (
-        "AWS_SESSION_TOKEN",
-        "AWS_PROFILE",
-        "AWS_ENDPOINT",
-        "AWS_ENDPOINT_URL_S3",
-        "AWS_DEFAULT_REGION",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-        monkeypatch.setenv(name, "no-such-file")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", credentials[0])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", credentials[1])
-
-
 def _started(start, folder):
     server = start(folder)
     if isinstance(server, str):
@@ -78,7 +59,7 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path):
 
 
 def test_a_server_is_measured_and_left_as_it_was(moto, monkeypatch):
-    use(monkeypatch, moto.endpoint)
+    servers.use(monkeypatch, moto.endpoint)
     checks, rate = check_bucket(URL, 0.3, quiet)
     assert [check.name for check in checks] == [URL, "put-if-absent", "clock", "bucket link"]
     assert all(check.ok for check in checks), checks
@@ -89,7 +70,7 @@ def test_a_server_is_measured_and_left_as_it_was(moto, monkeypatch):
 def test_a_thin_link_is_found_to_be_thin(moto, monkeypatch):
     proxy = faultproxy.FaultProxy(moto.port)
     proxy.bytes_per_second = 1e6
-    use(monkeypatch, proxy.url)
+    servers.use(monkeypatch, proxy.url)
     _, rate = check_bucket(URL, 1.0, quiet)
     proxy.close_port()
     assert 4 < rate.up_mbps < 10  # 8 Mb/s, and sleeping takes longer than asked for
@@ -99,7 +80,7 @@ def test_a_thin_link_is_found_to_be_thin(moto, monkeypatch):
 def test_a_store_that_ignores_put_if_absent_fails_and_the_rest_is_tried(moto, monkeypatch):
     proxy = faultproxy.FaultProxy(moto.port)
     proxy.trouble("strip", times=999)
-    use(monkeypatch, proxy.url)
+    servers.use(monkeypatch, proxy.url)
     checks, rate = check_bucket(URL, 0.1, quiet)
     proxy.close_port()
     failed = [check for check in checks if not check.ok]
@@ -107,12 +88,12 @@ def test_a_store_that_ignores_put_if_absent_fails_and_the_rest_is_tried(moto, mo
     assert "ignores put-if-absent" in failed[0].words
     assert "another store" in failed[0].cure
     assert rate is not None
-    use(monkeypatch, moto.endpoint)
+    servers.use(monkeypatch, moto.endpoint)
     assert open_store(URL).list() == []
 
 
 def test_wrong_credentials_say_so_without_the_secret(seaweed, monkeypatch):
-    use(monkeypatch, seaweed.endpoint, ("nobody", "hunter2-hunter2"))
+    servers.use(monkeypatch, seaweed.endpoint, ("nobody", "hunter2-hunter2"))
     (check,), rate = check_bucket(URL, 0.1, quiet)
     assert (check.ok, rate) == (False, None)
     assert "does not know these credentials" in check.words
@@ -121,7 +102,7 @@ def test_wrong_credentials_say_so_without_the_secret(seaweed, monkeypatch):
 
 
 def test_a_contributor_is_refused_outside_its_name_and_passes_with_it(seaweed, monkeypatch):
-    use(monkeypatch, seaweed.endpoint, servers.RACK)
+    servers.use(monkeypatch, seaweed.endpoint, servers.RACK)
     (check,), _ = check_bucket(f"s3://{servers.BUCKET}/demo", 0.1, quiet)
     assert "permission denied" in check.words
     assert "--replica" in check.cure
@@ -131,12 +112,12 @@ def test_a_contributor_is_refused_outside_its_name_and_passes_with_it(seaweed, m
 
 
 def test_no_credentials_no_bucket_and_no_answer_each_have_a_cure(moto, monkeypatch, tmp_path):
-    use(monkeypatch, moto.endpoint)
+    servers.use(monkeypatch, moto.endpoint)
     (check,), _ = check_bucket("s3://no-such-bucket/x", 0.1, quiet)
     assert "no such bucket" in check.words
     assert "create the bucket" in check.cure
     monkeypatch.setattr(bucket, "PATIENCE_SECONDS", 1.0)
-    use(monkeypatch, "http://127.0.0.1:1")
+    servers.use(monkeypatch, "http://127.0.0.1:1")
     (check,), _ = check_bucket(URL, 0.1, quiet)
     assert "connection refused" in check.words
     assert "firewall" in check.cure
@@ -165,7 +146,7 @@ def test_a_store_that_refuses_the_clock_says_so(moto, monkeypatch):
     proxy = faultproxy.FaultProxy(moto.port)
     for method in ("GET", "PUT"):
         proxy.trouble("answer", method, times=99, status=403, code="RequestTimeTooSkewed")
-    use(monkeypatch, proxy.url)
+    servers.use(monkeypatch, proxy.url)
     (check,), _ = check_bucket(URL, 0.1, quiet)
     proxy.close_port()
     assert "clock is wrong" in check.words
