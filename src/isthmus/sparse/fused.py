@@ -1,7 +1,7 @@
 """The codec on a GPU in a few fused kernels (`kernels`).
 
 Every function here has a plain torch form elsewhere, which is what a CPU runs and what the tests compare
-with, X
+with. What is decoded has the same bits either way.
 """
 
 import zlib
@@ -18,8 +18,9 @@ from isthmus.sparse.size import IndexCode, Layout, index_code
 
 POWERS = {2**i for i in range(4, 13)}  # entries that one program holds
 MAX_KEEP = 128  # levels are found by comparing all pairs of a chunk's values
-MAX_REPLICAS = 16  # of which a chunk's payloads are compared all with all
+MAX_REPLICAS = 32  # of which every entry of a chunk is looked up in all
 APPLY_BLOCK = 4096
+CHECK_BLOCK = 2048
 CRC_BYTES, CRC_LANES = 64, 512  # of one lane, of one block
 # Enough chunks in flight at once: a program that took more registers would leave too few.
 SELECT = {True: {"num_warps": 4, "maxnreg": 128}, False: {"num_warps": 1}}
@@ -133,11 +134,20 @@ def read(
     values = None if levels_of is None else torch.zeros(index.shape, device=data.device)
     low, high = (index, index) if levels_of is None else (level.contiguous() for level in levels_of)
     kernels.read_kernel[_blocks(num_chunks, 8)](
-        data, low, high, index, index if values is None else values, odd, num_chunks, width,
+        data, low, high, index, index if values is None else values, odd, num_chunks, WIDTH=width,
         MARKS=code.marks, WIDE=_wide(code.marks), LOW=code.low, KEEP=place.kept, BLOCK=8,
         SIGNED=values is not None, **PLAIN,
     )  # fmt: skip
     return index, values, odd
+
+
+def check(index: Tensor, values: Tensor, entries: int, odd: Tensor) -> None:
+    """Set the flag unless the positions (C, J) of every chunk ascend below `entries` and values are finite."""
+    from isthmus.sparse import kernels
+
+    kernels.check_kernel[_blocks(index.numel(), CHECK_BLOCK)](
+        index, values, odd, index.numel(), entries, KEEP=index.shape[1], BLOCK=CHECK_BLOCK
+    )
 
 
 def add(
@@ -200,11 +210,11 @@ def step(
     pointers = torch.tensor([tensor.data_ptr() for tensor in (*tensors, *anchor)]).to(
         device, non_blocking=True
     )
-    replicas = 1 << (len(payloads) - 1).bit_length()
+    replicas, wide = 1 << (len(payloads) - 1).bit_length(), _wide(place.kept)
     kernels.step_kernel[(len(owner),)](
         pointers, owner, origin, cols, pointers[len(tensors) :], len(payloads), float(len(payloads)),
-        step_size, KEEP=place.kept, WIDE=_wide(place.kept), REPLICAS=replicas, WIDTH=place.width,
-        COUNTED=contributors, num_warps=1, **PLAIN,
+        step_size, KEEP=place.kept, WIDE=wide, LOG=wide.bit_length() - 1, REPLICAS=replicas,
+        WIDTH=place.width, COUNTED=contributors, num_warps=4, **PLAIN,
     )  # fmt: skip
 
 

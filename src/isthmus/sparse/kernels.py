@@ -157,47 +157,57 @@ def write_bits_kernel(
 
 
 @triton.jit
-def _bit(row, at, width, there):
-    """Bit `at` of a bit string of `width` bytes, whose bit b lies in byte b mod width."""
-    return (tl.load(row + at % width, mask=there, other=0).to(tl.int32) >> (at // width)) & 1
+def _bit(row, at, WIDTH: tl.constexpr, there):
+    """Bit `at` of a bit string of WIDTH bytes, whose bit b lies in byte b mod WIDTH."""
+    return (tl.load(row + at % WIDTH, mask=there, other=0).to(tl.int32) >> (at // WIDTH)) & 1
 
 
 @triton.jit
 def read_kernel(
-    data, low, high, index_out, values_out, odd, num_chunks, width,
-    MARKS: tl.constexpr, WIDE: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
-    SIGNED: tl.constexpr,
+    data, low, high, index_out, values_out, odd, num_chunks,
+    WIDTH: tl.constexpr, MARKS: tl.constexpr, WIDE: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr,
+    BLOCK: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """Positions and, for 2bit, values of packed chunks; `odd` is set where a bit string is malformed."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mine = chunk < num_chunks
     b = tl.arange(0, WIDE)
     there = mine[:, None] & (b < MARKS)[None, :]
-    row = data + chunk[:, None] * width
-    mark = _bit(row, tl.broadcast_to(b[None, :], (BLOCK, WIDE)), width, there)
+    row = data + chunk[:, None] * WIDTH
+    mark = _bit(row, tl.broadcast_to(b[None, :], (BLOCK, WIDE)), WIDTH, there)
     j = tl.cumsum(mark, 1) - 1
     number = tl.sum(mark, 1)
     bad = mine & (number != KEEP)
-    for at in range(MARKS + (LOW + 2 * SIGNED) * KEEP, 8 * width):  # what fills the last byte is zero
-        spare = (
-            tl.load(data + chunk * width + at % width, mask=mine, other=0).to(tl.int32) >> (at // width)
-        ) & 1
-        bad = bad | (spare == 1)
+    for at in tl.static_range(MARKS + (LOW + 2 * SIGNED) * KEEP, 8 * WIDTH):  # what fills bytes up is zero
+        bad = bad | (_bit(data + chunk * WIDTH, at, WIDTH, mine) == 1)
     if tl.max(bad.to(tl.int32), 0) > 0:
         tl.atomic_or(odd, 1)
     kept = there & (mark == 1) & (j < KEEP)
     place = (b[None, :] - j) << LOW
     for bit in tl.static_range(LOW):
-        place += _bit(row, MARKS + bit * KEEP + j, width, kept) << bit
+        place += _bit(row, MARKS + bit * KEEP + j, WIDTH, kept) << bit
     out = chunk[:, None] * KEEP + j
     tl.store(index_out + out, place.to(tl.int16), mask=kept)
     if SIGNED:
-        negative = _bit(row, MARKS + LOW * KEEP + j, width, kept)
-        large = _bit(row, MARKS + (LOW + 1) * KEEP + j, width, kept)
+        negative = _bit(row, MARKS + LOW * KEEP + j, WIDTH, kept)
+        large = _bit(row, MARKS + (LOW + 1) * KEEP + j, WIDTH, kept)
         low_level = tl.load(low + chunk, mask=mine, other=0.0)[:, None]
         high_level = tl.load(high + chunk, mask=mine, other=0.0)[:, None]
         level = tl.where(large == 1, high_level, low_level)
         tl.store(values_out + out, tl.where(negative == 1, -level, level), mask=kept)
+
+
+@triton.jit
+def check_kernel(index, values, odd, size, entries, KEEP: tl.constexpr, BLOCK: tl.constexpr):
+    """`odd` is set where a chunk's positions do not ascend below `entries`, or a value is not finite."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < size
+    place = tl.load(index + at, mask=there, other=0)
+    before = tl.load(index + at - 1, mask=there & (at % KEEP != 0), other=-1)
+    value = tl.load(values + at, mask=there, other=0.0)
+    good = (place > before) & (place < entries) & (tl.abs(value) < float("inf"))
+    if tl.max((there & (good == 0)).to(tl.int32), 0) > 0:
+        tl.atomic_or(odd, 1)
 
 
 @triton.jit
@@ -247,14 +257,14 @@ def apply_kernel(
 @triton.jit
 def step_kernel(
     pointers, owner, origin, cols, anchors, num_replicas, number, step_size,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, REPLICAS: tl.constexpr, WIDTH: tl.constexpr,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, LOG: tl.constexpr, REPLICAS: tl.constexpr, WIDTH: tl.constexpr,
     COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """anchor -= step_size * mean for one chunk, straight from the payloads of a few replicas.
+    """anchor -= step_size * mean for one chunk, straight from the payloads of some replicas.
 
-    `pointers` are those of each replica's positions and values. Every entry adds up, replica by replica in
-    order, what was sent to its place, and the first of those that share a place moves the anchor: the same
-    roundings as adding payload after payload into an accumulator, without one.
+    `pointers` are those of each replica's positions and values. Every entry looks its place up in the ascending
+    positions of all replicas, in order, and adds what was sent there; the first of those that share a place
+    moves the anchor. The roundings are those of adding payload after payload into an accumulator.
     """
     chunk = tl.program_id(0).to(tl.int64)
     tensor = tl.load(owner + chunk).to(tl.int64)
@@ -265,17 +275,19 @@ def step_kernel(
     place = tl.load(index + chunk * KEEP + j, mask=there, other=-1).to(tl.int32)  # (E,)
     total = tl.zeros((REPLICAS * WIDE,), tl.float32)
     count = tl.zeros((REPLICAS * WIDE,), tl.int32)
-    i = tl.arange(0, WIDE)
     for r in range(num_replicas):
-        indices = tl.load(pointers + 2 * r).to(tl.pointer_type(tl.int16))
-        numbers = tl.load(pointers + 2 * r + 1).to(tl.pointer_type(tl.float32))
-        other = tl.load(indices + chunk * KEEP + i, mask=i < KEEP, other=-2).to(tl.int32)
-        value = tl.load(numbers + chunk * KEEP + i, mask=i < KEEP, other=0.0)
-        same = other[:, None] == place[None, :]  # (J, E): a replica sends a place once
-        total += tl.sum(tl.where(same, value[:, None], 0.0), 0)
-        told = tl.sum(tl.where(same, tl.where(value != 0, 257, 1)[:, None], 0), 0)  # a zero is not counted
-        count += told >> 8
-        there = there & ((r >= replica) | (told == 0))
+        indices = tl.load(pointers + 2 * r).to(tl.pointer_type(tl.int16)) + chunk * KEEP
+        values = tl.load(pointers + 2 * r + 1).to(tl.pointer_type(tl.float32)) + chunk * KEEP
+        at = tl.zeros((REPLICAS * WIDE,), tl.int32)  # the last position that is not past the place
+        for bit in tl.static_range(LOG):
+            further = at + (WIDE >> (bit + 1))
+            there_too = tl.load(indices + further, mask=further < KEEP, other=32767).to(tl.int32)
+            at = tl.where(there_too <= place, further, at)
+        found = tl.load(indices + at).to(tl.int32) == place
+        value = tl.load(values + at, mask=found, other=0.0)
+        total += value
+        count += (value != 0).to(tl.int32)
+        there = there & ((r >= replica) | (found == 0))
     if COUNTED:
         many = tl.maximum(count, 1).to(tl.float32)
     else:

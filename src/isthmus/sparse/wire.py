@@ -306,13 +306,13 @@ def _unpack_group(body: _Body, kind: str, places: list[Layout], base: Tensor | N
         scale = body.take(chunks, SCALE_BYTES).int()
         scale = scale[:, 0] | (scale[:, 1] << 8)
         base_of = base[:, owners(counts, data.device)].flatten()  # (R C,)
-    if fused.usable(data.device) and fused.fits(place):
+    kernels = fused.usable(data.device) and fused.fits(place)
+    if kernels:
         pair = None
         if kind == "2bit":
             low, high = levels(scale, base_of)
             pair = low[:, 0], high[:, 0]
         index, values, odd = fused.read(data, pair, place, code)
-        valid = (odd == 0).expand(rows)
     else:
         bits = _from_bytes(data)
         index = _read_index(bits, code, place)
@@ -325,13 +325,18 @@ def _unpack_group(body: _Body, kind: str, places: list[Layout], base: Tensor | N
     if kind != "2bit":
         values = body.take(chunks, VALUE_BYTES[kind] * count).view(VALUE_TYPES[kind])
         values = values.float() if kind == "bf16" else values
+    made = Group(index.short(), values, scale, None if base is None else base.flatten())
+    if kernels and values.dtype == torch.float32:
+        fused.check(index, values, place.entries, odd)
+        return made, (odd == 0).expand(rows)
+    valid = (odd == 0).expand(rows) if kernels else valid
     valid = valid & _each(values.isfinite(), rows) & _each(index < place.entries, rows)
     valid = valid & _each(index[:, 1:] > index[:, :-1], rows)
     if any(place.padded for place in places):
         for own, part in zip(places, index.view(rows, chunks, count).split(counts, 1), strict=True):
             if own.padded:
                 valid = valid & ~torch.stack([in_padding(row, own).any() for row in part])
-    return Group(index.short(), values, scale, None if base is None else base.flatten()), valid
+    return made, valid
 
 
 def _each(test: Tensor, rows: int) -> Tensor:
