@@ -9,6 +9,7 @@ from little import RECIPE, Little, Replica, rounds
 from little import hasty as hasty
 
 from isthmus.comm import closer as closer_module
+from isthmus.comm.closer import Closer
 from isthmus.errors import Diverged
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -112,6 +113,24 @@ def test_a_live_straggler_is_waited_for_until_the_deadline_of_the_stores_clock(r
     assert closes(run[0])
     assert contributors(run[0]) == "ab"
     assert run[0].ledger.manifest(2).members == ("a", "b", "c")  # it lives: the next round waits again
+
+
+def test_a_closer_that_comes_to_an_open_round_gives_it_a_whole_deadline(run: list[Replica]):
+    """After a night without anybody, who is back first must not count the night."""
+    a, _, c = run
+    give(2, *run[:2])
+    back = Closer(a.ledger, a.exchange.fetch, a.exchange.log)
+    ago(a, "manifests/000001.json", 10**5)
+    assert not back.attempt(2, a.exchange.anchor)
+    back.opened -= a.ledger.manifest(1).deadline_seconds + 1
+    assert back.attempt(2, a.exchange.anchor)
+    assert contributors(a) == "ab"
+    for each in run:
+        each.apply(2, each.exchange.closed(2))
+    c.beat()
+    give(3, *run[:2])
+    ago(a, "manifests/000002.json", 10**5)  # this one it has seen opening
+    assert back.attempt(3, a.exchange.anchor)
 
 
 def test_this_machines_clock_has_no_say(run: list[Replica], monkeypatch: pytest.MonkeyPatch):
