@@ -1,7 +1,7 @@
 """The outer-round loop, written once: whatever fleet and exchange it is handed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from isthmus.comm.base import Contribution, Exchange
@@ -52,10 +52,23 @@ def run_rounds(
     return True
 
 
-def simulate_rounds(recipe: Recipe, fleet: Any, exchange: Any, run: RunDir, view: Any, done: int) -> None:
-    """The rounds of a simulated run: after each, evaluate, write one row, save."""
+class Rows(Protocol):
+    """Where rows go: a run directory, or whatever else takes them."""
+
+    def append(self, row: Mapping[str, Any]) -> None: ...
+
+
+def simulate_rounds(
+    recipe: Recipe,
+    fleet: Any,
+    exchange: Any,
+    run: Rows,
+    view: Any,
+    done: int = 0,
+    saver: "Saver | None" = None,
+) -> None:
+    """The rounds of a simulated run: after each, evaluate, write one row, save where there is a saver."""
     rounds, steps = recipe.outer.rounds, recipe.outer.inner_steps
-    saver = Saver(run, fleet)
     clock = time.perf_counter()
     if done == 0:
         scores = fleet.evaluate()
@@ -95,7 +108,8 @@ def simulate_rounds(recipe: Recipe, fleet: Any, exchange: Any, run: RunDir, view
         # Row before state: a row without its state is cut off and run again, a state without its row would
         # lose it.
         run.append(row)
-        saver.save(round_number, last)
+        if saver:
+            saver.save(round_number, last)
         fleet.scorer.hold(fleet.table)
         view.round(row)
         clock = time.perf_counter()

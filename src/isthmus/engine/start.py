@@ -19,7 +19,7 @@ from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.data.tokens import Batches, validation_batches
 from isthmus.engine import checkpoint
 from isthmus.engine.first import checked_first, first_params, start_digest
-from isthmus.engine.loop import simulate_rounds
+from isthmus.engine.loop import Saver, simulate_rounds
 from isthmus.engine.measure import peak_bytes
 from isthmus.engine.simulated import SimulatedFleet
 from isthmus.errors import ConfigError
@@ -55,7 +55,7 @@ def simulate(
     corpus = checked_corpus(recipe)
     first = checked_first(recipe, corpus)
     compiled = where.type == "cuda" if compiled is None else compiled
-    plan = _plan(recipe, where, precision, compiled, mode)
+    plan = pick_plan(recipe, where, precision, compiled, mode)
     about = {
         "isthmus": __version__,
         "torch": torch.__version__,
@@ -132,7 +132,7 @@ def _run(
             passes = fleet.batches.passes(recipe.num_inner_steps)
             if passes > 4:
                 view.note(f"the run reads its text {passes:.1f} times over; more text would serve it better")
-            simulate_rounds(recipe, fleet, LocalExchange(recipe), run, view, done)
+            simulate_rounds(recipe, fleet, LocalExchange(recipe), run, view, done, Saver(run, fleet))
         checkpoint.save_tensors(run.model_path, fleet.anchor)
         status = "finished"
     except KeyboardInterrupt:
@@ -192,7 +192,10 @@ def checked_corpus(recipe: Recipe) -> Corpus:
     return corpus
 
 
-def _plan(recipe: Recipe, device: torch.device, precision: str, compiled: bool, mode: str) -> SimulatorPlan:
+def pick_plan(
+    recipe: Recipe, device: torch.device, precision: str, compiled: bool, mode: str = "auto"
+) -> SimulatorPlan:
+    """How the simulator holds this fleet in what is free on the device now."""
     if device.type == "cuda":
         available = int(torch.cuda.mem_get_info(device)[0] * 0.92)
     else:
