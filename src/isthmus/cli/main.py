@@ -71,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(f"isthmus: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("isthmus: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"isthmus: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `isthmus compare ... | head` has read enough
         sys.stderr.close()

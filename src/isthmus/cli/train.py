@@ -1,14 +1,18 @@
 """`isthmus train`: the whole fleet of a recipe as real processes on this machine."""
 
 import argparse
+import sys
 
 from isthmus.config import load_recipe
+from isthmus.errors import ConfigError
+from isthmus.runlog import RunDir
 
 EPILOG = """examples:
   isthmus train recipes/demo.toml
   isthmus train recipes/demo.toml --set outer.rounds=40 --run runs/long
   isthmus status runs/long/bucket               while it runs, from another terminal
-Ctrl-C leaves at the end of the round.
+  isthmus train --resume runs/long              after Ctrl-C, a kill or a reboot
+Ctrl-C leaves at the end of the round, a second Ctrl-C stops now.
 """
 
 
@@ -22,9 +26,16 @@ def register(commands: argparse._SubParsersAction) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", help="a recipe file (TOML)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key")
-    parser.add_argument("--run", dest="run_dir", metavar="DIR", help="the run directory (default: runs/NAME)")
+    parser.add_argument("recipe", nargs="?", help="a recipe file (TOML)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; may be repeated"
+    )
+    parser.add_argument(
+        "--run", dest="run_dir", metavar="DIR", help="the run directory (default: the first free runs/NAME)"
+    )
+    parser.add_argument(
+        "--resume", metavar="RUN", help="go on with this run, each replica from its own saved state"
+    )
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     parser.add_argument("--quiet", action="store_true", help="no progress, only the summary")
     parser.add_argument(
@@ -34,8 +45,22 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def train(args: argparse.Namespace) -> int:
-    recipe = load_recipe(args.recipe, args.set)
+    """Run or resume, then say in words what happened, and how to go on where it did not come to its end."""
+    if bool(args.recipe) == bool(args.resume):
+        raise ConfigError("give a recipe to start a run, or --resume RUN to go on with one")
+    if args.resume and (args.set or args.run_dir):
+        raise ConfigError("--resume goes on with the run as it was; --set and --run are for a new one")
+    recipe = load_recipe(args.recipe, args.set) if args.recipe else None
     from isthmus.cli.simulate import tell
+    from isthmus.engine.train import how_to_go_on, resume
     from isthmus.engine.train import train as start
 
-    return tell(start(recipe, args.run_dir, device=args.device, quiet=args.quiet), args.json)
+    if args.resume:
+        results = resume(args.resume, device=args.device, quiet=args.quiet)
+    else:
+        results = start(recipe, args.run_dir, device=args.device, quiet=args.quiet)
+    tell(results, args.json)
+    run = RunDir.open(results.run_dir)
+    if run.about["status"] == "interrupted":
+        print(f"isthmus: {how_to_go_on(run)}", file=sys.stderr)
+    return 0

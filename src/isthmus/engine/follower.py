@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from isthmus.engine.loop import NO_SCORES, start_row
 from isthmus.engine.measure import add_farewell, measured_by_kind
 from isthmus.engine.replay import Replay
 from isthmus.model.inner import learning_rate
+from isthmus.model.llama import init_tensor
 from isthmus.planner.cost import round_seconds
 from isthmus.replica.crossings import BasisSet
 from isthmus.replica.split import EMBEDDING
@@ -25,19 +27,37 @@ from isthmus.traffic import PURPOSES, dense_round_bytes
 
 
 class Follower:
-    """A reader of the ledger: replays every round as the replicas did, scores it, and adds a row."""
+    """A reader of the ledger: replays every round as the replicas did, scores it, and adds a row.
 
-    def __init__(self, ledger: Ledger, corpus: Corpus, run: RunDir, view: Any) -> None:
-        self.ledger, self.run, self.view = ledger, run, view
+    In a run directory that has rows already it goes on after the last of them. `away` is a round during which
+    nobody trained for so many seconds.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        corpus: Corpus,
+        run: RunDir,
+        view: Any,
+        away: tuple[int, float] = (0, 0.0),
+    ) -> None:
+        self.ledger, self.run, self.view, self.away = ledger, run, view, away
         self.recipe: Recipe = ledger.run.recipe
-        self.replay = Replay(ledger)
+        rows = run.rows()
+        done = rows[-1]["round"] if rows else 0
+        self.replay = Replay(ledger, done)
+        while self.replay.round < done and self.replay.step():
+            pass
         cpu = torch.device("cpu")
-        wide = next(iter(self.replay.anchor.values())).dtype
-        self.scorer = Scorer(self.recipe, corpus, BasisSet(self.recipe, cpu, wide), cpu, wide)
-        frozen = self.replay.anchor[EMBEDDING].clone()
-        self.table = self.replay.anchor[EMBEDDING] if self.recipe.subspace.adaptation else frozen
+        anchor = self.replay.anchor[EMBEDDING]
+        self.scorer = Scorer(self.recipe, corpus, BasisSet(self.recipe, cpu, anchor.dtype), cpu, anchor.dtype)
+        self.table = anchor
+        if not self.recipe.subspace.adaptation:  # then T_perp stays at its first value; see check_trainable
+            shape = tuple(anchor.shape)
+            self.table = init_tensor(EMBEDDING, shape, self.recipe.model, self.recipe.seed).to(anchor.dtype)
         self.held = -1  # the round whose embedding the scorer holds
-        self.row(start_row(self.recipe, self._scores(), 0.0))
+        if not rows:
+            self.row(start_row(self.recipe, self._scores(), 0.0))
 
     def _scores(self) -> dict[str, Any]:
         self.scorer.bases.begin_round(self.replay.round)
@@ -56,6 +76,8 @@ class Follower:
         if manifest is None:
             return None
         recipe, t = self.recipe, manifest.round
+        if t == self.away[0]:
+            manifest = replace(manifest, seconds=max(manifest.seconds - self.away[1], 1e-3))
         due = recipe.is_scored(t)
         row = told_row(recipe, manifest, self.run.rows()[-1]["tokens"], self._scores() if due else NO_SCORES)
         row["anchor"] = self.replay.digest()

@@ -2,8 +2,9 @@
 
 import contextlib
 import datetime
+import shlex
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -14,11 +15,21 @@ from isthmus.comm.store import open_store
 from isthmus.config import Recipe
 from isthmus.dashboard.live import open_view
 from isthmus.dashboard.report import write_report
+from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.engine import checkpoint
 from isthmus.engine.first import checked_first, start_digest
 from isthmus.engine.fleet import Machines, check_trainable, create
 from isthmus.engine.follower import Follower
 from isthmus.engine.launcher import STALL_SECONDS
+from isthmus.engine.resumed import (
+    MODE,
+    Voice,
+    bucket_of,
+    check_resumable,
+    checked_ledger,
+    hold_run,
+    keys_of,
+)
 from isthmus.engine.start import Results, checked_corpus, pick_device, pick_precision
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import resolve
@@ -48,8 +59,9 @@ def train(
         "isthmus": __version__,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
+        "device_used": str(where),  # for a resume: another one could mean another precision
         "precision": pick_precision(recipe, where),
-        "mode": "real processes",
+        "mode": MODE,
         "parameters": recipe.model.num_parameters,
         "auto": [pick.reason for pick in picks],
         "corpus": recipe.data.corpus,
@@ -59,26 +71,75 @@ def train(
         "status": "running",
     }
     run = RunDir.create(run_dir or next_run_dir("runs", recipe.name), recipe, about)
-    url = recipe.bucket.url or str((run.path / "bucket").resolve())
-    status, error = "failed", None
-    machines = Machines(
-        recipe,
-        url,
+    machines = _machines(run, device, join_options, apart, stall_seconds)
+
+    def begin() -> Ledger:
+        return Ledger(open_store(machines.url), create(recipe, machines.url, keys_of(run), first=first))
+
+    with hold_run(run):
+        return _run(run, corpus, machines, begin, quiet)
+
+
+def resume(
+    run_dir: str | Path,
+    *,
+    device: str = "auto",
+    quiet: bool = False,
+    join_options: Sequence[str] = (),
+    apart: Collection[str] = (),
+    stall_seconds: float = STALL_SECONDS,
+) -> Results:
+    """Go on with a run that was stopped or killed: every replica from its own state and the bucket."""
+    run = RunDir.open(run_dir)
+    check_resumable(run)
+    device = run.about.get("device_used", "auto") if device == "auto" else device
+    pick_device(device)
+    with hold_run(run):
+        machines = _machines(run, device, join_options, apart, stall_seconds)
+        ledger = checked_ledger(run, machines)
+        last = ledger.last_round()
+        away = last + 1, ledger.store.now() - ledger.settled_at(last)
+        with Voice(ledger, machines, keys_of(run)):
+            run.truncate(last)
+            run.update_about(status="running", error=None)
+            return _run(run, open_corpus(run.recipe.data.corpus), machines, lambda: ledger, quiet, away)
+
+
+def _machines(
+    run: RunDir, device: str, join_options: Sequence[str], apart: Collection[str], stall_seconds: float
+) -> Machines:
+    return Machines(
+        run.recipe,
+        bucket_of(run),
         run.path.resolve(),
         ["--device", device, *join_options],
         apart=apart,
         stall_seconds=stall_seconds,
     )
+
+
+def _run(
+    run: RunDir,
+    corpus: Corpus,
+    machines: Machines,
+    begin: Callable[[], Ledger],
+    quiet: bool,
+    away: tuple[int, float] = (0, 0.0),
+) -> Results:
+    recipe, about, rows = run.recipe, run.about, run.rows()
+    done = rows[-1]["round"] if rows else 0
+    status, error, ledger = "failed", None, None
     try:
-        store_run = create(recipe, url, run.path / "keys", first=first)
+        ledger = begin()
         torch.set_num_threads(1)  # the replicas need the cores more
         machines.start_all()
-        with open_view(recipe, 0, recipe.outer.rounds, quiet=quiet) as view:
+        with open_view(recipe, done, recipe.outer.rounds, rows=rows, quiet=quiet) as view:
             workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
-            view.note(f"{run.path}: {recipe.num_replicas} replicas, {workers} processes, bucket {url}")
-            for pick in picks:
-                view.note(pick.reason)
-            follower = Follower(Ledger(open_store(url), store_run), corpus, run, view)
+            fleet = f"{recipe.num_replicas} replicas, {workers} processes, bucket {machines.url}"
+            view.note(f"{run.path}: {fleet}" + (f", going on after round {away[0] - 1}" if away[0] else ""))
+            for reason in about.get("auto", ()):
+                view.note(reason)
+            follower = Follower(ledger, corpus, run, view, away)
             asked = _follow(follower, machines, view)
             follower.farewell(machines.all_ended)
         if not asked:
@@ -86,15 +147,23 @@ def train(
         # Asked to leave from elsewhere, all of them may be gone before the last round.
         status = "finished" if follower.replay.round == recipe.outer.rounds else "interrupted"
         checkpoint.save_tensors(run.model_path, follower.replay.anchor)
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise KeyboardInterrupt(f"interrupted; {how_to_go_on(run)}" if ledger else "interrupted") from None
     except BaseException as fault:
         error = f"{type(fault).__name__}: {fault}".splitlines()[0]
         raise
     finally:
         machines.stop(5.0)
-        run.update_about(status=status, error=error, restarts=machines.restarts)
+        restarts = about.get("restarts", 0) + machines.restarts
+        run.update_about(status=status, error=error, restarts=restarts)
         with contextlib.suppress(OSError, ConfigError):
             write_report(run.path)
     return Results(run.path, run.rows())
+
+
+def how_to_go_on(run: RunDir) -> str:
+    return f"go on with: isthmus train --resume {shlex.quote(str(run.path))}"
 
 
 def _follow(follower: Follower, machines: Machines, view) -> bool:

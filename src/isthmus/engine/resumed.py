@@ -1,0 +1,144 @@
+"""A run of `isthmus train` that ended before its last round: may it be taken up again, and how its replicas
+find each other when they are."""
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import IO, Self
+
+from isthmus.comm.ledger import Ledger, read_run
+from isthmus.comm.retry import StoreError
+from isthmus.comm.store import open_store
+from isthmus.comm.trust import Signer, load_signer
+from isthmus.config import dump_recipe
+from isthmus.engine.fleet import (
+    Machines,
+    check_corpus,
+    check_key,
+    check_not_taken,
+    check_start,
+    held,
+)
+from isthmus.engine.launcher import NOTES, hold
+from isthmus.errors import ConfigError
+from isthmus.runlog import RunDir
+
+MODE = "real processes"  # what about.json of such a run says
+PATIENCE_SECONDS = 120.0  # so long a replica may take to start; then the others go on without it
+
+
+def bucket_of(run: RunDir) -> str:
+    return run.recipe.bucket.url or str((run.path / "bucket").resolve())
+
+
+def keys_of(run: RunDir) -> Path:
+    return run.path / "keys"
+
+
+def hold_run(run: RunDir) -> IO[str]:
+    """The lock of who tends this run's replicas, as long as it lives."""
+    path = run.path / "work" / "train.lock"
+    try:
+        return hold(path)
+    except ConfigError:
+        raise ConfigError(
+            f"{run.path} still runs (process {path.read_text().strip() or 'unknown'}); Ctrl-C there ends it, "
+            f"`isthmus status {bucket_of(run)}` looks at it"
+        ) from None
+
+
+def check_resumable(run: RunDir) -> None:
+    """By the run directory alone."""
+    about, rounds = run.about, run.recipe.outer.rounds
+    if about.get("mode") != MODE:
+        hint = f"; go on with `isthmus simulate --resume {run.path}`" if run.state_path.exists() else ""
+        raise ConfigError(f"{run.path} is no run of `isthmus train`{hint}")
+    if about.get("status") == "finished":
+        raise ConfigError(f"{run.path} is finished: all of its {rounds} rounds are done")
+
+
+def checked_ledger(run: RunDir, machines: Machines) -> Ledger:
+    """The run's ledger, once bucket, keys and text are this run's and none of its replicas is alive."""
+    try:
+        store = open_store(machines.url, create=False)
+        ledger = Ledger(store, read_run(store))
+    except ConfigError as error:
+        raise ConfigError(f"{run.path} cannot be taken up: {error}") from None
+    if dump_recipe(ledger.run.recipe) != dump_recipe(run.recipe):
+        raise ConfigError(
+            f"{run.recipe_path} is not the recipe that {machines.url} has of this run; put it back as it was"
+        )
+    check_start(ledger)
+    check_corpus(ledger.run)
+    for part in machines.parts:
+        name, work = part.member.name, machines.work(part)
+        check_key(ledger.run, name, keys_of(run) / f"{name}.key")
+        if held(work):
+            raise ConfigError(f"replica {part.name} of {run.path} still runs, in {work}; stop it first")
+        if part.stage in (None, 0):
+            check_not_taken(ledger, name, work)
+    return ledger
+
+
+class Voice(threading.Thread):
+    """Heartbeats in the name of replicas that are still starting, by their own keys.
+
+    Their last ones say that they left, or are as old as the kill: whoever is up first would take them for
+    gone, and settle the open round without them. A replica that writes down its incarnation speaks for
+    itself from then on.
+    """
+
+    def __init__(self, ledger: Ledger, machines: Machines, keys: Path) -> None:
+        super().__init__(daemon=True, name="voice")
+        self.machines, self.every = machines, ledger.run.recipe.bucket.heartbeat_seconds
+        self.incarnation = os.urandom(8).hex()
+        self.ended = threading.Event()
+        self.starting = {
+            part: Ledger(ledger.store, ledger.run, _signer(keys, part.member.name))
+            for part in machines.parts
+            if part.stage in (None, 0)
+        }
+
+    def __enter__(self) -> Self:
+        for part in self.machines.parts:
+            work = self.machines.work(part)
+            work.mkdir(parents=True, exist_ok=True)
+            for note in NOTES:  # a wish to leave was of the last time
+                (work / note).unlink(missing_ok=True)
+        for part in self.starting:
+            (self.machines.work(part) / "incarnation").write_text(self.incarnation)
+        self.speak()
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.ended.set()
+        self.join(timeout=10)
+
+    def run(self) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self.starting and time.monotonic() < deadline and not self.ended.wait(self.every):
+            with contextlib.suppress(StoreError):  # the next one may pass
+                self.speak()
+
+    def speak(self) -> None:
+        for part, ledger in list(self.starting.items()):
+            if (self.machines.work(part) / "incarnation").read_text() != self.incarnation:
+                del self.starting[part]
+                continue
+            config = part.member.config
+            ledger.beat(
+                {
+                    "incarnation": self.incarnation,
+                    "kind": config.kind,
+                    "stages": config.stages,
+                    "state": "starting",
+                    "pid": os.getpid(),
+                }
+            )
+
+
+def _signer(keys: Path, name: str) -> Signer:
+    return load_signer(keys / f"{name}.key", name)

@@ -1,0 +1,311 @@
+"""A fleet that was ended, however, and taken up again by one command ends as one that was left alone."""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.main import main
+from isthmus.engine.fleet import open_ledger
+from isthmus.engine.launcher import hold
+from isthmus.runlog import TIMING_FIELDS, RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
+ROUNDS = 6
+RECIPE = f"""
+name = "again"
+[model]
+preset = "nano"
+width = 32
+layers = 2
+heads = 2
+ffn = 64
+context = 16
+[data]
+eval_batches = 1
+[inner]
+batch = 2
+micro_batches = 2
+lr = 1e-2
+precision = "fp32"
+[outer]
+inner_steps = 25
+rounds = {ROUNDS}
+keep = 8
+values = "2bit"
+[bucket]
+heartbeat_seconds = 0.5
+anchor_every = 2
+[[replicas]]
+name = "rack"
+count = 2
+[[replicas]]
+name = "edge"
+kind = "pipelined"
+stages = 2
+compression = "1/4"
+"""
+ANCHOR = re.compile(r"\] round (\d+): anchor (\w+)")
+
+
+def load_kills():
+    spec = importlib.util.spec_from_file_location("kills", ROOT / "bench" / "kills.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kills"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+kills = load_kills()
+
+
+class Fleet:
+    """`isthmus train` in a process group of its own, as a shell starts it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run, self.said = folder, folder / "run", ""
+        (folder / "again.toml").write_text(RECIPE)
+
+    def start(self, *words: str) -> subprocess.Popen:
+        words = words or ("train", "again.toml", "--run", "run", "--device", "cpu")
+        return subprocess.Popen(
+            [sys.executable, "-m", "isthmus.cli.main", *words],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def end(self, process: subprocess.Popen, seconds: float = 150.0) -> int:
+        try:
+            self.said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            logs = "".join(path.read_text() for path in (self.run / "logs").glob("*.log"))
+            pytest.fail(f"it did not end within {seconds:g} s: {process.communicate()[0]}{logs}")
+        return process.returncode
+
+    def until(self, there: Callable[[], bool], seconds: float = 90.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not there():
+            assert time.monotonic() < deadline, "it did not come so far"
+            time.sleep(0.01)
+
+    def settled(self, round_number: int) -> bool:
+        return (self.run / "bucket" / "manifests" / f"{round_number:06d}.json").exists()
+
+    def delivered(self, round_number: int) -> int:
+        return len(list((self.run / "bucket" / "payloads").glob(f"*/{round_number:06d}/commit.json")))
+
+    def digests(self) -> list[str]:
+        """The anchor before every round, as the ledger has it, and the one after the last."""
+        ledger = open_ledger(str(self.run / "bucket"))
+        return [ledger.manifest(t).anchor for t in range(1, ROUNDS + 1)] + [
+            RunDir.open(self.run).rows()[-1]["anchor"]
+        ]
+
+    def logged(self) -> dict[int, set[str]]:
+        """Round -> every digest that any process ever said of it."""
+        said: dict[int, set[str]] = {}
+        for path in (self.run / "logs").glob("*.log"):
+            for number, digest in ANCHOR.findall(path.read_text()):
+                said.setdefault(int(number), set()).add(digest)
+        return said
+
+    def history(self) -> list[dict]:
+        """What the rows tell, less the clock and the bytes that a second start costs."""
+        aside = (*TIMING_FIELDS, "bytes")
+        return [
+            {k: v for k, v in row.items() if k not in aside} | {"up": row["bytes"].get("payload_up")}
+            for row in RunDir.open(self.run).rows()
+        ]
+
+    def a_night_later(self) -> None:
+        """Everything in the bucket is ten hours old, as the store's clock has it."""
+        then = time.time() - 36_000
+        for path in (self.run / "bucket").rglob("*"):
+            os.utime(path, (then, then))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+    fleet = Fleet(tmp_path_factory.mktemp("straight"))
+    assert fleet.end(fleet.start()) == 0, fleet.said
+    assert "--resume" not in fleet.said
+    return fleet
+
+
+def same_end(fleet: Fleet, straight: Fleet) -> None:
+    assert fleet.digests() == straight.digests()
+    assert fleet.logged() == straight.logged()  # one digest a round in every log of every start
+    for ours, theirs in zip(fleet.history(), straight.history(), strict=True):
+        assert ours == theirs
+    weights = [(f.run / "model.safetensors").read_bytes() for f in (fleet, straight)]
+    assert weights[0] == weights[1]
+    assert main(["ledger", "verify", str(fleet.run / "bucket")]) == 0
+    assert kills.check_left_over(fleet.run) == []
+
+
+def training(fleet: Fleet, round_number: int) -> bool:
+    return fleet.settled(round_number - 1) and not fleet.delivered(round_number)
+
+
+def partly_delivered(fleet: Fleet, round_number: int) -> bool:
+    return fleet.delivered(round_number) == 1 and not fleet.settled(round_number)
+
+
+def test_killed_in_the_middle_of_a_round_and_resumed_it_ends_in_the_same_bits(straight, tmp_path):
+    fleet = Fleet(tmp_path)
+    process = fleet.start()
+    for moment, round_number in ((training, 3), (partly_delivered, 5)):
+        fleet.until(lambda: moment(fleet, round_number))  # noqa: B023 - called at once
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        process.stdout.close()
+        fleet.until(lambda: kills.check_left_over(fleet.run) == [], 5)  # the replicas went with it
+        assert not fleet.settled(ROUNDS)
+        assert RunDir.open(fleet.run).about["status"] == "running"
+        fleet.a_night_later()
+        process = fleet.start("train", "--resume", "run")
+    assert fleet.end(process) == 0, fleet.said
+    same_end(fleet, straight)
+    about, rows = RunDir.open(fleet.run).about, RunDir.open(fleet.run).rows()
+    assert (about["status"], about["error"]) == ("finished", None)
+    assert all(row["seconds"] < 3600 for row in rows)  # the nights are nobody's training time
+    assert "back with the state of round" in (fleet.run / "logs" / "rack-0.log").read_text()
+
+
+def test_the_last_line_of_an_interrupted_run_is_the_command_that_goes_on(straight, tmp_path):
+    fleet = Fleet(tmp_path)
+    process = fleet.start()
+    fleet.until(lambda: training(fleet, 3))
+    process.send_signal(signal.SIGINT)
+    assert fleet.end(process) == 0, fleet.said
+    last = fleet.said.splitlines()[-1]
+    assert last == "isthmus: go on with: isthmus train --resume run"
+    assert RunDir.open(fleet.run).about["status"] == "interrupted"
+
+    process = fleet.start(*shlex.split(last.partition(": isthmus ")[2]))
+    fleet.until(lambda: fleet.settled(5))
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)  # now, not at the round's edge
+    assert fleet.end(process) == 130
+    assert fleet.said.splitlines()[-1] == "isthmus: interrupted; go on with: isthmus train --resume run"
+
+    assert fleet.end(fleet.start("train", "--resume", "run")) == 0
+    same_end(fleet, straight)
+
+
+@pytest.fixture
+def here(straight, tmp_path, monkeypatch) -> Path:
+    """A copy of the finished run that says it was cut short, to spoil; nothing may be started from it."""
+    shutil.copytree(straight.run, tmp_path / "run")
+    (tmp_path / "again.toml").write_text(RECIPE)
+    RunDir.open(tmp_path / "run").update_about(status="running")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("isthmus.engine.fleet.Machines.start_all", lambda machines: pytest.fail("started"))
+    return tmp_path
+
+
+def everything_in(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def finished(folder: Path) -> None:
+    RunDir.open(folder / "run").update_about(status="finished")
+
+
+def simulated(folder: Path) -> None:
+    RunDir.open(folder / "run").update_about(mode="stacked")
+    (folder / "run" / "state").mkdir()
+
+
+def without_a_bucket(folder: Path) -> None:
+    shutil.rmtree(folder / "run" / "bucket")
+
+
+def without_a_run_in_it(folder: Path) -> None:
+    (folder / "run" / "bucket" / "run.json").unlink()
+
+
+def without_a_key(folder: Path) -> None:
+    (folder / "run" / "keys" / "edge.key").unlink()
+
+
+def of_another_recipe(folder: Path) -> None:
+    recipe = folder / "run" / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace(f"rounds = {ROUNDS}", "rounds = 60"))
+
+
+def no_folder(folder: Path) -> None:
+    shutil.rmtree(folder / "run")
+
+
+def as_it_is(folder: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "says"),
+    [
+        (finished, [], f"run is finished: all of its {ROUNDS} rounds are done"),
+        (
+            simulated,
+            [],
+            "run is no run of `isthmus train`; go on with `isthmus simulate --resume run`",
+        ),
+        (without_a_bucket, [], "run cannot be taken up: "),
+        (without_a_run_in_it, [], "run cannot be taken up: there is no run in this bucket"),
+        (without_a_key, [], "no key for replica edge at run/keys/edge.key"),
+        (of_another_recipe, [], "run/recipe.toml is not the recipe that "),
+        (no_folder, [], "run does not exist; give the folder of a run"),
+        (as_it_is, ["again.toml"], "give a recipe to start a run, or --resume RUN"),
+        (as_it_is, ["--set", "outer.rounds=9"], "--set and --run are for a new one"),
+        (as_it_is, ["--device", "tpu"], "auto, cpu, cuda"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_in_one_line_and_left_alone(here, capsys, spoil, options, says):
+    spoil(here)
+    lock = here / "run" / "work" / "train.lock"
+    before = everything_in(here)
+    assert main(["train", "--resume", "run", *options]) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    after = everything_in(here)
+    assert {**after, lock: before.get(lock)} == {**before, lock: before.get(lock)}
+
+
+def test_a_run_that_still_runs_is_not_started_twice(here, capsys):
+    with hold(here / "run" / "work" / "train.lock"):
+        assert main(["train", "--resume", "run"]) == 2
+    said = f"isthmus: run still runs (process {os.getpid()}); Ctrl-C there ends it, "
+    assert capsys.readouterr().err.startswith(said)
+    with hold(here / "run" / "work" / "edge" / "launcher.lock"):  # one that was joined by hand
+        assert main(["train", "--resume", "run"]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(
+        r"isthmus: replica edge of run still runs, in .*/run/work/edge; stop it first\n", error
+    )
+
+
+def test_help_tells_it():
+    done = subprocess.run(
+        [sys.executable, "-m", "isthmus.cli.main", "train", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "isthmus train --resume runs/long" in done.stdout
