@@ -301,6 +301,12 @@ def test_a_run_that_still_runs_is_not_started_twice(here, capsys):
     )
 
 
+def test_simulate_names_the_command_for_it(here, capsys):
+    assert main(["simulate", "--resume", "run"]) == 2
+    words = "isthmus: run is a fleet of real processes; go on with `isthmus train --resume run`\n"
+    assert capsys.readouterr().err == words
+
+
 def test_help_tells_it():
     done = subprocess.run(
         [sys.executable, "-m", "isthmus.cli.main", "train", "--help"],

@@ -22,10 +22,10 @@ from isthmus.engine.fleet import (
     held,
 )
 from isthmus.engine.launcher import NOTES, hold
+from isthmus.engine.start import REAL
 from isthmus.errors import ConfigError
 from isthmus.runlog import RunDir
 
-MODE = "real processes"  # what about.json of such a run says
 PATIENCE_SECONDS = 120.0  # so long a replica may take to start; then the others go on without it
 
 
@@ -52,7 +52,7 @@ def hold_run(run: RunDir) -> IO[str]:
 def check_resumable(run: RunDir) -> None:
     """By the run directory alone."""
     about, rounds = run.about, run.recipe.outer.rounds
-    if about.get("mode") != MODE:
+    if about.get("mode") != REAL:
         hint = f"; go on with `isthmus simulate --resume {run.path}`" if run.state_path.exists() else ""
         raise ConfigError(f"{run.path} is no run of `isthmus train`{hint}")
     if about.get("status") == "finished":

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from isthmus.errors import ConfigError
 from isthmus.planner.auto import resolve
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
 from isthmus.runlog import RunDir, next_run_dir
+
+REAL = "real processes"  # the mode of a run of `train`, in its about.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,10 @@ def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) ->
     """Go on from the last saved round, exactly as the run would have gone on by itself."""
     run = RunDir.open(run_dir)
     recipe, about = run.recipe, run.about
+    if about.get("mode") == REAL:
+        raise ConfigError(
+            f"{run.path} is a fleet of real processes; go on with `isthmus train --resume {run.path}`"
+        )
     missing = [key for key in ("device_type", "precision", "group", "pieces", "parked") if key not in about]
     if missing:
         raise ConfigError(
@@ -137,8 +144,8 @@ def _run(
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
-        print(f"isthmus: go on with: isthmus simulate --resume {run.path}", file=sys.stderr)
-        raise
+        command = f"isthmus simulate --resume {shlex.quote(str(run.path))}"
+        raise KeyboardInterrupt(f"interrupted; go on with: {command}") from None
     except BaseException as fault:
         error = f"{type(fault).__name__}: {fault}".splitlines()[0]
         raise

@@ -21,16 +21,8 @@ from isthmus.engine.first import checked_first, start_digest
 from isthmus.engine.fleet import Machines, check_trainable, create
 from isthmus.engine.follower import Follower
 from isthmus.engine.launcher import STALL_SECONDS
-from isthmus.engine.resumed import (
-    MODE,
-    Voice,
-    bucket_of,
-    check_resumable,
-    checked_ledger,
-    hold_run,
-    keys_of,
-)
-from isthmus.engine.start import Results, checked_corpus, pick_device, pick_precision
+from isthmus.engine.resumed import Voice, bucket_of, check_resumable, checked_ledger, hold_run, keys_of
+from isthmus.engine.start import REAL, Results, checked_corpus, pick_device, pick_precision
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import resolve
 from isthmus.runlog import RunDir, next_run_dir
@@ -61,7 +53,7 @@ def train(
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
         "device_used": str(where),  # for a resume: another one could mean another precision
         "precision": pick_precision(recipe, where),
-        "mode": MODE,
+        "mode": REAL,
         "parameters": recipe.model.num_parameters,
         "auto": [pick.reason for pick in picks],
         "corpus": recipe.data.corpus,
