@@ -9,26 +9,30 @@ from pathlib import Path
 from isthmus.errors import ConfigError, RunError
 from isthmus.reproduce import lines as results
 from isthmus.reproduce import work
+from isthmus.reproduce.larger import SCALES as LARGER
 from isthmus.reproduce.tables import DEFAULT_SCALE, SCALES, Scale, pick_scale, tables_of
 
 EPILOG = """tables:
 {tables}
   all            all of them; a row that several tables show is run once
+  larger         no table, and not among all: one run of the 178M model, half of its 8 replicas compressed
 
 scales:
 {scales}
+  178m, toy      of larger (default 178m): {larger}
 
 examples:
   isthmus reproduce all --dry-run                          every run, its tokens, and the time they may take
   isthmus reproduce tune --corpus corpus/ --device cuda --jobs 4     the learning rates come first
   isthmus reproduce 1 2 4 --corpus corpus/ --device cuda --jobs 4 --minutes 9
   isthmus reproduce 2 --corpus corpus/ --only het-96 --seeds 3,4     two more seeds of one row
+  isthmus reproduce larger --corpus corpus178m/ --device cuda --minutes 5     as many rounds as should fit
   isthmus reproduce --render                                   docs/results.md and its plots, from results/
 
 A finished run is one line in results/TABLE.jsonl. The same command again runs what is missing; what was
 under way when it was stopped is repeated. A method takes the learning rate that did best in `tune`, once
 that is complete.
-The corpus: isthmus data prepare TEXT --to corpus/ --vocab 8192
+The corpus: isthmus data prepare TEXT --to corpus/ --vocab 8192 (of larger: --vocab 32000)
 """
 
 
@@ -39,29 +43,39 @@ def register(commands: argparse._SubParsersAction) -> None:
         f"  {s.name:14} {s.about}{' (default)' * (s is scale)}: {s.rounds} rounds of H = {s.inner_steps}"
         for s in SCALES.values()
     )
+    run = LARGER["178m"]
+    larger = f"{run.rounds} rounds of H = {run.inner_steps}, or two rounds of nano"
     parser = commands.add_parser(
         "reproduce",
         help="the paper's tables, at a size that one GPU trains in seconds",
         description="Run the rows of the paper's tables that have no result yet, several at once, and draw "
         "the page.",
-        epilog=EPILOG.format(tables=tables, scales=scales),
+        epilog=EPILOG.format(tables=tables, scales=scales, larger=larger),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "tables",
         nargs="*",
         metavar="TABLE",
-        help="1 to 5, 1-star, tune, aggregation, h, values, finish or all",
+        help="1 to 5, 1-star, tune, aggregation, h, values, finish or all; or larger",
     )
     parser.add_argument("--corpus", metavar="DIR", help="a folder made by `isthmus data prepare`")
-    parser.add_argument("--scale", default=DEFAULT_SCALE, metavar="NAME", help=f"default {DEFAULT_SCALE}")
-    parser.add_argument("--seeds", metavar="N,N", help="instead of 0,1,2 (a tune row has seed 0 only)")
+    parser.add_argument("--scale", metavar="NAME", help=f"default {DEFAULT_SCALE}")
+    parser.add_argument("--seeds", metavar="N,N", help="instead of 0,1,2 (tune: 0 only; larger: one)")
     parser.add_argument(
         "--only", action="append", default=[], metavar="ROW", help="this row; may be repeated"
     )
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="worker processes (default 1)")
-    parser.add_argument("--minutes", type=float, metavar="T", help="begin no run that may not end within T")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="T",
+        help="begin no run that may not end within T; of larger: as many rounds as should fit",
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help=f"of larger, instead of --minutes (default {run.rounds})"
+    )
     parser.add_argument("--results", default="results", metavar="DIR", type=Path, help="default results/")
     parser.add_argument(
         "--commit", metavar="ID", help="of this code, where neither git nor ISTHMUS_COMMIT tells"
@@ -79,7 +93,13 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def reproduce(args: argparse.Namespace) -> int:
     """Run, list or render."""
-    scale = pick_scale(args.scale)
+    if "larger" in args.tables:
+        from isthmus.cli.larger import reproduce_larger
+
+        return reproduce_larger(args) or render(args, pick_scale(DEFAULT_SCALE))
+    if args.rounds is not None:
+        raise ConfigError("--rounds is for larger; the rounds of a table come with its scale")
+    scale = pick_scale(args.scale or DEFAULT_SCALE)
     if not args.tables and not args.render:
         raise ConfigError(f"give a table: {', '.join(tables_of(scale))} or all; or --render")
     if args.jobs < 1:
@@ -90,12 +110,16 @@ def reproduce(args: argparse.Namespace) -> int:
     if args.tables:
         tables = work.pick_tables(args.tables, scale)
         status = list_runs(args, scale, tables) if args.dry_run else run_tables(args, scale, tables)
+    return render(args, scale) or status
+
+
+def render(args: argparse.Namespace, scale: Scale) -> int:
     if args.render:
         from isthmus.reproduce.render import write_page
 
         for path in write_page(args.results, args.docs, scale):
             print(path)
-    return status
+    return 0
 
 
 def seeds_of(text: str | None) -> list[int] | None:

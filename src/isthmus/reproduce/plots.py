@@ -1,5 +1,6 @@
 """The page's plots, as SVG that is the same, byte for byte, for the same lines."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -7,18 +8,20 @@ from typing import Any
 from isthmus.dashboard.plot import COLOURS, FAINT, INK, SOFT
 from isthmus.reproduce.figures import VIEWS, Book
 from isthmus.reproduce.finish import finishing_tokens
+from isthmus.reproduce.lines import Line
 from isthmus.reproduce.tables import FINISHED, PAPER_LADDER, finish_name, finishes, rung
 
 FLEETS = (("pp", "all compressed"), ("het", "half compressed"))
 
 
-def draw_all(book: Book, folder: Path) -> list[Path]:
-    """Every plot that has something to show."""
+def draw_all(book: Book, folder: Path, larger: Sequence[Line] = ()) -> list[Path]:
+    """Every plot that has something to show; `larger` are the lines of the larger run."""
     import matplotlib
 
     matplotlib.use("Agg")
     drawn = []
-    for name, draw in (("curves", _curves), ("ladder", _ladder), ("h", _by_h), ("finish", _finish)):
+    plots = {"curves": _curves, "ladder": _ladder, "h": _by_h, "finish": _finish}
+    for name, draw in (plots | {"larger": lambda book: _larger(larger)}).items():
         # Text stays text, ids hash to the same names, and no date: the file depends on the numbers alone.
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "isthmus"}):
             figure = draw(book)
@@ -31,11 +34,11 @@ def draw_all(book: Book, folder: Path) -> list[Path]:
     return drawn
 
 
-def _panels(count: int, titles: list[str], y: str) -> tuple[Any, list[Any]]:
+def _panels(count: int, titles: list[str], y: str, sharey: bool = True) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.5 * count, 3.6), layout="constrained", facecolor="white")
-    panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, count, sharey=sharey, squeeze=False)[0]
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
         axes.grid(axis="y", color=FAINT, linewidth=0.9)
@@ -138,5 +141,22 @@ def _finish(book: Book) -> Any:
                 style = ":" if name == plain else "--"
                 axes.axhline(loss.mean, linestyle=style, color=SOFT, linewidth=1.3, label=words)
         axes.set_xlabel("M tokens in finishing rounds", color=SOFT, fontsize=9)
+        _legend(axes)
+    return figure
+
+
+def _larger(lines: Sequence[Line]) -> Any:
+    """The larger run's three losses by tokens: all of the fall, and the second half closer up."""
+    if not lines:
+        return None
+    line = lines[-1]
+    rounds, *losses = zip(*line["curve"], strict=True)
+    tokens = [line["tokens"] * n / rounds[-1] / 1e6 for n in rounds]
+    figure, panels = _panels(2, ["from the first round", "the second half"], "held-out loss, nats", False)
+    for axes, first in zip(panels, (0, len(rounds) // 2), strict=True):
+        for at, (view, ys) in enumerate(zip(VIEWS, losses, strict=True)):
+            style = "--" if view == "mixed" else "-"  # it lies between the others
+            axes.plot(tokens[first:], ys[first:], style, color=COLOURS[at], linewidth=1.6, label=view)
+        axes.set_xlabel("M tokens, all replicas together", color=SOFT, fontsize=9)
         _legend(axes)
     return figure

@@ -2,18 +2,20 @@
 
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT}}, {{lr METHOD}}, {{seeds ROW}}, {{setup}},
-{{speed}} and {{runs}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the steepest rung of
-the ladder. What follows the line {{results}} is left out as long as there is no result.
+{{speed}}, {{runs}} and {{larger}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the
+steepest rung of the ladder. What follows the line {{results}} is left out as long as there is no result.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from isthmus.errors import ConfigError
 from isthmus.reproduce.figures import VIEWS, Book, Estimate
 from isthmus.reproduce.finish import enough, finish_table
-from isthmus.reproduce.lines import read
+from isthmus.reproduce.larger import read_larger
+from isthmus.reproduce.larger_page import larger_table
+from isthmus.reproduce.lines import Line, read
 from isthmus.reproduce.tables import LADDER, Scale, Shown, tables_of
 from isthmus.runlog import replace_file
 
@@ -29,24 +31,24 @@ def write_page(results: Path, docs: Path, scale: Scale) -> list[Path]:
         text = template.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {template}: {error.strerror}; give --docs its folder") from None
-    book = Book(read(results, scale), scale)
+    book, larger = Book(read(results, scale), scale), read_larger(results)
     page, drawn = docs / "results.md", []
     if book.lines:
         from isthmus.reproduce.plots import draw_all
 
-        drawn = draw_all(book, docs)
-    replace_file(page, render(text, book, [path.name for path in drawn]))
+        drawn = draw_all(book, docs, larger)
+    replace_file(page, render(text, book, [path.name for path in drawn], larger))
     return [page, *drawn]
 
 
-def render(template: str, book: Book, drawn: list[str] = ()) -> str:
+def render(template: str, book: Book, drawn: Sequence[str] = (), larger: Sequence[Line] = ()) -> str:
     before, _, after = template.partition("{{results}}\n")
     page = before + (after if book.lines else NONE_YET)
-    filled = re.sub(r"\{\{([^}]*)\}\}", lambda found: _fill(found.group(1), book, drawn), page)
+    filled = re.sub(r"\{\{([^}]*)\}\}", lambda found: _fill(found.group(1), book, drawn, larger), page)
     return NOTE + filled
 
 
-def _fill(text: str, book: Book, drawn: list[str]) -> str:
+def _fill(text: str, book: Book, drawn: Sequence[str], larger: Sequence[Line]) -> str:
     name, *words = text.split()
     words = [book.aliases.get(word, word) for word in words]
     known: dict[str, Callable[..., str]] = {
@@ -62,6 +64,7 @@ def _fill(text: str, book: Book, drawn: list[str]) -> str:
         "setup": lambda: setup(book),
         "speed": lambda: speed(book),
         "runs": lambda: runs_of(book),
+        "larger": lambda: larger_table(larger),
     }
     try:
         return known[name](*words)
@@ -75,7 +78,7 @@ def _text(estimate: Estimate | None, digits: int, sign: str = "", unit: str = ""
     return estimate.text(digits, sign, unit) if estimate else "not run"
 
 
-def _figure(name: str, drawn: list[str]) -> str:
+def _figure(name: str, drawn: Sequence[str]) -> str:
     file = f"results-{name}.svg"
     return f"![{name}]({file})" if file in drawn else ""
 
