@@ -1,17 +1,19 @@
 """The finish table: what is run, and what its page says of fabricated lines whose losses are known."""
 
 import pytest
+import torch
 from fabricated import line
 
 from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError
+from isthmus.reproduce import trial
 from isthmus.reproduce.figures import Book
 from isthmus.reproduce.finish import enough
 from isthmus.reproduce.plots import draw_all
 from isthmus.reproduce.render import render
 from isthmus.reproduce.tables import finishes, pick_scale, recipe_of, rows_of
-from isthmus.reproduce.trial import run_trial
-from isthmus.reproduce.work import all_runs, pick_tables
+from isthmus.reproduce.trial import run_trial, run_trials
+from isthmus.reproduce.work import all_runs, jobs_of, pick_tables
 
 SCALE = pick_scale("10m")
 
@@ -25,7 +27,8 @@ def lines_of(row, fulls, pipelined=None, at=None):
         curve = [[0, 9.0, 9.0, 9.0], [recipe.outer.rounds, full, pipe, pipe]]
         if at:
             curve.insert(1, [begins, *at, at[1]])
-        lines.append(line(SCALE, row, seed, full, pipe, pipe, curve=curve))
+        closed = pipe + 0.5 if recipe.finish.rounds else None
+        lines.append(line(SCALE, row, seed, full, pipe, pipe, curve=curve, loss_closed=closed))
     return lines
 
 
@@ -55,7 +58,7 @@ def test_the_table_has_losses_before_and_after_and_their_distance_from_what_was_
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     tokens = 5 * recipe_of(rows_of(SCALE)["pp-8"], SCALE, 0, "", SCALE.lr).round_tokens
     assert cells[2] == f"{tokens / 1e6:.1f} M"
-    assert [cell.split()[0] for cell in cells[3:7]] == ["5.200", "4.300", "4.350", "4.350"]
+    assert [cell.split()[0] for cell in cells[3:7]] == ["5.200", "4.300", "4.350", "4.850"]
     gaps = [100 * 0.15 / base for base in (4.1, 4.2, 4.3)]
     assert float(cells[7].split()[0]) == pytest.approx(sum(gaps) / 3, abs=0.006)
     assert cells[9] == "3"
@@ -79,6 +82,44 @@ def test_the_plot_is_drawn_once_a_finished_run_is_there(tmp_path):
     assert "opened step by step" in (tmp_path / "results-finish.svg").read_text()
     without = [one for one in lines if "open" not in one["row"]]
     assert "results-finish.svg" not in [path.name for path in draw_all(Book(without, SCALE), tmp_path)]
+
+
+def test_runs_that_finish_are_trained_with_the_run_that_does_not():
+    runs = all_runs(pick_tables(["finish"], SCALE), SCALE, "c/", [])
+    jobs = {(job.runs[0].row.name, job.seed): job for job in jobs_of(runs)}
+    assert set(jobs) == {(name, seed) for name in ("dense", "pp-8", "pp-64") for seed in (0, 1, 2)}
+    job = jobs["pp-64", 1]
+    ways = finishes(SCALE)
+    assert len(job.runs) == 1 + len(ways)
+    once = runs[0].tokens // SCALE.rounds
+    assert job.trained_tokens == once * (SCALE.rounds + sum(n for _, n in ways))
+
+
+def test_what_is_shared_is_trained_once_and_gives_what_separate_runs_give():
+    scale = pick_scale("toy")
+    settings = ["data.eval_every=1", "outer.rounds=3", "inner.warmup_steps=1"]
+    base = recipe_of(rows_of(scale)["pp-8"], scale, 0, "builtin:sample", scale.lr)
+    text = run_trial("pp-8", "toy", base, "cpu", "here")["recipe"]
+    wanted = [("none", parse_recipe(text, settings))]
+    for how, n in (("open", 1), ("open", 2), ("full", 2)):
+        finish = [f"finish.rounds={n}", f"finish.how={how}"]
+        wanted.append((f"{how}-{n}", parse_recipe(text, settings + finish)))
+    timed = ("seconds", "tokens_per_second")
+    together = [
+        {k: v for k, v in line.items() if k not in timed} for line in run_trials(wanted, "toy", "cpu", "here")
+    ]
+    apart = [
+        {k: v for k, v in run_trial(row, "toy", recipe, "cpu", "here").items() if k not in timed}
+        for row, recipe in wanted
+    ]
+    assert together == apart
+    recipe, whole = wanted[2][1], trial.Course()  # without a stop where finishing begins
+    trial._train(recipe, trial.checked_corpus(recipe), torch.device("cpu"), "fp32", whole, range(1, 4))
+    assert whole.points[-1]["loss_full"] == pytest.approx(together[2]["loss_full"], abs=1e-6)
+    assert whole.closed == pytest.approx(together[2]["loss_closed"], abs=1e-6)
+    assert len({line["loss_full"] for line in together}) == 4
+    assert [line["loss_closed"] is None for line in together] == [True, False, False, False]
+    assert all(line["loss_closed"] != line["loss_pipelined"] for line in together)
 
 
 def test_a_run_tells_the_losses_where_finishing_begins_however_rarely_it_is_scored():

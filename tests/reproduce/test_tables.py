@@ -8,7 +8,7 @@ import pytest
 from isthmus.config import load_recipe
 from isthmus.reproduce.lines import digest
 from isthmus.reproduce.tables import SCALES, home_of, pick_scale, recipe_of, rows_of, tables_of
-from isthmus.reproduce.work import all_runs, next_run, pick_tables
+from isthmus.reproduce.work import all_runs, jobs_of, next_job, pick_tables
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SCALE = pick_scale("12m")
@@ -88,16 +88,18 @@ def test_the_baseline_at_the_chosen_learning_rate_is_the_run_of_the_tune_table()
 
 def test_a_worker_takes_what_it_has_compiled_then_what_nobody_has():
     runs = all_runs(pick_tables(["1", "2"], SCALE), SCALE, "corpus/", [])
-    by_name = {(run.row.name, run.seed): run for run in runs}
-    dense, pp = by_name["dense", 0], by_name["pp-8", 0]
-    assert next_run(runs, set(), set()) is dense
-    assert next_run(runs, set(), {dense.signature}) is pp
-    assert next_run(runs, {by_name["het-96", 0].signature}, set()) is by_name["het-96", 0]
+    jobs = jobs_of(runs)
+    assert [job.runs for job in jobs] == [(run,) for run in runs]
+    by_name = {(job.runs[0].row.name, job.seed): job for job in jobs}
+    dense, pp, het = by_name["dense", 0], by_name["pp-8", 0], by_name["het-96", 0]
+    assert next_job(jobs, set(), set()) is dense
+    assert next_job(jobs, set(), dense.signatures) is pp
+    assert next_job(jobs, het.signatures, set()) is het
     # Only runs of others are left of seed 0: a later seed that needs no compiling comes first.
-    rest = [run for run in runs if run.seed or run is dense]
+    rest = [job for job in jobs if job.seed or job is dense]
     signatures = {run.signature for run in runs}
-    assert next_run(rest, {pp.signature}, signatures) is by_name["pp-8", 1]
-    assert next_run([dense], {pp.signature}, signatures) is dense
+    assert next_job(rest, pp.signatures, signatures) is by_name["pp-8", 1]
+    assert next_job([dense], pp.signatures, signatures) is dense
 
 
 def test_runs_that_differ_in_k_or_method_are_compiled_apart_and_those_in_seed_or_values_are_not():

@@ -35,6 +35,13 @@ def before(book: Book, name: str, view: str) -> Estimate | None:
     return Estimate.of([point[at] for point in points if point[at] is not None])
 
 
+def closed(book: Book, name: str) -> Estimate | None:
+    """The loss at the end through boundaries that compress, also where they were open by then."""
+    lines = book.finished(name)
+    key = "loss_closed" if finishing_tokens(book, name) else "loss_pipelined"
+    return Estimate.of([line[key] for line in lines if line.get(key) is not None])
+
+
 def price(book: Book, name: str, ratio: str) -> Estimate | None:
     """Percent that the plain model lies above the compressed one of the run that never opened, by seed."""
     ours, theirs = book.losses(name, "full"), book.losses(rung("pp", ratio), "pipelined")
@@ -58,7 +65,7 @@ def _cells(book: Book, ratio: str, name: str, words: str) -> list[str]:
     if not book.finished(name):
         return [*cells, "diverged" if book.failed(name) else "not run", *[""] * (len(HEAD) - 4)]
     both = [before(book, name, view) if tokens else None for view in ("full", "pipelined")]
-    both += [book.loss(name, view) for view in ("full", "pipelined")]
+    both += [book.loss(name, "full"), closed(book, name)]
     cells += [estimate.text(3) if estimate else "" for estimate in both]
     gaps = (price(book, name, ratio), book.gap(name, "full"))
     cells += [gap.text(2, "+", " %") if gap else "" for gap in gaps]

@@ -14,7 +14,7 @@ from typing import Any
 from isthmus.config import dump_recipe
 from isthmus.errors import ConfigError
 from isthmus.reproduce.tables import Scale
-from isthmus.reproduce.work import Run, next_run
+from isthmus.reproduce.work import Job, Run, jobs_of, next_job
 
 SOURCE = Path(__file__).parents[2]
 WORKER = (sys.executable, "-m", "isthmus.reproduce.worker")
@@ -48,7 +48,7 @@ class Outcome:
 
 
 class Runner:
-    """Hands out one run at a time to every worker: a thread each, that talks with its process."""
+    """Hands out one job at a time to every worker: a thread each, that talks with its process."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Runner:
         seconds: float | None = None,
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
-        """With `seconds`, no run is begun that may not end within them."""
-        self.pending, self.total, self.scale, self.folder = list(runs), len(runs), scale, folder
-        self.device, self.jobs, self.commit, self.say = device, min(jobs, len(runs)), commit, say
+        """With `seconds`, no job is begun that may not end within them."""
+        self.pending, self.total, self.scale, self.folder = jobs_of(runs), len(runs), scale, folder
+        self.device, self.jobs, self.commit, self.say = device, min(jobs, len(self.pending)), commit, say
         self.deadline = None if seconds is None else time.monotonic() + seconds
-        self.longest = 0.0
+        self.slowest = 0.0  # seconds a token
         self.outcome, self.lock = Outcome(), threading.Lock()
         self.compiled: list[set[tuple]] = [set() for _ in range(self.jobs)]
         self.processes: list[subprocess.Popen] = []
@@ -86,7 +86,9 @@ class Runner:
                 if process.poll() is None:
                     process.terminate()
                 process.wait()
-        self.outcome.left += self.pending  # of workers that ended before their time
+        self.outcome.left += [run for job in self.pending for run in job.runs]  # their workers ended early
+        if self.outcome.left:
+            self.say(f"{len(self.outcome.left)} runs were not begun; the same command goes on with them")
         return self.outcome
 
     def _start(self) -> subprocess.Popen:
@@ -102,44 +104,46 @@ class Runner:
 
     def _drive(self, i: int) -> None:
         process = self.processes[i]
-        while run := self._take(i):
+        while job := self._take(i):
+            began = time.monotonic()
             try:
-                process.stdin.write(json.dumps(self._task(run)) + "\n")
+                process.stdin.write(json.dumps(self._task(job)) + "\n")
                 process.stdin.flush()
-                answer = process.stdout.readline()
             except OSError:
-                answer = ""
-            if not answer:
-                self._tell(run, {"fault": f"its worker ended with status {process.wait()}"})
-                return
-            self._tell(run, json.loads(answer))
+                pass  # it is dead, and answers nothing
+            for run in job.runs:
+                answer = process.stdout.readline()
+                if not answer:
+                    self._tell(run, {"fault": f"its worker ended with status {process.wait()}"})
+                    return
+                self._tell(run, json.loads(answer))
+            self.slowest = max(self.slowest, (time.monotonic() - began) / job.trained_tokens)
         process.stdin.close()
         process.wait()
 
-    def _task(self, run: Run) -> dict[str, str]:
-        return {
-            "row": run.row.name,
-            "scale": self.scale.name,
-            "recipe": dump_recipe(run.recipe),
-            "device": self.device,
-            "commit": self.commit,
-            "file": str(self.folder / f"{run.table}.jsonl"),
-        }
+    def _task(self, job: Job) -> dict[str, Any]:
+        runs = [
+            {
+                "row": run.row.name,
+                "recipe": dump_recipe(run.recipe),
+                "file": str(self.folder / f"{run.table}.jsonl"),
+            }
+            for run in job.runs
+        ]
+        return {"scale": self.scale.name, "device": self.device, "commit": self.commit, "runs": runs}
 
-    def _take(self, i: int) -> Run | None:
+    def _take(self, i: int) -> Job | None:
         with self.lock:
-            if self.pending and self.deadline is not None and time.monotonic() + self.longest > self.deadline:
-                self.outcome.left, self.pending = self.pending, []
-                self.say(
-                    f"no time to begin {len(self.outcome.left)} more; the same command goes on with them"
-                )
-            if not self.pending:
-                return None
-            elsewhere = set().union(*self.compiled[:i], *self.compiled[i + 1 :])
-            run = next_run(self.pending, self.compiled[i], elsewhere)
-            self.compiled[i].add(run.signature)
-            self.pending.remove(run)
-            return run
+            left = None if self.deadline is None else self.deadline - time.monotonic()
+            while self.pending:
+                elsewhere = set().union(*self.compiled[:i], *self.compiled[i + 1 :])
+                job = next_job(self.pending, self.compiled[i], elsewhere)
+                self.pending.remove(job)
+                if left is None or self.slowest * job.trained_tokens <= left > 0:
+                    self.compiled[i] |= job.signatures
+                    return job
+                self.outcome.left += job.runs
+            return None
 
     def _tell(self, run: Run, answer: dict[str, Any]) -> None:
         with self.lock:
@@ -148,7 +152,6 @@ class Runner:
                 self.say(self.outcome.faults[-1])
                 return
             self.outcome.finished += 1
-            self.longest = max(self.longest, answer["seconds"])
             self.say(f"[{self.outcome.finished}/{self.total}] {describe(run, answer)}")
 
 

@@ -1,4 +1,4 @@
-"""One run, from a recipe to its line: the simulator without run directory, report or saved state.
+"""Runs, from recipes to their lines: the simulator without run directory, report or saved state.
 
 A run is seconds to minutes long, so a killed one is repeated rather than resumed.
 """
@@ -7,14 +7,17 @@ import dataclasses
 import gc
 import math
 import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch._dynamo
+from torch import Tensor
 
 from isthmus import __version__
 from isthmus.comm.local import LocalExchange
-from isthmus.config import Recipe, dump_recipe
+from isthmus.config import FinishConfig, Recipe, dump_recipe
 from isthmus.data.corpus import Corpus
 from isthmus.engine.evaluate import Scorer
 from isthmus.engine.loop import run_rounds
@@ -30,26 +33,64 @@ CURVE_POINTS = 50
 SCORED_TOGETHER = 16_384  # held-out tokens in one forward: a small inner batch would leave a GPU idle
 
 
+State = dict[str, dict[str, Tensor]]
+
+
+@dataclass
+class Course:
+    """How a run went so far: held-out losses, the time of each round, and why it ended early if it did."""
+
+    points: list[dict[str, Any]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    failed: str | None = None
+    closed: float | None = None  # at the end, through boundaries that compress, of a run that opened them
+
+    def until(self, round_number: int) -> "Course":
+        return Course([point for point in self.points if point["round"] <= round_number])
+
+
 def run_trial(row: str, scale: str, recipe: Recipe, device: str, commit: str) -> Line:
     """Train, score, and say what came of it. A loss that is no number is a result too: `failed` says so."""
+    (line,) = run_trials([(row, recipe)], scale, device, commit)
+    return line
+
+
+def run_trials(wanted: Sequence[tuple[str, Recipe]], scale: str, device: str, commit: str) -> Iterator[Line]:
+    """Lines of runs that differ in how they finish: the rounds that they share are trained once."""
     where = pick_device(device)
-    precision = pick_precision(recipe, where)
-    corpus = checked_corpus(recipe)
-    started = time.perf_counter()
-    failed: str | None = None
-    points: list[dict[str, Any]] = []
-    seconds: list[float] = []
-    try:
-        _train(recipe, corpus, where, precision, points, seconds)
-    except RunError as error:
-        failed = str(error)
-    finally:
-        gc.collect()
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
+    first = wanted[0][1]
+    place = (checked_corpus(first), where, pick_precision(first, where))
+    begin = {row: recipe.outer.rounds - recipe.finish.rounds for row, recipe in wanted}
+    finished = {begin[row] for row, recipe in wanted if recipe.finish.rounds}
+    stem, shared = dataclasses.replace(first, finish=FinishConfig()), Course()
+    states = _train(stem, *place, shared, range(1, max(begin.values()) + 1), keep=finished)
+    for row, recipe in wanted:
+        if recipe.finish.rounds:
+            course = shared.until(begin[row])
+            if begin[row] in states:
+                rounds = range(begin[row] + 1, recipe.outer.rounds + 1)
+                _train(recipe, *place, course, rounds, state=states[begin[row]])
+            else:
+                course.failed = shared.failed
+        else:
+            course = shared
+        yield _line(row, scale, recipe, *place, course, commit)
+
+
+def _line(
+    row: str,
+    scale: str,
+    recipe: Recipe,
+    corpus: Corpus,
+    device: torch.device,
+    precision: str,
+    course: Course,
+    commit: str,
+) -> Line:
+    points, failed = course.points, course.failed
     if not failed and not all(math.isfinite(points[-1][name]) for name in LOSSES):
         failed = f"a held-out loss is no number after round {points[-1]['round']}"
-    later = seconds[1:] or seconds  # the first round compiles
+    later = course.seconds[1:] or course.seconds  # the first round compiles
     last = dict.fromkeys(LOSSES) if failed else points[-1]
     kept = recipe.outer.rounds - recipe.finish.rounds
     return {
@@ -59,7 +100,7 @@ def run_trial(row: str, scale: str, recipe: Recipe, device: str, commit: str) ->
         "digest": digest(recipe),
         "recipe": dump_recipe(recipe),
         "commit": commit,
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "isthmus": __version__,
         "precision": precision,
@@ -67,9 +108,11 @@ def run_trial(row: str, scale: str, recipe: Recipe, device: str, commit: str) ->
         "corpus_tokens": len(corpus.train),
         "parameters": recipe.model.num_parameters,
         "tokens": recipe.outer.rounds * recipe.round_tokens,
-        "seconds": round(time.perf_counter() - started, 3),
+        "rounds_shared": kept if recipe.finish.rounds else 0,  # with the run that does not finish
+        "seconds": round(sum(course.seconds), 3),  # without the rounds shared
         "tokens_per_second": round(recipe.round_tokens * len(later) / sum(later)) if later else 0,
         **{name: _rounded(last[name]) for name in LOSSES},
+        "loss_closed": _rounded(course.closed),
         "failed": failed,
         "curve": [
             [point["round"], *(_rounded(point[name]) for name in LOSSES)] for point in _thin(points, kept)
@@ -82,27 +125,56 @@ def _train(
     corpus: Corpus,
     device: torch.device,
     precision: str,
-    points: list[dict[str, Any]],
-    seconds: list[float],
-) -> None:
-    """Adds the held-out losses to `points` and each round's time to `seconds`, as it goes."""
+    course: Course,
+    rounds: range,
+    *,
+    state: State | None = None,
+    keep: Collection[int] = (),
+) -> dict[int, State]:
+    """Adds to the course as it goes. `state` is where the rounds begin, without it at theta^(0); gives the
+    states after the rounds in `keep`, on the host."""
     compiled = device.type == "cuda"
-    free = int(torch.cuda.mem_get_info(device)[0] * 0.92) if compiled else available_host_bytes()
-    plan = plan_simulator(recipe, precision, free, compiled=compiled, can_park=compiled)
-    fleet = SimulatedFleet(recipe, corpus, device, precision, plan, compiled)
-    fleet.scorer = Scorer(_scored_together(recipe), corpus, fleet.bases, device, fleet.dtype)
-    points.append({"round": 0} | fleet.evaluate())
-    clock = time.perf_counter()
+    states: dict[int, State] = {}
+    try:
+        free = int(torch.cuda.mem_get_info(device)[0] * 0.92) if compiled else available_host_bytes()
+        plan = plan_simulator(recipe, precision, free, compiled=compiled, can_park=compiled)
+        fleet = SimulatedFleet(recipe, corpus, device, precision, plan, compiled)
+        fleet.scorer = Scorer(_scored_together(recipe), corpus, fleet.bases, device, fleet.dtype)
+        if state is not None:
+            fleet.restore(state, rounds.start - 1)
+        else:
+            course.points.append({"round": 0} | fleet.evaluate())
+        clock = time.perf_counter()
 
-    def after(round_number: int, trained_seconds: float) -> None:
-        nonlocal clock
-        if recipe.is_scored(round_number):
-            points.append({"round": round_number} | fleet.evaluate())
-        now = time.perf_counter()
-        seconds.append(now - clock)
-        clock = now
+        def after(round_number: int, trained_seconds: float) -> None:
+            nonlocal clock
+            if recipe.is_scored(round_number) or round_number in keep:
+                course.points.append({"round": round_number} | fleet.evaluate())
+            if round_number in keep:
+                states[round_number] = _on_host(fleet.state())
+            now = time.perf_counter()
+            course.seconds.append(now - clock)
+            clock = now
 
-    run_rounds(fleet, LocalExchange(recipe), range(1, recipe.outer.rounds + 1), lambda h: None, after)
+        run_rounds(fleet, LocalExchange(recipe), rounds, lambda h: None, after)
+        if recipe.finish.rounds:
+            fleet.bases.begin_round(0)  # as if no boundary had opened
+            course.closed = fleet.evaluate()["loss_pipelined"]
+    except RunError as error:
+        course.failed = str(error)
+    finally:
+        fleet = None
+        gc.collect()
+        if compiled:
+            torch.cuda.empty_cache()
+    return states
+
+
+def _on_host(state: State) -> State:
+    return {
+        file: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        for file, tensors in state.items()
+    }
 
 
 def _scored_together(recipe: Recipe) -> Recipe:

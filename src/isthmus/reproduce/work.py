@@ -1,10 +1,11 @@
 """The runs of some tables as a list: what is there already, what is missing, how long it may take."""
 
+import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from isthmus.config import Recipe
+from isthmus.config import FinishConfig, Recipe
 from isthmus.errors import ConfigError
 from isthmus.reproduce.lines import Line, digest, identity, tuned_lrs
 from isthmus.reproduce.tables import Row, Scale, Table, home_of, recipe_of, rows_of, tables_of
@@ -27,6 +28,11 @@ class Run:
         return self.recipe.outer.rounds * self.recipe.round_tokens
 
     @property
+    def unfinished(self) -> int:
+        """Tokens before the rounds that finish it."""
+        return self.tokens - self.recipe.finish.rounds * self.recipe.round_tokens
+
+    @property
     def signature(self) -> tuple:
         """Equal for two runs whose inner steps are one compiled function."""
         r = self.recipe
@@ -36,6 +42,36 @@ class Run:
 
     def __str__(self) -> str:
         return f"{self.row.name} seed {self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Runs that differ in how they finish, or one run: what they share is trained once."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def seed(self) -> int:
+        return self.runs[0].seed
+
+    @property
+    def signatures(self) -> frozenset[tuple]:
+        return frozenset(run.signature for run in self.runs)
+
+    @property
+    def trained_tokens(self) -> int:
+        """With what the runs share counted once."""
+        whole = max(run.tokens if not run.recipe.finish.rounds else run.unfinished for run in self.runs)
+        return whole + sum(run.tokens - run.unfinished for run in self.runs if run.recipe.finish.rounds)
+
+
+def jobs_of(runs: Sequence[Run]) -> list[Job]:
+    """Runs that are one run until they finish, together; in the order of the first of each."""
+    alike: dict[tuple, list[Run]] = {}
+    for run in runs:
+        stem = dataclasses.replace(run.recipe, finish=FinishConfig())
+        alike.setdefault((run.seed, digest(stem)), []).append(run)
+    return [Job(tuple(group)) for group in alike.values()]
 
 
 def pick_tables(names: Sequence[str], scale: Scale) -> list[Table]:
@@ -97,7 +133,7 @@ def predicted_seconds(runs: Sequence[Run], scale: Scale, lines: Sequence[Line], 
     """Of the whole list. Assumed rates are of the whole GPU, measured ones of one worker of `jobs`, with all
     that a round holds."""
     each, measured = rate(scale, lines)
-    tokens = sum(run.tokens for run in runs)
+    tokens = sum(job.trained_tokens for job in jobs_of(runs))
     if measured:
         training = tokens / (each * jobs)
     else:
@@ -107,16 +143,15 @@ def predicted_seconds(runs: Sequence[Run], scale: Scale, lines: Sequence[Line], 
     return training + compiling
 
 
-def next_run(pending: Sequence[Run], compiled: set[tuple], elsewhere: set[tuple]) -> Run:
-    """What a worker takes next: a run whose inner step it has compiled, or that no other worker has; the
+def next_job(pending: Sequence[Job], compiled: set[tuple], elsewhere: set[tuple]) -> Job:
+    """What a worker takes next: runs whose inner step it has compiled, or that no other worker has; the
     runs of a later seed only where all that is left of this one belongs to others."""
-    seeds = list(dict.fromkeys(run.seed for run in pending))
-    first = [run for run in pending if run.seed == seeds[0]]
+    first = [job for job in pending if job.seed == pending[0].seed]
 
-    def candidates() -> Iterator[Run]:
-        yield from (run for run in first if run.signature in compiled)
-        yield from (run for run in first if run.signature not in elsewhere)
-        yield from (run for run in pending if run.signature in compiled)
+    def candidates() -> Iterator[Job]:
+        yield from (job for job in first if job.signatures <= compiled)
+        yield from (job for job in first if job.signatures.isdisjoint(elsewhere))
+        yield from (job for job in pending if job.signatures <= compiled)
         yield from first
 
     return next(candidates())
