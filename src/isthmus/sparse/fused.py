@@ -142,7 +142,7 @@ def read(
 
 
 def check(index: Tensor, values: Tensor, entries: int, odd: Tensor) -> None:
-    """Set the flag unless the positions (C, J) of every chunk ascend below `entries` and values are finite."""
+    """Set the flag unless every chunk's positions (C, J) ascend below `entries` and its values are finite."""
     from isthmus.sparse import kernels
 
     kernels.check_kernel[_blocks(index.numel(), CHECK_BLOCK)](

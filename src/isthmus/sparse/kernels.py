@@ -262,9 +262,9 @@ def step_kernel(
 ):  # fmt: skip
     """anchor -= step_size * mean for one chunk, straight from the payloads of some replicas.
 
-    `pointers` are those of each replica's positions and values. Every entry looks its place up in the ascending
-    positions of all replicas, in order, and adds what was sent there; the first of those that share a place
-    moves the anchor. The roundings are those of adding payload after payload into an accumulator.
+    `pointers` are those of each replica's positions and values. Every entry looks its place up in the
+    ascending positions of all replicas, in order, and adds what was sent there; the first of those that share
+    a place moves the anchor. The roundings are those of adding payload after payload into an accumulator.
     """
     chunk = tl.program_id(0).to(tl.int64)
     tensor = tl.load(owner + chunk).to(tl.int64)
