@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,6 +87,8 @@ def test_draws_come_from_the_smallest_set_that_holds_top_p():
     assert abs(draws.count(1) / 2000 - 0.5 / 0.8) < 0.05
     assert {pick(logits, 1.0, 1e-9, generator) for _ in range(20)} == {1}
     assert {pick(logits, 0.0, 1.0, generator) for _ in range(5)} == {1}
+    for cold in (1e-40, 5e-324):  # which no float holds as 1 / T
+        assert {pick(logits, cold, 1.0, generator) for _ in range(5)} == {1}
     hot = [pick(logits, 100.0, 1.0, generator) for _ in range(2000)]
     assert all(abs(hot.count(i) / 2000 - 0.25) < 0.06 for i in range(4))
 
@@ -136,6 +140,30 @@ def test_text_is_streamed_to_stdout_while_it_is_made(runs, tmp_path):
     assert b"8 tokens" in notes
 
 
+def test_a_terminal_that_lacks_a_character_shows_another(runs, tmp_path):
+    command = [sys.executable, "-m", "isthmus.cli.main", "generate", str(runs["full"]), "caf\xe9"]
+    done = subprocess.run(
+        [*command, "--max-tokens", "3"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        cwd=tmp_path,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"caf?")
+
+
+def test_a_model_that_has_diverged_is_named_in_one_line(folders, tmp_path, capsys):
+    folder = tmp_path / "diverged"
+    shutil.copytree(folders["full"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] *= 100
+    tensors["lm_head.weight"].fill_(3e38)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for temperature in ("0", "1"):
+        assert main(["generate", str(folder), PROMPT, "--json", "--temperature", temperature]) == 1
+        assert capsys.readouterr().err.splitlines()[-1].endswith("it has diverged, and says nothing")
+
+
 def test_no_prompt_starts_where_a_document_starts(runs):
     speaker = from_trained(open_trained(str(runs["full"])), "auto")
     assert speaker.encode("") == [speaker.end_id]
@@ -159,6 +187,7 @@ def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path, capsys):
         (["{full}", "a", "--top-p", "0"], "at most 1"),
         (["{full}", "a", "--as", "pipelined"], "no boundaries"),
         (["{full}", "a", "--seed", "-1"], "--seed is -1"),
+        (["{full}", os.fsdecode(b"caf\xe9")], "not UTF-8"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(runs, capsys, arguments, says):

@@ -1,6 +1,7 @@
 """`isthmus generate`: let a trained model go on with a text."""
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -60,6 +61,8 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--top-p is {args.top_p}; it is above 0 and at most 1")
     if not 0 <= args.seed < 2**63:
         raise ConfigError(f"--seed is {args.seed}; it must be 0 or more and below 2**63")
+    if any("\ud800" <= c <= "\udfff" for c in args.prompt):  # how Python hands over bytes that are no text
+        raise ConfigError("the prompt is not UTF-8 text; convert it, for example with iconv -t UTF-8")
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -78,6 +81,8 @@ def generate(args: argparse.Namespace) -> int:
     print(f"isthmus: {speaker.about}", file=sys.stderr)
     live = not args.json
     if live:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" for it
         print(args.prompt, end="", flush=True)
     text, parts, count, started = Text(speaker.tokenizer, prompt), [], 0, time.monotonic()
     for token in speaker.tokens(

@@ -11,7 +11,7 @@ from torch import Tensor
 from isthmus.comm.local import WIRE_TYPES, LocalLink
 from isthmus.config import ModelConfig
 from isthmus.data.tokenizer import Encoder
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, RunError
 from isthmus.export.source import Trained, is_run_or_bucket, open_trained, pipelined_member
 from isthmus.model.decode import Decoder
 from isthmus.model.hf import CONFIG, PIPELINED, read_config, read_extra, read_json, read_params
@@ -59,10 +59,13 @@ class Speaker:
 
 def pick(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
     """The likeliest token at temperature 0; else a draw from the likeliest that hold `top_p` of the mass."""
-    logits = logits.float().cpu()
+    logits = logits.double().cpu()
+    if not bool(logits.isfinite().all()):
+        raise RunError("the model's logits are not finite; it has diverged, and says nothing")
     if temperature == 0:
         return int(logits.argmax())
-    shares, order = (logits / temperature).softmax(-1).sort(descending=True)
+    # Less the largest first: a temperature near 0 then leaves that one, instead of an overflow.
+    shares, order = ((logits - logits.max()) / temperature).softmax(-1).sort(descending=True)
     before = shares.cumsum(-1) - shares
     kept = shares * (before < top_p)  # the first is always kept
     return int(order[torch.multinomial(kept, 1, generator=generator)])
