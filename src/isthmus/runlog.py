@@ -191,17 +191,17 @@ def _which_run(path: Path) -> str:
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_finite(value), allow_nan=False, indent=indent)
+    return json.dumps(finite(value), allow_nan=False, indent=indent)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN and no infinity; a diverged loss becomes null, so that the row still parses."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [finite(entry) for entry in value]
     return value
 
 

@@ -65,6 +65,37 @@ def test_without_the_harness_one_line_says_how_to_install_it(runs, capsys):
     assert printed.out == ""
 
 
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="pip install 'isthmus[eval]'")
+def test_the_harness_runs_a_task_of_one_s_own_on_a_run_and_on_both_kinds_of_folder(
+    runs, folders, tmp_path, capsys
+):
+    rows = [{"text": "It was the", "choices": [" best", " qzx"], "right": i % 2} for i in range(6)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "mine.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "right",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tmp_path / "mine.yaml").write_text(json.dumps(task))  # which is YAML too
+    kept = tmp_path / "pp"
+    assert main(["export", str(runs["compressed"]), "--to", "hf", str(kept), "--as", "pipelined"]) == 0
+    for source in (runs["mixed"], folders["full"], kept):
+        capsys.readouterr()
+        own = ["--harness", "mine", "--include", str(tmp_path), "--json"]
+        assert main(["eval", str(source), *own]) == 0
+        # Every second answer is the other one, so whichever the model prefers is right half of the time.
+        printed = capsys.readouterr().out
+        assert json.loads(printed[printed.index("{\n") :])["harness"]["mine"]["acc,none"] == 0.5
+    assert main(["eval", str(kept), "--harness", "mine,nosuch", "--include", str(tmp_path)]) == 2
+    assert 'no task "nosuch"' in capsys.readouterr().err
+
+
 def test_only_our_own_model_file_is_run_for_the_harness(runs, tmp_path):
     from isthmus.errors import ConfigError
     from isthmus.export.harness import needs_our_code
@@ -84,6 +115,8 @@ def test_only_our_own_model_file_is_run_for_the_harness(runs, tmp_path):
         (["{none}"], "does not exist"),
         (["{run}", "--batches", "-2"], "must be 0 (all) or more"),
         (["{run}", "--harness", ","], "names no task"),
+        (["{run}", "--include", "{run}"], "give --harness TASKS with it"),
+        (["{run}", "--harness", "mine", "--include", "{none}"], "--include: there is no folder"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(runs, folders, capsys, arguments, says):

@@ -1,6 +1,7 @@
 """An exported folder is our model: the same logits in transformers, the same bits back, never half of it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -130,6 +131,15 @@ def test_the_tokenizer_is_the_corpus_s(runs, folders):
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == corpus.end_id
 
 
+def test_every_file_may_be_read_by_whom_the_user_lets(runs, tmp_path):
+    before = os.umask(0o022)
+    try:
+        assert main(["export", str(runs["full"]), "--to", "hf", str(tmp_path / "hf")]) == 0
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()} == {0o644}
+
+
 def test_bf16_rounds_every_weight_once_and_the_loss_is_of_what_was_written(runs, tmp_path, capsys):
     arguments = [
         "export",
@@ -226,6 +236,12 @@ def test_a_model_that_is_not_finite_is_not_written(runs, tmp_path, capsys):
     assert main(["export", run, "--to", "hf", str(tmp_path / "hf")]) == 2
     assert "nan" in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()
+    # JSON has no NaN: what was not a number is null.
+    assert main(["export", run, "--to", "hf", str(tmp_path / "hf"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["loss_plain"] is None
+    assert main(["eval", run, "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["forwards"]["full"]
+    assert scores == {"loss": None, "perplexity": None, "bits_per_byte": None}
 
 
 def test_a_write_that_fails_leaves_nothing(runs, tmp_path, monkeypatch, capsys):

@@ -3,8 +3,10 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from isthmus.errors import ConfigError
+from isthmus.runlog import finite
 
 EPILOG = """examples:
   isthmus eval runs/demo
@@ -45,6 +47,10 @@ def evaluate(args: argparse.Namespace) -> int:
     tasks = [task.strip() for task in (args.harness or "").split(",") if task.strip()]
     if args.harness is not None and not tasks:
         raise ConfigError("--harness names no task; write them as hellaswag,arc_easy")
+    if args.include is not None and not tasks:
+        raise ConfigError("--include says where the harness finds tasks; give --harness TASKS with it")
+    if args.include is not None and not Path(args.include).is_dir():
+        raise ConfigError(f"--include: there is no folder {args.include}; give the one with your tasks")
     from isthmus.export.scores import evaluate as score
 
     found = score(
@@ -56,7 +62,7 @@ def evaluate(args: argparse.Namespace) -> int:
         include=args.include,
     )
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(finite(found), indent=2))
         return 0
     if "round" in found:
         print(f"isthmus: {args.source}, round {found['round']}", file=sys.stderr)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from isthmus.errors import ConfigError
+from isthmus.runlog import finite
 
 EPILOG = """examples:
   isthmus export runs/demo --to hf demo-hf            then: AutoModelForCausalLM.from_pretrained("demo-hf")
@@ -87,7 +88,7 @@ def export(args: argparse.Namespace) -> int:
             "loss_pipelined": losses.pipelined,
             "loss_mixed": losses.mixed,
         }
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(finite(facts), indent=2))
     else:
         print(f"Round {trained.round}, held-out loss in nats over {losses.num_tokens:,} tokens:")
         print(f"  {losses.plain:.4f}  as a plain LLaMA ({args.dtype} weights)")

@@ -61,6 +61,8 @@ def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: 
         for name, text in texts.items():
             (fresh / name).write_text(text, encoding="utf-8")
         for path in fresh.iterdir():
+            # safetensors writes a file that only its owner reads; the model is as open as what is beside it.
+            path.chmod((fresh / CONFIG).stat().st_mode)
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         if os.path.lexists(folder):  # somebody made it while we wrote
