@@ -130,6 +130,21 @@ class Fleet:
             for row in RunDir.open(self.run).rows()
         ]
 
+    def slow_start(self, replica: str, seconds: float) -> None:
+        """Let a replica that is just starting come up so much later than the others."""
+
+        def launchers() -> list[int]:
+            return [p.pid for p in kills.processes(self.run) if (p.role, p.replica) == ("launcher", replica)]
+
+        log = self.run / "logs" / "rack-0.log"
+        before = log.read_text().count("back with the state")
+        self.until(lambda: bool(launchers()))
+        (launcher,) = launchers()
+        os.kill(launcher, signal.SIGSTOP)
+        self.until(lambda: log.read_text().count("back with the state") > before)
+        time.sleep(seconds)
+        os.kill(launcher, signal.SIGCONT)
+
     def a_night_later(self) -> None:
         """Everything in the bucket is ten hours old, as the store's clock has it."""
         then = time.time() - 36_000
@@ -177,6 +192,7 @@ def test_killed_in_the_middle_of_a_round_and_resumed_it_ends_in_the_same_bits(st
         assert RunDir.open(fleet.run).about["status"] == "running"
         fleet.a_night_later()
         process = fleet.start("train", "--resume", "run")
+    fleet.slow_start("edge", 10.0)  # the others neither take it for gone nor count the night
     assert fleet.end(process) == 0, fleet.said
     same_end(fleet, straight)
     about, rows = RunDir.open(fleet.run).about, RunDir.open(fleet.run).rows()
@@ -305,6 +321,18 @@ def test_simulate_names_the_command_for_it(here, capsys):
     assert main(["simulate", "--resume", "run"]) == 2
     words = "isthmus: run is a fleet of real processes; go on with `isthmus train --resume run`\n"
     assert capsys.readouterr().err == words
+
+
+def test_a_run_directory_stands_for_its_bucket(here, capsys):
+    said = []
+    for url in ("run", "run/bucket"):
+        assert main(["ledger", "show", url]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert said[0].count("\n") > ROUNDS
+    shutil.rmtree("run/bucket")
+    assert main(["status", "run"]) == 2
+    assert capsys.readouterr().err.startswith("isthmus: run has no bucket, as a simulated run; ")
 
 
 def test_help_tells_it():

@@ -45,13 +45,21 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--threads", type=int, default=0, help="CPU threads of each process (default: torch's)"
     )
     parser.add_argument(
-        "--wait", type=float, default=60.0, metavar="SECONDS", help="how long to look for the master"
+        "--wait", type=float, default=60.0, metavar="SECONDS", help="how long to look for the master (60)"
     )
     parser.add_argument(
-        "--link-timeout", type=float, default=60.0, metavar="SECONDS", help="a silent stage is lost"
+        "--link-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="after so long a silent stage counts as lost (60)",
     )
     parser.add_argument(
-        "--stall-timeout", type=float, default=30.0, metavar="SECONDS", help="a stopped worker is killed"
+        "--stall-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="after so long a worker that does not stir is killed (30)",
     )
     parser.add_argument(
         "--trust-network",
@@ -67,9 +75,11 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="ask a replica to leave a run at the end of its round",
         description="Ask a replica, wherever it runs, to leave at the end of its round. Needs its key.",
     )
-    leave_parser.add_argument("url")
-    leave_parser.add_argument("--replica", required=True, metavar="NAME")
-    leave_parser.add_argument("--key", metavar="FILE")
+    leave_parser.add_argument("url", help="the run's bucket: s3://bucket/prefix, or a folder")
+    leave_parser.add_argument("--replica", required=True, metavar="NAME", help="who is to leave")
+    leave_parser.add_argument(
+        "--key", metavar="FILE", help="the replica's private key (default: keys/RUN/NAME.key)"
+    )
     leave_parser.set_defaults(run=leave)
 
 

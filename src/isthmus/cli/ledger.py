@@ -32,19 +32,29 @@ def register(commands: argparse._SubParsersAction) -> None:
         ("rebuild", rebuild, "write theta^(T) as safetensors"),
         ("sweep", sweep, "delete payloads older than the second-newest complete anchor; manifests stay"),
     ):
-        action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("url", help="the run's bucket")
-        action.add_argument("--json", action="store_true")
+        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        action.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
+        action.add_argument("--json", action="store_true", help="print JSON instead of text")
         if name == "verify":
             action.add_argument(
-                "--from", dest="start", type=int, default=0, metavar="T", help="start at an anchor"
+                "--from",
+                dest="start",
+                type=int,
+                default=0,
+                metavar="T",
+                help="start at the newest anchor up to round T (default: at the oldest round that has its "
+                "payloads)",
             )
         if name == "rebuild":
             action.add_argument(
                 "--round", type=int, metavar="T", help="which theta^(T) (default: the newest)"
             )
             action.add_argument(
-                "--without", action="append", default=[], metavar="NAME", help="leave a replica out"
+                "--without",
+                action="append",
+                default=[],
+                metavar="NAME",
+                help="leave a replica out; may be repeated",
             )
             action.add_argument("--to", required=True, metavar="FILE", help="the safetensors file to write")
         action.set_defaults(run=run)

@@ -1,7 +1,9 @@
 """The `isthmus` command: one short file per subcommand beside this one."""
 
 import argparse
+import shutil
 import sys
+import textwrap
 from typing import NoReturn
 
 from isthmus import __version__
@@ -25,9 +27,21 @@ from isthmus.cli import (
 )
 from isthmus.errors import ConfigError, RunError
 
+EPILOG = """where to begin:
+  isthmus train recipes/demo.toml       a small fleet as real processes, on text that ships with the package
+  isthmus plan recipes/demo.toml        what it would take on its fleet and links, without running it
+  isthmus COMMAND --help                options and examples of one command
+"""
+
 
 class Parser(argparse.ArgumentParser):
-    """A wrong command line is one line too, not a page of usage."""
+    """A wrong command line is one line too, not a page of usage; descriptions are wrapped, examples are
+    not."""
+
+    def format_help(self) -> str:
+        if self.description:
+            self.description = textwrap.fill(self.description, shutil.get_terminal_size().columns - 2)
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -35,7 +49,10 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="isthmus", description="Pre-train one language model on machines that share no fast network."
+        prog="isthmus",
+        description="Pre-train one language model on machines that share no fast network.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"isthmus {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -12,9 +12,11 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="members, round, who is awaited, rates and losses of a run",
         description="Read a run's bucket and say how it stands: its round, every replica's state, rate "
         "and loss, and whom the open round waits for.",
+        epilog="examples:\n  isthmus status s3://my-runs/first\n  isthmus status runs/demo --json\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("url", help="the run's bucket")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.set_defaults(run=status)
 
 
@@ -92,9 +94,8 @@ def table(facts: dict[str, Any]) -> str:
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    lines = [
-        f'run "{facts["run"]}" ({facts["run_id"]}): round {facts["round"]} of {facts["rounds"]} is settled'
-    ]
+    settled = f"round {facts['round']}" if facts["round"] else "none"
+    lines = [f'run "{facts["run"]}" ({facts["run_id"]}): {settled} of {facts["rounds"]} is settled']
     if facts["last_round_seconds"] is not None:
         lines[0] += f", the last took {facts['last_round_seconds']:.1f} s"
     lines.append(

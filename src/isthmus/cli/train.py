@@ -10,7 +10,7 @@ from isthmus.runlog import RunDir
 EPILOG = """examples:
   isthmus train recipes/demo.toml
   isthmus train recipes/demo.toml --set outer.rounds=40 --run runs/long
-  isthmus status runs/long/bucket               while it runs, from another terminal
+  isthmus status runs/long                      while it runs, from another terminal
   isthmus train --resume runs/long              after Ctrl-C, a kill or a reboot
 Ctrl-C leaves at the end of the round, a second Ctrl-C stops now.
 """

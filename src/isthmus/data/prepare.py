@@ -223,7 +223,9 @@ class Work:
                 option = "the inputs" if split == "train" else "the files of --validation-from"
                 raise ConfigError(f"{option} hold no documents; they are empty")
             if not count:
+                better = "larger" if split == "validation" else "smaller"
                 raise ConfigError(
                     f"none of {total} documents fell to the {split} part by --validation "
-                    f"{self.config.validation:g}; choose another share, or give --validation-from FILE"
+                    f"{self.config.validation:g}; choose a {better} share, such as 0.1, or give "
+                    "--validation-from FILE"
                 )

@@ -26,6 +26,7 @@ from isthmus.engine.pulse import Watch, launcher_pulse, pulse_of
 from isthmus.engine.start import checked_corpus
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import resolve
+from isthmus.runlog import RunDir
 from isthmus.traffic import shards
 
 GONE = ("left", "finished")
@@ -334,6 +335,19 @@ def held(work: Path) -> bool:
     return False
 
 
+def bucket_of(run: RunDir) -> str:
+    """Of a run of `train`: the one that its recipe names, or the folder beside it."""
+    return run.recipe.bucket.url or str((run.path / "bucket").resolve())
+
+
 def open_ledger(url: str) -> Ledger:
+    """Of a bucket, or of the run directory of `train` that stands for its own."""
+    if "://" not in url and Path(url, "recipe.toml").is_file():
+        run = RunDir.open(url)
+        if not run.recipe.bucket.url and not (run.path / "bucket").is_dir():
+            raise ConfigError(
+                f"{url} has no bucket, as a simulated run; `isthmus report {url}` tells what came of it"
+            )
+        url = bucket_of(run)
     store = open_store(url, create=False)
     return Ledger(store, read_run(store))

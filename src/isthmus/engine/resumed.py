@@ -29,10 +29,6 @@ from isthmus.runlog import RunDir
 PATIENCE_SECONDS = 120.0  # so long a replica may take to start; then the others go on without it
 
 
-def bucket_of(run: RunDir) -> str:
-    return run.recipe.bucket.url or str((run.path / "bucket").resolve())
-
-
 def keys_of(run: RunDir) -> Path:
     return run.path / "keys"
 
@@ -45,7 +41,7 @@ def hold_run(run: RunDir) -> IO[str]:
     except ConfigError:
         raise ConfigError(
             f"{run.path} still runs (process {path.read_text().strip() or 'unknown'}); Ctrl-C there ends it, "
-            f"`isthmus status {bucket_of(run)}` looks at it"
+            f"`isthmus status {run.path}` looks at it"
         ) from None
 
 

@@ -18,10 +18,10 @@ from isthmus.dashboard.report import write_report
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.engine import checkpoint
 from isthmus.engine.first import checked_first, start_digest
-from isthmus.engine.fleet import Machines, check_trainable, create
+from isthmus.engine.fleet import Machines, bucket_of, check_trainable, create
 from isthmus.engine.follower import Follower
 from isthmus.engine.launcher import STALL_SECONDS
-from isthmus.engine.resumed import Voice, bucket_of, check_resumable, checked_ledger, hold_run, keys_of
+from isthmus.engine.resumed import Voice, check_resumable, checked_ledger, hold_run, keys_of
 from isthmus.engine.start import REAL, Results, checked_corpus, pick_device, pick_precision
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import resolve
