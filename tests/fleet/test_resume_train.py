@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from isthmus import train
 from isthmus.cli.main import main
+from isthmus.config import parse_recipe
 from isthmus.engine.fleet import open_ledger
+from isthmus.engine.follower import Follower
 from isthmus.engine.launcher import hold
 from isthmus.runlog import TIMING_FIELDS, RunDir
 
@@ -221,6 +224,22 @@ def test_the_last_line_of_an_interrupted_run_is_the_command_that_goes_on(straigh
 
     assert fleet.end(fleet.start("train", "--resume", "run")) == 0
     same_end(fleet, straight)
+
+
+def test_ctrl_c_while_a_round_is_scored_loses_no_row(tmp_path, monkeypatch):
+    scores, rounds = Follower._scores, []
+
+    def struck(follower: Follower) -> dict:
+        rounds.append(follower.replay.round)
+        if len(rounds) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return scores(follower)
+
+    monkeypatch.setattr(Follower, "_scores", struck)
+    results = train(parse_recipe(RECIPE), tmp_path / "run", device="cpu", quiet=True)
+    assert [row["round"] for row in results.rows] == rounds == list(range(len(rounds)))
+    assert 1 < len(rounds) <= ROUNDS
+    assert RunDir.open(tmp_path / "run").about["status"] == "interrupted"
 
 
 @pytest.fixture

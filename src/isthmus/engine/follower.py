@@ -99,8 +99,9 @@ class Follower:
         self.run.amend(last)
 
     def follow(self, stop: Callable[[], bool], poll_seconds: float = 0.5) -> None:
-        """Until the last round is settled, or `stop`."""
+        """Until the last round is settled, or nothing is settled any more after `stop` said so."""
         while self.replay.round < self.recipe.outer.rounds:
+            over = stop()
             try:
                 settled = self.advance()
             except StoreError as error:  # who only looks on waits for the store to come back
@@ -109,7 +110,7 @@ class Follower:
                 self.view.note(f"{error}; still trying")
                 settled = None
             if settled is None:
-                if stop():
+                if over:
                     return
                 time.sleep(poll_seconds)
 

@@ -3,6 +3,8 @@
 import contextlib
 import datetime
 import shlex
+import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ from isthmus import __version__
 from isthmus.comm.ledger import Ledger
 from isthmus.comm.store import open_store
 from isthmus.config import Recipe
-from isthmus.dashboard.live import open_view
+from isthmus.dashboard.live import View, open_view
 from isthmus.dashboard.report import write_report
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.engine import checkpoint
@@ -158,25 +160,36 @@ def how_to_go_on(run: RunDir) -> str:
     return f"go on with: isthmus train --resume {shlex.quote(str(run.path))}"
 
 
-def _follow(follower: Follower, machines: Machines, view) -> bool:
-    """Until the last round; True when Ctrl-C asked the fleet to leave before it."""
-    asked = False
+def _follow(follower: Follower, machines: Machines, view: View) -> bool:
+    """Until the last round; True when Ctrl-C asked the fleet to leave before it.
+
+    The first Ctrl-C is heard between two rounds: one that is half applied and not yet a row must not be lost.
+    """
+    asked = told = False
     tended = time.monotonic()
 
+    def interrupted(signum: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        machines.leave()
+
     def stop() -> bool:
-        nonlocal tended
+        nonlocal tended, told
+        if asked and not told:
+            told = True
+            view.note("leaving at the end of this round; Ctrl-C again stops now")
         if time.monotonic() - tended > 1:
             machines.tend()
             tended = time.monotonic()
         return machines.all_left()
 
-    while True:
-        try:
-            follower.follow(stop)
-            return asked
-        except KeyboardInterrupt:
-            if asked:
-                raise
-            asked = True
-            view.note("leaving at the end of this round; Ctrl-C again stops now")
-            machines.leave()
+    here = threading.current_thread() is threading.main_thread()  # elsewhere no signal comes
+    before = signal.signal(signal.SIGINT, interrupted) if here else None
+    try:
+        follower.follow(stop)
+    finally:
+        if here:
+            signal.signal(signal.SIGINT, before)
+    return asked
