@@ -13,6 +13,7 @@ from isthmus.engine.simulated import SimulatedFleet
 from isthmus.model.inner import learning_rate
 from isthmus.model.llama import forward, init_params, rope_table, token_losses
 from isthmus.planner.memory import SimulatorPlan
+from isthmus.replica.crossings import projected_names, write_projection
 from isthmus.subspace import SubspaceBoundary, split
 from isthmus.traffic import round_bytes
 
@@ -176,6 +177,34 @@ def test_weight_projection_keeps_what_compressed_replicas_write_in_the_subspace(
         basis = fleet.bases.get(fleet.members[2 if row == 0 else row], 0)
         outside = (weight - basis @ (basis.T @ weight)).norm() / weight.norm()
         assert (outside < 1e-10) == projected
+
+
+def test_what_weight_projection_takes_from_the_anchor_is_not_sent(corpus):  # Table 5b
+    fleet = build(corpus, MIXED, "subspace.weight_projection=true")[1]
+    name, stack = "layers.0.attention.wo.weight", fleet.stacks[0]
+    stack.begin_round(fleet.anchor)
+    with torch.no_grad():
+        learnt = torch.randn_like(stack.params[name])
+        stack.params[name] += learnt
+    for row in (0, 2, 3):
+        delta = fleet.anchor[name] - stack.sent_from(row, fleet.anchor)[name]
+        assert_close(delta, -learnt[row])
+    assert not torch.allclose(fleet.anchor[name] - stack.params[name][3], -learnt[3])
+
+
+def test_weights_are_scored_where_a_replica_keeps_them(corpus):  # Table 5b
+    fleet = build(corpus, MIXED, "subspace.weight_projection=true")[1]
+    plain = build(corpus, MIXED)[1]
+    assert fleet.evaluate()["loss_full"] == plain.evaluate()["loss_full"]
+    assert fleet.evaluate()["loss_pipelined"] != plain.evaluate()["loss_pipelined"]
+    with torch.no_grad():
+        for name in projected_names(fleet.recipe, fleet.members[2]):
+            plain.anchor[name].copy_(
+                write_projection(plain.anchor[name], plain.bases.get(plain.members[2], 0))
+            )
+    edge = plain.members[2].config.name
+    by_kind = fleet.evaluate()["loss_by_kind"]
+    assert by_kind[edge] == pytest.approx(plain.evaluate()["loss_by_kind"][edge], rel=1e-12)
 
 
 def test_the_grassmann_update_turns_the_basis_every_n_steps(corpus):  # Table 5c

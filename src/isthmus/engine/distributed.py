@@ -31,6 +31,7 @@ from isthmus.model.llama import init_tensor
 from isthmus.outer.baselines import DiLoCo
 from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.replica.base import Replica
+from isthmus.replica.crossings import BasisSet, as_sent
 from isthmus.replica.split import EMBEDDING
 from isthmus.sparse import pack_many
 
@@ -81,6 +82,7 @@ class RealFleet:
             name: init_tensor(name, shapes[name], recipe.model, recipe.seed).to(device, self.wide)
             for name in self.held
         }
+        self.bases = BasisSet(recipe, device, self.wide)
         self.outer = {"sparseloco": SparseLoCo, "diloco": DiLoCo}[recipe.outer.method](
             self.anchor, recipe.outer
         )
@@ -118,6 +120,7 @@ class RealFleet:
             return []
         self.step_count += steps
         params = {name: p.detach() for name, p in self.replica.named_parameters().items()}
+        params = as_sent(self.recipe, self.member, self.bases, params, self.anchor)
         try:
             sent = self.outer.contribute(params, self.feedback)
         except ValueError as error:

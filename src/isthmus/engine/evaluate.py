@@ -12,7 +12,7 @@ from isthmus.data.corpus import Corpus
 from isthmus.data.tokens import validation_batches
 from isthmus.engine.bias import drift, outside, watched
 from isthmus.model.llama import forward, rope_table, token_losses
-from isthmus.replica.crossings import BasisSet, crossings_of, forward_key
+from isthmus.replica.crossings import BasisSet, crossings_of, forward_key, projected
 from isthmus.replica.split import EMBEDDING
 
 
@@ -86,6 +86,8 @@ class Scorer:
         self, anchor: Mapping[str, Tensor], table: Tensor, member: Member | None, shares: list[float]
     ) -> float:
         """`shares` takes what each compressed boundary dropped of the first held-out batch."""
+        if member is not None:
+            anchor = dict(anchor) | projected(self.recipe, member, self.bases, anchor)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(self.held_out):
             crossings = crossings_of(self.recipe, [member], self.bases, table, len(batch)) if member else None

@@ -140,7 +140,8 @@ class SimulatedFleet:
         names = ", ".join(stack.members[i].name for i in places)
         try:
             sent = self.outer.contribute_all(
-                [stack.row(stack.params, i) for i in places], [stack.row(stack.feedback, i) for i in places]
+                [stack.sent_from(i, self.anchor) for i in places],
+                [stack.row(stack.feedback, i) for i in places],
             )
         except ValueError as error:
             raise RunError(f"replica {names}: {error}") from error

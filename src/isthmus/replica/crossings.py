@@ -1,7 +1,7 @@
 """Which rows of a stack cross a stage boundary after which layer, and what the crossing does to them."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -114,6 +114,35 @@ def projected_names(recipe: Recipe, member: Member) -> tuple[str, ...]:
     )
 
 
-def write_projection_(weight: Tensor, basis: Tensor) -> None:
-    """W <- U U^T W: what a d-sided matrix (D, in) writes into the stream returns to S."""
-    weight.copy_(basis @ (basis.mT @ weight))
+def write_projection(weight: Tensor, basis: Tensor) -> Tensor:
+    """U U^T W: what a d-sided matrix (D, in) writes into the stream lies in S."""
+    return basis @ (basis.mT @ weight)
+
+
+def projected(
+    recipe: Recipe, member: Member, bases: BasisSet, params: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The matrices among these that a replica keeps in S (Table 5b), there."""
+    if not recipe.subspace.weight_projection:
+        return {}
+    return {
+        name: write_projection(params[name], bases.get(member, 0))
+        for name in projected_names(recipe, member)
+        if name in params
+    }
+
+
+def as_sent(
+    recipe: Recipe,
+    member: Member,
+    bases: BasisSet,
+    params: Mapping[str, Tensor],
+    anchor: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """What a replica's pseudo-gradient is taken from: a replica that projects started its round from P W, so
+    what the projection took from W was not learnt and is put back. Sent, it would come again every round."""
+    start = projected(recipe, member, bases, anchor)
+    return {
+        name: params[name] + (anchor[name] - start[name]) if name in start else p
+        for name, p in params.items()
+    }

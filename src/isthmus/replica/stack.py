@@ -9,7 +9,14 @@ from isthmus.config import Member, Recipe
 from isthmus.model.adam import FusedAdamW
 from isthmus.model.inner import InnerOpt
 from isthmus.model.llama import forward, rope_table, token_losses
-from isthmus.replica.crossings import BasisSet, crossings_of, forward_key, projected_names, write_projection_
+from isthmus.replica.crossings import (
+    BasisSet,
+    as_sent,
+    crossings_of,
+    forward_key,
+    projected,
+    projected_names,
+)
 from isthmus.replica.split import EMBEDDING, stage_of
 
 
@@ -146,13 +153,21 @@ class Stack:
         if not self.recipe.subspace.weight_projection:
             return
         for row, member in enumerate(self.members[:1] if self.shared else self.members):
-            for name in projected_names(self.recipe, member):
-                weight = self.params[name].detach()
-                write_projection_(weight if self.shared else weight[row], self.bases.get(member, 0))
+            weights = (
+                {name: p.detach() for name, p in self.params.items()}
+                if self.shared
+                else self.row(self.params, row)
+            )
+            for name, weight in projected(self.recipe, member, self.bases, weights).items():
+                weights[name].copy_(weight)
 
     def row(self, tensors: Mapping[str, Tensor], i: int) -> dict[str, Tensor]:
         """One replica's tensors, as views."""
         return {name: tensor.detach()[i] for name, tensor in tensors.items()}
+
+    def sent_from(self, i: int, anchor: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One replica's weights, as its pseudo-gradient is taken from them."""
+        return as_sent(self.recipe, self.members[i], self.bases, self.row(self.params, i), anchor)
 
     def state(self) -> dict[str, Tensor]:
         named = self.opt.state() | {f"feedback/{name}": t for name, t in self.feedback.items()}

@@ -12,7 +12,7 @@ from isthmus.errors import ConfigError
 from isthmus.model.inner import InnerOpt
 from isthmus.model.llama import embed, head, init_tensor, rope_table, run_layers, token_losses
 from isthmus.replica.base import types_of
-from isthmus.replica.crossings import BasisSet, projected_names, write_projection_
+from isthmus.replica.crossings import BasisSet, projected, projected_names
 from isthmus.replica.postponed import Debt, Postponed
 from isthmus.replica.split import EMBEDDING, boundaries, stage_names
 from isthmus.subspace import OpenBoundary, SubspaceBoundary
@@ -54,9 +54,8 @@ class Stage:
         self.bases = BasisSet(recipe, self.device, self.wide)
         self.before, self.after = self._boundary(index - 1), self._boundary(index)
         self.rope = tuple(t.to(self.device) for t in rope_table(model, model.context, self.wide))
-        projected = set(projected_names(recipe, member)) & set(self.names)
-        self.projected = projected if recipe.subspace.weight_projection else set()
-        modified = projected if recipe.subspace.modified_adamw else ()
+        written = set(projected_names(recipe, member)) & set(self.names)
+        modified = written if recipe.subspace.modified_adamw else ()
         self.opt = InnerOpt(
             self.params,
             recipe.inner,
@@ -175,5 +174,6 @@ class Stage:
 
     def _project_weights(self) -> None:
         """Table 5b: W_p1 and W_p2 return to S."""
-        for name in self.projected:
-            write_projection_(self.params[name].detach(), self.bases.get(self.member, 0))
+        weights = {name: p.detach() for name, p in self.params.items()}
+        for name, weight in projected(self.recipe, self.member, self.bases, weights).items():
+            weights[name].copy_(weight)
