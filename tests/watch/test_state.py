@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from isthmus.dashboard.words import summary
 from isthmus.runlog import totals
 from isthmus.watch.bucket import open_folder
 from isthmus.watch.clean import clean_rows
+from isthmus.watch.metrics import exposition
 from isthmus.watch.rounds import grid
 from isthmus.watch.source import Beat, Pulse, Raw, Settled, open_source
 from isthmus.watch.state import Teller
@@ -152,6 +154,45 @@ def test_without_processes_here_the_age_of_the_heartbeat_decides():
 def test_a_run_that_says_it_goes_on_and_gives_no_sign_is_stale():
     for age, stale in ((10, False), (100, True)):
         assert Teller(lambda: 1000.0).tell(raw_of(heard_unix=1000.0 - age))["run"]["stale"] is stale
+
+
+def rows_of(run, seconds):
+    rows = [{"round": t, "tokens": 9 * t, "loss_full": 5.0, "seconds": seconds} for t in range(4)]
+    return clean_rows(rows, run.recipe)[0]
+
+
+def simulation(run, rows, age):
+    return Raw(run.recipe, {"status": "running"}, rows, "x", has_bucket=False, heard_unix=1000.0 - age)
+
+
+def test_a_simulation_may_be_quiet_for_as_long_as_its_rounds_take(run):
+    tell = lambda rows, age: Teller(lambda: 1000.0).tell(simulation(run, rows, age))  # noqa: E731
+    for seconds, age, stale in ((1, 50, False), (1, 70, True), (200, 500, False), (200, 700, True)):
+        state = tell(rows_of(run, seconds), age)
+        assert state["run"]["stale"] is stale
+        assert {one["state"] for one in state["replicas"]} == {"silent" if stale else "training"}
+        up = re.findall(r"(?m)^isthmus_replica_up{.*} (\d)$", exposition(state, 1000.0))
+        assert up == ["0" if stale else "1"] * 3
+    assert not tell(rows_of(run, 1)[:1], 500)["run"][
+        "stale"
+    ]  # its first round; nobody knows how long that takes
+
+
+def test_what_rows_decide_is_made_anew_when_they_change_and_only_then(run):
+    teller, rows = Teller(lambda: 1000.0), rows_of(run, 1.0)
+    first = teller.tell(simulation(run, rows, 1))
+    again = teller.tell(simulation(run, rows, 0))
+    for part in ("charts", "kinds", "summary", "plan", "sums"):
+        assert again[part] is first[part]
+    more = clean_rows([*rows, rows[-1] | {"round": 4, "loss_full": 4.0}], run.recipe)[0]
+    after = teller.tell(simulation(run, more, 0))
+    assert after == Teller(lambda: 1000.0).tell(simulation(run, more, 0))
+    assert (after["last"]["loss_full"], after["rounds"]["settled"]) == (4.0, 4)
+
+
+def test_a_run_that_lost_its_rows_is_not_said_to_be_done(run):
+    raw = Raw(run.recipe, {"status": "finished"}, rows_of(run, 1.0)[:2], "x", has_bucket=False)
+    assert Teller().tell(raw)["now"].endswith("1 of its 4 rounds are written down here.")
 
 
 def test_a_bucket_alone_tells_rounds_members_and_training_losses(tmp_path):

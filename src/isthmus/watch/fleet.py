@@ -9,10 +9,26 @@ from isthmus.runlog import Row
 from isthmus.watch.clean import number, text
 from isthmus.watch.source import GONE, Raw
 
+STALE_SECONDS = 60.0  # without any sign of life, of a run that is said to go on
+FIRST_ROUND_SECONDS = 600.0  # that the first round of a simulation may take: compiling is part of it
 PULSE_SECONDS = 4.0  # a process touches its file every second
 BEATS = 5  # as `isthmus status`: so many heartbeats left out, and a replica is silent
 HEALTHY = ("training", "delivering", "delivered", "finished", "running")
 BANDS = ((0.1, "under 10 %"), (0.5, "10 to 50 %"), (0.9, "50 to 90 %"), (float("inf"), "over 90 %"))
+
+
+def patience_seconds(raw: Raw) -> float:
+    """How long a run that goes on may say nothing. A simulation speaks once a round, however long that is."""
+    if raw.real:
+        return STALE_SECONDS
+    trained = [row["seconds"] or 0.0 for row in raw.rows[-8:] if row["round"]]
+    return max(STALE_SECONDS, 3 * max(trained)) if trained else FIRST_ROUND_SECONDS
+
+
+def is_stale(raw: Raw, now: float) -> bool:
+    if raw.about.get("status") != "running":
+        return False
+    return raw.heard_unix is None or now - raw.heard_unix >= patience_seconds(raw)
 
 
 def kinds(raw: Raw) -> list[dict[str, Any]]:
@@ -154,6 +170,8 @@ def _state(member: Member, raw: Raw, now: float) -> tuple[str, str]:
     status = raw.about.get("status") or "unknown"
     if beat is None and not raw.has_bucket and (status != "running" or not raw.real):
         # A simulated replica lives and ends with its run.
+        if is_stale(raw, now):
+            return "silent", "nothing is heard of the run"
         return ("training" if status == "running" else status if status in STATUSES else "unknown"), ""
     if beat is None and not pulses:
         return "not seen", "it has not joined yet"

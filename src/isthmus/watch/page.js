@@ -45,7 +45,7 @@ function tick() {
   } else if (state) {
     const when = state.heard_unix ? ago(now() - state.heard_unix) : "never";
     if (state.run.status !== "running") { words = `the run has ended, last heard ${when}`; }
-    else if (state.run.stale || now() - state.heard_unix > 60) { words = `nothing heard from the run, last ${when}`; tone = "gone"; }
+    else if (state.run.stale || now() - state.heard_unix > state.run.patience_seconds) { words = `nothing heard from the run, last ${when}`; tone = "gone"; }
     else { words = `live, last heard ${when}`; tone = "live"; }
   }
   if (heard.textContent !== words) heard.textContent = words;

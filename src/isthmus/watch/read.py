@@ -53,8 +53,8 @@ class Folder:
             raise StoreRefused(f"{name} is no regular file; it is not read")
         return found
 
-    def read(self, name: str, most: int, *, tail: bool = False) -> bytes | None:
-        """The whole file, or None; one that is larger is refused, or read from its end on with `tail`."""
+    def read(self, name: str, most: int, *, start: int | None = None) -> bytes | None:
+        """The whole file, or None; one that is larger is refused, or read from `start` on, `most` bytes."""
         if self.stat(name) is None:
             return None
         try:
@@ -68,10 +68,9 @@ class Folder:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
                 raise StoreRefused(f"{name} is no regular file; it is not read")
-            if found.st_size > most:
-                if not tail:
-                    raise StoreRefused(f"{name} holds {found.st_size} bytes; at most {most} are read")
-                file.seek(-most, os.SEEK_END)
+            if start is None and found.st_size > most:
+                raise StoreRefused(f"{name} holds {found.st_size} bytes; at most {most} are read")
+            file.seek(start or 0)
             try:
                 return file.read(most)
             except OSError as error:

@@ -21,6 +21,7 @@ from isthmus.watch.tensorboard import EventWriter
 
 LOOK_SECONDS = 1.0  # between looks at a folder, while somebody watches
 FAR_SECONDS = 3.0  # at a bucket that is elsewhere
+SLOWEST_SECONDS = 6.0  # between looks that take long
 PATIENCE_SECONDS = 1.5  # that a request waits for a fresh state
 MOST_CONNECTIONS = 64
 HEADERS = {
@@ -41,7 +42,7 @@ class Watcher(threading.Thread):
         self.source, self.teller = source, Teller()
         self.events: EventWriter | None = None
         far = isinstance(source, BucketSource) and "://" in source.where
-        self.every = FAR_SECONDS if far else LOOK_SECONDS
+        self.least = self.every = FAR_SECONDS if far else LOOK_SECONDS
         self.wanted, self.fresh = threading.Event(), threading.Condition()
         self.looked = 0.0
         self.fault = ""
@@ -50,6 +51,7 @@ class Watcher(threading.Thread):
         self._look()
 
     def _look(self) -> None:
+        began = time.monotonic()
         raw = self.source.look()
         state = self.teller.tell(raw)
         body = json.dumps(state, allow_nan=False, separators=(",", ":")).encode()
@@ -57,6 +59,8 @@ class Watcher(threading.Thread):
             self.raw, self.state, self.body = raw, state, body
             self.etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
             self.looked = time.monotonic()
+            # A new row of a very long run takes seconds to draw: the machine may have other work.
+            self.every = min(max(self.least, 2 * (self.looked - began)), SLOWEST_SECONDS)
             self.fresh.notify_all()
         if self.events:
             self.events.add(raw.rows)

@@ -13,14 +13,8 @@ from isthmus.config import Recipe
 from isthmus.errors import ConfigError, RunError
 from isthmus.runlog import Row
 from isthmus.watch.clean import clean_about, clean_rows
-from isthmus.watch.read import (
-    DOCUMENT_BYTES,
-    METRICS_BYTES,
-    Folder,
-    bounded_recipe,
-    read_json,
-    read_lines,
-)
+from isthmus.watch.read import DOCUMENT_BYTES, Folder, bounded_recipe, read_json
+from isthmus.watch.tail import MetricsFile
 
 GONE = ("left", "finished")
 
@@ -100,9 +94,7 @@ class RunSource:
             self.recipe = bounded_recipe(data.decode(), str(path / "recipe.toml"))
         except UnicodeDecodeError:
             raise ConfigError(f"{path / 'recipe.toml'} is not UTF-8 text; it is no recipe") from None
-        self.read_at: tuple[int, int] | None = None  # time and size of metrics.jsonl as last parsed
-        self.rows: list[Row] = []
-        self.odd: list[str] = []
+        self.metrics = MetricsFile(self.folder, self.recipe)
         self.bucket: Any = None
         self.bucket_fault = ""
 
@@ -113,8 +105,6 @@ class RunSource:
         except StoreRefused as reason:
             raw.problems.append(str(reason))
         self._read_metrics(raw)
-        raw.rows = self.rows
-        raw.problems += self.odd
         for member in self.recipe.fleet():
             if pulses := self._pulses(member.name, member.config.stages):
                 raw.pulses[member.name] = pulses
@@ -128,29 +118,11 @@ class RunSource:
 
     def _read_metrics(self, raw: Raw) -> None:
         try:
-            found = self.folder.stat("metrics.jsonl")
-            if found is None:
-                return
-            raw.heard(found.st_mtime)
-            stamp = (found.st_mtime_ns, found.st_size)
-            if stamp == self.read_at:
-                return
-            data = self.folder.read("metrics.jsonl", METRICS_BYTES, tail=True) or b""
+            raw.heard(self.metrics.look())
         except StoreRefused as reason:
-            self.odd, self.rows = [str(reason)], []
-            return
-        whole = found.st_size <= METRICS_BYTES
-        lines, broken = read_lines(data, whole)
-        self.rows, strange = clean_rows(lines, self.recipe)
-        self.read_at, self.odd = stamp, []
-        if not whole:
-            self.odd.append(
-                f"metrics.jsonl is larger than {METRICS_BYTES >> 20} MiB; its beginning is not read"
-            )
-        if broken or strange:
-            self.odd.append(
-                f"metrics.jsonl: {broken + strange:,} lines are no rows of a run and are left out"
-            )
+            self.metrics.lose(str(reason))
+        raw.rows = self.metrics.rows
+        raw.problems += self.metrics.odd
 
     def _pulses(self, replica: str, stages: int) -> list[Pulse]:
         """One for each process that has run on this machine; replicas elsewhere have none."""
@@ -197,11 +169,15 @@ class BucketSource:
 
     def __init__(self, reader: Any, where: str) -> None:
         self.reader, self.where, self.recipe = reader, where, reader.recipe
+        self.rows: list[Row] = []
 
     def look(self, budget_seconds: float = 2.0) -> Raw:
         raw = Raw(self.recipe, {}, [], self.where, has_bucket=True)
         self.reader.look(raw, budget_seconds)
-        raw.rows, _ = clean_rows(self.reader.rows(), self.recipe)
+        told = self.reader.rows()
+        if len(told) > len(self.rows):  # settled rounds stay as they are
+            self.rows = [*self.rows, *clean_rows(told[len(self.rows) :], self.recipe)[0]]
+        raw.rows = self.rows
         states = [beat.said.get("state") for beat in raw.beats.values()]
         done = max(raw.settled, default=0)
         status = "running"

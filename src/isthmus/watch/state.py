@@ -16,7 +16,6 @@ from isthmus.watch import figures, fleet, rounds
 from isthmus.watch.clean import text
 from isthmus.watch.source import Raw
 
-STALE_SECONDS = 60.0  # without any sign of life, of a run that is said to go on
 MOST_EVENTS = 40
 MOST_DRAWN = 64  # replicas in the picture; the table has all
 
@@ -44,24 +43,26 @@ class Teller:
         self.events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
         self.before: dict[str, dict[str, Any]] = {}
         self.round: int | None = None
-        self.planned: tuple[int, dict[str, Any] | None] = (-1, None)
+        self.known: Raw | None = None  # of which these were made:
+        self.told: dict[str, Any] = {}
+        self.odd: list[str] = []
+        self.tally: rounds.Tally | None = None
 
     def tell(self, raw: Raw) -> dict[str, Any]:
-        now, problems = self.wall(), list(raw.problems)
-        recipe, rows = raw.recipe, raw.rows
-        sums = totals(rows)
-        done = max(sums["rounds"], max(raw.settled, default=0))
+        now, recipe, rows = self.wall(), raw.recipe, raw.rows
+        self._refresh(raw)
+        done = max(self.told["sums"]["rounds"], max(raw.settled, default=0))
         members = fleet.replicas(raw, now)
         self._note(members, raw, done, now)
         status = text(raw.about.get("status") or "unknown", 40)
-        alive = status == "running" and raw.heard_unix is not None and now - raw.heard_unix < STALE_SECONDS
         left = self._left(rows, done, recipe.outer.rounds) if status == "running" else None
         state = {
             "run": {
                 "name": recipe.name,
                 "status": status,
                 "tone": status if status in STATUSES else "",
-                "stale": status == "running" and not alive,
+                "stale": fleet.is_stale(raw, now),
+                "patience_seconds": fleet.patience_seconds(raw),
                 "round": done,
                 "rounds": recipe.outer.rounds,
                 "inner_steps": recipe.outer.inner_steps,
@@ -76,33 +77,39 @@ class Teller:
             },
             "heard_unix": raw.heard_unix and round(raw.heard_unix),
             "now": now_in_words(raw, members, done, status),
-            "tiles": tiles(rows, sums),
-            "summary": _safely(lambda: summary(Known(raw)), [], "the summary", problems),
-            "kinds": fleet.kinds(raw),
             "bands": [words for _, words in fleet.BANDS],
             "replicas": members,
             "drawn": MOST_DRAWN,
-            "charts": figures.charts(rows, recipe),
-            "speeds": figures.speeds(rows),
-            "rounds": rounds.grid(raw),
-            "traffic": figures.traffic(sums),
-            "plan": self._plan(raw, problems),
-            "bias": figures.bias(rows, recipe),
+            "rounds": rounds.grid(raw, self.tally),
             "events": list(self.events),
             "about": [[key, str(value)] for key, value in raw.about.items()],
             "recipe": dump_recipe(recipe),
+            "problems": [*raw.problems, *self.odd],
+        }
+        return state | self.told
+
+    def _refresh(self, raw: Raw) -> None:
+        """What rows alone decide is made anew when they change: of a long run it takes a second or two."""
+        before, self.known = self.known, raw
+        same = before is not None and before.rows is raw.rows
+        if not same or len(before.settled) != len(raw.settled) or before.has_bucket != raw.has_bucket:
+            self.tally = rounds.tally(raw)
+        if same and before.about == raw.about:
+            return
+        rows, recipe, sums, self.odd = raw.rows, raw.recipe, totals(raw.rows), []
+        plan = lambda: figures.plan(rows, recipe, raw.about)  # noqa: E731
+        self.told = {
+            "tiles": tiles(rows, sums),
+            "summary": _safely(lambda: summary(Known(raw)), [], "the summary", self.odd),
+            "kinds": fleet.kinds(raw),
+            "charts": figures.charts(rows, recipe),
+            "speeds": figures.speeds(rows),
+            "traffic": figures.traffic(sums),
+            "plan": _safely(plan, None, "plan against actual", self.odd),
+            "bias": figures.bias(rows, recipe),
             "sums": sums,
             "last": last_figures(rows),
-            "problems": problems,
         }
-        return state
-
-    def _plan(self, raw: Raw, problems: list[str]) -> dict[str, Any] | None:
-        """Anew for every new row: it takes tenths of a second."""
-        if self.planned[0] != len(raw.rows):
-            make = lambda: figures.plan(raw.rows, raw.recipe, raw.about)  # noqa: E731
-            self.planned = (len(raw.rows), _safely(make, None, "plan against actual", problems))
-        return self.planned[1]
 
     def _left(self, rows: list[Row], done: int, total: int) -> float | None:
         """Seconds to the end at the pace of the last rounds."""
@@ -157,8 +164,10 @@ def started(raw: Raw) -> str:
 def now_in_words(raw: Raw, members: list[dict[str, Any]], done: int, status: str) -> str:
     """What is going on; without ages, which the page adds from its own clock."""
     total, steps = raw.recipe.outer.rounds, raw.recipe.outer.inner_steps
-    if status == "finished" or done >= total:
+    if done >= total:
         return f"All {total:,} rounds are done."
+    if status == "finished":
+        return f"The run is said to have finished; {done:,} of its {total:,} rounds are written down here."
     if status == "interrupted":
         return f"The run was interrupted after round {done:,} of {total:,}."
     if status == "failed":
