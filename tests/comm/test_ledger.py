@@ -444,7 +444,7 @@ def test_sweep_does_not_count_on_an_anchor_that_cannot_be_read(history: str, cap
     before = open_store(history).list()
     status, _, err = said(capsys, "ledger", "sweep", history)
     assert status == 2
-    assert "1 complete anchors; sweeping needs two" in err
+    assert "1 complete anchor; sweeping needs two" in err
     assert open_store(history).list() == before
 
 

@@ -173,7 +173,8 @@ def sweep(args: argparse.Namespace) -> int:
     anchors = _sound_anchors(ledger, 2)
     if len(anchors) < 2:
         raise ConfigError(
-            f"this run has {len(anchors)} complete anchors; sweeping needs two to keep the newest safe"
+            f"this run has {len(anchors)} complete anchor{'s' * (len(anchors) != 1)}; sweeping needs two, to "
+            "keep the newest safe"
         )
     keep_after, dropped = anchors[-1], 0
     for key in ledger.store.list("payloads/"):
