@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from browser import CHROMIUM, chromium
+from contrast import EVERY_WORD, PALE
 from made import MARKUP, hostile, simulated
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; apt-get install chromium")
@@ -124,6 +125,44 @@ def test_every_picture_has_words_and_every_plot_a_table(page, run):
         assert nameless == 0
         assert page.value("[...document.querySelectorAll('.chart')].every(f => f.querySelector('table'))")
         assert page.value("[...document.querySelectorAll('main table')].every(t => t.querySelector('th'))")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_all_text_stands_out_from_what_is_behind_it(page, run, dark):
+    page.look_as(1280, 900, dark=dark)
+    with watching(run.path) as (url, _):
+        page.go(url)
+        page.value(EVERY_WORD)
+        assert page.value("document.querySelectorAll('.late, .refused, .missing, .events .wait').length") >= 4
+        assert page.value(PALE) == []
+        page.value("document.querySelector('.note').style.color = 'color-mix(in srgb, gray, transparent)'")
+        assert len(page.value(PALE)) == 1  # it does find what is pale
+
+
+def test_a_screen_reader_hears_changes_and_not_every_second(page, run):
+    page.look_as(1280, 900)
+    with watching(run.path) as (url, process):
+        page.go(url)
+        page.until("document.getElementById('announced').textContent === 'the run has ended'")
+        page.value(EVERY_WORD)
+        alert = "document.querySelector('[role=alert]')"
+        page.value(
+            f"window.before = {alert}; draw({{...last, now: 'else', problems: ['something is wrong']}})"
+        )
+        assert page.value("document.getElementById('now').textContent.startsWith('else')")
+        assert page.value(f"before === {alert}")  # the same node: it is not said again
+        aged = "[...document.querySelectorAll('[role=status], [aria-live], [role=alert]')].some"
+        assert page.value(f"{aged}((node) => / ago/.test(node.textContent))") is False
+        page.value("document.querySelector('.chart svg').focus()")
+        page.press("ArrowLeft")
+        aloud = page.value("document.querySelector('.chart [aria-live]').textContent")
+        assert aloud.startswith("at ")
+        assert f"mixed {run.rows()[-1]['loss_mixed']:.3f}" in aloud
+        process.send_signal(signal.SIGINT)
+        process.wait(10)
+        page.until(
+            "document.getElementById('announced').textContent === \"no answer from this page's server\""
+        )
 
 
 def test_a_hostile_run_is_shown_as_text_and_breaks_nothing(page, tmp_path):

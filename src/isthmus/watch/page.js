@@ -49,6 +49,9 @@ function tick() {
     else { words = `live, last heard ${when}`; tone = "live"; }
   }
   if (heard.textContent !== words) heard.textContent = words;
+  // What a screen reader says of it: a change, and not the seconds.
+  const news = words.split(",")[0];
+  if ($("announced").textContent !== news) $("announced").textContent = news;
   heard.className = `heard ${tone}`;
 }
 
@@ -85,10 +88,10 @@ const LEFT = 46, RIGHT = 8, TOP = 20, BOTTOM = 34;
 
 function chart(data) {
   const open = charts.get(data.title)?.node.querySelector("details")?.open;
-  const reading = h("span", {}), legend = h("ul", { class: "legend" });
+  const reading = h("span", {}), legend = h("ul", { class: "legend" }), aloud = h("p", { class: "unseen", "aria-live": "polite" });
   const canvas = s("svg", { role: "img", tabindex: 0, "aria-label": spoken(data), "aria-roledescription": "line chart; arrow keys read its points" });
   const node = h("figure", { class: "chart" }, h("figcaption", {}, data.title, reading),
-    data.note && h("p", { class: "note" }, data.note), legend, canvas, h("details", { open }, h("summary", {}, "as a table"), table(data)));
+    data.note && h("p", { class: "note" }, data.note), legend, aloud, canvas, h("details", { open }, h("summary", {}, "as a table"), table(data)));
   const one = { data, node, canvas, legend, reading, at: null };
   const xs = [...new Set(data.series.flatMap((line) => line.points.map((p) => p[0])))].sort((a, b) => a - b);
   one.xs = xs;
@@ -105,6 +108,8 @@ function chart(data) {
     if (next === undefined) return;
     event.preventDefault();
     read(xs[Math.min(xs.length - 1, Math.max(0, next))]);
+    const here = data.series.flatMap((line) => line.points.filter((p) => p[0] === one.at).map((p) => `${line.name} ${FORMS[data.form](p[1])}`));
+    aloud.textContent = `at ${count(one.at)} tokens: ${here.join(", ")}`;
   });
   charts.set(data.title, one);
   resized.observe(canvas);
@@ -432,11 +437,14 @@ function top_(state) {
   const badge = $("status");
   badge.hidden = false; badge.textContent = run.status; badge.className = `badge ${run.tone}`;
   $("facts").textContent = [`${run.fleet.replace(/,$/, "")}, ${run.parameters} parameters`, ...run.facts].join(" · ");
-  show("problems", state.problems.map((text) => h("p", { class: "alert", role: "alert" }, text)));
   const share = Math.min(1, run.rounds ? run.round / run.rounds : 0);
   show("now", h("p", {}, state.now), h("div", { class: "bar" }, h("span", {}, `round ${run.round.toLocaleString("en")} of ${run.rounds.toLocaleString("en")}`),
     h("progress", { max: 1, value: share, "aria-label": "Rounds done" }), h("span", {}, run.left ? `about ${run.left} left` : `${Math.round(100 * share)} %`)));
   show("tiles", state.tiles.map((tile) => h("div", {}, h("span", {}, tile.name), h("strong", {}, tile.value), h("span", { title: tile.words }, tile.words))));
+}
+
+function problems(state) {
+  show("problems", state.problems.map((text) => h("p", { class: "alert", role: "alert" }, text)));
 }
 
 function events(state) {
@@ -453,7 +461,8 @@ function details(state) {
 
 // Which parts of the state a section is drawn from: it is left alone while they stay the same.
 const SECTIONS = [
-  [top_, ["run", "now", "tiles", "problems"]],
+  [top_, ["run", "now", "tiles"]],
+  [problems, ["problems"]],
   [picture, ["run", "kinds", "replicas", "bands", "rounds"]],
   [members, ["run", "kinds", "replicas"]],
   [(state) => { $("loss").hidden = !state.charts.length; plots("charts", state.charts); }, ["charts"]],
