@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -76,18 +76,22 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run, self.said = folder, folder / "run", ""
+        self.started: list[subprocess.Popen] = []
         (folder / "again.toml").write_text(RECIPE)
 
     def start(self, *words: str) -> subprocess.Popen:
         words = words or ("train", "again.toml", "--run", "run", "--device", "cpu")
-        return subprocess.Popen(
-            [sys.executable, "-m", "isthmus.cli.main", *words],
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+        self.started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "isthmus.cli.main", *words],
+                cwd=self.folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
         )
+        return self.started[-1]
 
     def end(self, process: subprocess.Popen, seconds: float = 150.0) -> int:
         try:
@@ -144,15 +148,28 @@ class Fleet:
         self.until(lambda: bool(launchers()))
         (launcher,) = launchers()
         os.kill(launcher, signal.SIGSTOP)
-        self.until(lambda: log.read_text().count("back with the state") > before)
-        time.sleep(seconds)
-        os.kill(launcher, signal.SIGCONT)
+        try:
+            self.until(lambda: log.read_text().count("back with the state") > before)
+            time.sleep(seconds)
+        finally:
+            os.kill(launcher, signal.SIGCONT)
 
     def a_night_later(self) -> None:
         """Everything in the bucket is ten hours old, as the store's clock has it."""
         then = time.time() - 36_000
         for path in (self.run / "bucket").rglob("*"):
             os.utime(path, (then, then))
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    """One to kill; nothing of it outlives a test that failed."""
+    fleet = Fleet(tmp_path)
+    yield fleet
+    for process in fleet.started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +199,7 @@ def partly_delivered(fleet: Fleet, round_number: int) -> bool:
     return fleet.delivered(round_number) == 1 and not fleet.settled(round_number)
 
 
-def test_killed_in_the_middle_of_a_round_and_resumed_it_ends_in_the_same_bits(straight, tmp_path):
-    fleet = Fleet(tmp_path)
+def test_killed_in_the_middle_of_a_round_and_resumed_it_ends_in_the_same_bits(straight, fleet):
     process = fleet.start()
     for moment, round_number in ((training, 3), (partly_delivered, 5)):
         fleet.until(lambda: moment(fleet, round_number))  # noqa: B023 - called at once
@@ -204,8 +220,7 @@ def test_killed_in_the_middle_of_a_round_and_resumed_it_ends_in_the_same_bits(st
     assert "back with the state of round" in (fleet.run / "logs" / "rack-0.log").read_text()
 
 
-def test_the_last_line_of_an_interrupted_run_is_the_command_that_goes_on(straight, tmp_path):
-    fleet = Fleet(tmp_path)
+def test_the_last_line_of_an_interrupted_run_is_the_command_that_goes_on(straight, fleet):
     process = fleet.start()
     fleet.until(lambda: training(fleet, 3))
     process.send_signal(signal.SIGINT)
