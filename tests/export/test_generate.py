@@ -152,6 +152,19 @@ def test_a_terminal_that_lacks_a_character_shows_another(runs, tmp_path):
     assert done.stdout.startswith(b"caf?")
 
 
+def test_a_terminal_gets_no_escape_sequence_and_a_pipe_gets_every_byte(runs, tmp_path):
+    said = "a\x1b[31mb\u009bc"
+    command = [sys.executable, "-m", "isthmus.cli.main", "generate", str(runs["full"]), said]
+    command += ["--max-tokens", "1", "--temperature", "0"]
+    master, terminal = os.openpty()
+    subprocess.run(command, stdout=terminal, stderr=subprocess.DEVNULL, cwd=tmp_path, check=True)
+    os.close(terminal)
+    assert os.read(master, 1 << 16).decode().startswith("a\ufffd[31mb\ufffdc")
+    os.close(master)
+    piped = subprocess.run(command, capture_output=True, cwd=tmp_path, check=True).stdout
+    assert piped.decode().startswith(said)
+
+
 def test_a_model_that_has_diverged_is_named_in_one_line(folders, tmp_path, capsys):
     folder = tmp_path / "diverged"
     shutil.copytree(folders["full"], folder)

@@ -5,6 +5,7 @@ import io
 import json
 import sys
 import time
+import unicodedata
 
 from isthmus.errors import ConfigError
 
@@ -65,6 +66,11 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("the prompt is not UTF-8 text; convert it, for example with iconv -t UTF-8")
 
 
+def harmless(text: str) -> str:
+    """For a terminal: a model may say an escape sequence, and nobody knows what it would do there."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
+
+
 def generate(args: argparse.Namespace) -> int:
     check(args)
     from isthmus.engine.start import pick_device
@@ -80,10 +86,11 @@ def generate(args: argparse.Namespace) -> int:
         raise ConfigError(f"the prompt fills the context of {len(prompt)} tokens; shorten it")
     print(f"isthmus: {speaker.about}", file=sys.stderr)
     live = not args.json
+    shown = harmless if sys.stdout.isatty() else str
     if live:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" for it
-        print(args.prompt, end="", flush=True)
+        print(shown(args.prompt), end="", flush=True)
     text, parts, count, started = Text(speaker.tokenizer, prompt), [], 0, time.monotonic()
     for token in speaker.tokens(
         prompt, args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
@@ -91,7 +98,7 @@ def generate(args: argparse.Namespace) -> int:
         count += 1
         parts.append(text.add(token))
         if live and parts[-1]:
-            print(parts[-1], end="", flush=True)
+            print(shown(parts[-1]), end="", flush=True)
     parts.append(text.rest())
     seconds = time.monotonic() - started
     ended = "end of text"
@@ -100,7 +107,7 @@ def generate(args: argparse.Namespace) -> int:
     elif count == args.max_tokens:
         ended = "max tokens"
     if live:
-        print(parts[-1], flush=True)
+        print(shown(parts[-1]), flush=True)
         rate = f"{count / max(seconds, 1e-9):.0f} tokens/s"
         print(f"isthmus: {len(prompt)} + {count} tokens, {rate}; {ended}", file=sys.stderr)
     else:
