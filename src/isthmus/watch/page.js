@@ -341,8 +341,11 @@ function rounds(state) {
   }));
   const body = data.rows.map((row, i) => h("tr", {}, h("th", { scope: "row", title: row.replica, class: `c${colour(row.replica)?.colour ?? 7}` }, row.replica), cells[i],
     h("td", { class: "score" }, row.stranger ? "not in the recipe" : [h("span", { class: "slim" }, `${row.counted} of ${data.settled}`), h("span", { class: "narrow" }, `${row.counted}/${data.settled}`)])));
+  const every = width > 30 ? 10 : 5, round_ = (t) => t % every === 0;
+  // Wider than their column, so two must not be neighbours: the round number says more than the edge's.
+  const marked = (t, j) => round_(t) || (j === 0 && !data.rounds.slice(1, 4).some(round_)) || (t === data.open && !data.rounds.slice(-4, -1).some(round_));
   const grid = h("table", { role: "grid", "aria-label": "Replicas and rounds; arrow keys move" },
-    h("thead", {}, h("tr", {}, h("td", {}), data.rounds.map((t, j) => h("th", { scope: "col" }, t === data.open || t % (width > 30 ? 10 : 5) === 0 || j === 0 ? String(t) : h("span", { class: "none" }))))), h("tbody", {}, body));
+    h("thead", {}, h("tr", {}, h("td", {}), data.rounds.map((t, j) => h("th", { scope: "col" }, h("span", {}, marked(t, j) && String(t)))))), h("tbody", {}, body));
   grid.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -width], End: [0, width] }[event.key];
     if (!step) return;
