@@ -81,3 +81,20 @@ def test_open_boundaries_are_their_own_dense_measure():
     steps, width, tokens = recipe.outer.inner_steps, 1536, 32 * 2048
     ids = 4 * 32 * 2049 * 2
     assert dense_round_bytes(recipe)["stages"] == steps * ((3 + 1) * tokens * width * 2 * 2 + ids)
+
+
+def test_who_was_missing_counts_on_neither_side():
+    """Else a replica that is away would make the others' compression look better than it is."""
+    recipe = parse_recipe(TEXT)
+    fleet = recipe.fleet()
+    whole = dense_round_bytes(recipe, fleet)
+    assert whole == dense_round_bytes(recipe)
+    without = dense_round_bytes(recipe, [m for m in fleet if m is not fleet[2]])
+    steps, width = recipe.outer.inner_steps, recipe.model.width
+    assert whole["stages"] - without["stages"] == steps * sum(
+        inner_step_bytes(recipe, fleet[2], width).values()
+    )
+    assert without["replicas"] == pytest.approx(
+        whole["replicas"] * 2 / 3
+    )  # 2 (M-1) of the gradients: M 4 -> 3
+    assert dense_round_bytes(recipe, []) == {"stages": 0, "replicas": 0}

@@ -1,6 +1,6 @@
 """Bytes per link as plain arithmetic. Standard library only."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from isthmus.config import Member, ModelConfig, Recipe
@@ -101,17 +101,20 @@ def outer_bytes(recipe: Recipe, member: Member, sizes: tuple[int, ...] | None = 
     return sum(sizes), down
 
 
-def _ring_bytes(recipe: Recipe) -> int:
+def _ring_bytes(recipe: Recipe, num_replicas: int | None = None) -> int:
     """One replica's upload in one ring all-reduce of the gradients: 2 (M-1)/M of them (and as much down)."""
-    m = recipe.num_replicas
+    m = recipe.num_replicas if num_replicas is None else num_replicas
     return 2 * (m - 1) * recipe.model.num_parameters * GRADIENT_BYTES // m
 
 
-def dense_round_bytes(recipe: Recipe) -> Mapping[str, int]:
-    """What the same round costs with open stage boundaries, and with gradients averaged every inner step."""
-    steps = recipe.outer.inner_steps
+def dense_round_bytes(recipe: Recipe, took_part: Sequence[Member] | None = None) -> Mapping[str, int]:
+    """What the same round costs with open stage boundaries, and with gradients averaged every inner step.
+
+    `took_part`: the replicas whose bytes it is held against, where some of the fleet were missing.
+    """
+    steps, members = recipe.outer.inner_steps, recipe.fleet() if took_part is None else took_part
     stages = sum(
-        steps * sum(inner_step_bytes(recipe, member, recipe.model.width).values())
-        for member in recipe.fleet()
+        steps * sum(inner_step_bytes(recipe, member, recipe.model.width).values()) for member in members
     )
-    return {"stages": stages, "replicas": 2 * steps * recipe.num_replicas * _ring_bytes(recipe)}
+    m = len(members)
+    return {"stages": stages, "replicas": 2 * steps * m * _ring_bytes(recipe, m) if m else 0}

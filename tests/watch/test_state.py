@@ -11,6 +11,7 @@ from seats import rounds_in_a_bucket
 
 from isthmus.comm.store import open_store
 from isthmus.dashboard.words import summary
+from isthmus.engine.follower import told_row
 from isthmus.runlog import totals
 from isthmus.watch.bucket import open_folder
 from isthmus.watch.clean import clean_rows
@@ -208,6 +209,10 @@ def test_a_bucket_alone_tells_rounds_members_and_training_losses(tmp_path):
     words = {row["replica"]: [word for word, _ in row["cells"]] for row in state["rounds"]["rows"]}
     assert words["rack-0"] == words["rack-1"] == ["counted", "counted", "awaited"]
     assert words["edge"][0] == "missing"
+    # Nothing crossed between stages, compressed or not; and the follower of `train` says the same.
+    row = told_row(recipe, source.reader.ledger.manifest(1), 0, {})
+    assert (state["sums"]["dense_bytes"]["stages"], row["dense_bytes"]["stages"]) == (0, 0)
+    assert state["sums"]["dense_bytes"]["replicas"] == 2 * row["dense_bytes"]["replicas"] > 0
     # A history is read in pieces where it is long: nothing is shown that was not verified.
     reader = open_folder(tmp_path / "bucket")
     raw = Raw(recipe, {}, [], "x", has_bucket=True)

@@ -141,7 +141,7 @@ def told_row(recipe: Recipe, manifest: Manifest, tokens_before: int, scores: dic
         "tokens_per_second": tokens / max(manifest.seconds, 1e-9),
         "fleet_seconds": round_seconds(recipe.in_round(t), manifest.seconds / steps),
         "bytes": counts,
-        "dense_bytes": dict(dense_round_bytes(recipe)),
+        "dense_bytes": dict(dense_round_bytes(recipe, took_part)),
         "measured": measured_by_kind(took_part, entries),
         "contributors": [entry.replica for entry in manifest.entries],
         "refused": {name: reason for name, reason in manifest.refused},

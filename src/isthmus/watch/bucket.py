@@ -200,7 +200,7 @@ class BucketReader:
             "seconds": manifest.seconds,
             "tokens_per_second": tokens / max(manifest.seconds, 1e-9),
             "bytes": counts,
-            "dense_bytes": dict(dense_round_bytes(recipe)),
+            "dense_bytes": dict(dense_round_bytes(recipe, took_part)),
             "measured": measured_by_kind(took_part, told),
             "contributors": list(told),
             "refused": dict(manifest.refused),
