@@ -83,11 +83,10 @@ class Stack:
 
     def _bf16_copies(self, modified: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Leaves in bf16 for the matrices that a bf16 forward reads in bf16 anyway: no cast in either
-        direction, and half the bytes of gradient. Only where nothing else writes the weights between steps,
-        and not where gradients of pieces are added up."""
+        direction, and half the bytes of gradient. Not where gradients of pieces are added up."""
         if self.dtype != torch.bfloat16 or self.pieces > 1 or self.shared or modified:
             return {}
-        if self.recipe.subspace.weight_projection or not FusedAdamW.fits(self.params):
+        if not FusedAdamW.fits(self.params):
             return {}
         return {
             name: p.detach().bfloat16().requires_grad_()
@@ -152,14 +151,24 @@ class Stack:
         """Table 5b: compressed replicas' W_p1 and W_p2 return to S after every step."""
         if not self.recipe.subspace.weight_projection:
             return
-        for row, member in enumerate(self.members[:1] if self.shared else self.members):
-            weights = (
-                {name: p.detach() for name, p in self.params.items()}
-                if self.shared
-                else self.row(self.params, row)
-            )
+        for rows, member in self._alike():
+            weights = {name: p.detach()[rows] for name, p in self.params.items()}
             for name, weight in projected(self.recipe, member, self.bases, weights).items():
-                weights[name].copy_(weight)
+                for tensors in (self.params, self.copies):
+                    if name in tensors:
+                        tensors[name].detach()[rows] = weight.to(tensors[name].dtype)
+
+    def _alike(self) -> list[tuple[slice, Member]]:
+        """Neighbours that project the same matrices onto the same U, and one of them."""
+        if self.shared:  # one set of weights, without a leading axis
+            return [(slice(None), self.members[0])]
+        groups: list[tuple[slice, Member]] = []
+        for row, member in enumerate(self.members):
+            if groups and member.config is groups[-1][1].config and self.recipe.subspace.basis == "global":
+                groups[-1] = (slice(groups[-1][0].start, row + 1), member)
+            else:
+                groups.append((slice(row, row + 1), member))
+        return groups
 
     def row(self, tensors: Mapping[str, Tensor], i: int) -> dict[str, Tensor]:
         """One replica's tensors, as views."""

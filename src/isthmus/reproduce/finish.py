@@ -5,7 +5,7 @@ Standard library only.
 
 from isthmus.errors import ConfigError
 from isthmus.reproduce.figures import Book, Estimate
-from isthmus.reproduce.tables import FINISHED, finish_name, finishes, rung
+from isthmus.reproduce.tables import finish_name, finishes, rung
 
 HEAD = (
     "k/d",
@@ -51,7 +51,7 @@ def price(book: Book, name: str, ratio: str) -> Estimate | None:
 
 def finish_table(book: Book) -> str:
     rows = [list(HEAD), ["---", "---", *["---:"] * (len(HEAD) - 2)]]
-    for ratio in FINISHED:
+    for ratio in book.scale.finished():
         rows.append(_cells(book, ratio, rung("pp", ratio), "compress to the end"))
         for how, n in finishes(book.scale):
             words = f"opened over {n} rounds" if how == "open" else f"open for {n} rounds"
@@ -75,8 +75,9 @@ def _cells(book: Book, ratio: str, name: str, words: str) -> list[str]:
 def enough(book: Book, ratio: str, percent: float) -> str:
     """The fewest rounds, opened step by step, after which the plain model is at most so much worse than the
     compressed one of the run that never opened."""
-    if ratio not in FINISHED:
-        raise ConfigError(f"no run with k/d = {ratio} is finished; there is {', '.join(FINISHED)}")
+    if ratio not in book.scale.finished():
+        there = ", ".join(book.scale.finished())
+        raise ConfigError(f"no run with k/d = {ratio} is finished; there is {there}")
     tried = [n for how, n in finishes(book.scale) if how == "open"]
     prices = {n: price(book, finish_name(ratio, "open", n), ratio) for n in tried}
     if not all(prices.values()):

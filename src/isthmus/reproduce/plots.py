@@ -9,7 +9,7 @@ from isthmus.dashboard.plot import COLOURS, FAINT, INK, SOFT
 from isthmus.reproduce.figures import VIEWS, Book
 from isthmus.reproduce.finish import finishing_tokens
 from isthmus.reproduce.lines import Line
-from isthmus.reproduce.tables import FINISHED, PAPER_LADDER, finish_name, finishes, rung
+from isthmus.reproduce.tables import PAPER_LADDER, finish_name, finishes, rung
 
 FLEETS = (("pp", "all compressed"), ("het", "half compressed"))
 
@@ -121,12 +121,12 @@ def _by_h(book: Book) -> Any:
 
 def _finish(book: Book) -> Any:
     """Loss of the plain model by the tokens that it finished with; beside it, what it was trained as."""
-    ways = finishes(book.scale)
-    if not any(book.loss(finish_name(ratio, *way), "full") for ratio in FINISHED for way in ways):
+    ways, ratios = finishes(book.scale), book.scale.finished()
+    if not any(book.loss(finish_name(ratio, *way), "full") for ratio in ratios for way in ways):
         return None
-    titles = [f"all compressed, k/d = {ratio}" for ratio in FINISHED]
-    figure, panels = _panels(len(FINISHED), titles, "held-out loss, nats")
-    for axes, ratio in zip(panels, FINISHED, strict=True):
+    titles = [f"all compressed, k/d = {ratio}" for ratio in ratios]
+    figure, panels = _panels(len(ratios), titles, "held-out loss, nats")
+    for axes, ratio in zip(panels, ratios, strict=True):
         plain = rung("pp", ratio)
         for at, (how, words) in enumerate(
             (("open", "plain, opened step by step"), ("full", "plain, open at once"))

@@ -13,7 +13,7 @@ from isthmus.errors import ConfigError
 SEEDS = (0, 1, 2)
 LADDER = ("1/8", "1/24", "1/96", "1/192", "1/384", "1/768")  # k/d of Table 2
 METHODS = ("sparseloco", "adamw", "diloco")
-FINISHED = ("1/8", "1/64")  # k/d of the runs that end with open boundaries
+FINISHED = ("1/8", "1/64", "1/384")  # k/d of the runs that end with open boundaries
 # Finishing rounds in percent of the run, by how they open.
 FINISHES = {"open": (2, 5, 10, 20), "full": (5, 20)}
 
@@ -53,6 +53,9 @@ class Scale:
     def ladder(self) -> tuple[str, ...]:
         """The rungs at which the subspace has a dimension left."""
         return tuple(ratio for ratio in LADDER if self.width * Fraction(ratio) >= 1)
+
+    def finished(self) -> tuple[str, ...]:
+        return tuple(ratio for ratio in FINISHED if self.width * Fraction(ratio) >= 1)
 
 
 _SMALL = ("model.context=256", "inner.batch=4", "inner.micro_batches=1", "inner.warmup_steps=150",
@@ -190,7 +193,7 @@ def rows_of(scale: Scale) -> dict[str, Row]:
 def finish_rows(scale: Scale) -> list[Row]:
     """All replicas compressed, and the last rounds with boundaries that open."""
     rows = []
-    for ratio in FINISHED:
+    for ratio in scale.finished():
         title, k = f"SparseLoCo + PP-Compress, k/d = {ratio}", f"replicas.edge.compression={ratio}"
         if ratio not in scale.ladder():
             rows.append(Row(rung("pp", ratio), title, "pp", (k,)))
@@ -265,7 +268,7 @@ def tables_of(scale: Scale) -> dict[str, Table]:
         Table("finish", "Finish dense: the last rounds with boundaries that open, all replicas compressed", (
             Shown("dense"), *(
                 Shown(name)
-                for ratio in FINISHED
+                for ratio in scale.finished()
                 for name in (rung("pp", ratio), *(finish_name(ratio, *one) for one in finishes(scale)))))),
     )  # fmt: skip
     return {table.name: table for table in tables}

@@ -66,12 +66,15 @@ class Job:
 
 
 def jobs_of(runs: Sequence[Run]) -> list[Job]:
-    """Runs that are one run until they finish, together; in the order of the first of each."""
+    """Runs that are one run until they finish, together. Seed after seed, as the runs are; the longest of a
+    seed first, so that none is left alone at the end."""
     alike: dict[tuple, list[Run]] = {}
     for run in runs:
         stem = dataclasses.replace(run.recipe, finish=FinishConfig())
         alike.setdefault((run.seed, digest(stem)), []).append(run)
-    return [Job(tuple(group)) for group in alike.values()]
+    seeds = list(dict.fromkeys(run.seed for run in runs))
+    jobs = [Job(tuple(group)) for group in alike.values()]
+    return sorted(jobs, key=lambda job: (seeds.index(job.seed), -job.trained_tokens))
 
 
 def pick_tables(names: Sequence[str], scale: Scale) -> list[Table]:
