@@ -68,12 +68,16 @@ def test_the_table_has_losses_before_and_after_and_their_distance_from_what_was_
 
 def test_enough_is_the_fewest_rounds_that_keep_the_bound():
     book = Book(some_lines(), SCALE)
-    assert enough(book, "1/8", 2).startswith("10 of 100 rounds (")
-    assert enough(book, "1/8", 5).startswith("5 of 100 rounds (")
-    assert enough(book, "1/8", -50) == "more than the 20 rounds that were tried"
-    assert enough(book, "1/64", 2) == "not run"
+    assert enough(book, "1/8", 2, "open").startswith("10 of 100 rounds (")
+    assert enough(book, "1/8", 5, "open").startswith("5 of 100 rounds (")
+    assert enough(book, "1/8", 40, "open") == "none"
+    assert enough(book, "1/8", -50, "open") == "more than the 20 rounds that were tried"
+    assert enough(book, "1/64", 2, "open") == "not run"
+    assert enough(book, "1/8", 2, "full") == "not run"
     with pytest.raises(ConfigError, match="there is 1/8, 1/64"):
-        enough(book, "1/3", 2)
+        enough(book, "1/3", 2, "open")
+    with pytest.raises(ConfigError, match="there is open, full"):
+        enough(book, "1/8", 2, "ajar")
 
 
 def test_the_plot_is_drawn_once_a_finished_run_is_there(tmp_path):

@@ -72,18 +72,21 @@ def _cells(book: Book, ratio: str, name: str, words: str) -> list[str]:
     return [*cells, str(len(book.finished(name)))]
 
 
-def enough(book: Book, ratio: str, percent: float) -> str:
-    """The fewest rounds, opened step by step, after which the plain model is at most so much worse than the
+def enough(book: Book, ratio: str, percent: float, how: str) -> str:
+    """The fewest rounds, opened in this way, after which the plain model is at most so much worse than the
     compressed one of the run that never opened."""
     if ratio not in book.scale.finished():
         there = ", ".join(book.scale.finished())
         raise ConfigError(f"no run with k/d = {ratio} is finished; there is {there}")
-    tried = [n for how, n in finishes(book.scale) if how == "open"]
-    prices = {n: price(book, finish_name(ratio, "open", n), ratio) for n in tried}
+    tried = {n: finish_name(ratio, how, n) for one, n in finishes(book.scale) if one == how}
+    if not tried:
+        raise ConfigError(f'there is no way to finish "{how}"; there is open, full')
+    names = {0: rung("pp", ratio), **tried}
+    prices = {n: price(book, name, ratio) for n, name in names.items()}
     if not all(prices.values()):
         return "not run"
-    for n in sorted(tried):
+    for n in sorted(names):
         if prices[n].mean <= percent:
-            tokens = finishing_tokens(book, finish_name(ratio, "open", n))
-            return f"{n} of {book.scale.rounds} rounds ({tokens / 1e6:.1f} M tokens)"
+            tokens = finishing_tokens(book, names[n])
+            return f"{n} of {book.scale.rounds} rounds ({tokens / 1e6:.1f} M tokens)" if n else "none"
     return f"more than the {max(tried)} rounds that were tried"

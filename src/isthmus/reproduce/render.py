@@ -1,8 +1,8 @@
 """docs/results.md from results/ and docs/results.in.md: prose with {{...}} where a number goes.
 
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
-{{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT}}, {{lr METHOD}}, {{seeds ROW}}, {{setup}},
-{{speed}}, {{runs}} and {{larger}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the
+{{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
+{{seeds ROW}}, {{setup}}, {{speed}}, {{runs}} and {{larger}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the
 steepest rung of the ladder. What follows the line {{results}} is left out as long as there is no result.
 """
 
@@ -58,7 +58,8 @@ def _fill(text: str, book: Book, drawn: Sequence[str], larger: Sequence[Line]) -
         "gap": lambda row, view, other=None: _text(book.gap(row, view, other), 2, "+", " %"),
         "verdict": book.verdict,
         "finish": lambda: finish_table(book),
-        "enough": lambda ratio, percent: enough(book, ratio, float(percent)),
+        "enough": lambda ratio, percent, how: enough(book, ratio, float(percent), how),
+        "h": lambda: str(book.scale.inner_steps),
         "lr": lambda method: f"{book.lrs[method]:g}",
         "seeds": lambda row: str(len(book.finished(row))),
         "setup": lambda: setup(book),
