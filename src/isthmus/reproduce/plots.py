@@ -7,7 +7,7 @@ from typing import Any
 
 from isthmus.dashboard.plot import COLOURS, FAINT, INK, SOFT
 from isthmus.reproduce.figures import VIEWS, Book
-from isthmus.reproduce.finish import finishing_tokens
+from isthmus.reproduce.finish import finishing_tokens, price
 from isthmus.reproduce.lines import Line
 from isthmus.reproduce.tables import PAPER_LADDER, finish_name, finishes, rung
 
@@ -120,26 +120,24 @@ def _by_h(book: Book) -> Any:
 
 
 def _finish(book: Book) -> Any:
-    """Loss of the plain model by the tokens that it finished with; beside it, what it was trained as."""
-    ways, ratios = finishes(book.scale), book.scale.finished()
-    if not any(book.loss(finish_name(ratio, *way), "full") for ratio in ratios for way in ways):
+    """How far the plain model lies above what the run trained, by the tokens that it finished with."""
+    ways = finishes(book.scale)
+    ratios = [
+        ratio
+        for ratio in book.scale.finished()
+        if any(price(book, finish_name(ratio, *way), ratio) for way in ways)
+    ]
+    if not ratios:
         return None
     titles = [f"all compressed, k/d = {ratio}" for ratio in ratios]
-    figure, panels = _panels(len(ratios), titles, "held-out loss, nats")
+    figure, panels = _panels(len(ratios), titles, "plain model, % above the compressed one", sharey=False)
     for axes, ratio in zip(panels, ratios, strict=True):
         plain = rung("pp", ratio)
-        for at, (how, words) in enumerate(
-            (("open", "plain, opened step by step"), ("full", "plain, open at once"))
-        ):
-            names = [finish_name(ratio, *way) for way in ways if way[0] == how]
-            names = [plain, *names] if how == "open" else names
+        for at, (how, words) in enumerate((("open", "opened step by step"), ("full", "open at once"))):
+            names = [plain, *(finish_name(ratio, *way) for way in ways if way[0] == how)]
             xs = [finishing_tokens(book, name) / 1e6 for name in names]
-            _points(axes, xs, [book.loss(name, "full") for name in names], COLOURS[at], words)
-        for name, words in ((plain, "compressed, without finishing"), ("dense", "never compressed")):
-            loss = book.loss(name, "pipelined" if name == plain else "full")
-            if loss:
-                style = ":" if name == plain else "--"
-                axes.axhline(loss.mean, linestyle=style, color=SOFT, linewidth=1.3, label=words)
+            _points(axes, xs, [price(book, name, ratio) for name in names], COLOURS[at], words)
+        axes.axhline(0, linestyle=":", color=SOFT, linewidth=1.3, label="compressed to the end")
         axes.set_xlabel("M tokens in finishing rounds", color=SOFT, fontsize=9)
         _legend(axes)
     return figure

@@ -2,8 +2,9 @@
 
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
-{{seeds ROW}}, {{setup}}, {{speed}}, {{runs}} and {{larger}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the
-steepest rung of the ladder. What follows the line {{results}} is left out as long as there is no result.
+{{seeds ROW}}, {{setup}}, {{speed}}, {{runs}} and {{larger}}; VIEW is full, pipelined or mixed, ROW may be
+pp-last or het-last: the steepest rung of the ladder. What follows the line {{results}} is left out as long
+as there is no result.
 """
 
 import re

@@ -13,7 +13,7 @@ from isthmus.errors import ConfigError
 SEEDS = (0, 1, 2)
 LADDER = ("1/8", "1/24", "1/96", "1/192", "1/384", "1/768")  # k/d of Table 2
 METHODS = ("sparseloco", "adamw", "diloco")
-FINISHED = ("1/8", "1/64", "1/384")  # k/d of the runs that end with open boundaries
+FINISHED = ("1/8", "1/64")  # k/d of the runs that end with open boundaries
 # Finishing rounds in percent of the run, by how they open.
 FINISHES = {"open": (2, 5, 10, 20), "full": (5, 20)}
 
