@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from made import simulated, small
 from seats import rounds_in_a_bucket
 
 from isthmus.comm.store import open_store
-from isthmus.dashboard.words import summary
+from isthmus.dashboard.report import CONTROL, write_report
+from isthmus.dashboard.words import size, summary
 from isthmus.engine.follower import told_row
-from isthmus.runlog import totals
+from isthmus.runlog import RunDir, totals
 from isthmus.watch.bucket import open_folder
 from isthmus.watch.clean import clean_rows
 from isthmus.watch.metrics import exposition
@@ -42,6 +44,29 @@ def test_page_and_report_agree_in_words_figures_and_colours(run):
     assert [kind["colour"] for kind in state["kinds"]] == [1, 2]
     assert state["plan"]["lines"]
     assert {line["kind"] for line in state["plan"]["lines"]} == {"", "rack", "edge"}
+
+
+def test_the_bars_of_page_and_report_name_control_where_they_hold_it(run, tmp_path):
+    """Control is a part of the bar between replicas, but not of what crossed between them."""
+    fleet = RunDir.open(shutil.copytree(run.path, tmp_path / "run"))
+    rows = [row | {"bytes": row["bytes"] | {"control": 5_000_000}} for row in run.rows()]
+    fleet.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report, sums = write_report(fleet.path).read_text(), totals(fleet.rows())
+    stages, replicas = told(fleet)["traffic"]
+    control = sums["bytes"]["control"]
+    updates = size(sums["link_bytes"]["replicas"] - control)
+    assert replicas["title"] == f"Between replicas: {updates}, and {size(control)} of control"
+    assert stages["title"] == f"Between stages: {size(sums['link_bytes']['stages'])}"
+    for words in (stages["title"], replicas["title"], CONTROL):
+        assert words in report
+    assert replicas["note"].endswith(CONTROL)
+    assert CONTROL not in stages["note"]
+
+
+def test_a_run_without_control_does_not_speak_of_it(run):
+    _, replicas = told(run)["traffic"]
+    assert "control" not in replicas["title"].lower() + replicas["note"].lower()
+    assert CONTROL not in run.report_path.read_text()
 
 
 def test_curves_hold_every_forward_and_every_kind(run):

@@ -18,6 +18,7 @@ PURPOSES = {
     "stages": [("activations", "activations"), ("gradients", "gradients"), ("tokens", "token ids")],
     "replicas": [("payload_up", "up"), ("payload_down", "down"), ("control", "control")],
 }
+CONTROL = "Control is all else that the bucket moved: snapshots, manifests, heartbeats."
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -74,7 +75,7 @@ def _tiles(rows: list[Row], sums: dict[str, Any]) -> str:
     if sums["tokens"]:
         tiles.append(("Trained on", count(sums["tokens"]), f"tokens in {duration(sums['seconds'])}"))
     for link, other in (("stages", "uncompressed"), ("replicas", "dense")):
-        sent, dense = _crossed(sums, link), sums["dense_bytes"][link]
+        sent, dense = crossed(sums, link), sums["dense_bytes"][link]
         if sent:
             words = f"{other} {size(dense)}" if dense else "crossed"
             tiles.append((f"Between {link}", size(sent), words))
@@ -193,31 +194,37 @@ def _gap(row: Row) -> float | None:
     return pipelined - full if full is not None and pipelined is not None else None
 
 
-def _crossed(sums: dict[str, Any], link: str) -> int:
+def crossed(sums: dict[str, Any], link: str) -> int:
     """As the sentences count it: updates between replicas, without snapshots, manifests and heartbeats."""
     return sums["link_bytes"][link] - (sums["bytes"]["control"] if link == "replicas" else 0)
+
+
+def bytes_title(sums: dict[str, Any], link: str) -> str:
+    """Of a bar by purpose: control is a part of the bar, but not of what crossed between replicas."""
+    control = sums["bytes"]["control"] if link == "replicas" else 0
+    more = f", and {size(control)} of control" if control else ""
+    return f"Between {link}: {size(crossed(sums, link))}{more}"
 
 
 def _traffic(sums: dict[str, Any]) -> str:
     spans, bars = [], []
     for link, other in (("stages", "uncompressed"), ("replicas", "dense")):
-        sent, dense = _crossed(sums, link), sums["dense_bytes"][link]
+        sent, dense = crossed(sums, link), sums["dense_bytes"][link]
         if not sent:
             continue
         colour = 0 if link == "stages" else 3
         parts = [(name, sums["bytes"][key]) for key, name in PURPOSES[link]]
-        control = sums["bytes"]["control"] if link == "replicas" else 0
-        more = f", and {size(control)} of control" if control else ""
-        bars.append(share_bar(f"Between {link}: {size(sent)}{more}", parts, colour, size))
+        bars.append(share_bar(bytes_title(sums, link), parts, colour, size))
         if dense and (words := times(dense / sent)) != SAME:
             spans.append(Span(f"Between {link}", sent, "sent", dense, other, words, colour))
     if not bars:
         return ""
+    control = f" {CONTROL}" if sums["bytes"]["control"] else ""
     chart = span_chart("Sent, against what dense methods would have sent", spans, size) if spans else ""
     note = (
         '<p class="note">All links of the fleet together, over the whole run. Uncompressed stages would send '
         "activations and their gradients in all dimensions; dense replicas would average fp32 gradients "
-        "after every inner step. The scale on which they are compared is logarithmic.</p>"
+        f"after every inner step. The scale on which they are compared is logarithmic.{control}</p>"
     )
     return f'<h2>Bytes</h2>{note}<div class="charts">{chart}<div class="stack">{"".join(bars)}</div></div>'
 

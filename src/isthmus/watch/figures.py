@@ -6,7 +6,7 @@ from typing import Any
 from isthmus.config import Recipe
 from isthmus.dashboard.actual import compare_rows
 from isthmus.dashboard.planned import CLOSE, value_text
-from isthmus.dashboard.report import PURPOSES, colours_of
+from isthmus.dashboard.report import CONTROL, PURPOSES, bytes_title, colours_of, crossed
 from isthmus.dashboard.svg import thin
 from isthmus.dashboard.words import SAME, size, times
 from isthmus.runlog import Row
@@ -70,20 +70,20 @@ def traffic(sums: dict[str, Any]) -> list[dict[str, Any]]:
     told = []
     for link, other in (("stages", "uncompressed"), ("replicas", "dense")):
         parts = [{"name": name, "bytes": sums["bytes"][key]} for key, name in PURPOSES[link]]
-        sent, dense = (
-            sum(part["bytes"] for part in parts if part["name"] != "control"),
-            sums["dense_bytes"][link],
-        )
+        sent, dense = crossed(sums, link), sums["dense_bytes"][link]
         if not sent:
             continue
         words = times(dense / sent) if dense else SAME
+        notes = [] if words == SAME else [f"{other.capitalize()} {size(dense)}, {words}."]
+        if link == "replicas" and sums["bytes"]["control"]:
+            notes.append(CONTROL)
         told.append(
             {
                 "link": link,
-                "text": size(sent),
+                "title": bytes_title(sums, link),
                 "colour": 0 if link == "stages" else 3,
                 "parts": [part | {"text": size(part["bytes"])} for part in parts if part["bytes"]],
-                "dense": "" if words == SAME else f"{other.capitalize()} {size(dense)}, {words}",
+                "note": " ".join(notes),
             }
         )
     return told
