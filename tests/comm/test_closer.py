@@ -10,6 +10,8 @@ from little import hasty as hasty
 
 from isthmus.comm import closer as closer_module
 from isthmus.comm.closer import Closer
+from isthmus.comm.ledger import Ledger
+from isthmus.comm.store import open_store
 from isthmus.errors import Diverged
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -115,14 +117,21 @@ def test_a_live_straggler_is_waited_for_until_the_deadline_of_the_stores_clock(r
     assert run[0].ledger.manifest(2).members == ("a", "b", "c")  # it lives: the next round waits again
 
 
+def started_again(replica: Replica) -> Closer:
+    """The closer of a new process of this replica."""
+    ledger = Ledger(open_store(replica.ledger.store.url), replica.ledger.run, replica.ledger.signer)
+    return Closer(ledger, replica.exchange.fetch, replica.exchange.log)
+
+
 def test_a_closer_that_comes_to_an_open_round_gives_it_a_whole_deadline(run: list[Replica]):
     """After a night without anybody, who is back first must not count the night."""
     a, _, c = run
     give(2, *run[:2])
-    back = Closer(a.ledger, a.exchange.fetch, a.exchange.log)
-    ago(a, "manifests/000001.json", 10**5)
+    for key in ("manifests/000001.json", "members/a/clock"):
+        ago(a, key, 10**5)
+    back = started_again(a)
     assert not back.attempt(2, a.exchange.anchor)
-    back.opened -= a.ledger.manifest(1).deadline_seconds + 1
+    back.away -= a.ledger.manifest(1).deadline_seconds + 1
     assert back.attempt(2, a.exchange.anchor)
     assert contributors(a) == "ab"
     for each in run:
@@ -131,6 +140,18 @@ def test_a_closer_that_comes_to_an_open_round_gives_it_a_whole_deadline(run: lis
     give(3, *run[:2])
     ago(a, "manifests/000002.json", 10**5)  # this one it has seen opening
     assert back.attempt(3, a.exchange.anchor)
+
+
+def test_a_closer_that_starts_again_and_again_does_not_put_off_a_round_for_ever(run: list[Replica]):
+    a, _, c = run
+    give(2, *run[:2])
+    step = 0.9 * a.ledger.manifest(1).deadline_seconds  # between starts: none lives for a whole deadline
+    for starts in range(4):
+        ago(a, "manifests/000001.json", starts * step)
+        ago(a, "members/a/clock", step)
+        c.beat()
+        assert started_again(a).attempt(2, a.exchange.anchor) == (starts == 3)
+    assert contributors(a) == "ab"
 
 
 def test_this_machines_clock_has_no_say(run: list[Replica], monkeypatch: pytest.MonkeyPatch):

@@ -59,14 +59,13 @@ class Closer:
         self.beats: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, was it alive)
         self.silences: dict[str, tuple[float | None, float]] = {}  # replica -> (its last beat, since when)
         self.round, self.could_since = 0, None
-        self.opened = 0.0  # by the store's clock, where the manifest before does not tell it
+        self.away = 0.0  # seconds of the open round that its deadline does not count
         self.touched, self.forgive_until = time.monotonic(), 0.0
 
     def attempt(self, round_number: int, anchor: str) -> bool:
         """Close the round if it can be closed now; True when our manifest is the one."""
         if round_number != self.round:
-            # A round that was open before we came: how long the others have been back, we do not know.
-            self.opened = 0.0 if self.round else self.ledger.store.now(self._clock_key())
+            self.away = 0.0 if self.round else self._away(round_number)
             self.round, self.could_since = round_number, None
             self.verdicts.clear()
             self.givers.clear()
@@ -213,11 +212,21 @@ class Closer:
         return not alive or self.past_deadline(round_number, previous)
 
     def past_deadline(self, round_number: int, previous: Manifest | None) -> bool:
-        opened = max(self.opened, self.ledger.settled_at(round_number - 1))
+        opened = self.ledger.settled_at(round_number - 1) + self.away
         limit = previous.deadline_seconds if previous else FIRST_DEADLINE_SECONDS
         return self.ledger.store.now(self._clock_key()) > opened + (
             self.recipe.bucket.deadline_seconds or limit
         )
+
+    def _away(self, round_number: int) -> float:
+        """How long a round was open before we came: since when the others are back, we do not know.
+
+        Counted from the last time that we read the store's clock, in the start before this one: who starts
+        again and again must not put off a round for ever.
+        """
+        read, since = self.ledger.store.head(self._clock_key()), self.ledger.settled_at(round_number - 1)
+        since = max(since, read.modified_unix_seconds) if read else since
+        return self.ledger.store.now(self._clock_key()) - since
 
     def alive(self, name: str) -> bool:
         """Does the replica's heartbeat still come? Asked at most once in a heartbeat's time.
