@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from isthmus.config import Recipe, parse_recipe
-from isthmus.engine.fleet import open_ledger
+from isthmus.engine.bucket import open_ledger
 from isthmus.engine.replay import Replay
 from isthmus.engine.train import train
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "fleet"))
 import netns
 
 from isthmus.config import Recipe, parse_recipe
-from isthmus.engine.fleet import open_ledger
+from isthmus.engine.bucket import open_ledger
 from isthmus.planner.auto import resolve
 from isthmus.planner.cost import step_flops
 from isthmus.planner.plan import predict

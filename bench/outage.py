@@ -17,7 +17,7 @@ from pathlib import Path
 
 from isthmus import train
 from isthmus.config import parse_recipe
-from isthmus.engine.fleet import open_ledger
+from isthmus.engine.bucket import open_ledger
 from isthmus.engine.replay import Replay
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "comm"))

@@ -68,7 +68,7 @@ for _ in range(300):
 """
 TELL = """
 import json, sys
-from isthmus.engine.fleet import open_ledger
+from isthmus.engine.bucket import open_ledger
 ledger = open_ledger(sys.argv[1])
 rounds = [ledger.manifest(t) for t in range(1, ledger.last_round() + 1)]
 facts = {e.replica: [] for e in rounds[0].entries}

@@ -2,7 +2,7 @@
 
 from isthmus import simulate, train
 from isthmus.config import parse_recipe
-from isthmus.engine.fleet import open_ledger
+from isthmus.engine.bucket import open_ledger
 from isthmus.engine.replay import Replay
 
 RECIPE = """

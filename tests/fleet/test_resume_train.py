@@ -17,7 +17,7 @@ import pytest
 from isthmus import train
 from isthmus.cli.main import main
 from isthmus.config import parse_recipe
-from isthmus.engine.fleet import open_ledger
+from isthmus.engine.bucket import open_ledger
 from isthmus.engine.follower import Follower
 from isthmus.engine.launcher import hold
 from isthmus.runlog import TIMING_FIELDS, RunDir

@@ -92,19 +92,12 @@ def join(args: argparse.Namespace) -> int:
     if args.supervised:  # before the long imports: also while it starts, a launcher can be stopped
         die_with_parent(args.supervised)
         Pulse(Path(args.work) / launcher_pulse(args.stage)).start()
+    from isthmus.comm.ledger import Ledger, read_run
     from isthmus.comm.meeting import check_private
     from isthmus.comm.retry import StoreError
     from isthmus.comm.store import open_store
-    from isthmus.engine.fleet import (
-        Ledger,
-        check_corpus,
-        check_key,
-        check_not_taken,
-        check_start,
-        check_trainable,
-        find_member,
-        read_run,
-    )
+    from isthmus.engine.bucket import check_key, find_member
+    from isthmus.engine.fleet import check_corpus, check_not_taken, check_start, check_trainable
     from isthmus.engine.launcher import run_replica
     from isthmus.engine.start import pick_device
 
@@ -172,7 +165,7 @@ def join(args: argparse.Namespace) -> int:
 
 
 def leave(args: argparse.Namespace) -> int:
-    from isthmus.engine.fleet import check_key, find_member, open_ledger
+    from isthmus.engine.bucket import check_key, find_member, open_ledger
 
     ledger = open_ledger(args.url)
     find_member(ledger.run, args.replica)

@@ -61,7 +61,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def show(args: argparse.Namespace) -> int:
-    from isthmus.engine.fleet import open_ledger
+    from isthmus.engine.bucket import open_ledger
 
     ledger = open_ledger(args.url)
     rows = []
@@ -95,7 +95,7 @@ def show(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     from isthmus.comm.digest import anchor_digest, shard_digest
-    from isthmus.engine.fleet import open_ledger
+    from isthmus.engine.bucket import open_ledger
     from isthmus.engine.replay import Replay
 
     ledger = open_ledger(args.url)
@@ -129,8 +129,8 @@ def _has_payloads(ledger: Any, t: int) -> bool:
 
 
 def rebuild(args: argparse.Namespace) -> int:
+    from isthmus.engine.bucket import find_member, open_ledger
     from isthmus.engine.checkpoint import save_tensors
-    from isthmus.engine.fleet import find_member, open_ledger
     from isthmus.engine.replay import Replay
 
     target = Path(args.to)
@@ -167,7 +167,7 @@ def _sound_anchors(ledger: Any, count: int) -> list[int]:
 
 
 def sweep(args: argparse.Namespace) -> int:
-    from isthmus.engine.fleet import open_ledger
+    from isthmus.engine.bucket import open_ledger
 
     ledger = open_ledger(args.url)
     anchors = _sound_anchors(ledger, 2)

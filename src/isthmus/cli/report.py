@@ -43,7 +43,7 @@ def report(args: argparse.Namespace) -> int:
             else f"{args.run_dir} is no bucket of a run; leave --to out"
         )
     if bucket:
-        from isthmus.engine.fleet import open_ledger
+        from isthmus.engine.bucket import open_ledger
         from isthmus.engine.follower import write_told
 
         write_told(open_ledger(args.run_dir), args.to)

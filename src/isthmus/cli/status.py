@@ -21,7 +21,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def status(args: argparse.Namespace) -> int:
-    from isthmus.engine.fleet import open_ledger
+    from isthmus.engine.bucket import open_ledger
 
     facts = gather(open_ledger(args.url))
     print(json.dumps(facts, indent=2) if args.json else table(facts))

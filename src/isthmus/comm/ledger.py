@@ -17,12 +17,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
-from torch import Tensor
 
 from isthmus.comm.retry import StoreRefused
 from isthmus.comm.store import Store
@@ -39,6 +36,9 @@ from isthmus.comm.trust import (
 from isthmus.config import Recipe, dump_recipe, parse_recipe
 from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.traffic import shard_bytes, shards
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = 1
 MAX_HEARTBEAT_BYTES = 2**16
@@ -279,8 +279,10 @@ class Ledger:
 
     # Anchors
 
-    def put_anchor_shard(self, round_number: int, index: int, tensors: Mapping[str, Tensor]) -> str:
-        data = save_safetensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+    def put_anchor_shard(self, round_number: int, index: int, tensors: "Mapping[str, Tensor]") -> str:
+        from safetensors.torch import save  # torch: only anchors are tensors, and `status` reads none
+
+        data = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
         self.store.put(f"anchors/{round_number:06d}/{index}.safetensors", data)
         return sha256(data)
 
@@ -301,9 +303,11 @@ class Ledger:
         done = [key.split("/")[-2] for key in keys if key.endswith("/complete.json")]
         return sorted(int(name) for name in done if name.isdigit())
 
-    def read_anchor(self, round_number: int, wanted: Sequence[int]) -> tuple[str, dict[str, Tensor]]:
+    def read_anchor(self, round_number: int, wanted: Sequence[int]) -> "tuple[str, dict[str, Tensor]]":
         """(digest of the whole, tensors of the wanted shards) of theta^(round); every file's hash is
         checked."""
+        from safetensors.torch import load
+
         folder = f"anchors/{round_number:06d}"
         try:
             sealed = self.store.get(f"{folder}/complete.json", max_bytes=MAX_DOCUMENT_BYTES)
@@ -323,7 +327,7 @@ class Ledger:
                 data = self.store.get(f"{folder}/{index}.safetensors", max_bytes=limit)
                 if data is None or sha256(data) != body["files"][index]:
                     raise Refused(f"file {index} is missing or not what complete.json says")
-                held = load_safetensors(data)
+                held = load(data)
                 for name in self.shards[index]:
                     if name not in held or tuple(held[name].shape) != shapes[name]:
                         raise Refused(f"file {index} does not hold {name} as this run's model has it")

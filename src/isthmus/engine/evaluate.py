@@ -11,6 +11,7 @@ from isthmus.config import Member, Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.data.tokens import validation_batches
 from isthmus.engine.bias import drift, outside, watched
+from isthmus.engine.kinds import by_kind
 from isthmus.model.llama import forward, rope_table, token_losses
 from isthmus.replica.crossings import BasisSet, crossings_of, forward_key, projected
 from isthmus.replica.split import EMBEDDING
@@ -99,11 +100,3 @@ class Scorer:
             logits = forward(anchor, batch[:, :-1], self.recipe.model, self.rope, crossings, self.dtype)
             total += token_losses(logits, batch[:, 1:]).double() * len(batch)
         return (total / sum(map(len, self.held_out))).item()
-
-
-def by_kind(members: Sequence[Member], values: Sequence[float]) -> dict[str, float]:
-    """Mean over the replicas of each [[replicas]] table."""
-    kinds: dict[str, list[float]] = {}
-    for member, value in zip(members, values, strict=True):
-        kinds.setdefault(member.config.name, []).append(value)
-    return {name: sum(group) / len(group) for name, group in kinds.items()}

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from isthmus.comm.digest import anchor_digest, shard_digest
-from isthmus.comm.ledger import Ledger, RunInfo, create_run, read_run
+from isthmus.comm.ledger import Ledger, RunInfo, create_run
 from isthmus.comm.rendezvous import free_port
 from isthmus.comm.store import open_store
-from isthmus.comm.trust import Signer, load_signer, new_secret, save_secret
+from isthmus.comm.trust import Signer, new_secret, save_secret
 from isthmus.config import Member, Recipe
 from isthmus.data.corpus import open_corpus
 from isthmus.engine.first import checked_first
@@ -26,7 +26,6 @@ from isthmus.engine.pulse import Watch, launcher_pulse, pulse_of
 from isthmus.engine.start import checked_corpus
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import resolve
-from isthmus.runlog import RunDir
 from isthmus.traffic import shards
 
 GONE = ("left", "finished")
@@ -120,19 +119,6 @@ def check_corpus(run: RunInfo) -> None:
             f"the corpus {run.recipe.data.corpus} here is not the one this run began with; copy that one, or "
             "prepare it again from the same files with the same options"
         )
-
-
-def find_member(run: RunInfo, replica: str) -> Member:
-    for member in run.recipe.fleet():
-        if member.name == replica:
-            return member
-    names = ", ".join(member.name for member in run.recipe.fleet())
-    raise ConfigError(f'there is no replica "{replica}" in this run; there is {names}')
-
-
-def check_key(run: RunInfo, replica: str, key: Path) -> None:
-    if load_signer(key, replica).public_key != run.keys.get(replica):
-        raise ConfigError(f"{key} is not the key of replica {replica} in this run; copy the one `init` wrote")
 
 
 def check_not_taken(ledger: Ledger, replica: str, work: Path | None = None) -> None:
@@ -333,21 +319,3 @@ def held(work: Path) -> bool:
             except OSError:
                 return True
     return False
-
-
-def bucket_of(run: RunDir) -> str:
-    """Of a run of `train`: the one that its recipe names, or the folder beside it."""
-    return run.recipe.bucket.url or str((run.path / "bucket").resolve())
-
-
-def open_ledger(url: str) -> Ledger:
-    """Of a bucket, or of the run directory of `train` that stands for its own."""
-    if "://" not in url and Path(url, "recipe.toml").is_file():
-        run = RunDir.open(url)
-        if not run.recipe.bucket.url and not (run.path / "bucket").is_dir():
-            raise ConfigError(
-                f"{url} has no bucket, as a simulated run; `isthmus report {url}` tells what came of it"
-            )
-        url = bucket_of(run)
-    store = open_store(url, create=False)
-    return Ledger(store, read_run(store))

@@ -12,10 +12,10 @@ from isthmus.comm.ledger import Ledger, Manifest
 from isthmus.comm.retry import StoreError
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
-from isthmus.engine.evaluate import Scorer, by_kind
+from isthmus.engine.evaluate import Scorer
 from isthmus.engine.fleet import GONE
+from isthmus.engine.kinds import add_farewell, by_kind, measured_by_kind
 from isthmus.engine.loop import NO_SCORES, start_row
-from isthmus.engine.measure import add_farewell, measured_by_kind
 from isthmus.engine.replay import Replay
 from isthmus.model.inner import learning_rate
 from isthmus.model.llama import init_tensor

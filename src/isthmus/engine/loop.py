@@ -7,8 +7,7 @@ from typing import Any, Protocol
 from isthmus.comm.base import Contribution, Exchange
 from isthmus.config import Recipe
 from isthmus.engine import checkpoint
-from isthmus.engine.evaluate import by_kind
-from isthmus.engine.measure import measured_by_kind
+from isthmus.engine.kinds import by_kind, measured_by_kind
 from isthmus.model.inner import learning_rate
 from isthmus.planner.cost import round_seconds
 from isthmus.runlog import RunDir

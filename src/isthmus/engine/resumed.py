@@ -13,14 +13,8 @@ from isthmus.comm.retry import StoreError
 from isthmus.comm.store import open_store
 from isthmus.comm.trust import Signer, load_signer
 from isthmus.config import dump_recipe
-from isthmus.engine.fleet import (
-    Machines,
-    check_corpus,
-    check_key,
-    check_not_taken,
-    check_start,
-    held,
-)
+from isthmus.engine.bucket import check_key
+from isthmus.engine.fleet import Machines, check_corpus, check_not_taken, check_start, held
 from isthmus.engine.launcher import NOTES, hold
 from isthmus.engine.start import REAL
 from isthmus.errors import ConfigError

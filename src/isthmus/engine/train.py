@@ -19,8 +19,9 @@ from isthmus.dashboard.live import View, open_view
 from isthmus.dashboard.report import write_report
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.engine import checkpoint
+from isthmus.engine.bucket import bucket_of
 from isthmus.engine.first import checked_first, start_digest
-from isthmus.engine.fleet import Machines, bucket_of, check_trainable, create
+from isthmus.engine.fleet import Machines, check_trainable, create
 from isthmus.engine.follower import Follower
 from isthmus.engine.launcher import STALL_SECONDS
 from isthmus.engine.resumed import Voice, check_resumable, checked_ledger, hold_run, keys_of

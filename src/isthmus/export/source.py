@@ -13,8 +13,8 @@ from torch import Tensor
 from isthmus.config import Member, Recipe
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.engine import checkpoint
+from isthmus.engine.bucket import open_ledger
 from isthmus.engine.first import first_params
-from isthmus.engine.fleet import open_ledger
 from isthmus.engine.replay import Replay
 from isthmus.errors import ConfigError
 from isthmus.model.llama import init_tensor

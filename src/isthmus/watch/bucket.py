@@ -16,8 +16,7 @@ from isthmus.comm.place import parse_url
 from isthmus.comm.retry import StoreError, StoreRefused
 from isthmus.comm.store import open_store
 from isthmus.comm.trust import MAX_DOCUMENT_BYTES
-from isthmus.engine.evaluate import by_kind
-from isthmus.engine.measure import measured_by_kind
+from isthmus.engine.kinds import by_kind, measured_by_kind
 from isthmus.errors import ConfigError, RunError
 from isthmus.traffic import PURPOSES, dense_round_bytes
 from isthmus.watch.clean import text
