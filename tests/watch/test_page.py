@@ -87,6 +87,26 @@ def test_a_phone_has_one_column_and_never_scrolls_sideways(page, run, width, dar
         assert paper == ("rgb(20, 23, 26)" if dark else "rgb(251, 250, 248)")
 
 
+@pytest.mark.parametrize("state", ["training", "delivering", "catching up", "silent"])
+def test_on_a_phone_the_table_of_the_fleet_is_whole(page, run, state):
+    """With all the columns of real processes, one of which does not stir."""
+    page.look_as(390, 844, touch=True)
+    with watching(run.path) as (url, _):
+        page.go(url)
+        page.value(
+            "(() => { const state = structuredClone(last), now = Date.now() / 1000; state.run.bucket = true;"
+            f"for (const one of state.replicas) Object.assign(one, {{ state: '{state}', seen_unix: now - 17,"
+            "  why: 'stage 0 does not stir', inner_step: 14, loss: 5.038, rate: '1.7k tok/s',"
+            "  processes: [{ stage: 0, state: 'silent' }, { stage: 1, state: 'runs' }] });"
+            "members(state); })()"
+        )
+        said = page.value("document.getElementById('members').innerText")
+        assert "Processes here" in said
+        assert "stage 0 silent, stage 1 runs" in said
+        box = "document.querySelector('#members .wide')"
+        assert page.value(f"{box}.scrollWidth - {box}.clientWidth") <= 0
+
+
 def test_it_can_be_used_by_keyboard_alone(page, run):
     page.look_as(1280, 900)
     with watching(run.path) as (url, _):

@@ -364,6 +364,8 @@ function rounds(state) {
 
 // Bytes, plan, bias
 
+const unbroken = (text) => text.replace(/(\d) ([kMGT]?B)\b/g, "$1\u00a0$2"); // a number stays beside its unit
+
 function bytes(state) {
   const kinds = state.kinds.filter((kind) => kind.links.length);
   $("bytes").hidden = !state.traffic.length && !kinds.length;
@@ -371,9 +373,9 @@ function bytes(state) {
     const total = one.parts.reduce((sum, part) => sum + part.bytes, 0) || 1;
     const bar = h("div", { class: `share c${one.colour}`, role: "img", "aria-label": one.parts.map((part) => `${part.name} ${part.text}`).join(", ") });
     one.parts.forEach((part, i) => { const piece = h("span", { class: `shade${i}`, title: `${part.name} ${part.text}` }); piece.style.flex = String(part.bytes / total); bar.append(piece); });
-    return h("figure", {}, h("figcaption", {}, one.title), h("ul", { class: "legend" },
+    return h("figure", {}, h("figcaption", {}, unbroken(one.title)), h("ul", { class: "legend" },
       one.parts.map((part, i) => h("li", { class: `square c${one.colour} shade${i}` }, h("i", {}), `${part.name} `, h("b", {}, part.text)))), bar,
-      one.note && h("p", { class: "note" }, one.note));
+      one.note && h("p", { class: "note" }, unbroken(one.note)));
   }));
   const rows = kinds.flatMap((kind) => [h("tr", { class: "group" }, h("th", { colspan: 4, scope: "rowgroup" }, kind.name)),
     ...kind.links.map((link) => h("tr", {}, h("td", {}, link.where, h("small", {}, ` ${link.what}`)), h("td", { class: "number" }, link.text), h("td", { class: "number slim" }, link.round_text), h("td", { class: "number" }, link.use_text, meter(link.use))))]);
