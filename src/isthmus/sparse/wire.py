@@ -301,42 +301,43 @@ def _unpack_group(body: _Body, kind: str, places: list[Layout], base: Tensor | N
     chunks = sum(counts)
     data = body.take(chunks, bit_bytes(place.entries, count, kind))
     code = index_code(place.entries, count)
-    scale = None
+    scale = values = base_of = None
     if kind == "2bit":
         scale = body.take(chunks, SCALE_BYTES).int()
         scale = scale[:, 0] | (scale[:, 1] << 8)
         base_of = base[:, owners(counts, data.device)].flatten()  # (R C,)
-    kernels = fused.usable(data.device) and fused.fits(place)
-    if kernels:
-        pair = None
-        if kind == "2bit":
-            low, high = levels(scale, base_of)
-            pair = low[:, 0], high[:, 0]
-        index, values, odd = fused.read(data, pair, place, code)
     else:
-        bits = _from_bytes(data)
+        values = body.take(chunks, VALUE_BYTES[kind] * count).view(VALUE_TYPES[kind])
+        values = values.float() if kind == "bf16" else values
+    if fused.usable(data.device) and fused.fits(place) and kind != "fp64":
+        pair = None if values is not None else tuple(level[:, 0] for level in levels(scale, base_of))
+        index, decoded, odd = fused.read(data, pair, place, code)
+        values = decoded if values is None else values
+        fused.check(index, values, place.entries, odd)
+        valid = (odd == 0).expand(rows)
+    else:
+        bits, at = _from_bytes(data), code.bits(count)
         index = _read_index(bits, code, place)
-        at = code.bits(count)
-        if kind == "2bit":
+        if values is None:
             negative, large = bits[:, at : at + 2 * count].bool().unflatten(1, (2, count)).unbind(1)
             values = dequantize(negative, large, scale, base_of)
             at += 2 * count
-        valid = _each(bits[:, at:] == 0, rows)
-    if kind != "2bit":
-        values = body.take(chunks, VALUE_BYTES[kind] * count).view(VALUE_TYPES[kind])
-        values = values.float() if kind == "bf16" else values
-    made = Group(index.short(), values, scale, None if base is None else base.flatten())
-    if kernels and values.dtype == torch.float32:
-        fused.check(index, values, place.entries, odd)
-        return made, (odd == 0).expand(rows)
-    valid = (odd == 0).expand(rows) if kernels else valid
-    valid = valid & _each(values.isfinite(), rows) & _each(index < place.entries, rows)
+        valid = _each(bits[:, at:] == 0, rows) & _well_formed(index, values, places, rows)
+    return Group(index.short(), values, scale, None if base is None else base.flatten()), valid
+
+
+def _well_formed(index: Tensor, values: Tensor, places: list[Layout], rows: int) -> Tensor:
+    """(R,): positions ascend, inside their chunk and outside padding, and values are finite."""
+    valid = _each(values.isfinite(), rows) & _each(index < places[0].entries, rows)
     valid = valid & _each(index[:, 1:] > index[:, :-1], rows)
     if any(place.padded for place in places):
-        for own, part in zip(places, index.view(rows, chunks, count).split(counts, 1), strict=True):
+        counts = [place.chunks for place in places]
+        for own, part in zip(
+            places, index.view(rows, sum(counts), places[0].kept).split(counts, 1), strict=True
+        ):
             if own.padded:
                 valid = valid & ~torch.stack([in_padding(row, own).any() for row in part])
-    return made, valid
+    return valid
 
 
 def _each(test: Tensor, rows: int) -> Tensor:
