@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.cli.main import main
 from isthmus.config import load_recipe
+from isthmus.errors import ConfigError
 from isthmus.planner.scale import aggregate_ratio, expected_union, pays_from, scale, with_replicas
 from isthmus.traffic import shard_bytes
 
 ROOT = Path(__file__).parents[2]
-RECIPE = load_recipe(ROOT / "recipes" / "512m-het-half-k192.toml", ["outer.values=2bit"])
+MIXED = ROOT / "recipes" / "512m-het-half-k192.toml"
+RECIPE = load_recipe(MIXED, ["outer.values=2bit"])
+MACHINES = ROOT / "docs" / "machines.toml"
+PAID = {"rack": 2.5, "edge": 0.3}
 
 
 def test_the_union_of_independent_choices():
@@ -66,3 +71,41 @@ def test_a_larger_fleet_keeps_the_mixture():
     counts = [replica.count for replica in with_replicas(RECIPE, 1001).replicas]
     assert sum(counts) == 1001
     assert abs(counts[0] - counts[1]) == 1
+
+
+def test_machines_are_priced_for_as_long_as_a_round_takes_them():
+    row, stages = scale(RECIPE, 64, 160, per_hour=PAID), RECIPE.replicas[1].stages
+    assert row.machine_dollars == pytest.approx(row.round_seconds / 3600 * 32 * (2.5 + 0.3 * stages))
+    assert scale(RECIPE, 64, 160, per_hour={"rack": 2.5}).machine_dollars < row.machine_dollars
+    assert scale(RECIPE, 64, 160).machine_dollars is None
+    alone = replace(RECIPE, replicas=(replace(RECIPE.replicas[0], count=99), RECIPE.replicas[1]))
+    assert "edge" not in [replica.name for replica in with_replicas(alone, 8).replicas]
+    assert scale(alone, 8, 160, per_hour={"edge": 0.3}).machine_dollars == 0  # nobody of it, and no fault
+    with pytest.raises(ConfigError, match="no such replica; there is rack, edge"):
+        scale(RECIPE, 8, 160, per_hour={"rak": 2.5})
+
+
+def test_the_table_shows_the_price_of_machines_only_where_it_is_given(capsys):
+    line = ["plan", str(MIXED), "--tflops", "160", "--scale"]
+    assert main([*line, "--price-per-hour", "rack=2.5", "--price-per-hour", "edge=0.3"]) == 0
+    printed = capsys.readouterr().out
+    (row,) = [text for text in printed.splitlines() if text.startswith("  price of machines, $")]
+    recipe = load_recipe(MIXED)
+    sizes = sorted({8, 64, 1000, recipe.num_replicas})
+    found = [scale(recipe, m, 160, verify_bytes_per_second=10e6, per_hour=PAID) for m in sizes]
+    assert row.split()[4:] == [f"{one.machine_dollars:,.2f}" for one in found]
+    assert "$2.5 an hour for a machine of rack; $0.3 an hour for a machine of edge." in printed
+    assert main(line) == 0
+    assert "machines" not in capsys.readouterr().out
+    assert main([*line, "--price-per-hour", "rak=2.5"]) == 2
+    assert "no such replica" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", [["--figure", "wallclock"], ["--suggest", str(MACHINES)]])
+@pytest.mark.parametrize("price", [["--price-per-hour", "rack=2.5"], ["--egress-per-gb", "0.09"]])
+def test_what_has_no_prices_refuses_them(capsys, tmp_path, monkeypatch, other, price):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *other, *price]) == 2
+    told = capsys.readouterr()
+    assert told.err == f"isthmus: {price[0]} prices the plan of a recipe; {other[0]} has no prices\n"
+    assert (told.out, list(tmp_path.iterdir())) == ("", [])

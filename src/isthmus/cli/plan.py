@@ -24,6 +24,7 @@ EPILOG = """examples:
   isthmus plan --suggest docs/machines.toml recipes/512m-dense.toml --set inner.batch=8 --to mine.toml
 """
 BASE = 'name = "suggested"\n[model]\npreset = "{preset}"\n[[replicas]]\nname = "none"\n'
+PRICES = ("price_per_hour", "egress_per_gb", "put_per_million", "get_per_million")
 FIGURES = ("utilisation", "wallclock")
 
 
@@ -73,7 +74,9 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="how fast a closer checks packed updates (default: 10, one core)",
     )
     parser.add_argument(
-        "--scale", action="store_true", help="one round of the same mixture with 8, 64 and 1000 replicas"
+        "--scale",
+        action="store_true",
+        help="one round of the same mixture with 8, 64 and 1000 replicas, priced too",
     )
     parser.add_argument("--figure", choices=FIGURES, help="draw figure 2 or 3 of the paper; needs no recipe")
     parser.add_argument(
@@ -95,6 +98,13 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def plan(args: argparse.Namespace) -> int:
     """Predict the bytes, seconds and utilisation of a recipe without running it."""
+    if args.suggest or args.figure:
+        for name in PRICES:
+            if getattr(args, name) not in (None, []):
+                asked = "--suggest" if args.suggest else "--figure"
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} prices the plan of a recipe; {asked} has no prices"
+                )
     if args.suggest:
         return suggested(args)
     if bool(args.recipe) == bool(args.figure):
@@ -121,7 +131,7 @@ def plan(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, [*args.set, *settings])
     prices = read_prices(args)
     if args.scale:
-        scales(args, recipe)
+        scales(args, recipe, prices)
     else:
         forecast = predict(recipe, args.tflops, prices, args.check_mb_per_second * 1e6)
         print(forecast.to_json() if args.json else table(resolve(recipe, args.tflops)[0], forecast))
@@ -205,7 +215,7 @@ def figure(args: argparse.Namespace) -> int:
     return 0
 
 
-def scales(args: argparse.Namespace, recipe: Recipe) -> int:
+def scales(args: argparse.Namespace, recipe: Recipe, prices: "Prices | None") -> int:
     from isthmus.planner import scale as paper
 
     given = {
@@ -217,7 +227,8 @@ def scales(args: argparse.Namespace, recipe: Recipe) -> int:
     if recipe.outer.method == "adamw":
         raise ConfigError('--scale is about updates in a bucket; outer.method is "adamw", which has none')
     given["verify_bytes_per_second"] = args.check_mb_per_second * 1e6
-    found = [paper.scale(recipe, m, args.tflops, **given) for m in sizes]
+    per_hour = prices.per_hour if prices else {}
+    found = [paper.scale(recipe, m, args.tflops, per_hour=per_hour, **given) for m in sizes]
     keep, values = recipe.outer.keep, recipe.outer.values
     if recipe.outer.method == "diloco":
         keep, values = recipe.outer.chunk_side**2, "fp32"
@@ -231,5 +242,5 @@ def scales(args: argparse.Namespace, recipe: Recipe) -> int:
         body = {"name": recipe.name, "fleets": [row.to_dict() for row in found], "aggregate_pays_from": pays}
         print(json.dumps(body | {"correlation": paper.CORRELATION}, indent=2))
         return 0
-    print(scale_table(recipe, found, pays, given))
+    print(scale_table(recipe, found, pays, given, per_hour))
     return 0

@@ -1,6 +1,6 @@
 """How a forecast reads: the table of `isthmus plan`, and that of `--scale`. Loads no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from isthmus.config import Recipe
@@ -256,6 +256,7 @@ def scale_table(
     found: Sequence["Scale"],
     pays: dict[str, dict[str, int | None]],
     given: dict[str, float],
+    per_hour: Mapping[str, float],
 ) -> str:
     from isthmus.planner import scale as paper
 
@@ -275,6 +276,7 @@ def scale_table(
         ("last upload to manifest", [_time(s.close_seconds) for s in found]),
         ("manifest", [size(s.manifest_bytes) for s in found]),
         ("round", [_time(s.round_seconds) for s in found]),
+        *([("  price of machines, $", [f"{s.machine_dollars:,.2f}" for s in found])] if per_hour else []),
         ("utilisation", [f"{s.utilisation:.1%}" for s in found]),
         ("one aggregated object, 2bit", [size(s.aggregate_bytes["2bit"]) for s in found]),
         ("  bf16", [size(s.aggregate_bytes["bf16"]) for s in found]),
@@ -301,6 +303,8 @@ def scale_table(
         f"checks {given['verify_bytes_per_second'] / 1e6:g} MB/s; every replica may close;",
         f"${given.get('egress_per_gb', paper.EGRESS_PER_GB):g} per GB read, "
         f"${given.get('put_per_million', paper.PUT_PER_MILLION):g} and "
-        f"${given.get('get_per_million', paper.GET_PER_MILLION):g} per million writes and reads.",
+        f"${given.get('get_per_million', paper.GET_PER_MILLION):g} per million writes and reads"
+        + "".join(f"; ${price:g} an hour for a machine of {name}" for name, price in per_hour.items())
+        + ".",
     ]
     return "\n".join(lines)

@@ -321,17 +321,28 @@ def _requests(
     return {"get": gets, "put": puts + 1}
 
 
+def check_names(recipe: Recipe, per_hour: Mapping[str, float]) -> None:
+    """Every price is of replicas that there are."""
+    known = [replica.name for replica in recipe.replicas]
+    for name in per_hour:
+        if name not in known:
+            raise ConfigError(f"--price-per-hour {name}: no such replica; there is {', '.join(known)}")
+
+
+def machine_dollars(recipe: Recipe, per_hour: Mapping[str, float], hours: float) -> dict[str, float]:
+    """So long, of the machines that have a price, by [[replicas]] table."""
+    return {
+        f"machines.{replica.name}": hours * per_hour[replica.name] * replica.count * replica.stages
+        for replica in recipe.replicas
+        if replica.name in per_hour
+    }
+
+
 def _money(
     recipe: Recipe, prices: Prices, hours: float, egress_bytes: int, requests: Mapping[str, int]
 ) -> dict[str, float]:
-    known = {replica.name: replica for replica in recipe.replicas}
-    for name in prices.per_hour:
-        if name not in known:
-            raise ConfigError(f"--price-per-hour {name}: no such replica; there is {', '.join(known)}")
-    parts = {
-        f"machines.{name}": hours * price * known[name].count * known[name].stages
-        for name, price in prices.per_hour.items()
-    }
+    check_names(recipe, prices.per_hour)
+    parts = machine_dollars(recipe, prices.per_hour, hours)
     if prices.egress_per_gb is not None:
         parts["egress"] = egress_bytes / 1e9 * prices.egress_per_gb
     for verb, price in (("put", prices.put_per_million), ("get", prices.get_per_million)):

@@ -5,12 +5,13 @@ aggregator could read them once and write one object for all; its size depends o
 which entries they keep.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import erf, exp, pi, sqrt
 from statistics import NormalDist
 
 from isthmus.config import Recipe
-from isthmus.planner.plan import VERIFY_BYTES_PER_SECOND, Forecast, predict
+from isthmus.planner.plan import VERIFY_BYTES_PER_SECOND, Forecast, check_names, machine_dollars, predict
 from isthmus.sparse.size import chunk_bytes
 from isthmus.traffic import codec_settings
 
@@ -100,6 +101,7 @@ class Scale:
     gets: int
     egress_dollars: float
     request_dollars: float
+    machine_dollars: float | None  # of those that have a price; None where none was given
     verify_bytes: int
     verify_seconds: float  # by one closer, on one core
     close_seconds: float  # from the last upload to the manifest
@@ -134,11 +136,13 @@ def scale(
     egress_per_gb: float = EGRESS_PER_GB,
     put_per_million: float = PUT_PER_MILLION,
     get_per_million: float = GET_PER_MILLION,
+    per_hour: Mapping[str, float] | None = None,
 ) -> Scale:
-    """The recipe's mixture of replicas at this M, one round of it."""
-    forecast: Forecast = predict(
-        with_replicas(recipe, num_replicas), tflops, verify_bytes_per_second=verify_bytes_per_second
-    )
+    """The recipe's mixture of replicas at this M, one round of it; machines cost where they have a price."""
+    check_names(recipe, per_hour or {})  # of the whole mixture: a small fleet may lack a kind
+    fleet = with_replicas(recipe, num_replicas)
+    forecast: Forecast = predict(fleet, tflops, verify_bytes_per_second=verify_bytes_per_second)
+    machines = machine_dollars(fleet, per_hour or {}, forecast.round_seconds / 3600)
     keep, values = codec_settings(recipe)
     entries = recipe.outer.chunk_side**2
     payload = forecast.payload_bytes
@@ -161,6 +165,7 @@ def scale(
         gets=requests["get"],
         egress_dollars=down / 1e9 * egress_per_gb,
         request_dollars=(requests["put"] * put_per_million + requests["get"] * get_per_million) / 1e6,
+        machine_dollars=sum(machines.values()) if per_hour else None,
         verify_bytes=closing.verify_bytes if closing else 0,
         verify_seconds=closing.verify_bytes / verify_bytes_per_second if closing else 0.0,
         close_seconds=closing.seconds if closing else 0.0,
