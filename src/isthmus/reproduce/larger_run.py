@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from isthmus import __version__
 from isthmus.comm.local import LocalExchange
-from isthmus.config import Recipe, dump_recipe
+from isthmus.config import Recipe
 from isthmus.dashboard.live import open_view
 from isthmus.data.corpus import Corpus
 from isthmus.engine.loop import simulate_rounds
@@ -27,7 +26,8 @@ from isthmus.engine.simulated import SimulatedFleet
 from isthmus.engine.start import pick_plan, pick_precision
 from isthmus.errors import ConfigError, RunError
 from isthmus.reproduce.larger import FILE, ROW
-from isthmus.reproduce.lines import LOSSES, Line, append, digest
+from isthmus.reproduce.lines import LOSSES, Line, append
+from isthmus.reproduce.trial import origin
 from isthmus.runlog import Row, replace_file
 
 PART_SECONDS = 60.0  # a device that is taken away costs at most so much of the curve
@@ -64,20 +64,7 @@ def run_larger(
 
     def line_of(rows: Sequence[Row]) -> Line:
         seconds, found = time.perf_counter() - started, summed_up(recipe, rows)
-        return {
-            "row": ROW,
-            "scale": scale,
-            "seed": recipe.seed,
-            "digest": digest(recipe),
-            "recipe": dump_recipe(recipe),
-            "commit": commit,
-            "device": torch.cuda.get_device_name(device) if compiled else "cpu",
-            "torch": torch.__version__,
-            "isthmus": __version__,
-            "precision": precision,
-            "corpus": corpus.sha256[:12],
-            "corpus_tokens": len(corpus.train),
-            "parameters": recipe.model.num_parameters,
+        return origin(ROW, scale, recipe, corpus, device, precision, commit) | {
             "seconds": round(seconds, 3),
             "sustained_tokens_per_second": round(found["tokens"] / seconds),
             "held": plan.describe(recipe.num_replicas),

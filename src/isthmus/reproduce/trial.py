@@ -93,6 +93,24 @@ def _line(
     later = course.seconds[1:] or course.seconds  # the first round compiles
     last = dict.fromkeys(LOSSES) if failed else points[-1]
     kept = recipe.outer.rounds - recipe.finish.rounds
+    return origin(row, scale, recipe, corpus, device, precision, commit) | {
+        "tokens": recipe.outer.rounds * recipe.round_tokens,
+        "rounds_shared": kept if recipe.finish.rounds else 0,  # with the run that does not finish
+        "seconds": round(sum(course.seconds), 3),  # without the rounds shared
+        "tokens_per_second": round(recipe.round_tokens * len(later) / sum(later)) if later else 0,
+        **{name: _rounded(last[name]) for name in LOSSES},
+        "loss_closed": _rounded(course.closed),
+        "failed": failed,
+        "curve": [
+            [point["round"], *(_rounded(point[name]) for name in LOSSES)] for point in _thin(points, kept)
+        ],
+    }
+
+
+def origin(
+    row: str, scale: str, recipe: Recipe, corpus: Corpus, device: torch.device, precision: str, commit: str
+) -> Line:
+    """What every line names: the run that it comes from."""
     return {
         "row": row,
         "scale": scale,
@@ -107,16 +125,6 @@ def _line(
         "corpus": corpus.sha256[:12],
         "corpus_tokens": len(corpus.train),
         "parameters": recipe.model.num_parameters,
-        "tokens": recipe.outer.rounds * recipe.round_tokens,
-        "rounds_shared": kept if recipe.finish.rounds else 0,  # with the run that does not finish
-        "seconds": round(sum(course.seconds), 3),  # without the rounds shared
-        "tokens_per_second": round(recipe.round_tokens * len(later) / sum(later)) if later else 0,
-        **{name: _rounded(last[name]) for name in LOSSES},
-        "loss_closed": _rounded(course.closed),
-        "failed": failed,
-        "curve": [
-            [point["round"], *(_rounded(point[name]) for name in LOSSES)] for point in _thin(points, kept)
-        ],
     }
 
 
