@@ -17,14 +17,16 @@ import pytest
 from isthmus import train
 from isthmus.cli.main import main
 from isthmus.config import parse_recipe
-from isthmus.engine.bucket import open_ledger
+from isthmus.engine.bucket import bucket_of, open_ledger
+from isthmus.engine.fleet import Machines
 from isthmus.engine.follower import Follower
 from isthmus.engine.launcher import hold
+from isthmus.engine.resumed import Voice, keys_of
 from isthmus.runlog import TIMING_FIELDS, RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = 6
-RECIPE = f"""
+ROUNDS = 5
+ALONE = f"""
 name = "again"
 [model]
 preset = "nano"
@@ -41,22 +43,26 @@ micro_batches = 2
 lr = 1e-2
 precision = "fp32"
 [outer]
-inner_steps = 25
+inner_steps = 40
 rounds = {ROUNDS}
 keep = 8
 values = "2bit"
 [bucket]
 heartbeat_seconds = 0.5
-anchor_every = 2
+anchor_every = 3
+quorum = 1
 [[replicas]]
 name = "rack"
-count = 2
+"""
+EDGE = """
 [[replicas]]
 name = "edge"
 kind = "pipelined"
 stages = 2
 compression = "1/4"
 """
+RECIPE = ALONE + EDGE
+NUM_PROCESSES = 3
 ANCHOR = re.compile(r"\] round (\d+): anchor (\w+)")
 
 
@@ -143,7 +149,7 @@ class Fleet:
         def launchers() -> list[int]:
             return [p.pid for p in kills.processes(self.run) if (p.role, p.replica) == ("launcher", replica)]
 
-        log = self.run / "logs" / "rack-0.log"
+        log = self.run / "logs" / "rack.log"
         before = log.read_text().count("back with the state")
         self.until(lambda: bool(launchers()))
         (launcher,) = launchers()
@@ -192,53 +198,57 @@ def same_end(fleet: Fleet, straight: Fleet) -> None:
 
 
 def training(fleet: Fleet, round_number: int) -> bool:
-    return fleet.settled(round_number - 1) and not fleet.delivered(round_number)
+    """All of them, in the newest start: Ctrl-C while some are at the round's edge would part them there."""
+    logs = [path.read_text() for path in (fleet.run / "logs").glob("*.log")]
+    held = sum(text.count(f"] round {round_number - 1}: anchor") for text in logs)
+    if held < NUM_PROCESSES * len(fleet.started):
+        return False
+    time.sleep(0.2)  # now they are behind the edge, where they look whether to leave
+    return not fleet.settled(round_number)
 
 
 def partly_delivered(fleet: Fleet, round_number: int) -> bool:
     return fleet.delivered(round_number) == 1 and not fleet.settled(round_number)
 
 
-def test_killed_in_the_middle_of_a_round_and_resumed_it_ends_in_the_same_bits(straight, fleet):
+def test_ended_in_every_way_and_resumed_it_ends_in_the_same_bits(straight, fleet):
+    """By Ctrl-C, by a second one, by a kill in the middle of a round; the last line is the command that goes
+    on."""
     process = fleet.start()
-    for moment, round_number in ((training, 3), (partly_delivered, 5)):
-        fleet.until(lambda: moment(fleet, round_number))  # noqa: B023 - called at once
-        os.killpg(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        process.stdout.close()
-        fleet.until(lambda: kills.check_left_over(fleet.run) == [], 5)  # the replicas went with it
-        assert not fleet.settled(ROUNDS)
-        assert RunDir.open(fleet.run).about["status"] == "running"
-        fleet.a_night_later()
-        process = fleet.start("train", "--resume", "run")
-    fleet.slow_start("edge", 10.0)  # the others neither take it for gone nor count the night
-    assert fleet.end(process) == 0, fleet.said
-    same_end(fleet, straight)
-    about, rows = RunDir.open(fleet.run).about, RunDir.open(fleet.run).rows()
-    assert (about["status"], about["error"]) == ("finished", None)
-    assert all(row["seconds"] < 3600 for row in rows)  # the nights are nobody's training time
-    assert "back with the state of round" in (fleet.run / "logs" / "rack-0.log").read_text()
-
-
-def test_the_last_line_of_an_interrupted_run_is_the_command_that_goes_on(straight, fleet):
-    process = fleet.start()
-    fleet.until(lambda: training(fleet, 3))
+    fleet.until(lambda: training(fleet, 2))
     process.send_signal(signal.SIGINT)
     assert fleet.end(process) == 0, fleet.said
     last = fleet.said.splitlines()[-1]
     assert last == "isthmus: go on with: isthmus train --resume run"
     assert RunDir.open(fleet.run).about["status"] == "interrupted"
+    assert fleet.settled(2)
+    assert not fleet.settled(3)
 
     process = fleet.start(*shlex.split(last.partition(": isthmus ")[2]))
-    fleet.until(lambda: fleet.settled(5))
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)  # now, not at the round's edge
+    fleet.until(lambda: training(fleet, 3))
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)  # the second: now, not at the round's edge
+        time.sleep(0.1)
     assert fleet.end(process) == 130
     assert fleet.said.splitlines()[-1] == "isthmus: interrupted; go on with: isthmus train --resume run"
 
-    assert fleet.end(fleet.start("train", "--resume", "run")) == 0
+    process = fleet.start("train", "--resume", "run")
+    fleet.until(lambda: partly_delivered(fleet, 4))
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+    fleet.until(lambda: kills.check_left_over(fleet.run) == [], 5)  # the replicas went with it
+    assert RunDir.open(fleet.run).about["status"] == "running"
+    fleet.a_night_later()
+
+    process = fleet.start("train", "--resume", "run")
+    fleet.slow_start("edge", 6.0)  # the other neither takes it for gone nor counts the night
+    assert fleet.end(process) == 0, fleet.said
     same_end(fleet, straight)
+    about, rows = RunDir.open(fleet.run).about, RunDir.open(fleet.run).rows()
+    assert (about["status"], about["error"]) == ("finished", None)
+    assert all(row["seconds"] < 3600 for row in rows)  # the night is nobody's training time
+    assert "back with the state of round" in (fleet.run / "logs" / "rack.log").read_text()
 
 
 def test_ctrl_c_while_a_round_is_scored_loses_no_row(tmp_path, monkeypatch):
@@ -251,7 +261,7 @@ def test_ctrl_c_while_a_round_is_scored_loses_no_row(tmp_path, monkeypatch):
         return scores(follower)
 
     monkeypatch.setattr(Follower, "_scores", struck)
-    results = train(parse_recipe(RECIPE), tmp_path / "run", device="cpu", quiet=True)
+    results = train(parse_recipe(ALONE), tmp_path / "run", device="cpu", quiet=True)
     assert [row["round"] for row in results.rows] == rounds == list(range(len(rounds)))
     assert 1 < len(rounds) <= ROUNDS
     assert RunDir.open(tmp_path / "run").about["status"] == "interrupted"
@@ -349,6 +359,36 @@ def test_a_run_that_still_runs_is_not_started_twice(here, capsys):
     assert re.fullmatch(
         r"isthmus: replica edge of run still runs, in .*/run/work/edge; stop it first\n", error
     )
+
+
+def test_nobody_speaks_for_a_replica_that_is_up_or_has_left_nor_longer_than_said(here, monkeypatch):
+    run, ledger = RunDir.open("run"), open_ledger("run")
+    machines = Machines(run.recipe, bucket_of(run), run.path.resolve())
+
+    def spoken() -> dict[str, tuple]:
+        return {name: ledger.heartbeat(name) for name in ("rack", "edge")}
+
+    def said(part: str) -> bool:
+        before = spoken()[part]
+        time.sleep(1.5)  # three heartbeats
+        return spoken()[part] != before
+
+    with Voice(ledger, machines, keys_of(run)) as voice:
+        assert {beat[0]["state"] for beat in spoken().values()} == {"starting"}
+        assert said("edge")
+        (machines.work(machines.parts[0]) / "incarnation").write_text("of its own")
+        machines.processes["edge"] = subprocess.Popen(["true"])
+        machines.processes["edge"].wait()
+        voice.join(5)
+        assert not voice.is_alive()
+    monkeypatch.setattr("isthmus.engine.resumed.PATIENCE_SECONDS", 1.0)
+    machines.processes["edge"] = subprocess.Popen(["false"])  # it fails, and will be started again
+    machines.processes["edge"].wait()
+    with Voice(ledger, machines, keys_of(run)) as voice:
+        assert said("edge")
+        voice.join(5)
+        assert list(voice.starting) == machines.parts
+        assert not said("edge")
 
 
 def test_simulate_names_the_command_for_it(here, capsys):

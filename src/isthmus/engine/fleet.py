@@ -267,11 +267,13 @@ class Machines:
     def _runs(self, part: Part) -> bool:
         return self.processes[part.name].poll() is None
 
+    def left(self, part: Part) -> bool:
+        """It ended and is not to be started again; killed, it has not left."""
+        status = self.processes[part.name].poll() if part.name in self.processes else None
+        return status is not None and (self.leaving or status in (0, 130))
+
     def all_left(self) -> bool:
-        """Everybody ended and nobody is to be started again. Killed all at once, they have not left."""
-        final = (0, 130)
-        statuses = [process.poll() for process in self.processes.values()]
-        return all(status is not None and (self.leaving or status in final) for status in statuses)
+        return all(self.left(part) for part in self.parts)
 
     def all_ended(self) -> bool:
         return all(process.poll() is not None for process in self.processes.values())

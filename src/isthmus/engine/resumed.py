@@ -8,13 +8,12 @@ import time
 from pathlib import Path
 from typing import IO, Self
 
-from isthmus.comm.ledger import Ledger, read_run
+from isthmus.comm.ledger import Ledger
 from isthmus.comm.retry import StoreError
-from isthmus.comm.store import open_store
-from isthmus.comm.trust import Signer, load_signer
+from isthmus.comm.trust import load_signer
 from isthmus.config import dump_recipe
-from isthmus.engine.bucket import check_key
-from isthmus.engine.fleet import Machines, check_corpus, check_not_taken, check_start, held
+from isthmus.engine.bucket import check_key, open_ledger
+from isthmus.engine.fleet import Machines, Part, check_corpus, check_not_taken, check_start, held
 from isthmus.engine.launcher import NOTES, hold
 from isthmus.engine.start import REAL
 from isthmus.errors import ConfigError
@@ -52,8 +51,7 @@ def check_resumable(run: RunDir) -> None:
 def checked_ledger(run: RunDir, machines: Machines) -> Ledger:
     """The run's ledger, once bucket, keys and text are this run's and none of its replicas is alive."""
     try:
-        store = open_store(machines.url, create=False)
-        ledger = Ledger(store, read_run(store))
+        ledger = open_ledger(machines.url)
     except ConfigError as error:
         raise ConfigError(f"{run.path} cannot be taken up: {error}") from None
     if dump_recipe(ledger.run.recipe) != dump_recipe(run.recipe):
@@ -77,7 +75,7 @@ class Voice(threading.Thread):
 
     Their last ones say that they left, or are as old as the kill: whoever is up first would take them for
     gone, and settle the open round without them. A replica that writes down its incarnation speaks for
-    itself from then on.
+    itself from then on; for one that left before it was up nobody does.
     """
 
     def __init__(self, ledger: Ledger, machines: Machines, keys: Path) -> None:
@@ -85,11 +83,12 @@ class Voice(threading.Thread):
         self.machines, self.every = machines, ledger.run.recipe.bucket.heartbeat_seconds
         self.incarnation = os.urandom(8).hex()
         self.ended = threading.Event()
-        self.starting = {
-            part: Ledger(ledger.store, ledger.run, _signer(keys, part.member.name))
-            for part in machines.parts
-            if part.stage in (None, 0)
-        }
+        self.starting: dict[Part, Ledger] = {}
+        for part in machines.parts:
+            if part.stage in (None, 0):
+                name = part.member.name
+                signer = load_signer(keys / f"{name}.key", name)
+                self.starting[part] = Ledger(ledger.store, ledger.run, signer)
 
     def __enter__(self) -> Self:
         for part in self.machines.parts:
@@ -110,12 +109,13 @@ class Voice(threading.Thread):
     def run(self) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self.starting and time.monotonic() < deadline and not self.ended.wait(self.every):
-            with contextlib.suppress(StoreError):  # the next one may pass
+            with contextlib.suppress(StoreError, OSError):  # the next one may pass
                 self.speak()
 
     def speak(self) -> None:
         for part, ledger in list(self.starting.items()):
-            if (self.machines.work(part) / "incarnation").read_text() != self.incarnation:
+            up = (self.machines.work(part) / "incarnation").read_text() != self.incarnation
+            if up or self.machines.left(part):
                 del self.starting[part]
                 continue
             config = part.member.config
@@ -128,7 +128,3 @@ class Voice(threading.Thread):
                     "pid": os.getpid(),
                 }
             )
-
-
-def _signer(keys: Path, name: str) -> Signer:
-    return load_signer(keys / f"{name}.key", name)
