@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_recipes import pipelined, recipe_text, replicas
 from torch.testing import assert_close
 
 from isthmus import simulate
@@ -14,34 +15,13 @@ from isthmus.replica.crossings import BasisSet
 from isthmus.replica.split import EMBEDDING
 from isthmus.subspace import random_basis
 
-RECIPE = """
-name = "small"
-[model]
-preset = "nano"
-width = 32
-layers = 3
-heads = 2
-ffn = 64
-context = 16
-[data]
-eval_batches = 2
-[inner]
-batch = 2
-micro_batches = 2
-precision = "fp64"
-[outer]
-inner_steps = 2
-rounds = 3
-keep = 8
-[[replicas]]
-name = "rack"
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 3
-compression = "1/4"
-wire = "fp64"
-"""
+RECIPE = recipe_text(
+    replicas("rack") + pipelined("edge", stages=3, compression="1/4", wire="fp64"),
+    model={"layers": 3},
+    data={"eval_batches": 2},
+    inner={"precision": "fp64"},
+    outer={"rounds": 3, "keep": 8},
+)
 
 
 def complement(basis):

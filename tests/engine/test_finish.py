@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_simulated import EDGE, MIXED, build, corpus, relative, train  # noqa: F401
+from small_recipes import pipelined, recipe_text
+from test_simulated import MIXED, build, corpus, relative, train  # noqa: F401
 from torch._dynamo.utils import counters
 
 from isthmus import simulate
@@ -11,7 +12,7 @@ from isthmus.engine.simulated import SimulatedFleet
 from isthmus.planner.memory import SimulatorPlan
 from isthmus.traffic import round_bytes
 
-UNIFORM = EDGE + 'count = 2\nstages = 2\ncompression = "1/8"\n'
+UNIFORM = pipelined("edge", count=2, stages=2, compression="1/8", wire="fp64")
 OPEN = ["outer.rounds=4", "finish.rounds=2"]
 
 
@@ -56,7 +57,7 @@ def test_the_basis_stands_still_while_boundaries_open(corpus):  # noqa: F811
 
 
 def test_rows_have_the_loss_where_finishing_begins_and_the_bytes_of_every_round(tmp_path):
-    text = BASE_FP32 + UNIFORM.replace("fp64", "fp32")
+    text = recipe_text(UNIFORM.replace("fp64", "fp32"), outer={"inner_steps": 3})
     recipe = parse_recipe(text, [*OPEN, "data.eval_every=100"])
     rows = simulate(recipe, tmp_path / "run", device="cpu", quiet=True).rows
     assert [row["round"] for row in rows if row["loss_full"] is not None] == [0, 2, 4]
@@ -85,24 +86,3 @@ def test_finishing_costs_one_compile_however_many_rounds_open(corpus, monkeypatc
         compiled.append(counters["stats"]["unique_graphs"] - before)
     assert compiled == [1, 0, 1, 0, 0, 0]
     assert relative(fleet.anchor, plain.anchor) < 1e-10  # a compiled forward that kept an old a would part
-
-
-BASE_FP32 = """
-name = "t"
-[model]
-preset = "nano"
-width = 32
-ffn = 64
-heads = 2
-context = 16
-[data]
-eval_batches = 1
-[inner]
-batch = 4
-micro_batches = 2
-lr = 3e-3
-warmup_steps = 2
-[outer]
-inner_steps = 3
-rounds = 4
-"""

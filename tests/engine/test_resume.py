@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from small_recipes import EDGE, RACK, recipe_text
 
 from isthmus import simulate
 from isthmus.config import parse_recipe
@@ -19,33 +20,7 @@ from isthmus.errors import RunError
 from isthmus.replica.stack import Stack
 from isthmus.runlog import TIMING_FIELDS, RunDir
 
-RECIPE = """
-name = "t"
-[model]
-preset = "nano"
-width = 32
-ffn = 64
-heads = 2
-context = 16
-[data]
-eval_batches = 1
-[inner]
-batch = 4
-micro_batches = 2
-lr = 3e-3
-warmup_steps = 2
-[outer]
-inner_steps = 4
-rounds = 12
-values = "2bit"
-[[replicas]]
-name = "rack"
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 2
-compression = "1/4"
-"""
+RECIPE = recipe_text(RACK + EDGE, outer={"inner_steps": 4, "rounds": 12, "values": "2bit"})
 
 
 def history(run):

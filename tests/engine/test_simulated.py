@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_recipes import RACK, pipelined, recipe_text, replicas
 from torch.testing import assert_close
 
 from isthmus import simulate
@@ -17,31 +18,13 @@ from isthmus.replica.crossings import projected_names, write_projection
 from isthmus.subspace import SubspaceBoundary, split
 from isthmus.traffic import round_bytes
 
-BASE = """
-name = "t"
-[model]
-preset = "nano"
-width = 32
-ffn = 64
-heads = 2
-context = 16
-[data]
-eval_batches = 1
-[inner]
-batch = 4
-micro_batches = 2
-lr = 3e-3
-warmup_steps = 2
-precision = "fp64"
-[outer]
-inner_steps = 3
-rounds = 3
-values = "fp64"
-"""
-FULL = '[[replicas]]\nname = "rack"\ncount = 2\n'
-EDGE = '[[replicas]]\nname = "edge"\nkind = "pipelined"\nwire = "fp64"\n'
-MIXED = FULL + EDGE + 'count = 1\nstages = 2\ncompression = "1/4"\n'
-MIXED += EDGE.replace('"edge"', '"far"') + 'count = 1\nstages = 4\ncompression = "1/8"\n'
+BASE = recipe_text(inner={"precision": "fp64"}, outer={"inner_steps": 3, "rounds": 3, "values": "fp64"})
+FULL = replicas("rack", count=2)
+MIXED = (
+    FULL
+    + pipelined("edge", stages=2, compression="1/4", wire="fp64")
+    + pipelined("far", stages=4, compression="1/8", wire="fp64")
+)
 
 
 @pytest.fixture(scope="session")
@@ -69,10 +52,9 @@ def relative(one, two):
 
 
 def test_all_dimensions_are_the_uncompressed_run(corpus):  # k = d
-    square = EDGE + 'count = 2\nstages = 4\ncompression = "1/1"\n'
-    opened = EDGE + 'count = 2\nstages = 4\ncompression = "none"\n'
-    full = FULL
-    anchors = [train(corpus, replicas).anchor for replicas in (square, opened, full)]
+    square = pipelined("edge", count=2, stages=4, compression="1/1", wire="fp64")
+    opened = pipelined("edge", count=2, stages=4, compression="none", wire="fp64")
+    anchors = [train(corpus, fleet).anchor for fleet in (square, opened, FULL)]
     assert relative(anchors[0], anchors[2]) < 1e-10
     assert relative(anchors[1], anchors[2]) < 1e-12
 
@@ -112,10 +94,9 @@ def plain_adamw(recipe, steps, batch):
 
 
 def test_one_replica_that_sends_everything_every_step_is_plain_adamw(corpus):  # M = 1, H = 1, eta = 1
-    alone = '[[replicas]]\nname = "rack"\n'
     settings = ["outer.inner_steps=1", "outer.rounds=9", "outer.keep=4096"]
-    recipe, probe = build(corpus, alone, *settings)
-    fleet = train(corpus, alone, *settings, rounds=6)
+    recipe, probe = build(corpus, RACK, *settings)
+    fleet = train(corpus, RACK, *settings, rounds=6)
     reference = plain_adamw(recipe, 6, lambda step: probe.batches.at(0, step))
     assert relative(fleet.anchor, reference) < 1e-12
 
@@ -270,11 +251,10 @@ LONGER = [
     "outer.keep=512",
     "inner.lr=0.01",
 ]
-PIPED = '[[replicas]]\nname = "edge"\nkind = "pipelined"\nstages = 4\ncount = {}\ncompression = "{}"\n'
 FLEETS = {
-    "open": PIPED.format(2, "none"),
-    "edge": PIPED.format(2, "1/8"),
-    "het": '[[replicas]]\nname = "rack"\n' + PIPED.format(1, "1/8"),
+    "open": pipelined("edge", count=2, stages=4, compression="none"),
+    "edge": pipelined("edge", count=2, stages=4, compression="1/8"),
+    "het": RACK + pipelined("edge", stages=4, compression="1/8"),
 }
 
 
