@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_recipes import pipelined, recipe_text
 
 SOURCE = Path(__file__).parents[1] / "src" / "isthmus"
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle"}
@@ -133,32 +134,12 @@ with open(os.path.join(os.environ["WATCH_DIR"], str(os.getpid())), "a") as file:
     file.write("started " + " ".join(getattr(sys, "orig_argv", [])) + "\\n")
 """
 
-RECIPE = """
-name = "watched"
-[model]
-preset = "nano"
-width = 32
-layers = 2
-ffn = 64
-heads = 2
-context = 16
-[data]
-eval_batches = 1
-[inner]
-batch = 4
-micro_batches = 2
-[outer]
-inner_steps = 2
-rounds = 2
-keep = 8
-[bucket]
-anchor_every = 1
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 2
-compression = "1/4"
-"""
+RECIPE = recipe_text(
+    pipelined("edge", stages=2, compression="1/4"),
+    model={"layers": 2},
+    outer={"inner_steps": 2, "rounds": 2, "keep": 8},
+    bucket={"anchor_every": 1},
+)
 
 
 def test_a_replica_of_two_processes_trains_without_unpickling_a_byte(tmp_path: Path):

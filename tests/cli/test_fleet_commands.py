@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from small_recipes import pipelined, recipe_text, replicas
 
 from isthmus.cli.main import main
 from isthmus.comm.ledger import Ledger, read_run
@@ -19,28 +20,11 @@ from isthmus.engine import launcher
 sys.path.insert(0, str(Path(__file__).parents[1] / "comm"))
 import servers
 
-RECIPE = """
-name = "tiny"
-[model]
-preset = "nano"
-width = 32
-ffn = 64
-heads = 2
-context = 16
-[inner]
-batch = 4
-micro_batches = 2
-[outer]
-inner_steps = 1
-rounds = 2
-keep = 8
-[[replicas]]
-name = "rack"
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 2
-"""
+RECIPE = recipe_text(
+    replicas("rack") + pipelined("edge", stages=2),
+    name="tiny",
+    outer={"inner_steps": 1, "rounds": 2, "keep": 8},
+)
 
 Said = Callable[..., tuple[int, str, str]]
 

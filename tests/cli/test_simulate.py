@@ -6,34 +6,16 @@ import sys
 
 import pytest
 import torch
+from small_recipes import pipelined, recipe_text, replicas
 
 from isthmus.cli.main import main
 
-RECIPE = """
-name = "tiny"
-[model]
-preset = "nano"
-width = 32
-ffn = 64
-heads = 2
-context = 16
-[data]
-eval_batches = 1
-[inner]
-batch = 4
-micro_batches = 2
-[outer]
-inner_steps = 2
-rounds = 2
-values = "2bit"
-[[replicas]]
-name = "rack"
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 2
-compression = "1/4"
-"""
+RECIPE = recipe_text(
+    replicas("rack") + pipelined("edge", stages=2, compression="1/4"),
+    name="tiny",
+    model={"layers": 4, "context": 16},
+    outer={"inner_steps": 2, "rounds": 2, "values": "2bit"},
+)
 
 
 @pytest.fixture

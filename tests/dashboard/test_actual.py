@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from fabricate import FULL, PIPELINED, make_run, recipe
+from small_recipes import pipelined, recipe_text, replicas
 
 from isthmus.cli.main import main
 from isthmus.config import parse_recipe
@@ -119,32 +120,12 @@ def test_a_run_without_figures_has_no_section(tmp_path):
     assert "Plan against actual" not in write_report(run.path).read_text(encoding="utf-8")
 
 
-TINY = """
-name = "tiny"
-[model]
-width = 64
-layers = 2
-heads = 2
-ffn = 128
-vocab = 1024
-context = 32
-[data]
-eval_batches = 1
-[inner]
-batch = 4
-micro_batches = 4
-[outer]
-inner_steps = 3
-rounds = 2
-[[replicas]]
-name = "rack"
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 2
-compression = "1/8"
-link = { mbps = 1000, latency_ms = 0 }
-"""
+TINY = recipe_text(
+    replicas("rack") + pipelined("edge", stages=2, compression="1/8", link={"mbps": 1000, "latency_ms": 0}),
+    model={"width": 64, "layers": 2, "ffn": 128, "context": 32},
+    inner={"micro_batches": 4},
+    outer={"inner_steps": 3},
+)
 
 
 def test_a_simulated_run_compares_its_bytes_and_its_virtual_clock(tmp_path, capsys):

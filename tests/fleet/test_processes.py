@@ -1,36 +1,17 @@
 """Several processes of one machine as one full replica: the same run as with one."""
 
+from small_recipes import recipe_text, replicas
+
 from isthmus import simulate, train
 from isthmus.config import parse_recipe
 from isthmus.engine.bucket import open_ledger
 from isthmus.engine.replay import Replay
 
-RECIPE = """
-name = "shared"
-[model]
-preset = "nano"
-width = 32
-ffn = 64
-heads = 2
-context = 16
-[data]
-eval_batches = 1
-[inner]
-batch = 4
-micro_batches = 2
-lr = 3e-3
-warmup_steps = 2
-precision = "fp64"
-[outer]
-inner_steps = 2
-rounds = 2
-values = "fp64"
-[[replicas]]
-name = "node"
-processes = 2
-[[replicas]]
-name = "rack"
-"""
+RECIPE = recipe_text(
+    replicas("node", processes=2) + replicas("rack"),
+    inner={"precision": "fp64"},
+    outer={"inner_steps": 2, "rounds": 2, "values": "fp64"},
+)
 
 
 def test_two_processes_that_share_a_full_replica_train_what_one_would(tmp_path):

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from small_recipes import pipelined, recipe_text, replicas
 
 from isthmus.config import parse_recipe
 from isthmus.data.corpus import open_corpus
@@ -18,33 +19,12 @@ from isthmus.replica.stack import Stack
 from isthmus.replica.stage import Stage
 from isthmus.traffic import inner_step_bytes
 
-RECIPE = """
-name = "t"
-[model]
-preset = "nano"
-width = 32
-ffn = 64
-heads = 2
-context = 16
-[inner]
-batch = 8
-micro_batches = 4
-lr = 3e-3
-warmup_steps = 2
-precision = "fp64"
-[outer]
-inner_steps = 3
-rounds = 3
-values = "fp64"
-[[replicas]]
-name = "rack"
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 4
-compression = "1/4"
-wire = "fp64"
-"""
+RECIPE = recipe_text(
+    replicas("rack") + pipelined("edge", stages=4, compression="1/4", wire="fp64"),
+    model={"width": 32, "context": 16},
+    inner={"batch": 8, "micro_batches": 4, "precision": "fp64"},
+    outer={"inner_steps": 3, "rounds": 3, "values": "fp64"},
+)
 FP32 = ["inner.precision=fp32", "outer.values=fp32", "replicas.edge.wire=fp32"]
 
 
