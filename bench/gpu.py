@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fleets import EIGHT
 
 from isthmus.comm.local import LocalExchange
 from isthmus.config import Recipe, parse_recipe
@@ -48,15 +49,6 @@ lr = 1e-3
 [outer]
 inner_steps = {steps}
 values = "2bit"
-[[replicas]]
-name = "rack"
-count = 4
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-count = 4
-stages = 4
-compression = "1/8"
 """
 BATCH = {"10m": 32, "178m": 8}  # of each of the 8 replicas
 STEPS = {"10m": 50, "178m": 50}  # H
@@ -155,7 +147,7 @@ class Plain:
 
 def train(size: str, corpus: str, rounds: int, steps: int, batch: int) -> dict[str, Any]:
     """Tokens per second of plain training and of the simulated fleet, in turns."""
-    recipe = parse_recipe(RECIPE.format(size=size, corpus=corpus, batch=batch, steps=steps), [])
+    recipe = parse_recipe(RECIPE.format(size=size, corpus=corpus, batch=batch, steps=steps) + EIGHT)
     device = torch.device("cuda")
     free = torch.cuda.mem_get_info()[0]
     plan = plan_simulator(recipe, "bf16", int(0.92 * free), compiled=True, can_park=False)

@@ -19,6 +19,8 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fleets import EIGHT
+
 from isthmus.config import Recipe
 from isthmus.planner.memory import RUNTIME_BYTES
 from isthmus.planner.plan import predict
@@ -75,15 +77,6 @@ batch = {batch}
 [outer]
 inner_steps = 3
 rounds = 2
-[[replicas]]
-name = "rack"
-count = 4
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-count = 4
-stages = 4
-compression = "1/8"
 """
 
 
@@ -178,7 +171,7 @@ def main() -> None:
     args = parser.parse_args()
     chosen = [case for case in CASES if not args.case or case.name in args.case]
     if args.device.startswith("cuda"):
-        chosen = [Case("178m", SIMULATE, GPU.format(batch=args.batch))]
+        chosen = [Case("178m", SIMULATE, GPU.format(batch=args.batch) + EIGHT)]
     if not args.json:
         print(f"{'case':8} {'process':34} {'predicted':>9} {'measured':>9} {'ratio':>6} above the base (MiB)")
     lines, folder = [], tempfile.TemporaryDirectory(prefix="isthmus-memory-")

@@ -20,32 +20,12 @@ from isthmus.config import parse_recipe
 from isthmus.engine.bucket import open_ledger
 from isthmus.engine.replay import Replay
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "comm"))
 import servers  # the tests' own SeaweedFS
+from small_recipes import EDGE, RACK, recipe_text
 
-RECIPE = """
-name = "outage"
-[model]
-preset = "nano"
-width = 32
-ffn = 64
-heads = 2
-context = 16
-[data]
-eval_batches = 1
-[inner]
-batch = 4
-micro_batches = 2
-[outer]
-inner_steps = 10
-[[replicas]]
-name = "rack"
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 2
-compression = "1/4"
-"""
+RECIPE = recipe_text(RACK + EDGE, name="outage", outer={"inner_steps": 10})
 
 
 def main() -> int:

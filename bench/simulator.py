@@ -13,6 +13,7 @@ import statistics
 import time
 
 import torch
+from fleets import EIGHT
 
 from isthmus.comm.local import LocalExchange
 from isthmus.config import parse_recipe
@@ -34,15 +35,6 @@ lr = 1e-3
 [outer]
 inner_steps = 15
 values = "2bit"
-[[replicas]]
-name = "rack"
-count = 4
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-count = 4
-stages = 4
-compression = "1/8"
 """
 
 
@@ -52,7 +44,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
-    recipe = parse_recipe(RECIPE, args.set)
+    recipe = parse_recipe(RECIPE + EIGHT, args.set)
     device = torch.device(args.device)
     precision = "fp32" if device.type == "cpu" else "bf16"
     plan = SimulatorPlan(recipe.num_replicas, 1, False, 0)
