@@ -100,8 +100,10 @@ def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> Outer
         _transfer(link, sum(sizes[i] for i in w), len(w) + (n == 0)) for n, (w, _) in enumerate(machines)
     )
     # All the others' shards, and of its own replica's those that another machine sent: the embedding's.
-    read = [[i for i in r for _ in range(others + (i not in w))] for w, r in machines]
-    down_seconds = max(_transfer(link, sum(sizes[i] for i in parts), len(parts)) for parts in read)
+    read = [{i: others + (i not in w) for i in r} for w, r in machines]  # how many of each shard
+    down_seconds = max(
+        _transfer(link, sum(n * sizes[i] for i, n in counts.items()), sum(counts.values())) for counts in read
+    )
     return OuterExchange(
         mbps=link.mbps,
         latency_ms=link.latency_ms,
@@ -109,7 +111,7 @@ def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> Outer
         down_bytes=down,
         up_seconds=up_seconds,
         down_seconds=down_seconds,
-        gets=sum(len(parts) for parts in read),
+        gets=sum(sum(counts.values()) for counts in read),
         puts=sum(len(w) for w, _ in machines) + 1,
     )
 

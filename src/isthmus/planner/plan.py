@@ -120,9 +120,9 @@ def predict(
     """The forecast of a run. `tflops` is the rate of machines whose own the recipe does not state."""
     recipe, picks = resolve(recipe, tflops)
     rates = {replica.name: rate_of(replica, tflops) for replica in recipe.replicas}
-    members = {member.config.name: member for member in reversed(recipe.fleet())}
+    members = _first_of_each(recipe)
     sizes = shard_bytes(recipe)
-    paces = {r.name: _pace(recipe, members[r.name], rates[r.name], sizes) for r in recipe.replicas}
+    paces = {name: _pace(recipe, member, rates[name], sizes) for name, member in members.items()}
     # From one settled round to a replica's next delivery; then all wait for the slowest, and for the closer.
     turns = _turns(recipe, paces)
     closing = closing_of(recipe, turns, sizes, verify_bytes_per_second)
@@ -130,7 +130,11 @@ def predict(
     slowest = max(turns, key=turns.__getitem__)
     round_seconds = turns[slowest] + close_seconds
     rounds, last = recipe.outer.rounds, recipe.in_round(recipe.outer.rounds)
-    last_paces = {m.config.name: _pace(last, m, rates[m.config.name], sizes) for m in reversed(last.fleet())}
+    last_paces = paces
+    if last is not recipe:
+        last_paces = {
+            name: _pace(last, member, rates[name], sizes) for name, member in _first_of_each(last).items()
+        }
     finish = _finish(recipe, last_paces, sizes, verify_bytes_per_second)
     seconds = round_seconds * rounds
     if finish:
@@ -199,6 +203,12 @@ class _Pace:
     link: StageLink | None
     step: Step
     exchange: OuterExchange
+
+
+def _first_of_each(recipe: Recipe) -> dict[str, Member]:
+    """A replica of every kind, in the recipe's order."""
+    members = {member.config.name: member for member in reversed(recipe.fleet())}
+    return {replica.name: members[replica.name] for replica in recipe.replicas}
 
 
 def _pace(recipe: Recipe, member: Member, tflops: float, sizes: tuple[int, ...]) -> _Pace:
