@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_recipes import EDGE, recipe_text, replicas
 from torch.testing import assert_close
 
 from isthmus.comm import closer
@@ -35,49 +36,16 @@ from isthmus.replica.full import FullReplica
 
 ROUNDS = 4
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE = """
-name = "small"
-[model]
-preset = "nano"
-width = 32
-layers = 2
-heads = 2
-ffn = 64
-context = 16
-[data]
-eval_batches = 1
-[inner]
-batch = 2
-micro_batches = 2
-lr = 1e-2
-precision = "{precision}"
-[outer]
-inner_steps = 3
-rounds = {rounds}
-keep = 8
-values = "2bit"
-[bucket]
-heartbeat_seconds = {heartbeat}
-{bucket}
-[[replicas]]
-name = "rack"
-count = {full}
-{more}
-"""
-EDGE = '[[replicas]]\nname = "edge"\nkind = "pipelined"\nstages = 2\ncompression = "1/4"'
 
 
-def small(
-    rounds: int = 5,
-    full: int = 2,
-    more: str = "",
-    bucket: str = "",
-    precision: str = "fp64",
-    heartbeat: float = 1,
-) -> Recipe:
-    bucket = bucket if "anchor_every" in bucket else f"anchor_every = 2\n{bucket}"
-    text = RECIPE.format(
-        rounds=rounds, full=full, more=more, bucket=bucket, precision=precision, heartbeat=heartbeat
+def small(rounds: int = 5, full: int = 2, more: str = "", precision: str = "fp64", **bucket: float) -> Recipe:
+    """`full` full replicas and `more` of them; `bucket` is what [bucket] says beside its usual two keys."""
+    text = recipe_text(
+        replicas("rack", count=full) + more,
+        model={"layers": 2},
+        inner={"batch": 2, "precision": precision},
+        outer={"inner_steps": 3, "rounds": rounds, "keep": 8, "values": "2bit"},
+        bucket={"heartbeat_seconds": 1, "anchor_every": 2} | bucket,
     )
     return parse_recipe(text)
 
@@ -202,11 +170,11 @@ def test_a_kill_at_any_point_changes_no_bit(where, what, undisturbed, tmp_path):
     assert manifests == [f"manifests/{t:06d}.json" for t in range(1, ROUNDS + 1)]
 
 
-LATE = "quorum = 1\ndeadline_seconds = 0.01"
+LATE = {"quorum": 1, "deadline_seconds": 0.01}
 
 
 def test_a_stragglers_payload_returns_to_its_feedback_and_nothing_is_lost(tmp_path):
-    recipe = small(bucket=LATE)
+    recipe = small(**LATE)
     late, quick = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
     straggler = late.come()
     assert straggler.come_up() == 0
@@ -229,7 +197,7 @@ def test_a_stragglers_payload_returns_to_its_feedback_and_nothing_is_lost(tmp_pa
 
 
 def test_a_replica_away_for_several_rounds_replays_them_and_keeps_its_own_state(tmp_path):
-    recipe = small(rounds=9, bucket=LATE + "\nanchor_every = 9")
+    recipe = small(rounds=9, **LATE, anchor_every=9)
     away, there = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
     before = away.run(1)
     there.run(4)
@@ -243,7 +211,7 @@ def test_a_replica_away_for_several_rounds_replays_them_and_keeps_its_own_state(
 
 
 def test_old_state_survives_a_sweep(tmp_path):
-    recipe = small(rounds=9, bucket=LATE)
+    recipe = small(rounds=9, **LATE)
     away, there = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
     away.run(1)
     there.run(6)
@@ -378,7 +346,7 @@ class Joined:
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory) -> Iterator[Joined]:
     """Three full replicas and one of two stages, in a run that has no end."""
-    recipe = small(rounds=100_000, full=3, more=EDGE, precision="fp32", heartbeat=1)
+    recipe = small(rounds=100_000, full=3, more=EDGE, precision="fp32")
     folder = tmp_path_factory.mktemp("joined")
     create(recipe, str(folder / "bucket"), folder / "keys")
     fleet = Joined(folder)
@@ -470,7 +438,7 @@ def test_a_live_name_of_another_machine_is_not_ours_to_take(tmp_path):
 
 def test_a_round_that_cannot_be_reached_is_a_run_error_not_a_loss(tmp_path):
     """A listed payload that is gone stops a replica that needs it; readers never skip on their own."""
-    recipe = small(rounds=9, bucket=LATE)
+    recipe = small(rounds=9, **LATE)
     away, there = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
     there.run(1)
     store = open_store(str(tmp_path / "bucket"))

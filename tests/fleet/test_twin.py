@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_recipes import pipelined, recipe_text, replicas
 from torch import Tensor
 
 from isthmus import simulate
@@ -23,52 +24,18 @@ from isthmus.runlog import totals
 from isthmus.traffic import round_bytes
 
 ROUNDS = 3
-RUN = f"""
-name = "twin"
-seed = 3
-[model]
-preset = "nano"
-width = 64
-ffn = 96
-heads = 2
-context = 32
-[data]
-eval_batches = 1
-[inner]
-batch = 4
-micro_batches = 2
-lr = 4e-3
-warmup_steps = 4
-[outer]
-inner_steps = 4
-rounds = {ROUNDS}
-keep = 64
-values = "fp32"
-[bucket]
-anchor_every = 2
-deadline_seconds = 600
-"""
-SMALL = """
-[[replicas]]
-name = "rack"
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 2
-compression = "1/8"
-wire = "fp32"
-"""
-FLEET = (
-    SMALL.replace('name = "rack"', 'name = "rack"\ncount = 2')
-    + """
-[[replicas]]
-name = "far"
-kind = "pipelined"
-stages = 4
-compression = "1/4"
-wire = "fp32"
-"""
+RUN = recipe_text(
+    name="twin",
+    seed=3,
+    model={"width": 64, "ffn": 96, "context": 32},
+    inner={"lr": 4e-3, "warmup_steps": 4},
+    outer={"inner_steps": 4, "rounds": ROUNDS, "keep": 64, "values": "fp32"},
+    bucket={"anchor_every": 2, "deadline_seconds": 600},
 )
+EDGE = pipelined("edge", stages=2, compression="1/8", wire="fp32")
+FAR = pipelined("far", stages=4, compression="1/4", wire="fp32")
+SMALL = replicas("rack") + EDGE
+FLEET = replicas("rack", count=2) + EDGE + FAR
 FP64 = ["inner.precision=fp64", "outer.values=fp64", "replicas.edge.wire=fp64", "replicas.far.wire=fp64"]
 AS_SHIPPED = ["outer.values=2bit", "replicas.edge.wire=bf16"]
 FINISHING = ["finish.rounds=2"]  # round 2 half open, round 3 open
