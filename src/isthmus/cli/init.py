@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from isthmus.cli.arguments import add_set
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import resolve
@@ -27,7 +28,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("recipe", help="a recipe file (TOML)")
     parser.add_argument("url", help="s3://bucket/prefix, or a folder")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key")
+    add_set(parser)
     parser.add_argument("--keys", metavar="DIR", help="where the private keys go (default: keys/NAME)")
     parser.add_argument(
         "--closers", metavar="NAMES", help="replicas that may close rounds, by commas (default: all)"

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isthmus.cli.arguments import add_recipe
 from isthmus.cli.plan_table import scale_table, table
 from isthmus.config import Recipe, load_recipe, parse_recipe
 from isthmus.errors import ConfigError
@@ -37,10 +38,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", nargs="?", help="a recipe file (TOML)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; may be repeated"
-    )
+    add_recipe(parser)
     parser.add_argument(
         "--tflops",
         type=float,

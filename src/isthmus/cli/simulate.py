@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isthmus.cli.arguments import add_recipe, add_run
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
 from isthmus.runlog import RunDir, summary
@@ -31,15 +32,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", nargs="?", help="a recipe file (TOML)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; may be repeated"
-    )
-    parser.add_argument(
-        "--run", dest="run_dir", metavar="DIR", help="the run directory (default: the first free runs/NAME)"
-    )
-    parser.add_argument("--resume", metavar="RUN", help="go on with this run from its last saved round")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    add_recipe(parser)
+    add_run(parser, "go on with this run from its last saved round")
     parser.add_argument(
         "--mode",
         default="auto",

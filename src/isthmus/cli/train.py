@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from isthmus.cli.arguments import add_recipe, add_run
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
 from isthmus.runlog import RunDir
@@ -26,17 +27,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", nargs="?", help="a recipe file (TOML)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; may be repeated"
-    )
-    parser.add_argument(
-        "--run", dest="run_dir", metavar="DIR", help="the run directory (default: the first free runs/NAME)"
-    )
-    parser.add_argument(
-        "--resume", metavar="RUN", help="go on with this run, each replica from its own saved state"
-    )
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    add_recipe(parser)
+    add_run(parser, "go on with this run, each replica from its own saved state")
     parser.add_argument("--quiet", action="store_true", help="no progress, only the summary")
     parser.add_argument(
         "--json", action="store_true", help="print the last row as JSON instead of the summary"

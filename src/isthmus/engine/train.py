@@ -80,9 +80,6 @@ def resume(
     *,
     device: str = "auto",
     quiet: bool = False,
-    join_options: Sequence[str] = (),
-    apart: Collection[str] = (),
-    stall_seconds: float = STALL_SECONDS,
 ) -> Results:
     """Go on with a run that was stopped or killed: every replica from its own state and the bucket."""
     run = RunDir.open(run_dir)
@@ -90,7 +87,7 @@ def resume(
     device = run.about.get("device_used", "auto") if device == "auto" else device
     pick_device(device)
     with hold_run(run):
-        machines = _machines(run, device, join_options, apart, stall_seconds)
+        machines = _machines(run, device)
         ledger = checked_ledger(run, machines)
         last = ledger.last_round()
         away = last + 1, ledger.store.now() - ledger.settled_at(last)
@@ -101,7 +98,11 @@ def resume(
 
 
 def _machines(
-    run: RunDir, device: str, join_options: Sequence[str], apart: Collection[str], stall_seconds: float
+    run: RunDir,
+    device: str,
+    join_options: Sequence[str] = (),
+    apart: Collection[str] = (),
+    stall_seconds: float = STALL_SECONDS,
 ) -> Machines:
     return Machines(
         run.recipe,
