@@ -430,8 +430,12 @@ def test_a_live_name_of_another_machine_is_not_ours_to_take(tmp_path):
     fleet.ledger.beat({"incarnation": "feed", "state": "training"})
     work = tmp_path / "work" / "rack"
     (work / "incarnation").write_text("beef")
+    clock = fleet.ledger.store.head("members/rack/clock")
+    fresh = Ledger(open_store(str(tmp_path / "bucket")), fleet.ledger.run)  # has read no clock yet
     with pytest.raises(ConfigError, match="is live"):
-        check_not_taken(fleet.ledger, "rack", work)
+        check_not_taken(fresh, "rack", work)
+    # Its closer goes by when it last read the clock itself.
+    assert fleet.ledger.store.head("members/rack/clock") == clock
     (work / "incarnation").write_text("feed")  # our own, and nothing holds the folder: it is dead
     check_not_taken(fleet.ledger, "rack", work)
 

@@ -133,7 +133,8 @@ def check_not_taken(ledger: Ledger, replica: str, work: Path | None = None) -> N
     with contextlib.suppress(OSError):
         if work and not held(work) and (work / "incarnation").read_text() == beat[0].get("incarnation"):
             return
-    age = ledger.store.now(f"members/{replica}/clock") - beat[1]
+    # Not under the replica's own clock, whose age tells its closer how long it was away.
+    age = ledger.store.now(f"members/{replica}/probe/clock") - beat[1]
     if age < 5 * ledger.run.recipe.bucket.heartbeat_seconds:
         raise ConfigError(
             f"replica {replica} is live in this run (heartbeat {max(age, 0):.0f} s ago); stop it first, or "
