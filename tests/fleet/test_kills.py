@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import kills
 from small_recipes import EDGE, recipe_text, replicas
 from torch.testing import assert_close
 
@@ -35,7 +35,6 @@ from isthmus.errors import ConfigError, RunError
 from isthmus.replica.full import FullReplica
 
 ROUNDS = 4
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def small(rounds: int = 5, full: int = 2, more: str = "", precision: str = "fp64", **bucket: float) -> Recipe:
@@ -294,17 +293,6 @@ def test_a_watch_tells_silence_from_a_new_start_and_from_its_own_sleep(tmp_path,
 
 
 # Real processes
-
-
-def load_kills():
-    spec = importlib.util.spec_from_file_location("kills", ROOT / "bench" / "kills.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["kills"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kills = load_kills()
 
 
 def isthmus(*words: object) -> list[str]:

@@ -1,6 +1,5 @@
 """A fleet that was ended, however, and taken up again by one command ends as one that was left alone."""
 
-import importlib.util
 import os
 import re
 import shlex
@@ -13,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from faults import kills
+from small_recipes import EDGE, RACK, recipe_text
 
 from isthmus import train
 from isthmus.cli.main import main
@@ -24,57 +25,18 @@ from isthmus.engine.launcher import hold
 from isthmus.engine.resumed import Voice, keys_of
 from isthmus.runlog import TIMING_FIELDS, RunDir
 
-ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 5
-ALONE = f"""
-name = "again"
-[model]
-preset = "nano"
-width = 32
-layers = 2
-heads = 2
-ffn = 64
-context = 16
-[data]
-eval_batches = 1
-[inner]
-batch = 2
-micro_batches = 2
-lr = 1e-2
-precision = "fp32"
-[outer]
-inner_steps = 40
-rounds = {ROUNDS}
-keep = 8
-values = "2bit"
-[bucket]
-heartbeat_seconds = 0.5
-anchor_every = 3
-quorum = 1
-[[replicas]]
-name = "rack"
-"""
-EDGE = """
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 2
-compression = "1/4"
-"""
+ALONE = recipe_text(
+    RACK,
+    name="again",
+    model={"layers": 2},
+    inner={"batch": 2, "lr": 1e-2, "precision": "fp32"},
+    outer={"inner_steps": 40, "rounds": ROUNDS, "keep": 8, "values": "2bit"},
+    bucket={"heartbeat_seconds": 0.5, "anchor_every": 3, "quorum": 1},
+)
 RECIPE = ALONE + EDGE
 NUM_PROCESSES = 3
 ANCHOR = re.compile(r"\] round (\d+): anchor (\w+)")
-
-
-def load_kills():
-    spec = importlib.util.spec_from_file_location("kills", ROOT / "bench" / "kills.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["kills"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kills = load_kills()
 
 
 class Fleet:

@@ -38,6 +38,7 @@ SMALL = replicas("rack") + EDGE
 FLEET = replicas("rack", count=2) + EDGE + FAR
 FP64 = ["inner.precision=fp64", "outer.values=fp64", "replicas.edge.wire=fp64", "replicas.far.wire=fp64"]
 AS_SHIPPED = ["outer.values=2bit", "replicas.edge.wire=bf16"]
+PROJECTED = ["subspace.weight_projection=true"]  # Table 5b: what is sent begins at P W
 FINISHING = ["finish.rounds=2"]  # round 2 half open, round 3 open
 EXACT = ("activations", "gradients", "tokens", "payload_up", "payload_down")
 
@@ -121,7 +122,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Twins:
     return run_both(tmp_path_factory.mktemp("finished"), FINISHING, SMALL)
 
 
-@pytest.mark.parametrize("twins", ["fp32", "finished"])
+@pytest.fixture(scope="module")
+def projected(tmp_path_factory: pytest.TempPathFactory) -> Twins:
+    return run_both(tmp_path_factory.mktemp("projected"), PROJECTED, SMALL)
+
+
+@pytest.mark.parametrize("twins", ["fp32", "finished", "projected"])
 def test_weights_after_every_round_are_the_simulators_in_float32(request, twins):
     both = request.getfixturevalue(twins)
     assert len(both.real) == len(both.simulated) == ROUNDS

@@ -3,43 +3,21 @@
 import json
 from pathlib import Path
 
+from small_recipes import pipelined, recipe_text, replicas
+
 from isthmus import simulate
 from isthmus.config import Recipe, dump_recipe, parse_recipe
 from isthmus.dashboard.report import write_report
 from isthmus.runlog import RunDir
 
-RECIPE = """
-name = "small"
-[model]
-preset = "nano"
-width = 32
-layers = 2
-heads = 2
-ffn = 64
-context = 16
-[data]
-eval_batches = 1
-[inner]
-batch = 2
-micro_batches = 2
-[outer]
-inner_steps = 3
-rounds = 4
-keep = 8
-values = "2bit"
-[bucket]
-heartbeat_seconds = 1
-deadline_seconds = 3
-[[replicas]]
-name = "rack"
-count = 2
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 2
-compression = "1/4"
-link = { mbps = 20, latency_ms = 20 }
-"""
+EDGE = pipelined("edge", stages=2, compression="1/4", link={"mbps": 20, "latency_ms": 20})
+RECIPE = recipe_text(
+    replicas("rack", count=2) + EDGE,
+    model={"layers": 2},
+    inner={"batch": 2},
+    outer={"inner_steps": 3, "rounds": 4, "keep": 8, "values": "2bit"},
+    bucket={"heartbeat_seconds": 1, "deadline_seconds": 3},
+)
 MARKUP = "<img src=x onerror=alert(1)>"
 SECRET = "the-secret-outside"
 
