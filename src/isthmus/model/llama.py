@@ -57,7 +57,23 @@ def linear(x: Tensor, weight: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
     weight = weight.to(x.dtype)
     if weight.dim() == 2:
         return x @ weight.mT
-    return torch.bmm(x.flatten(1, -2), weight.mT).unflatten(1, x.shape[1:-1])  # (R, B, L, D) -> (R, B, L, O)
+    # (R, B, L, D) -> (R, B, L, O)
+    return _Products.apply(x.flatten(1, -2), weight).unflatten(1, x.shape[1:-1])
+
+
+class _Products(torch.autograd.Function):
+    """x W^T of every replica. Autograd's own form of it would give W's gradient transposed, and a copy of all
+    gradients would follow in every step."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.bmm(x, weight.mT)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.bmm(grad, weight), torch.bmm(grad.mT, x)
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
