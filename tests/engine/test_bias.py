@@ -34,10 +34,10 @@ def test_the_share_outside_is_that_of_x_without_t_perp():
     tokens = torch.randint(40, (3, 5))
     rest = x - (table @ complement(basis))[tokens]
     expected = (rest @ complement(basis)).square().sum() / rest.square().sum()
-    assert outside(basis, table)(x, tokens) == pytest.approx(expected.item(), rel=1e-12)
+    assert outside(basis, table)(x, tokens).item() == pytest.approx(expected.item(), rel=1e-12)
     # What lies in S, but for T_perp, passes whole.
     inside = torch.randn(3, 5, 4, dtype=torch.float64) @ basis.T + (table @ complement(basis))[tokens]
-    assert outside(basis, table)(inside, tokens) == pytest.approx(0, abs=1e-25)
+    assert outside(basis, table)(inside, tokens).item() == pytest.approx(0, abs=1e-25)
 
 
 def test_drift_is_relative_to_t_perp_and_blind_to_what_happens_inside_s(monkeypatch):
@@ -45,8 +45,8 @@ def test_drift_is_relative_to_t_perp_and_blind_to_what_happens_inside_s(monkeypa
     basis = random_basis(16, 4, seed=1)
     before, change = torch.randn(2, 40, 16, dtype=torch.float64)
     expected = (change @ complement(basis)).norm() / (before @ complement(basis)).norm()
-    assert drift(before + change, before, basis) == pytest.approx(expected.item(), rel=1e-12)
-    assert drift(before + change @ basis @ basis.T, before, basis) == pytest.approx(0, abs=1e-12)
+    assert drift(before + change, before, basis).item() == pytest.approx(expected.item(), rel=1e-12)
+    assert drift(before + change @ basis @ basis.T, before, basis).item() == pytest.approx(0, abs=1e-12)
 
 
 def test_every_compressed_boundary_is_measured_on_the_stream_that_reaches_it():

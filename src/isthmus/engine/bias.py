@@ -1,6 +1,5 @@
 """The bias gauge: how much of the stream a compressed boundary drops, and how far the embedding leaves S."""
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -11,7 +10,7 @@ from isthmus.model.llama import Crossing
 from isthmus.subspace import project, split
 
 ROWS = 8192  # of the embedding, at a time
-Measure = Callable[[Tensor, Tensor], float]  # (stream, tokens) -> a share
+Measure = Callable[[Tensor, Tensor], Tensor]  # (stream, tokens) -> a share, still on the device
 
 
 def outside(basis: Tensor, table: Tensor) -> Measure:
@@ -20,7 +19,7 @@ def outside(basis: Tensor, table: Tensor) -> Measure:
     `table` is the whole TE, as the boundary has it; T_perp is taken of the rows that are looked up.
     """
 
-    def share(x: Tensor, tokens: Tensor) -> float:
+    def share(x: Tensor, tokens: Tensor) -> Tensor:
         _, t_perp = split(embedding(tokens, table).to(basis.dtype), basis)  # (B, L, D)
         rest = x.to(basis.dtype) - t_perp
         dropped = rest - project(rest, basis)
@@ -29,7 +28,7 @@ def outside(basis: Tensor, table: Tensor) -> Measure:
     return share
 
 
-def watched(crossing: Crossing, measure: Measure, shares: list[float]) -> Crossing:
+def watched(crossing: Crossing, measure: Measure, shares: list[Tensor]) -> Crossing:
     """The same crossing, which notes what it dropped."""
 
     def send(x: Tensor, tokens: Tensor) -> Tensor:
@@ -39,23 +38,24 @@ def watched(crossing: Crossing, measure: Measure, shares: list[float]) -> Crossi
     return send
 
 
-def drift(table: Tensor, frozen: Tensor, basis: Tensor) -> float:
+def drift(table: Tensor, frozen: Tensor, basis: Tensor) -> Tensor:
     """||TE (I - U U^T) - T_perp|| / ||T_perp||: how far a round took the embedding out of S, before eqs. 3-4
-    of arXiv 2601.02360 fold it into T_perp. `frozen` is the table that the round began with, on any device.
+    of arXiv 2601.02360 fold it into T_perp. `frozen` is the table that the round began with, on any
+    device.
 
     A piece at a time: a vocabulary is large, and this must not be what a device runs out of memory for.
     """
-    moved = whole = 0.0
+    moved = whole = torch.zeros((), dtype=torch.float64, device=basis.device)
     for now, before in zip(table.split(ROWS), frozen.split(ROWS), strict=True):
         _, t_perp = split(before.to(basis), basis)
         _, new = split(now.to(basis), basis)
         moved, whole = moved + _energy(new - t_perp), whole + _energy(t_perp)
-    return math.sqrt(_ratio(moved, whole))
+    return _ratio(moved, whole).sqrt()
 
 
-def _energy(x: Tensor) -> float:
-    return x.square().sum(dtype=torch.float64).item()
+def _energy(x: Tensor) -> Tensor:
+    return x.square().sum(dtype=torch.float64)
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _ratio(part: Tensor, whole: Tensor) -> Tensor:
+    return part / whole.clamp(min=torch.finfo(torch.float64).tiny)  # of nothing, none

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from isthmus import gpu
 from isthmus.comm.base import Contribution
 from isthmus.config import Member, Recipe
 from isthmus.data.corpus import Corpus
@@ -50,7 +51,14 @@ class SimulatedFleet:
             corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context
         )
         self.bases = BasisSet(recipe, device, self.wide)
-        self.scorer = Scorer(recipe, corpus, self.bases, device, self.dtype)
+        # What is recorded keeps its memory, so only one stack is, and where half of the device is left.
+        self.recorded = (
+            compiled
+            and gpu.usable(device)
+            and plan.group == len(self.members)
+            and 2 * plan.predicted_bytes < torch.cuda.mem_get_info(device)[1]
+        )
+        self.scorer = Scorer(recipe, corpus, self.bases, device, self.dtype, self.recorded)
         self.anchor = {
             name: tensor.to(device, self.wide)
             for name, tensor in (first or init_params(recipe.model, recipe.seed)).items()
@@ -73,6 +81,7 @@ class SimulatedFleet:
                 pieces=plan.pieces,
                 shared=self.shared,
                 compiled=forwards,
+                recorded=self.recorded,
             )
             for at in range(0, len(self.members), plan.group)
         ]
@@ -103,12 +112,12 @@ class SimulatedFleet:
                 if self.device.type == "cpu":  # elsewhere looking would make the host wait
                     self._check_finite(step_losses[None], stack.members, round_index, h)
                 progress((turn * steps + h + 1) // len(self.stacks))
-            stack_losses = torch.stack(taken).cpu()  # (H, R)
-            self._check_finite(stack_losses, stack.members, round_index, 0)
-            losses.append(stack_losses)
+            try:
+                contributions += self._contribute(stack) if self.outer else []
+            finally:  # a GPU is asked for losses only now; one that is not finite is the cause of the rest
+                losses.append(torch.stack(taken).cpu())  # (H, R)
+                self._check_finite(losses[-1], stack.members, round_index, 0)
             norms.append(step_norms.detach().cpu().double().expand(len(stack.members)))
-            if self.outer:
-                contributions += self._contribute(stack)
             if self.plan.parked:
                 stack.move("cpu")
         self.losses, self.norms = torch.cat(losses, dim=1), torch.cat(norms)

@@ -29,7 +29,9 @@ class FusedAdamW:
         self.rows = len(next(iter(params.values())))
         self.counts = [-(-(p.numel() // self.rows) // BLOCK) for p in params.values()]
         self.starts = [0, *accumulate(self.counts)]
-        self.table = torch.tensor(self.starts, dtype=torch.int32, device=next(iter(params.values())).device)
+        device = next(iter(params.values())).device
+        self.table = torch.tensor(self.starts, dtype=torch.int32, device=device)
+        self.now = torch.zeros(3, device=device)  # learning rate, and what unbiases the moments
 
     @staticmethod
     def fits(params: Mapping[str, Tensor]) -> bool:
@@ -57,16 +59,21 @@ class FusedAdamW:
         )
         return sums
 
-    def step(self, scales: Tensor, lr: float, config: InnerConfig, count: int) -> None:
-        """Update number `count` with the gradients times scales (R, T), at this learning rate."""
+    def prepare(self, lr: float, config: InnerConfig, count: int) -> None:
+        """The next update is number `count`, at this learning rate. On the device, so that a recorded step
+        reads it anew."""
+        now = [lr, 1 / (1 - config.beta1**count), (1 - config.beta2**count) ** -0.5]
+        self.now.copy_(torch.tensor(now), non_blocking=True)
+
+    def step(self, scales: Tensor, config: InnerConfig) -> None:
+        """The update that was prepared, with the gradients times scales (R, T)."""
         from isthmus.model import adam_kernels
 
-        beta1, beta2 = config.beta1, config.beta2
         scales = scales.contiguous()
         for t, (name, p) in enumerate(self.params.items()):
             adam_kernels.adamw_kernel[(self.counts[t], self.rows)](
                 p, self.first[name], self.second[name], self._grad(name), self.copies.get(name, p),
-                scales[:, t:], p.numel() // self.rows, scales.shape[1], lr, config.weight_decay,
-                beta1, beta2, config.eps, 1 / (1 - beta1**count), (1 - beta2**count) ** -0.5,
+                scales[:, t:], p.numel() // self.rows, scales.shape[1], self.now, config.weight_decay,
+                config.beta1, config.beta2, config.eps,
                 BLOCK=BLOCK, COPIED=name in self.copies,
             )  # fmt: skip

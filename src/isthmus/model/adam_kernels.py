@@ -31,10 +31,14 @@ def sums_kernel(parts, starts, width, out, num_tensors, BLOCK: tl.constexpr):
 
 @triton.jit
 def adamw_kernel(
-    weights, firsts, seconds, grads, copies, scales, each, width, lr, decay, beta1, beta2, eps,
-    unbias1, unbias2, BLOCK: tl.constexpr, COPIED: tl.constexpr,
+    weights, firsts, seconds, grads, copies, scales, each, width, now, decay, beta1, beta2, eps,
+    BLOCK: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """AdamW of one block of one replica's weight; its gradient is multiplied by scales[row * width]."""
+    """AdamW of one block of one replica's weight; its gradient is multiplied by scales[row * width].
+
+    `now` holds what changes from step to step.
+    """
+    lr, unbias1, unbias2 = tl.load(now), tl.load(now + 1), tl.load(now + 2)
     row = tl.program_id(1)
     at = row.to(tl.int64) * each + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) < each

@@ -139,24 +139,34 @@ class InnerOpt:
     def _grads(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.params.items()}
 
-    @torch.no_grad()
     def step(self, squared_norm: Tensor | None = None) -> Tensor:
         """One update from the gradients in `.grad`; returns each replica's gradient norm.
 
         A stage hands in the squared norm (1,) of its whole replica, to be clipped by that.
         """
-        limit = self.config.clip or math.inf
-        if self.fused:
-            scales, norms = clip_scales(self.fused.squares(), limit, self.groups, squared_norm)
-            self.fused.step(scales, self.lr(), self.config, self.step_count + 1)
-            self.step_count += 1
-            return norms
-        norms = clip_(self._grads(), limit, self.groups, self.stacked, squared_norm)
+        self.advance()
+        return self.update(squared_norm)
+
+    def advance(self) -> None:
+        """Count the step to come and set its learning rate: all of a step that is the host's."""
         lr = self.lr()
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        self.adamw.step()
         self.step_count += 1
+        if self.fused:
+            self.fused.prepare(lr, self.config, self.step_count)
+
+    @torch.no_grad()
+    def update(self, squared_norm: Tensor | None = None) -> Tensor:
+        """The rest of the step: all of it that is the device's."""
+        limit = self.config.clip or math.inf
+        if self.fused:
+            scales, norms = clip_scales(self.fused.squares(), limit, self.groups, squared_norm)
+            self.fused.step(scales, self.config)
+            return norms
+        norms = clip_(self._grads(), limit, self.groups, self.stacked, squared_norm)
+        self.adamw.step()
+        lr = self.adamw.param_groups[0]["lr"]
         for name, mask in self.modified.items():
             self._modified_step(name, mask, lr)
         return norms

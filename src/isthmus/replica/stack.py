@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from isthmus import gpu
 from isthmus.config import Member, Recipe
 from isthmus.model.adam import FusedAdamW
 from isthmus.model.inner import InnerOpt
@@ -36,8 +37,10 @@ class Stack:
         pieces: int = 1,
         shared: bool = False,
         compiled: dict | None = None,
+        recorded: bool = False,
     ) -> None:
-        """`compiled` holds the compiled forwards of stacks built before; None: nothing is compiled."""
+        """`compiled` holds the compiled forwards of stacks built before; None: nothing is compiled.
+        `recorded` steps are launched as one graph where they can be, which keeps a step's memory."""
         self.recipe, self.members, self.bases, self.shared = recipe, tuple(members), bases, shared
         self.dtype, self.pieces = dtype, pieces
         device = table.device
@@ -68,7 +71,7 @@ class Stack:
             modified=modified,
             copies=self.copies,
         )
-        self.compiled = compiled
+        self.compiled, self.recorded = compiled, recorded and self.opt.fused is not None
         self._build_crossings()
 
     def _build_crossings(self) -> None:
@@ -80,6 +83,7 @@ class Stack:
         if self.compiled is not None:  # stacks that cross alike are the same function: compile it once
             key = (len(members), *(forward_key(recipe, member, bases) for member in members))
             self._losses = self.compiled.setdefault(key, torch.compile(self._member_losses, dynamic=False))
+        self._work = gpu.Replayed(self._step) if self.recorded else self._step
 
     def _bf16_copies(self, modified: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Leaves in bf16 for the matrices that a bf16 forward reads in bf16 anyway: no cast in either
@@ -135,14 +139,23 @@ class Stack:
     def inner_step(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """One InnerOpt update of every replica (eq. 1); its losses and gradient norms (R,), still on the
         device."""
+        self.opt.advance()
+        return self._work(tokens)
+
+    def _step(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What of it the device does. Gradients are not accumulated by autograd, which would look for the
+        stream that each weight was made on."""
         self.opt.zero_grad()
+        params = self.params | self.copies
         losses = torch.zeros(len(self.members), device=tokens.device, dtype=torch.float64)
         weight = 1 / (self.pieces * (len(self.members) if self.shared else 1))
         for piece in tokens.chunk(self.pieces, dim=1):
-            piece_losses = self._losses(self.params | self.copies, piece)
-            (piece_losses.sum() * weight).backward()
+            piece_losses = self._losses(params, piece)
+            grads = torch.autograd.grad(piece_losses.sum() * weight, list(params.values()))
+            for param, grad in zip(params.values(), grads, strict=True):
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
             losses += piece_losses.detach().double() / self.pieces
-        norms = self.opt.step()
+        norms = self.opt.update()
         with torch.no_grad():
             self._project_weights()
         return losses, norms

@@ -147,7 +147,9 @@ def _train(
         free = int(torch.cuda.mem_get_info(device)[0] * 0.92) if compiled else available_host_bytes()
         plan = plan_simulator(recipe, precision, free, compiled=compiled, can_park=compiled)
         fleet = SimulatedFleet(recipe, corpus, device, precision, plan, compiled)
-        fleet.scorer = Scorer(_scored_together(recipe), corpus, fleet.bases, device, fleet.dtype)
+        fleet.scorer = Scorer(
+            _scored_together(recipe), corpus, fleet.bases, device, fleet.dtype, fleet.recorded
+        )
         if state is not None:
             fleet.restore(state, rounds.start - 1)
         else:
