@@ -13,7 +13,7 @@ from isthmus.errors import ConfigError
 SEEDS = (0, 1, 2)
 LADDER = ("1/8", "1/24", "1/96", "1/192", "1/384", "1/768")  # k/d of Table 2
 METHODS = ("sparseloco", "adamw", "diloco")
-FINISHED = ("1/8", "1/64")  # k/d of the runs that end with open boundaries
+FINISHED = ("1/8", "1/64", "1/384")  # k/d of the runs that end with open boundaries
 # Finishing rounds in percent of the run, by how they open.
 FINISHES = {"open": (2, 5, 10, 20), "full": (5, 20)}
 
@@ -60,7 +60,7 @@ class Scale:
 
 _SMALL = ("model.context=256", "inner.batch=4", "inner.micro_batches=1", "inner.warmup_steps=150",
           "data.eval_batches=128", "data.eval_every=10")  # fmt: skip
-_LRS = {"sparseloco": (5e-4, 1e-3, 2e-3, 4e-3), "adamw": (1e-3, 2e-3, 4e-3), "diloco": (5e-4, 1e-3, 2e-3)}
+_LRS = {"sparseloco": (5e-4, 1e-3, 2e-3, 4e-3), "adamw": (1e-3, 2e-3, 4e-3, 8e-3), "diloco": (5e-4, 1e-3, 2e-3)}
 _LR = {"sparseloco": 1e-3, "adamw": 2e-3, "diloco": 1e-3}
 
 SCALES = {
