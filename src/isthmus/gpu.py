@@ -1,6 +1,8 @@
-"""What code that runs on a GPU shares: whether Triton kernels can run, and work launched as one graph."""
+"""What code that runs on a GPU shares: whether Triton kernels can run, work launched as one graph, and how
+far the host may run ahead of it."""
 
 import importlib.util
+from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -51,3 +53,23 @@ class Replayed:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread reads ahead
             self.outputs = self.work(*self.inputs)
         self.graph = graph
+
+
+class Pace:
+    """Holds the host a few steps ahead of a GPU and no more: left alone it would launch a round of recorded
+    steps at once, and what it says of its progress would mean nothing."""
+
+    LEAD = 4  # enough for the host to prepare what follows the last one
+
+    def __init__(self, device: torch.device) -> None:
+        self.on = device.type == "cuda"
+        self.marks: deque[torch.cuda.Event] = deque()
+
+    def launched(self) -> None:
+        """Another step is: wait until the one that is LEAD behind it is done."""
+        if not self.on:
+            return
+        self.marks.append(torch.cuda.Event(blocking=True))
+        self.marks[-1].record()
+        if len(self.marks) > self.LEAD:
+            self.marks.popleft().synchronize()

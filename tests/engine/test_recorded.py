@@ -68,6 +68,29 @@ def test_replayed_steps_train_the_same_model(monkeypatch, finish):
         assert its_scores[-1]["loss_full"] == its_scores[-1]["loss_pipelined"]
 
 
+def test_the_host_stays_a_few_steps_ahead(monkeypatch):
+    waiting = []
+
+    class Event:
+        def __init__(self, blocking):
+            assert blocking  # a thread that spins would take a core from the one that reads ahead
+
+        def record(self):
+            waiting.append(self)
+
+        def synchronize(self):
+            assert waiting.pop(0) is self  # in order, each once
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    pace = gpu.Pace(torch.device("cuda"))
+    for _ in range(20):
+        pace.launched()
+        assert len(waiting) <= gpu.Pace.LEAD
+    assert len(waiting) == gpu.Pace.LEAD
+    gpu.Pace(torch.device("cpu")).launched()
+    assert len(waiting) == gpu.Pace.LEAD
+
+
 def test_nothing_is_recorded_on_a_cpu():
     fleet, scores = run("cpu")
     assert not fleet.recorded

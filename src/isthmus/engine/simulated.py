@@ -105,12 +105,13 @@ class SimulatedFleet:
             if self.plan.parked:
                 stack.move(self.device)
             stack.begin_round(self.anchor)
-            taken = []
+            taken, pace = [], gpu.Pace(self.device)
             for h in range(steps):
                 step_losses, step_norms = stack.inner_step(self._tokens(stack, round_index * steps + h))
                 taken.append(step_losses)
                 if self.device.type == "cpu":  # elsewhere looking would make the host wait
                     self._check_finite(step_losses[None], stack.members, round_index, h)
+                pace.launched()
                 progress((turn * steps + h + 1) // len(self.stacks))
             try:
                 contributions += self._contribute(stack) if self.outer else []

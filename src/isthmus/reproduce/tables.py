@@ -60,7 +60,11 @@ class Scale:
 
 _SMALL = ("model.context=256", "inner.batch=4", "inner.micro_batches=1", "inner.warmup_steps=150",
           "data.eval_batches=128", "data.eval_every=10")  # fmt: skip
-_LRS = {"sparseloco": (5e-4, 1e-3, 2e-3, 4e-3), "adamw": (1e-3, 2e-3, 4e-3, 8e-3), "diloco": (5e-4, 1e-3, 2e-3)}
+_LRS = {
+    "sparseloco": (5e-4, 1e-3, 2e-3, 4e-3),
+    "adamw": (1e-3, 2e-3, 4e-3, 8e-3),
+    "diloco": (5e-4, 1e-3, 2e-3),
+}
 _LR = {"sparseloco": 1e-3, "adamw": 2e-3, "diloco": 1e-3}
 
 SCALES = {
