@@ -14,8 +14,9 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from isthmus.cli.main import main
+from isthmus.export.card import model_card
 from isthmus.export.folder import export
-from isthmus.export.measure import measure
+from isthmus.export.measure import Losses, measure
 from isthmus.export.source import open_trained, pipelined_member
 from isthmus.model.hf import hf_name, read_config, read_params
 from isthmus.model.llama import forward, rope_table
@@ -182,6 +183,20 @@ def test_losses_are_those_of_the_run_s_last_row(runs, tmp_path, capsys):
     card = (tmp_path / "hf" / "README.md").read_text()
     assert f"| {last['loss_mixed']:.4f} |" in card
     assert f"{last['tokens']:,} tokens" in card
+
+
+def test_a_card_does_not_tell_where_things_lay(runs):
+    trained = open_trained(str(runs["mixed"]))
+    recipe = replace(
+        trained.recipe,
+        data=replace(trained.recipe.data, corpus="/home/alice/secret/texts"),
+        model=replace(trained.recipe.model, start="/home/alice/secret/llama-hf"),
+        bucket=replace(trained.recipe.bucket, url="s3://secret/run"),
+    )
+    card = model_card(replace(trained, recipe=recipe), Losses(4.0, 4.0, 4.0, 4.0, 1000), "here", "fp32", None)
+    assert "secret" not in card
+    assert 'start = "llama-hf"' in card
+    assert f'corpus = "{trained.corpus.name}"' in card
 
 
 def spoil(run, copy, change):

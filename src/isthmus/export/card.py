@@ -1,6 +1,7 @@
 """README.md of an exported folder: what the model is, how it was trained, what it scored."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from isthmus.config import Member, dump_recipe
 from isthmus.export.measure import Losses
@@ -36,8 +37,13 @@ def model_card(trained: Trained, losses: Losses, folder: str, dtype: str, member
         for r in recipe.replicas
     )
     computed = str(trained.bases.dtype).removeprefix("torch.")
-    # The card may be published; where the run kept its rounds is nobody else's business.
-    told = replace(recipe, bucket=replace(recipe.bucket, url=""))
+    # The card may be published; where the run kept its rounds and its text is nobody else's business.
+    told = replace(
+        recipe,
+        bucket=replace(recipe.bucket, url=""),
+        data=replace(recipe.data, corpus=trained.corpus.name),
+        model=replace(model, start=Path(model.start).name),
+    )
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
