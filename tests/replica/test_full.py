@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 
@@ -37,6 +38,20 @@ def test_a_full_replica_is_the_simulated_one(settings, precision, pieces):
     tolerance = 1e-9 if precision == "fp64" else 1e-5
     assert relative(params, weights) < tolerance
     assert torch.allclose(ours, seen, rtol=tolerance)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_compiled_replica_is_the_same_one():
+    recipe = parse_recipe(RECIPE, FP32)
+    member = recipe.fleet()[0]
+    plain, compiled = (
+        trained(
+            recipe, FullReplica(recipe, member, batches_of(recipe), precision="fp32", compiled=how), "fp32"
+        )
+        for how in (False, True)
+    )
+    assert torch.allclose(compiled[0], plain[0], rtol=1e-5)
+    assert relative(compiled[1], plain[1]) < 1e-5
 
 
 def test_a_restored_replica_goes_on_as_if_never_stopped():

@@ -31,6 +31,7 @@ class WorkerConfig:
     device: str = "auto"
     num_threads: int = 0
     trust_network: bool = False
+    compiled: bool = False  # a full replica's forward and backward
     link_timeout_seconds: float = 60.0
     launcher: int = 0  # its process id
 
@@ -190,7 +191,10 @@ def build_replica(config, member, recipe, corpus, rank, size, master, device, pr
     batches = None
     if corpus is not None:
         batches = Batches(corpus.train, recipe.seed, recipe.num_replicas, inner.batch, model.context)
-    full = {"device": device, "precision": precision, "rank": rank, "num_processes": size}
+    full = {
+        "device": device, "precision": precision, "rank": rank, "num_processes": size,
+        "compiled": config.compiled,
+    }  # fmt: skip
     if member.config.kind == "full" and size == 1:
         return FullReplica(recipe, member, batches, **full), SoloCrew()
     session = f"{run_id}/{member.name}/{master}"
