@@ -6,7 +6,7 @@ Everything is measured in one process, in turns, and ratios are what counts. Pla
 the same code, compiled, with fused AdamW and gradient clipping, over the same tokens a step. The simulated
 fleet is M = 8 replicas, S = 4, half of them compressed at 1/8; its rounds count whole: inner steps, error
 feedback, top-k, quantising, packing to bytes on the host, unpacking, the mean, the step and the three
-held-out losses. Only the first compilation is left out.
+held-out losses. Only the first steps are left out: they compile, and record what is launched as one graph.
 """
 
 import argparse

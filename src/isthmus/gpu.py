@@ -2,6 +2,7 @@
 far the host may run ahead of it."""
 
 import importlib.util
+import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
@@ -33,13 +34,14 @@ class Replayed:
     def __init__(self, work: Callable[..., tuple[Tensor, ...]]) -> None:
         self.work, self.calls = work, 0
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.refused = False  # by this device or driver: launched one by one, then
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         self.calls += 1
-        if self.calls <= self.WARM:
-            return self.work(*inputs)
-        if self.graph is None:
+        if self.graph is None and self.calls > self.WARM and not self.refused:
             self._record(inputs)
+        if self.graph is None:
+            return self.work(*inputs)
         for own, given in zip(self.inputs, inputs, strict=True):
             own.copy_(given)
         self.graph.replay()
@@ -49,10 +51,17 @@ class Replayed:
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what the calls before held, the graph will hold
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread reads ahead
-            self.outputs = self.work(*self.inputs)
-        self.graph = graph
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread reads ahead
+                self.outputs = self.work(*self.inputs)
+        except RuntimeError as error:  # nothing has run yet: the call goes on as those before it
+            torch.cuda.set_stream(stream)
+            self.refused = True
+            reason = (str(error).splitlines() or ["no reason given"])[0]
+            warnings.warn(f"no CUDA graph could be recorded, so steps take longer: {reason}", stacklevel=3)
+        else:
+            self.graph = graph
 
 
 class Pace:

@@ -91,6 +91,40 @@ def test_the_host_stays_a_few_steps_ahead(monkeypatch):
     assert len(waiting) == gpu.Pace.LEAD
 
 
+def test_where_no_graph_can_be_recorded_work_goes_on_one_by_one(monkeypatch):
+    class Refusing:
+        def __init__(self, graph, capture_error_mode):
+            pass
+
+        def __enter__(self):
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+        def __exit__(self, *exception):
+            pass
+
+    before = object()
+    streams = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: before)
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    monkeypatch.setattr(torch.cuda, "graph", Refusing)
+    seen = []
+
+    def work(x):
+        seen.append(x)
+        return (x + 1,)
+
+    replayed = gpu.Replayed(work)
+    for number in range(gpu.Replayed.WARM):
+        replayed(torch.tensor(number))
+    with pytest.warns(UserWarning, match="not permitted when stream is capturing$"):
+        assert replayed(torch.tensor(10))[0] == 11
+    assert replayed(torch.tensor(20))[0] == 21  # and nobody asks again
+    assert [x.item() for x in seen] == [*range(gpu.Replayed.WARM), 10, 20]
+    assert streams == [before]
+
+
 def test_nothing_is_recorded_on_a_cpu():
     fleet, scores = run("cpu")
     assert not fleet.recorded
