@@ -44,6 +44,8 @@ class SimulatedFleet:
     ) -> None:
         """`first` is theta^(0); without it, the one that the recipe's seed draws."""
         self.recipe, self.device, self.plan = recipe, device, plan
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # kernels, graphs and events go to the current one
         self.members = recipe.fleet()
         self.wide = torch.float64 if precision == "fp64" else torch.float32
         self.dtype = torch.bfloat16 if precision == "bf16" else self.wide
@@ -51,12 +53,12 @@ class SimulatedFleet:
             corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context
         )
         self.bases = BasisSet(recipe, device, self.wide)
-        # What is recorded keeps its memory, so only one stack is, and where half of the device is left.
+        # What is recorded keeps its memory, so only one stack is, and where half of what is free is left.
         self.recorded = (
             compiled
             and gpu.usable(device)
             and plan.group == len(self.members)
-            and 2 * plan.predicted_bytes < torch.cuda.mem_get_info(device)[1]
+            and 2 * plan.predicted_bytes < torch.cuda.mem_get_info(device)[0]
         )
         self.scorer = Scorer(recipe, corpus, self.bases, device, self.dtype, self.recorded)
         self.anchor = {
@@ -114,6 +116,8 @@ class SimulatedFleet:
                 pace.launched()
                 progress((turn * steps + h + 1) // len(self.stacks))
             try:
+                if len(self.stacks) > 1:
+                    stack.opt.zero_grad()  # while the others have their turn
                 contributions += self._contribute(stack) if self.outer else []
             finally:  # a GPU is asked for losses only now; one that is not finite is the cause of the rest
                 losses.append(torch.stack(taken).cpu())  # (H, R)
