@@ -11,6 +11,7 @@ held-out losses. Only the first steps are left out: they compile, and record wha
 
 import argparse
 import dataclasses
+import gc
 import json
 import math
 import statistics
@@ -262,6 +263,7 @@ def main() -> None:
                 f"  memory of the fleet {result['peak_bytes_fleet'] / 2**30:.1f} GiB, "
                 f"predicted {result['predicted_bytes_fleet'] / 2**30:.1f}; {result['seconds']}"
             )
+            gc.collect()
             torch.cuda.empty_cache()
     if args.json:
         with args.json.open("a") as file:

@@ -30,11 +30,11 @@ class Replayed:
     """
 
     WARM = 2  # calls before the recording: compile, load kernels, find algorithms
+    refused = False  # once a recording has failed in this process, none is tried again
 
     def __init__(self, work: Callable[..., tuple[Tensor, ...]]) -> None:
         self.work, self.calls = work, 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.refused = False  # by this device or driver: launched one by one, then
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         self.calls += 1
@@ -49,15 +49,15 @@ class Replayed:
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         self.inputs = tuple(tensor.clone() for tensor in inputs)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what the calls before held, the graph will hold
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what the calls before held, the graph will hold
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread reads ahead
                 self.outputs = self.work(*self.inputs)
         except RuntimeError as error:  # nothing has run yet: the call goes on as those before it
             torch.cuda.set_stream(stream)
-            self.refused = True
+            Replayed.refused = True
             reason = (str(error).splitlines() or ["no reason given"])[0]
             warnings.warn(f"no CUDA graph could be recorded, so steps take longer: {reason}", stacklevel=3)
         else:

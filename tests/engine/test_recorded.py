@@ -104,6 +104,7 @@ def test_where_no_graph_can_be_recorded_work_goes_on_one_by_one(monkeypatch):
 
     before = object()
     streams = []
+    monkeypatch.setattr(gpu.Replayed, "refused", False)  # and as it was, after this test
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: before)
@@ -122,6 +123,10 @@ def test_where_no_graph_can_be_recorded_work_goes_on_one_by_one(monkeypatch):
         assert replayed(torch.tensor(10))[0] == 11
     assert replayed(torch.tensor(20))[0] == 21  # and nobody asks again
     assert [x.item() for x in seen] == [*range(gpu.Replayed.WARM), 10, 20]
+    assert streams == [before]
+    other = gpu.Replayed(work)
+    for number in range(gpu.Replayed.WARM + 1):  # no other recording is tried, and no other warning given
+        assert other(torch.tensor(number))[0] == number + 1
     assert streams == [before]
 
 

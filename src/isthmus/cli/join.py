@@ -54,7 +54,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="torch.compile for a full replica: the first step takes half a minute longer, the others less",
+        help="torch.compile for a full replica: the first step takes longer, the others less",
     )
     parser.add_argument(
         "--wait", type=float, default=60.0, metavar="SECONDS", help="how long to look for the master (60)"

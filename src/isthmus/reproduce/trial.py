@@ -95,7 +95,7 @@ def _line(
     kept = recipe.outer.rounds - recipe.finish.rounds
     return origin(row, scale, recipe, corpus, device, precision, commit) | {
         "tokens": recipe.outer.rounds * recipe.round_tokens,
-        "rounds_shared": kept if recipe.finish.rounds else 0,  # with the run that does not finish
+        "rounds_shared": kept if recipe.finish.rounds else 0,  # with the runs that finish otherwise, or not
         "seconds": round(sum(course.seconds), 3),  # without the rounds shared
         "tokens_per_second": round(recipe.round_tokens * len(later) / sum(later)) if later else 0,
         **{name: _rounded(last[name]) for name in LOSSES},
