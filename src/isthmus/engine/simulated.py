@@ -115,9 +115,8 @@ class SimulatedFleet:
                     self._check_finite(step_losses[None], stack.members, round_index, h)
                 pace.launched()
                 progress((turn * steps + h + 1) // len(self.stacks))
+            stack.opt.zero_grad()  # nobody needs them while the round ends and others have their turn
             try:
-                if len(self.stacks) > 1:
-                    stack.opt.zero_grad()  # while the others have their turn
                 contributions += self._contribute(stack) if self.outer else []
             finally:  # a GPU is asked for losses only now; one that is not finite is the cause of the rest
                 losses.append(torch.stack(taken).cpu())  # (H, R)

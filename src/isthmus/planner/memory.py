@@ -86,21 +86,19 @@ def simulator_bytes(
     replicas = recipe.num_replicas
     resident = group if parked else replicas
     shared = 1 if recipe.outer.method == "adamw" else resident
-    # Beside the replicas: gradients, the anchor, DiLoCo's momentum.
-    beside = min(shared, group) + 1 + (recipe.outer.method == "diloco")
+    # Beside the replicas: the anchor, DiLoCo's momentum.
+    beside = 1 + (recipe.outer.method == "diloco")
     weights = shared * state_bytes(recipe, precision) + int(beside * n * size)
     if precision == "bf16":  # the half-width copy of the weights; see Stack for when gradients are half too
         half_gradients = compiled and pieces == 1 and recipe.outer.method != "adamw"
         weights += 0 if half_gradients else min(shared, group) * n * 2
     sequences = group * -(-recipe.inner.batch // pieces)
-    activations = activation_bytes(recipe, precision, sequences, compiled)
-    # The work copies of the exchange, which a GPU's kernels do without for sparse payloads. They and the
-    # activations are never there together, but an allocator keeps some of what it had: on a GPU, and where
-    # replicas take turns, the sum is what was measured.
+    inner = min(shared, group) * n * size + activation_bytes(recipe, precision, sequences, compiled)
+    # The work copies of the exchange, which a GPU's kernels do without for sparse payloads. They come when
+    # gradients and activations have gone; on a GPU the little that is left was measured on top.
     exchange = 0.5 if compiled and recipe.outer.method == "sparseloco" else exchange_copies(recipe)
     copies = int(exchange * n * size)
-    together = max(activations, copies) if group == replicas and not compiled else activations + copies
-    return RUNTIME_BYTES + weights + together
+    return RUNTIME_BYTES + weights + (inner + copies if compiled else max(inner, copies))
 
 
 def plan_simulator(
