@@ -14,8 +14,8 @@ from math import comb, log2
 
 import torch
 
+from isthmus.layout.chunks import SCALE_BYTES, index_code, packed_many_bytes
 from isthmus.outer.aggregate import RunningMean
-from isthmus.sparse.size import SCALE_BYTES, index_code, packed_many_bytes
 from isthmus.sparse.topk import TopK, layout, to_chunks
 from isthmus.sparse.wire import pack_many, unpack_many
 

@@ -24,15 +24,15 @@ import torch
 from fleets import EIGHT
 
 from isthmus import gpu
-from isthmus.comm.local import LocalExchange
 from isthmus.config import Recipe, parse_recipe
 from isthmus.data.corpus import open_corpus
-from isthmus.engine.simulated import SimulatedFleet
 from isthmus.model import presets
 from isthmus.model.llama import forward, init_params, rope_table, token_losses
 from isthmus.outer.aggregate import step_many
 from isthmus.outer.feedback import contribute_many
 from isthmus.planner.memory import plan_simulator
+from isthmus.simulator.exchange import LocalExchange
+from isthmus.simulator.fleet import SimulatedFleet
 from isthmus.sparse import TopK, fused, pack_many, unpack_all
 from isthmus.sparse.topk import to_chunks
 
@@ -208,7 +208,8 @@ def train(size: str, corpus: str, rounds: int, steps: int, batch: int) -> dict[s
     attention = 6 * model.layers * model.context * model.width  # causal: half of the products
     plain_rate, fleet_rate = (statistics.median(r[i] for r in rows) for i in (0, 1))
     return {
-        "size": size, "batch": batch, "context": model.context, "inner_steps": steps, "pieces": plan.pieces,
+        "size": size, "batch": batch, "context": model.context, "inner_steps": steps,
+        "grad_accum_steps": plan.grad_accum_steps,
         "recorded": fleet.recorded,
         "plain_tokens_per_second": plain_rate, "fleet_tokens_per_second": fleet_rate,
         "fleet_to_plain": statistics.median(f / p for p, f in rows),

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from isthmus.config import Recipe, parse_recipe
-from isthmus.engine.bucket import open_ledger
-from isthmus.engine.replay import Replay
-from isthmus.engine.train import train
+from isthmus.protocol.access import open_ledger
+from isthmus.protocol.replay import Replay
+from isthmus.runtime.train import train
 
 RECIPE = """
 name = "kills"
@@ -105,8 +105,8 @@ def processes(folder: Path) -> Iterator[Process]:
             words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if not any(str(folder) in word for word in words):
                 continue
-            if "isthmus.engine.worker" in words:
-                replica = json.loads(words[words.index("isthmus.engine.worker") + 1])["replica"]
+            if "isthmus.runtime.worker" in words:
+                replica = json.loads(words[words.index("isthmus.runtime.worker") + 1])["replica"]
                 environment = dict(
                     item.split("=", 1)
                     for item in (entry / "environ").read_text(errors="replace").split("\0")
@@ -336,8 +336,8 @@ def ordeal(
     return outcome
 
 
-def check_left_over(folder: Path, patience_seconds: float = 5.0) -> list[str]:
-    deadline = time.monotonic() + patience_seconds
+def check_left_over(folder: Path, timeout_seconds: float = 5.0) -> list[str]:
+    deadline = time.monotonic() + timeout_seconds
     while (left := list(processes(folder))) and time.monotonic() < deadline:
         time.sleep(0.1)
     return [f"process {process.pid} ({process.name}) was left behind" for process in left]

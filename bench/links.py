@@ -29,16 +29,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "fleet"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import netns
 
 from isthmus.config import Recipe, parse_recipe
-from isthmus.engine.bucket import open_ledger
+from isthmus.layout.traffic import inner_step_bytes
 from isthmus.planner.auto import resolve
 from isthmus.planner.cost import step_flops
 from isthmus.planner.plan import predict
-from isthmus.traffic import inner_step_bytes
+from isthmus.protocol.access import open_ledger
 
 RECIPE = """
 name = "links"

@@ -128,7 +128,7 @@ def of_simulator(case: Case, run: RunDir) -> list[dict]:
     base = 0 if about["device_type"] == "cuda" else RUNTIME_BYTES
     line = {
         "case": case.name,
-        "process": f"simulator, {about['mode']}, {about['pieces']} pieces",
+        "process": f"simulator, {about['mode']}, {about['grad_accum_steps']} pieces",
         "base": base,
     }
     line |= {"predicted": about["predicted_bytes"], "measured": about["peak_bytes"]}

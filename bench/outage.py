@@ -17,11 +17,11 @@ from pathlib import Path
 
 from isthmus import train
 from isthmus.config import parse_recipe
-from isthmus.engine.bucket import open_ledger
-from isthmus.engine.replay import Replay
+from isthmus.protocol.access import open_ledger
+from isthmus.protocol.replay import Replay
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "comm"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 import servers  # the tests' own SeaweedFS
 from small_recipes import EDGE, RACK, recipe_text
 

@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "fleet"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import netns
 import tunlink
@@ -223,7 +223,7 @@ def recipe_of(
 
 def frame_bytes(num_stages: int) -> int:
     """One micro-batch forward, as it crosses a link."""
-    from isthmus.traffic import inner_step_bytes
+    from isthmus.layout.traffic import inner_step_bytes
 
     recipe = recipe_of(num_stages, 1)
     crossing = inner_step_bytes(recipe, recipe.fleet()[0])
@@ -257,9 +257,9 @@ def isthmus(job: dict[str, Any], m: int, port: int, backward: str) -> dict[str, 
     the agreement on the norm; what the event simulation says of the schedule; the most in flight."""
     import torch
 
-    from isthmus.comm.meeting import connect, open_store
+    from isthmus.layout.schedule import WEIGHT_SHARE, simulate_schedule
     from isthmus.replica.pipelined import PipelinedReplica
-    from isthmus.replica.schedule import WEIGHT_SHARE, simulate_schedule
+    from isthmus.replica.process_groups import connect, open_store
     from isthmus.replica.stage import Stage
 
     t, back = job["t"], (1 - FORWARD) * job["t"]

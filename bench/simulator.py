@@ -15,13 +15,13 @@ import time
 import torch
 from fleets import EIGHT
 
-from isthmus.comm.local import LocalExchange
 from isthmus.config import parse_recipe
 from isthmus.data.corpus import open_corpus
-from isthmus.engine.simulated import SimulatedFleet
 from isthmus.model import Llama
 from isthmus.model.llama import token_losses
 from isthmus.planner.memory import SimulatorPlan
+from isthmus.simulator.exchange import LocalExchange
+from isthmus.simulator.fleet import SimulatedFleet
 
 RECIPE = """
 name = "bench"

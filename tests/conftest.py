@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["command_fixtures", "store_fixtures"]
+
 # Tensors are small here; threads would only wait for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -16,7 +18,19 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # Real processes, sockets, servers and kills: on a machine that does much else, a time-out may come too early.
 # A fault of the code fails every time.
-BY_THE_CLOCK = ("fleet", "comm", "data", "cli", "doctor", "engine", "export", "replica", "reproduce", "watch")
+BY_THE_CLOCK = (
+    "fleet",
+    "protocol",
+    "store",
+    "data",
+    "cli",
+    "doctor",
+    "simulator",
+    "export",
+    "replica",
+    "experiments",
+    "page",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from isthmus.cli.main import build_parser
 from isthmus.config import PRESETS, Recipe, load_recipe, parse_recipe
-from isthmus.engine.loop import NO_SCORES, start_row
+from isthmus.simulator.rounds import NO_SCORES, start_row
 
 ROOT = Path(__file__).parents[1]
 README, METHOD = ROOT / "README.md", ROOT / "docs" / "method.md"
@@ -217,13 +217,13 @@ def test_the_fields_of_every_document_are_those_that_the_code_writes():
         fields_of.setdefault(document, set()).update(re.findall(r"`(\w+)`", second))
     package = ROOT / "src" / "isthmus"
     ledger, closer = (
-        literal_keys(package / "comm" / "ledger.py"),
-        literal_keys(package / "comm" / "closer.py"),
+        literal_keys(package / "protocol" / "ledger.py"),
+        literal_keys(package / "protocol" / "closer.py"),
     )
     entry = next(keys for keys in ledger if "norm" in keys)
     assert fields_of["run.json"] in ledger
     assert fields_of["anchor"] in ledger
-    assert fields_of["heartbeat"] in literal_keys(package / "engine" / "distributed.py")
+    assert fields_of["heartbeat"] in literal_keys(package / "runtime" / "trainer.py")
     assert fields_of["commit"] - entry in ledger
     assert entry <= fields_of["commit"]
     assert fields_of["manifest"] - {"round", "previous"} in closer

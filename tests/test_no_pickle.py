@@ -160,7 +160,7 @@ def test_a_replica_of_two_processes_trains_without_unpickling_a_byte(tmp_path: P
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["round"] == 2
     lines = [line for path in (tmp_path / "seen").iterdir() for line in path.read_text().splitlines()]
-    workers = [line for line in lines if line.startswith("started") and "isthmus.engine.worker" in line]
+    workers = [line for line in lines if line.startswith("started") and "isthmus.runtime.worker" in line]
     assert len(workers) == 2
     control = "import pickle; pickle.loads(pickle.dumps(1))"
     subprocess.run([sys.executable, "-c", control], env=environment, check=True)

@@ -6,11 +6,11 @@ __version__ = "0.1.0"
 def __getattr__(name: str):
     # torch loads only when a run is started, so that `isthmus --help` and `isthmus plan` answer at once.
     if name == "simulate":
-        from isthmus.engine.start import simulate
+        from isthmus.simulator.run import simulate
 
         return simulate
     if name == "train":
-        from isthmus.engine.train import train
+        from isthmus.runtime.train import train
 
         return train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

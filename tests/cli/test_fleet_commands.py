@@ -3,22 +3,20 @@
 import json
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# The servers of the store's own tests.
+import servers
 from small_recipes import pipelined, recipe_text, replicas
 
 from isthmus.cli.main import main
-from isthmus.comm.ledger import Ledger, read_run
-from isthmus.comm.store import open_store
-from isthmus.comm.trust import load_signer, new_secret
-from isthmus.engine import launcher
-
-# The servers of the store's own tests.
-sys.path.insert(0, str(Path(__file__).parents[1] / "comm"))
-import servers
+from isthmus.protocol.ledger import Ledger, read_run
+from isthmus.protocol.trust import load_signer, new_secret
+from isthmus.runtime import launcher
+from isthmus.store.objects import open_store
 
 RECIPE = recipe_text(
     replicas("rack") + pipelined("edge", stages=2),

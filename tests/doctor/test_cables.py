@@ -3,12 +3,9 @@
 import json
 import sys
 import time
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "fleet"))
 import netns
+import pytest
 
 ASK = """
 import json, sys

@@ -18,10 +18,10 @@ from isthmus.export.card import model_card
 from isthmus.export.folder import export
 from isthmus.export.measure import Losses, measure
 from isthmus.export.source import open_trained, pipelined_member
+from isthmus.layout.stages import boundaries
 from isthmus.model.hf import hf_name, read_config, read_params
 from isthmus.model.llama import forward, rope_table
-from isthmus.replica.crossings import crossings_of
-from isthmus.replica.split import boundaries
+from isthmus.subspace.boundaries import boundary_functions
 
 
 def some_tokens(trained, rows=3):
@@ -31,10 +31,10 @@ def some_tokens(trained, rows=3):
 
 def our_logits(trained, tokens, member=None):
     model = trained.recipe.model
-    crossings = None
+    boundary_fns = None
     if member:
-        crossings = crossings_of(trained.recipe, [member], trained.bases, trained.table, len(tokens))
-    return forward(trained.params, tokens, model, rope_table(model, tokens.shape[1]), crossings)
+        boundary_fns = boundary_functions(trained.recipe, [member], trained.bases, trained.table, len(tokens))
+    return forward(trained.params, tokens, model, rope_table(model, tokens.shape[1]), boundary_fns)
 
 
 @torch.no_grad()

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from isthmus.cli.main import main
-from isthmus.comm.ledger import Ledger, read_run
-from isthmus.comm.store import open_store
-from isthmus.engine.replay import Replay
 from isthmus.export.source import open_trained
 from isthmus.model.hf import read_config, read_params
+from isthmus.protocol.ledger import Ledger, read_run
+from isthmus.protocol.replay import Replay
+from isthmus.store.objects import open_store
 
 
 @pytest.fixture(scope="module")

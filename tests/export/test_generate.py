@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from isthmus.cli.main import main
 from isthmus.data.corpus import BUILTIN_FOLDER
 from isthmus.export.source import open_trained, pipelined_member
-from isthmus.export.speaker import Text, from_trained, open_speaker, pick
+from isthmus.export.text_generator import Text, from_trained, open_generator, pick
 from isthmus.model.decode import Decoder
 from isthmus.model.llama import forward, rope_table
-from isthmus.replica.crossings import crossings_of
+from isthmus.subspace.boundaries import boundary_functions
 
 PROMPT = "It was the best of times"
 
@@ -58,12 +58,14 @@ def test_greedy_text_through_boundaries_is_that_of_transformers(runs, tmp_path, 
 def test_the_cache_gives_the_logits_of_a_whole_forward(runs, through):
     trained = open_trained(str(runs["mixed"]))
     model, member = trained.recipe.model, pipelined_member(trained.recipe)
-    crossings = crossings_of(trained.recipe, [member], trained.bases, trained.table) if through else None
+    boundary_fns = (
+        boundary_functions(trained.recipe, [member], trained.bases, trained.table) if through else None
+    )
     tokens = trained.corpus.validation.slice(0, model.context).tolist()
-    decoder = Decoder(trained.params, model, crossings)
+    decoder = Decoder(trained.params, model, boundary_fns)
     cached = [decoder.feed(tokens[:5]), *(decoder.feed([token]) for token in tokens[5:])]
     whole = forward(
-        trained.params, torch.tensor([tokens]), model, rope_table(model, model.context), crossings
+        trained.params, torch.tensor([tokens]), model, rope_table(model, model.context), boundary_fns
     )[0, 4:]
     # bf16 on the wire: a rounding may fall to the other side.
     torch.testing.assert_close(torch.stack(cached), whole, atol=5e-4 if through else 1e-5, rtol=0)
@@ -111,15 +113,15 @@ def test_streamed_pieces_add_up_and_hold_no_half_character():
 
 
 def test_it_stops_at_the_end_of_text_at_max_tokens_and_at_a_full_context(runs):
-    speaker = from_trained(open_trained(str(runs["full"])), "auto")
-    prompt = speaker.encode(PROMPT)
+    generator = from_trained(open_trained(str(runs["full"])), "auto")
+    prompt = generator.encode(PROMPT)
     settings = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
-    free = list(speaker.tokens(prompt, 1000, **settings))
-    assert len(prompt) + len(free) == speaker.model.context
-    assert list(speaker.tokens(prompt, 4, **settings)) == free[:4]
+    free = list(generator.tokens(prompt, 1000, **settings))
+    assert len(prompt) + len(free) == generator.model.context
+    assert list(generator.tokens(prompt, 4, **settings)) == free[:4]
     from dataclasses import replace
 
-    ending = replace(speaker, end_id=free[2])
+    ending = replace(generator, end_id=free[2])
     assert list(ending.tokens(prompt, 1000, **settings)) == free[: free.index(free[2])]
 
 
@@ -178,8 +180,8 @@ def test_a_model_that_has_diverged_is_named_in_one_line(folders, tmp_path, capsy
 
 
 def test_no_prompt_starts_where_a_document_starts(runs):
-    speaker = from_trained(open_trained(str(runs["full"])), "auto")
-    assert speaker.encode("") == [speaker.end_id]
+    generator = from_trained(open_trained(str(runs["full"])), "auto")
+    assert generator.encode("") == [generator.end_id]
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path, capsys):
@@ -214,4 +216,4 @@ def test_bad_input_is_one_line_and_status_2(runs, capsys, arguments, says):
 
 def test_a_plain_folder_has_no_boundaries_to_speak_through(folders):
     with pytest.raises(ValueError, match="without boundaries"):
-        open_speaker(str(folders["full"]), "pipelined")
+        open_generator(str(folders["full"]), "pipelined")

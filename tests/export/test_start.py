@@ -9,14 +9,14 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from isthmus.cli.main import main
-from isthmus.comm.ledger import Ledger, read_run
-from isthmus.comm.store import open_store
 from isthmus.config import load_recipe
-from isthmus.engine.fleet import check_start, create
-from isthmus.engine.replay import Replay
 from isthmus.errors import ConfigError, RunError
 from isthmus.export.source import open_trained
 from isthmus.model.hf import read_config, read_params
+from isthmus.protocol.ledger import Ledger, read_run
+from isthmus.protocol.replay import Replay
+from isthmus.runtime.create import check_start, create
+from isthmus.store.objects import open_store
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_who_joins_a_run_whose_init_was_cut_short_is_told(bucket, tmp_path, caps
 
 def test_another_theta_0_is_not_taken_even_if_a_closer_signed_it(bucket, recipe, folder, tmp_path):
     """run.json names the digest: a closer's signature is not enough."""
-    from isthmus.comm.trust import load_signer
+    from isthmus.protocol.trust import load_signer
 
     ledger = ledger_of(bucket)
     ledger.signer = load_signer(tmp_path / "keys" / "rack.key", "rack")

@@ -18,21 +18,21 @@ from faults import kills
 from small_recipes import EDGE, recipe_text, replicas
 from torch.testing import assert_close
 
-from isthmus.comm import closer
-from isthmus.comm.crew import SoloCrew
-from isthmus.comm.ledger import Ledger, read_run
-from isthmus.comm.store import open_store
-from isthmus.comm.trust import load_signer
 from isthmus.config import Recipe, parse_recipe
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.data.tokens import Batches
-from isthmus.engine import checkpoint
-from isthmus.engine.distributed import RealFleet
-from isthmus.engine.fleet import check_not_taken, create
-from isthmus.engine.loop import run_rounds
-from isthmus.engine.pulse import Watch
 from isthmus.errors import ConfigError, RunError
+from isthmus.model import checkpoint
+from isthmus.outer.rounds import run_rounds
+from isthmus.protocol import closer
+from isthmus.protocol.ledger import Ledger, read_run
+from isthmus.protocol.trust import load_signer
+from isthmus.replica.control_group import SingleProcess
 from isthmus.replica.full import FullReplica
+from isthmus.runtime.create import check_not_taken, create
+from isthmus.runtime.liveness import Watchdog
+from isthmus.runtime.trainer import RealFleet
+from isthmus.store.objects import open_store
 
 ROUNDS = 4
 
@@ -74,7 +74,7 @@ class Seat:
         self.recipe, self.folder, self.name = recipe, folder, name
         self.said: list[str] = []
 
-    def come(self, crew=None) -> RealFleet:
+    def come(self, control=None) -> RealFleet:
         store = open_store(str(self.folder / "bucket"))
         ledger = Ledger(
             store, read_run(store), load_signer(self.folder / "keys" / f"{self.name}.key", self.name)
@@ -91,7 +91,7 @@ class Seat:
             member,
             replica,
             ledger,
-            crew or SoloCrew(),
+            control or SingleProcess(),
             cpu,
             work,
             "0123456789abcdef",
@@ -278,7 +278,7 @@ def test_stages_whose_newest_rounds_differ_take_up_the_newest_that_both_have(tmp
 def test_a_watch_tells_silence_from_a_new_start_and_from_its_own_sleep(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    pulse, watch = tmp_path / "alive", Watch()
+    pulse, watch = tmp_path / "alive", Watchdog()
     pulse.write_text("7")
     assert watch.look({pulse: 7}) == {pulse: 0.0}
     now[0] += 4

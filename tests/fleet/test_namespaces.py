@@ -15,7 +15,7 @@ import netns
 import pytest
 
 from isthmus.config import parse_recipe
-from isthmus.traffic import inner_step_bytes, outer_bytes
+from isthmus.layout.traffic import inner_step_bytes, outer_bytes
 
 RECIPE = """
 name = "cables"
@@ -68,7 +68,7 @@ for _ in range(300):
 """
 TELL = """
 import json, sys
-from isthmus.engine.bucket import open_ledger
+from isthmus.protocol.access import open_ledger
 ledger = open_ledger(sys.argv[1])
 rounds = [ledger.manifest(t) for t in range(1, ledger.last_round() + 1)]
 facts = {e.replica: [] for e in rounds[0].entries}
@@ -81,7 +81,7 @@ print(json.dumps({"facts": facts, "farewells": farewells}))
 
 
 @dataclass
-class Told:
+class WorkerStatus:
     """The run as its bucket and its cables tell it."""
 
     facts: dict[str, list[dict]]  # replica -> what it said with each commit
@@ -123,7 +123,7 @@ def environment(host: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def told(tmp_path_factory: pytest.TempPathFactory) -> WorkerStatus:
     if reason := netns.reason_to_skip():
         pytest.skip(reason)
     pytest.importorskip("moto.server", reason="moto is not installed")
@@ -154,7 +154,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         sent = {replica: network.counted(cable) for replica, cable in stage_cables.items()}
         hub = {name: network.counted(cable) for name, cable in to_hub.items()}
         by_replica = {"open": hub["o0"] + hub["o1"], "edge": hub["e0"] + hub["e1"]}
-        return Told(story["facts"], story["farewells"], sent, by_replica, logs)
+        return WorkerStatus(story["facts"], story["farewells"], sent, by_replica, logs)
 
 
 def test_join_on_both_sides_of_a_thin_link_trains(told):

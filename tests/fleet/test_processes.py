@@ -4,8 +4,8 @@ from small_recipes import recipe_text, replicas
 
 from isthmus import simulate, train
 from isthmus.config import parse_recipe
-from isthmus.engine.bucket import open_ledger
-from isthmus.engine.replay import Replay
+from isthmus.protocol.access import open_ledger
+from isthmus.protocol.replay import Replay
 
 RECIPE = recipe_text(
     replicas("node", processes=2) + replicas("rack"),

@@ -18,12 +18,12 @@ from small_recipes import EDGE, RACK, recipe_text
 from isthmus import train
 from isthmus.cli.main import main
 from isthmus.config import parse_recipe
-from isthmus.engine.bucket import bucket_of, open_ledger
-from isthmus.engine.fleet import Machines
-from isthmus.engine.follower import Follower
-from isthmus.engine.launcher import hold
-from isthmus.engine.resumed import Voice, keys_of
+from isthmus.protocol.access import bucket_of, open_ledger
 from isthmus.runlog import TIMING_FIELDS, RunDir
+from isthmus.runtime.launcher import hold
+from isthmus.runtime.recorder import Recorder
+from isthmus.runtime.resume import StartingHeartbeats, keys_of
+from isthmus.runtime.supervisor import LocalSupervisor
 
 ROUNDS = 5
 ALONE = recipe_text(
@@ -214,15 +214,15 @@ def test_ended_in_every_way_and_resumed_it_ends_in_the_same_bits(straight, fleet
 
 
 def test_ctrl_c_while_a_round_is_scored_loses_no_row(tmp_path, monkeypatch):
-    scores, rounds = Follower._scores, []
+    scores, rounds = Recorder._scores, []
 
-    def struck(follower: Follower) -> dict:
-        rounds.append(follower.replay.round)
+    def struck(recorder: Recorder) -> dict:
+        rounds.append(recorder.replay.round)
         if len(rounds) == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return scores(follower)
+        return scores(recorder)
 
-    monkeypatch.setattr(Follower, "_scores", struck)
+    monkeypatch.setattr(Recorder, "_scores", struck)
     results = train(parse_recipe(ALONE), tmp_path / "run", device="cpu", quiet=True)
     assert [row["round"] for row in results.rows] == rounds == list(range(len(rounds)))
     assert 1 < len(rounds) <= ROUNDS
@@ -236,7 +236,9 @@ def here(straight, tmp_path, monkeypatch) -> Path:
     (tmp_path / "again.toml").write_text(RECIPE)
     RunDir.open(tmp_path / "run").update_about(status="running")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("isthmus.engine.fleet.Machines.start_all", lambda machines: pytest.fail("started"))
+    monkeypatch.setattr(
+        "isthmus.runtime.supervisor.LocalSupervisor.start_all", lambda machines: pytest.fail("started")
+    )
     return tmp_path
 
 
@@ -325,7 +327,7 @@ def test_a_run_that_still_runs_is_not_started_twice(here, capsys):
 
 def test_nobody_speaks_for_a_replica_that_is_up_or_has_left_nor_longer_than_said(here, monkeypatch):
     run, ledger = RunDir.open("run"), open_ledger("run")
-    machines = Machines(run.recipe, bucket_of(run), run.path.resolve())
+    machines = LocalSupervisor(run.recipe, bucket_of(run), run.path.resolve())
 
     def spoken() -> dict[str, tuple]:
         return {name: ledger.heartbeat(name) for name in ("rack", "edge")}
@@ -335,7 +337,7 @@ def test_nobody_speaks_for_a_replica_that_is_up_or_has_left_nor_longer_than_said
         time.sleep(1.5)  # three heartbeats
         return spoken()[part] != before
 
-    with Voice(ledger, machines, keys_of(run)) as voice:
+    with StartingHeartbeats(ledger, machines, keys_of(run)) as voice:
         assert {beat[0]["state"] for beat in spoken().values()} == {"starting"}
         assert said("edge")
         (machines.work(machines.parts[0]) / "incarnation").write_text("of its own")
@@ -343,10 +345,10 @@ def test_nobody_speaks_for_a_replica_that_is_up_or_has_left_nor_longer_than_said
         machines.processes["edge"].wait()
         voice.join(5)
         assert not voice.is_alive()
-    monkeypatch.setattr("isthmus.engine.resumed.PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr("isthmus.runtime.resume.TIMEOUT_SECONDS", 1.0)
     machines.processes["edge"] = subprocess.Popen(["false"])  # it fails, and will be started again
     machines.processes["edge"].wait()
-    with Voice(ledger, machines, keys_of(run)) as voice:
+    with StartingHeartbeats(ledger, machines, keys_of(run)) as voice:
         assert said("edge")
         voice.join(5)
         assert list(voice.starting) == machines.parts

@@ -14,14 +14,14 @@ from small_recipes import pipelined, recipe_text, replicas
 from torch import Tensor
 
 from isthmus import simulate
-from isthmus.comm.ledger import Ledger, read_run
-from isthmus.comm.store import open_store
 from isthmus.config import Recipe, parse_recipe
-from isthmus.engine.replay import Replay
-from isthmus.engine.simulated import SimulatedFleet
-from isthmus.engine.train import train
+from isthmus.layout.traffic import round_bytes
+from isthmus.protocol.ledger import Ledger, read_run
+from isthmus.protocol.replay import Replay
 from isthmus.runlog import totals
-from isthmus.traffic import round_bytes
+from isthmus.runtime.train import train
+from isthmus.simulator.fleet import SimulatedFleet
+from isthmus.store.objects import open_store
 
 ROUNDS = 3
 RUN = recipe_text(

@@ -10,12 +10,12 @@ import pytest
 from isthmus.cli.main import main
 from isthmus.config import Member, parse_recipe
 from isthmus.errors import ConfigError
+from isthmus.layout.schedule import deep, depths, simulate_schedule
+from isthmus.layout.traffic import inner_step_bytes
 from isthmus.planner.auto import BUSY, LADDER, pick, resolve, rungs
 from isthmus.planner.paper_loss import LOSSES, loss_at
 from isthmus.planner.plan import predict
 from isthmus.planner.step import FORWARD_SHARE, compute_of, steady_pace
-from isthmus.replica.schedule import deep, depths, simulate_schedule
-from isthmus.traffic import inner_step_bytes
 
 TEXT = """
 name = "auto"
@@ -61,7 +61,7 @@ def edge(*overrides):
     return recipe, recipe.replicas[1]
 
 
-def crossing(recipe, replica, compression):
+def boundary_function(recipe, replica, compression):
     """Seconds of one micro-batch on one link, forward."""
     member = Member(0, replica.name, replace(replica, compression=compression))
     sent = inner_step_bytes(recipe, member)
@@ -85,7 +85,7 @@ def test_the_pick_leaves_the_link_under_95_percent_busy_and_the_next_milder_woul
     at = LADDER.index(chosen.compression)
 
     def busy(compression):
-        link = crossing(recipe, replica, compression)
+        link = boundary_function(recipe, replica, compression)
         return link / max(slowest, link)
 
     assert chosen.rung.busy == pytest.approx(busy(chosen.compression))
@@ -142,8 +142,8 @@ def test_the_ladder_ends_where_the_width_has_no_more_dimensions():
 
 
 def test_everything_that_starts_a_run_resolves_the_same_value(tmp_path):
-    from isthmus.engine.fleet import create
-    from isthmus.engine.start import simulate
+    from isthmus.runtime.create import create
+    from isthmus.simulator.run import simulate
 
     recipe = parse_recipe(NANO)
     resolved, (chosen,) = resolve(recipe)

@@ -3,8 +3,8 @@
 import pytest
 
 from isthmus.config import parse_recipe
+from isthmus.layout.traffic import inner_step_bytes, outer_bytes
 from isthmus.planner.cost import exchange_seconds, inner_step_seconds, round_seconds
-from isthmus.traffic import inner_step_bytes, outer_bytes
 
 TEXT = """
 name = "t"

@@ -29,13 +29,13 @@ def planned(gib, **how):
 
 def test_everything_is_stacked_where_it_fits():
     _, plan = planned(1000)
-    assert (plan.group, plan.pieces, plan.parked) == (8, 1, False)
+    assert (plan.group, plan.grad_accum_steps, plan.parked) == (8, 1, False)
 
 
 def test_a_batch_is_cut_before_replicas_take_turns():
     _, plan = planned(139)
     assert plan.group == 8
-    assert plan.pieces > 1
+    assert plan.grad_accum_steps > 1
 
 
 def test_replicas_take_turns_and_wait_on_the_host_when_nothing_else_fits():
@@ -43,7 +43,7 @@ def test_replicas_take_turns_and_wait_on_the_host_when_nothing_else_fits():
     assert plan.group < 8
     assert plan.parked
     assert plan.predicted_bytes <= 16 * GIB
-    unparked = simulator_bytes(recipe, "bf16", plan.group, plan.pieces, False, True)
+    unparked = simulator_bytes(recipe, "bf16", plan.group, plan.grad_accum_steps, False, True)
     assert unparked > 16 * GIB
 
 

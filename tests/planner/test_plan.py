@@ -13,11 +13,11 @@ from isthmus.cli import plan as command
 from isthmus.cli.main import Parser
 from isthmus.config import load_recipe, parse_recipe
 from isthmus.errors import ConfigError
+from isthmus.layout.traffic import round_bytes, shard_bytes
 from isthmus.planner.cost import inner_step_seconds
 from isthmus.planner.memory import process_memory
 from isthmus.planner.plan import Prices, machines_of, predict
 from isthmus.planner.scale import scale
-from isthmus.traffic import round_bytes, shard_bytes
 
 ROOT = Path(__file__).parents[2]
 DEMO, MIXED = ROOT / "recipes" / "demo.toml", ROOT / "recipes" / "512m-het-half-k192.toml"

@@ -9,8 +9,8 @@ import pytest
 from isthmus.cli.main import main
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
+from isthmus.layout.traffic import shard_bytes
 from isthmus.planner.scale import aggregate_ratio, expected_union, pays_from, scale, with_replicas
-from isthmus.traffic import shard_bytes
 
 ROOT = Path(__file__).parents[2]
 MIXED = ROOT / "recipes" / "512m-het-half-k192.toml"

@@ -325,7 +325,7 @@ def test_a_large_list_is_answered_in_seconds_and_without_torch(tmp_path):
 
 def test_a_suggested_recipe_runs(tmp_path):
     """Machines too small for a whole nano model with a large batch, on thin links; two rounds of it."""
-    from isthmus.engine.start import simulate
+    from isthmus.simulator.run import simulate
 
     settings = "outer.rounds=2", "outer.inner_steps=15", "data.eval_batches=1", "inner.batch=16"
     memory_gb = 0.99 * largest("nano", 1, site("a"), *settings) / (1 - SPARE) / 1e9

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_stage import FP32, RECIPE, batches_of, relative, simulated, trained
 
-from isthmus.comm.meeting import open_store
 from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError, RunError
 from isthmus.replica.full import FullReplica, share_batches
+from isthmus.replica.process_groups import open_store
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -27,13 +27,15 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("grad_accum_steps", [1, 2])
 @pytest.mark.parametrize(("settings", "precision"), [([], "fp64"), (FP32, "fp32")])
-def test_a_full_replica_is_the_simulated_one(settings, precision, pieces):
+def test_a_full_replica_is_the_simulated_one(settings, precision, grad_accum_steps):
     recipe = parse_recipe(RECIPE, settings)
     member = recipe.fleet()[0]
     seen, weights = simulated(recipe, member, precision)
-    replica = FullReplica(recipe, member, batches_of(recipe), precision=precision, pieces=pieces)
+    replica = FullReplica(
+        recipe, member, batches_of(recipe), precision=precision, grad_accum_steps=grad_accum_steps
+    )
     ours, params = trained(recipe, replica, precision)
     tolerance = 1e-9 if precision == "fp64" else 1e-5
     assert relative(params, weights) < tolerance
@@ -70,7 +72,7 @@ def test_a_restored_replica_goes_on_as_if_never_stopped():
 
 def test_a_batch_that_the_processes_do_not_divide_is_refused():
     recipe = parse_recipe(RECIPE)
-    with pytest.raises(ConfigError, match="3 processes in 1 pieces do not"):
+    with pytest.raises(ConfigError, match="3 processes in 1 accumulation steps do not"):
         FullReplica(recipe, recipe.fleet()[0], batches_of(recipe), num_processes=3)
 
 
@@ -85,7 +87,7 @@ def train_shared(rank, port, folder):
         recipe.fleet()[0],
         batches_of(recipe),
         precision="fp64",
-        pieces=2,
+        grad_accum_steps=2,
         rank=rank,
         num_processes=2,
     )

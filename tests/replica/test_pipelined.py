@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_stage import FP32, RECIPE, batches_of, relative, simulated, trained
 
-from isthmus.comm.meeting import connect, open_store
 from isthmus.config import parse_recipe
 from isthmus.errors import RunError
+from isthmus.layout.traffic import inner_step_bytes
 from isthmus.replica.pipelined import FIRST_LOOK, LOOK_EVERY, PipelinedReplica
+from isthmus.replica.process_groups import connect, open_store
 from isthmus.replica.stage import Stage
-from isthmus.traffic import inner_step_bytes
 
 SPAWN = multiprocessing.get_context("spawn")
 CASES = {  # settings and precision
@@ -61,7 +61,7 @@ def train_cases(stage, ports, folder):
         chosen = [torch.tensor(replica.depths)]
         seen, params = trained(recipe, replica, precision)
         chosen.append(torch.tensor(replica.depths))
-        counts = replica.take_counts()
+        counts = replica.pop_counts()
         replica.close()
         about = {
             "seen": seen,

@@ -10,14 +10,14 @@ from isthmus.config import parse_recipe
 from isthmus.data.corpus import open_corpus
 from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError
+from isthmus.layout.stages import EMBEDDING
+from isthmus.layout.traffic import inner_step_bytes
 from isthmus.model.llama import init_params
 from isthmus.replica.base import types_of
-from isthmus.replica.crossings import BasisSet
 from isthmus.replica.pipelined import PipelinedReplica
-from isthmus.replica.split import EMBEDDING
 from isthmus.replica.stack import Stack
 from isthmus.replica.stage import Stage
-from isthmus.traffic import inner_step_bytes
+from isthmus.subspace.boundaries import BasisSet
 
 RECIPE = recipe_text(
     replicas("rack") + pipelined("edge", stages=4, compression="1/4", wire="fp64"),
@@ -145,10 +145,10 @@ def test_bytes_between_stages_are_those_that_traffic_predicts(settings):
     member = recipe.fleet()[1]
     replica = PipelinedReplica.in_one_process(recipe, member, batches_of(recipe), precision="fp64")
     replica.inner_step(0)
-    counts = replica.take_counts()
+    counts = replica.pop_counts()
     assert counts.pop("control") == 2 * 3 * 40
     assert counts == inner_step_bytes(recipe, member)
-    assert not any(replica.take_counts().values())
+    assert not any(replica.pop_counts().values())
 
 
 def test_a_restored_replica_goes_on_as_if_never_stopped():

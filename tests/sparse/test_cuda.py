@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from isthmus.layout.chunks import KINDS
 from isthmus.outer import aggregate, aggregate_many, feed_back_many
 from isthmus.sparse import TopK, pack_many, unpack_many
-from isthmus.sparse.size import KINDS
 
 pytestmark = [
     pytest.mark.gpu,

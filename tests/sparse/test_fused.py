@@ -10,11 +10,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
+from isthmus.layout.chunks import HEADER_BYTES
 from isthmus.outer.aggregate import RunningMean, aggregate_many, step_many
 from isthmus.outer.feedback import contribute_many, feed_back_many
 from isthmus.sparse import TopK, fused, pack_many, unpack_all, unpack_many
 from isthmus.sparse.quantize import two_levels
-from isthmus.sparse.size import HEADER_BYTES
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus.layout.chunks import layout
 from isthmus.sparse import TopK, chunk_shape, from_chunks, kept, to_chunks
 from isthmus.sparse import topk as topk_module
-from isthmus.sparse.size import layout
 from isthmus.sparse.topk import in_padding, largest
 
 AWKWARD = [
@@ -196,5 +196,5 @@ def test_transposed_bf16_and_graph_tensors_are_encoded():
 
 
 def test_sizes_need_no_torch():
-    code = "import sys, isthmus.sparse, isthmus.sparse.size; sys.exit('torch' in sys.modules)"
+    code = "import sys, isthmus.sparse, isthmus.layout.chunks; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

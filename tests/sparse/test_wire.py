@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus.layout.chunks import KINDS, index_code
 from isthmus.sparse import (
     SparseChunks,
     TopK,
@@ -22,7 +23,6 @@ from isthmus.sparse import (
     unpack,
     unpack_many,
 )
-from isthmus.sparse.size import KINDS, index_code
 from isthmus.sparse.topk import in_padding
 
 

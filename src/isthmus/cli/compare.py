@@ -30,8 +30,8 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from isthmus.dashboard import plot
-    from isthmus.dashboard.compare import check_metric, differences, preamble, read_runs, table
+    from isthmus.page import plot
+    from isthmus.page.compare import check_metric, differences, preamble, read_runs, table
 
     check_metric(args.metric)
     path = args.plot or (None if args.json else Path("compare.png"))

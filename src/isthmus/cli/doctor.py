@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from isthmus.config import PRESETS
 from isthmus.config.checks import choice
-from isthmus.dashboard.words import duration, size
 from isthmus.errors import ConfigError
+from isthmus.runlog.words import duration, size
 
 if TYPE_CHECKING:
     from isthmus.doctor.role import Fit
@@ -108,7 +108,7 @@ def read_targets(targets: list[str]) -> tuple[list[str], list[tuple[str, int]]]:
     for target in targets:
         if "/" in target or target.startswith("~") or Path(target).is_dir():
             with contextlib.suppress(ImportError):  # without obstore the check will fail, and say why
-                from isthmus.comm.place import parse_url
+                from isthmus.store.url import parse_url
 
                 parse_url(target)
             buckets.append(target)

@@ -73,26 +73,26 @@ def harmless(text: str) -> str:
 
 def generate(args: argparse.Namespace) -> int:
     check(args)
-    from isthmus.engine.start import pick_device
-    from isthmus.export.speaker import Text, open_speaker
+    from isthmus.export.text_generator import Text, open_generator
+    from isthmus.simulator.run import pick_device
 
-    speaker = open_speaker(args.source, args.as_, args.corpus, str(pick_device(args.device)))
-    prompt = speaker.encode(args.prompt)
-    if len(prompt) > speaker.model.context:
+    generator = open_generator(args.source, args.as_, args.corpus, str(pick_device(args.device)))
+    prompt = generator.encode(args.prompt)
+    if len(prompt) > generator.model.context:
         raise ConfigError(
-            f"the prompt has {len(prompt)} tokens, the model's context {speaker.model.context}; shorten it"
+            f"the prompt has {len(prompt)} tokens, the model's context {generator.model.context}; shorten it"
         )
-    if len(prompt) == speaker.model.context:
+    if len(prompt) == generator.model.context:
         raise ConfigError(f"the prompt fills the context of {len(prompt)} tokens; shorten it")
-    print(f"isthmus: {speaker.about}", file=sys.stderr)
+    print(f"isthmus: {generator.about}", file=sys.stderr)
     live = not args.json
     shown = harmless if sys.stdout.isatty() else str
     if live:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" for it
         print(shown(args.prompt), end="", flush=True)
-    text, parts, count, started = Text(speaker.tokenizer, prompt), [], 0, time.monotonic()
-    for token in speaker.tokens(
+    text, parts, count, started = Text(generator.tokenizer, prompt), [], 0, time.monotonic()
+    for token in generator.tokens(
         prompt, args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
     ):
         count += 1
@@ -102,7 +102,7 @@ def generate(args: argparse.Namespace) -> int:
     parts.append(text.rest())
     seconds = time.monotonic() - started
     ended = "end of text"
-    if len(prompt) + count == speaker.model.context:
+    if len(prompt) + count == generator.model.context:
         ended = "context full"
     elif count == args.max_tokens:
         ended = "max tokens"

@@ -38,7 +38,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def init(args: argparse.Namespace) -> int:
     recipe, picks = resolve(load_recipe(args.recipe, args.set))
-    from isthmus.engine.fleet import create
+    from isthmus.runtime.create import create
 
     keys = Path(args.keys or Path("keys") / recipe.name)
     closers = list(dict.fromkeys(name.strip() for name in args.closers.split(","))) if args.closers else None

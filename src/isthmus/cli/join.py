@@ -98,20 +98,20 @@ def register(commands: argparse._SubParsersAction) -> None:
 def join(args: argparse.Namespace) -> int:
     # c10d would print C++ stack traces whenever a neighbour goes away; our own line says who it was.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from isthmus.engine.pulse import Pulse, launcher_pulse
-    from isthmus.engine.worker import WorkerConfig, die_with_parent, logger
+    from isthmus.runtime.liveness import AliveFile, launcher_alive_file
+    from isthmus.runtime.worker import WorkerConfig, die_with_parent, logger
 
     if args.supervised:  # before the long imports: also while it starts, a launcher can be stopped
         die_with_parent(args.supervised)
-        Pulse(Path(args.work) / launcher_pulse(args.stage)).start()
-    from isthmus.comm.ledger import Ledger, read_run
-    from isthmus.comm.meeting import check_private
-    from isthmus.comm.retry import StoreError
-    from isthmus.comm.store import open_store
-    from isthmus.engine.bucket import check_key, find_member
-    from isthmus.engine.fleet import check_corpus, check_not_taken, check_start, check_trainable
-    from isthmus.engine.launcher import run_replica
-    from isthmus.engine.start import pick_device
+        AliveFile(Path(args.work) / launcher_alive_file(args.stage)).start()
+    from isthmus.protocol.access import check_key, find_member
+    from isthmus.protocol.ledger import Ledger, read_run
+    from isthmus.replica.process_groups import check_private
+    from isthmus.runtime.create import check_corpus, check_not_taken, check_start, check_trainable
+    from isthmus.runtime.launcher import run_replica
+    from isthmus.simulator.run import pick_device
+    from isthmus.store.objects import open_store
+    from isthmus.store.retry import StoreError
 
     store = open_store(args.url, create=False)
     run = read_run(store)
@@ -193,7 +193,7 @@ def check_compiles(member: "Member", device: "torch.device") -> None:
 
 
 def leave(args: argparse.Namespace) -> int:
-    from isthmus.engine.bucket import check_key, find_member, open_ledger
+    from isthmus.protocol.access import check_key, find_member, open_ledger
 
     ledger = open_ledger(args.url)
     find_member(ledger.run, args.replica)
@@ -214,9 +214,9 @@ def address(master: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def find_master(host: str, port: int, patience_seconds: float, replica: str) -> None:
+def find_master(host: str, port: int, timeout_seconds: float, replica: str) -> None:
     """A later stage looks for stage 0 before it starts anything."""
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + timeout_seconds
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
@@ -224,7 +224,7 @@ def find_master(host: str, port: int, patience_seconds: float, replica: str) -> 
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"replica {replica}: no stage 0 at {host}:{port} within {patience_seconds:g} s "
+                    f"replica {replica}: no stage 0 at {host}:{port} within {timeout_seconds:g} s "
                     f"({error.strerror or 'no answer'}); start it there, or correct --master"
                 ) from None
             time.sleep(0.5)

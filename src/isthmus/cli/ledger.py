@@ -61,7 +61,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def show(args: argparse.Namespace) -> int:
-    from isthmus.engine.bucket import open_ledger
+    from isthmus.protocol.access import open_ledger
 
     ledger = open_ledger(args.url)
     rows = []
@@ -94,9 +94,9 @@ def show(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    from isthmus.comm.digest import anchor_digest, shard_digest
-    from isthmus.engine.bucket import open_ledger
-    from isthmus.engine.replay import Replay
+    from isthmus.model.digest import anchor_digest, shard_digest
+    from isthmus.protocol.access import open_ledger
+    from isthmus.protocol.replay import Replay
 
     ledger = open_ledger(args.url)
     last = ledger.last_round()
@@ -129,9 +129,9 @@ def _has_payloads(ledger: Any, t: int) -> bool:
 
 
 def rebuild(args: argparse.Namespace) -> int:
-    from isthmus.engine.bucket import find_member, open_ledger
-    from isthmus.engine.checkpoint import save_tensors
-    from isthmus.engine.replay import Replay
+    from isthmus.model.checkpoint import save_tensors
+    from isthmus.protocol.access import find_member, open_ledger
+    from isthmus.protocol.replay import Replay
 
     target = Path(args.to)
     if target.exists():
@@ -167,7 +167,7 @@ def _sound_anchors(ledger: Any, count: int) -> list[int]:
 
 
 def sweep(args: argparse.Namespace) -> int:
-    from isthmus.engine.bucket import open_ledger
+    from isthmus.protocol.access import open_ledger
 
     ledger = open_ledger(args.url)
     anchors = _sound_anchors(ledger, 2)

@@ -205,10 +205,14 @@ def read_prices(args: argparse.Namespace) -> "Prices | None":
 
 
 def figure(args: argparse.Namespace) -> int:
-    from isthmus.planner import figures
+    from isthmus.cli.reproduce import WHERE, find_experiments
+
+    if not find_experiments():
+        raise ConfigError(WHERE)
+    from experiments import paper_figures
 
     path = args.to or Path(f"plan-{args.figure}.png")
-    facts = figures.draw(args.figure, path)
+    facts = paper_figures.draw(args.figure, path)
     print(json.dumps({"figure": str(path), **facts}, indent=2) if args.json else f"Figure: {path}")
     return 0
 

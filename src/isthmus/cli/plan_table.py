@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from isthmus.config import Recipe
-from isthmus.dashboard.words import count, duration, fleet_in_words, rate, size
+from isthmus.runlog.words import count, duration, fleet_in_words, rate, size
 
 if TYPE_CHECKING:
     from isthmus.planner.plan import Forecast, KindForecast

@@ -30,9 +30,9 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    from isthmus.dashboard.actual import compare
-    from isthmus.dashboard.report import write_report
     from isthmus.errors import ConfigError
+    from isthmus.page.actual import compare
+    from isthmus.page.report import write_report
     from isthmus.runlog import RunDir, summary, totals
 
     bucket = "://" in args.run_dir or (Path(args.run_dir) / "run.json").is_file()
@@ -43,10 +43,10 @@ def report(args: argparse.Namespace) -> int:
             else f"{args.run_dir} is no bucket of a run; leave --to out"
         )
     if bucket:
-        from isthmus.engine.bucket import open_ledger
-        from isthmus.engine.follower import write_told
+        from isthmus.protocol.access import open_ledger
+        from isthmus.runtime.recorder import write_from_bucket
 
-        write_told(open_ledger(args.run_dir), args.to)
+        write_from_bucket(open_ledger(args.run_dir), args.to)
     path = write_report(args.to or args.run_dir)
     run = RunDir.open(path.parent)
     if args.json:

@@ -11,7 +11,7 @@ from isthmus.errors import ConfigError
 from isthmus.runlog import RunDir, summary
 
 if TYPE_CHECKING:
-    from isthmus.engine.start import Results
+    from isthmus.simulator.run import Results
 
 EPILOG = """examples:
   isthmus simulate recipes/demo.toml
@@ -62,8 +62,8 @@ def simulate(args: argparse.Namespace) -> int:
             "--resume goes on with the run as it was; --set, --run and --mode are for a new one"
         )
     recipe = load_recipe(args.recipe, args.set) if args.recipe else None
-    from isthmus.engine.start import resume
-    from isthmus.engine.start import simulate as start
+    from isthmus.simulator.run import resume
+    from isthmus.simulator.run import simulate as start
 
     if args.resume:
         results = resume(args.resume, device=args.device, quiet=args.quiet)

@@ -21,7 +21,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def status(args: argparse.Namespace) -> int:
-    from isthmus.engine.bucket import open_ledger
+    from isthmus.protocol.access import open_ledger
 
     facts = gather(open_ledger(args.url))
     print(json.dumps(facts, indent=2) if args.json else table(facts))
@@ -82,7 +82,7 @@ def gather(ledger: Any) -> dict[str, Any]:
 
 def clock(store: Any) -> float:
     """The store's, or this machine's for those who may only read."""
-    from isthmus.comm.retry import StoreError
+    from isthmus.store.retry import StoreError
 
     try:
         return store.now()

@@ -44,8 +44,8 @@ def train(args: argparse.Namespace) -> int:
         raise ConfigError("--resume goes on with the run as it was; --set and --run are for a new one")
     recipe = load_recipe(args.recipe, args.set) if args.recipe else None
     from isthmus.cli.simulate import tell
-    from isthmus.engine.train import how_to_go_on, resume
-    from isthmus.engine.train import train as start
+    from isthmus.runtime.train import how_to_go_on, resume
+    from isthmus.runtime.train import train as start
 
     if args.resume:
         results = resume(args.resume, device=args.device, quiet=args.quiet)

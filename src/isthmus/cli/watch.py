@@ -36,9 +36,9 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def watch(args: argparse.Namespace) -> int:
     from isthmus.errors import ConfigError
-    from isthmus.watch.server import Server, Watcher
-    from isthmus.watch.source import open_source
-    from isthmus.watch.tensorboard import EventWriter
+    from isthmus.page.server import Server, Watcher
+    from isthmus.page.source import open_source
+    from isthmus.page.tensorboard import EventWriter
 
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port is {args.port}; a port is 0 to 65535, 0 for any free one")

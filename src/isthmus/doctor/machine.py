@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from isthmus.dashboard.words import size
 from isthmus.doctor.checks import Check
+from isthmus.runlog.words import size
 
 LEAST_FREE_BYTES = 10**9  # less is gone after a few saved rounds even of a small model
 MOST_WRITTEN_BYTES = 256 << 20

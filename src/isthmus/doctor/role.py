@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from isthmus.config import PRESETS, InnerConfig, OuterConfig, Recipe, ReplicaConfig
+from isthmus.layout.schedule import depths
 from isthmus.planner.cost import step_flops
 from isthmus.planner.memory import process_memory
-from isthmus.replica.schedule import depths
 
 BATCH = InnerConfig().batch
 ROUND_STEPS = OuterConfig().inner_steps

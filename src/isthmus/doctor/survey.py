@@ -100,7 +100,7 @@ def survey(
     bucket_ok = True
     for url in buckets:
         try:
-            from isthmus.doctor.bucket import check_bucket
+            from isthmus.doctor.store_checks import check_bucket
         except ImportError:
             cure = "install it: pip install -c constraints.txt obstore"
             checks, rate = [Check(name=url, ok=False, words="obstore is not installed", cure=cure)], None

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.config import Member
-from isthmus.engine.start import pick_device
 from isthmus.errors import ConfigError
 from isthmus.export.card import model_card
 from isthmus.export.hf import check_target, write_folder
 from isthmus.export.measure import WORSE, Losses, measure
 from isthmus.export.source import Trained, open_trained, pipelined_member
+from isthmus.simulator.run import pick_device
 
 
 @dataclass(frozen=True, slots=True)

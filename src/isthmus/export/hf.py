@@ -17,8 +17,8 @@ from isthmus.data.manifest import sync_folder
 from isthmus.data.tokenizer import load
 from isthmus.errors import ConfigError
 from isthmus.export.source import Trained
+from isthmus.layout.stages import EMBEDDING, boundaries
 from isthmus.model.hf import CONFIG, PIPELINED, WEIGHTS, hf_config, hf_name
-from isthmus.replica.split import EMBEDDING, boundaries
 
 MODELING = Path(__file__).with_name("modeling_isthmus.py")
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}

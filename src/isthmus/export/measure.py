@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from isthmus.engine.evaluate import Scorer
 from isthmus.export.source import Trained
 from isthmus.model.llama import forward, token_losses
+from isthmus.replica.evaluate import Scorer
 
 WORSE = 0.02  # a plain model may be this share worse than what the run trained
 

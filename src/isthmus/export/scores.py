@@ -9,17 +9,17 @@ import torch
 
 from isthmus.data.corpus import open_corpus
 from isthmus.data.tokens import validation_batches
-from isthmus.engine.start import pick_device
 from isthmus.errors import ConfigError
 from isthmus.export.card import model_card
 from isthmus.export.harness import require_harness, run_harness
 from isthmus.export.hf import write_folder
 from isthmus.export.measure import WORSE, bits_per_byte, measure, perplexity
 from isthmus.export.source import is_run_or_bucket, open_trained, pipelined_member
-from isthmus.export.speaker import folder_crossings
+from isthmus.export.text_generator import folder_boundaries
+from isthmus.layout.stages import EMBEDDING
 from isthmus.model.hf import CONFIG, PIPELINED, read_config, read_json, read_params
 from isthmus.model.llama import forward, rope_table, token_losses
-from isthmus.replica.split import EMBEDDING
+from isthmus.simulator.run import pick_device
 
 
 def evaluate(
@@ -101,11 +101,13 @@ def _of_folder(
         for kind in kinds:
             total, rows = 0.0, 0
             for batch in batches:
-                crossings = folder_crossings(folder, config, params[EMBEDDING]) if kind == "pipelined" else {}
-                crossings = {
-                    edge: [(slice(0, len(batch)), cross)] for edge, [(_, cross)] in crossings.items()
+                boundary_fns = (
+                    folder_boundaries(folder, config, params[EMBEDDING]) if kind == "pipelined" else {}
+                )
+                boundary_fns = {
+                    edge: [(slice(0, len(batch)), cross)] for edge, [(_, cross)] in boundary_fns.items()
                 }
-                logits = forward(params, batch[:, :-1], model, rope, crossings)
+                logits = forward(params, batch[:, :-1], model, rope, boundary_fns)
                 total += token_losses(logits, batch[:, 1:]).item() * len(batch)
                 rows += len(batch)
             losses[kind] = total / rows

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from isthmus.config import Member, Recipe
 from isthmus.data.corpus import Corpus, open_corpus
-from isthmus.engine import checkpoint
-from isthmus.engine.bucket import open_ledger
-from isthmus.engine.first import first_params
-from isthmus.engine.replay import Replay
 from isthmus.errors import ConfigError
+from isthmus.layout.stages import EMBEDDING
+from isthmus.model import checkpoint
+from isthmus.model.initial import first_params
 from isthmus.model.llama import init_tensor
-from isthmus.replica.crossings import BasisSet
-from isthmus.replica.split import EMBEDDING
+from isthmus.protocol.access import open_ledger
+from isthmus.protocol.replay import Replay
 from isthmus.runlog import RunDir
+from isthmus.subspace.boundaries import BasisSet
 
 
 @dataclass(frozen=True)

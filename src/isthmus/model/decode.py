@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from isthmus.config import ModelConfig
 from isthmus.model.llama import (
-    Crossings,
+    BoundaryFunctions,
     Params,
     cross,
     embed,
@@ -27,8 +27,10 @@ class Decoder:
     A boundary maps every position by itself, so it fits between cached layers as it does in training.
     """
 
-    def __init__(self, params: Params, model: ModelConfig, crossings: Crossings | None = None) -> None:
-        self.params, self.model, self.crossings = params, model, dict(crossings or {})
+    def __init__(
+        self, params: Params, model: ModelConfig, boundary_fns: BoundaryFunctions | None = None
+    ) -> None:
+        self.params, self.model, self.boundary_fns = params, model, dict(boundary_fns or {})
         table = params["tok_embeddings.weight"]
         self.dtype, self.device = table.dtype, table.device
         self.cos, self.sin = (t.to(self.device) for t in rope_table(model, model.context))
@@ -50,8 +52,8 @@ class Decoder:
         x = embed(self.params, ids, self.dtype)
         end = self.length + len(tokens)
         for i in range(self.model.layers):
-            if i in self.crossings:
-                x = cross(x, ids, self.crossings[i])
+            if i in self.boundary_fns:
+                x = cross(x, ids, self.boundary_fns[i])
             x = self._layer(i, x, end)
         self.length = end
         return head(self.params, x[:, -1:], self.model)[0, 0]

@@ -17,9 +17,11 @@ from torch.nn import functional as F
 from isthmus.config import ModelConfig
 
 Params = Mapping[str, Tensor]
-Crossing = Callable[[Tensor, Tensor], Tensor]  # (stream, tokens) -> stream: what a stage boundary does to it
+BoundaryFunction = Callable[
+    [Tensor, Tensor], Tensor
+]  # (stream, tokens) -> stream: what a stage boundary does to it
 # For each number of layers, who crosses a boundary there: rows of the leading axis, and the crossing.
-Crossings = Mapping[int, Sequence[tuple[slice, Crossing]]]
+BoundaryFunctions = Mapping[int, Sequence[tuple[slice, BoundaryFunction]]]
 
 
 def init_tensor(name: str, shape: Sequence[int], model: ModelConfig, seed: int) -> Tensor:
@@ -141,25 +143,25 @@ def forward(
     tokens: Tensor,
     model: ModelConfig,
     rope: tuple[Tensor, Tensor],
-    crossings: Crossings | None = None,
+    boundary_fns: BoundaryFunctions | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Logits of tokens (B, L) or (R, B, L), with every stage boundary on the way."""
     x = embed(params, tokens, dtype or params["tok_embeddings.weight"].dtype)
     done = 0
-    for edge in sorted(crossings or ()):
-        x = cross(run_layers(params, range(done, edge), x, model, rope), tokens, crossings[edge])
+    for edge in sorted(boundary_fns or ()):
+        x = cross(run_layers(params, range(done, edge), x, model, rope), tokens, boundary_fns[edge])
         done = edge
     return head(params, run_layers(params, range(done, model.layers), x, model, rope), model)
 
 
-def cross(x: Tensor, tokens: Tensor, here: Sequence[tuple[slice, Crossing]]) -> Tensor:
+def cross(x: Tensor, tokens: Tensor, here: Sequence[tuple[slice, BoundaryFunction]]) -> Tensor:
     """Send the rows that have a boundary here over it; the others pass."""
     parts, done = [], 0
-    for rows, crossing in here:
+    for rows, function in here:
         if rows.start > done:
             parts.append(x[done : rows.start])
-        parts.append(crossing(x[rows], tokens[rows]))
+        parts.append(function(x[rows], tokens[rows]))
         done = rows.stop
     if done < x.shape[0]:
         parts.append(x[done:])
@@ -191,9 +193,9 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens: Tensor, crossings: Crossings | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, boundary_fns: BoundaryFunctions | None = None) -> Tensor:
         length = tokens.shape[-1]
         if length > self.config.context:
             raise ValueError(f"{length} tokens do not fit the context of {self.config.context}")
         rope = (self.cos[:length], self.sin[:length])
-        return forward(dict(self.named_parameters()), tokens, self.config, rope, crossings)
+        return forward(dict(self.named_parameters()), tokens, self.config, rope, boundary_fns)

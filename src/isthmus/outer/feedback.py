@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from isthmus.layout.chunks import Layout
 from isthmus.sparse import fused
 from isthmus.sparse.bundle import Bundle, Group, SparseChunks, arrange
-from isthmus.sparse.size import Layout
 from isthmus.sparse.topk import TopK, add_payload, refuse_not_finite
 
 

@@ -13,9 +13,9 @@ from fractions import Fraction
 
 from isthmus.config import AUTO, Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
+from isthmus.layout.traffic import inner_step_bytes
 from isthmus.planner.paper_loss import penalty
 from isthmus.planner.step import compute_of, steady_pace
-from isthmus.traffic import inner_step_bytes
 
 BUSY = 0.95
 LADDER = ("none", *(f"1/{n}" for n in (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 384, 768)))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from isthmus.config import Member, Recipe
-from isthmus.traffic import inner_step_bytes, outer_bytes
+from isthmus.layout.traffic import inner_step_bytes, outer_bytes
 
 
 def step_flops(recipe: Recipe) -> float:

@@ -9,10 +9,10 @@ from functools import lru_cache
 from math import prod
 
 from isthmus.config import LinkConfig, Member, ModelConfig, Recipe, ReplicaConfig
+from isthmus.layout.stages import EMBEDDING, stage_names
+from isthmus.layout.traffic import outer_bytes, shards
 from isthmus.planner.cost import exchange_seconds
 from isthmus.planner.memory import MASTER_BYTES
-from isthmus.replica.split import EMBEDDING, stage_names
-from isthmus.traffic import outer_bytes, shards
 
 POLL_SECONDS = 0.5  # a settled round is seen so much later on average: processes look once a second
 # Judging a payload: hash, unpack, squared norm. 6 to 9 MB/s of packed 2bit on one core of a busy machine.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from isthmus.config import Recipe, ReplicaConfig
-from isthmus.replica.split import EMBEDDING, layers_per_stage, stage_names
+from isthmus.layout.stages import EMBEDDING, layers_per_stage, stage_names
 
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # weights, moments, feedback
 # What a process holds beside tensors, measured on a CPU as the peak of a run with 0.2 M parameters:
@@ -25,18 +25,19 @@ STREAM_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 @dataclass(frozen=True, slots=True)
 class SimulatorPlan:
-    """How the simulator will hold the fleet: `group` replicas advance together, each batch in `pieces`."""
+    """How the simulator will hold the fleet: `group` replicas advance together, each batch in
+    `grad_accum_steps` parts."""
 
     group: int
-    pieces: int
+    grad_accum_steps: int
     parked: bool  # the groups that wait lie on the host
     predicted_bytes: int
 
     def describe(self, num_replicas: int) -> str:
         how = "stacked, all together" if self.group == num_replicas else f"in turns, {self.group} at a time"
         parked = ", those that wait parked on the host" if self.parked else ""
-        pieces = f", each batch in {self.pieces} pieces" if self.pieces > 1 else ""
-        return f"{how}{parked}{pieces}; about {self.predicted_bytes / 2**30:.2f} GiB"
+        parts = f", each batch in {self.grad_accum_steps} parts" if self.grad_accum_steps > 1 else ""
+        return f"{how}{parked}{parts}; about {self.predicted_bytes / 2**30:.2f} GiB"
 
 
 def state_bytes(recipe: Recipe, precision: str) -> int:
@@ -79,7 +80,7 @@ def _token_bytes(recipe: Recipe, precision: str, compiled: bool) -> tuple[int, i
 
 
 def simulator_bytes(
-    recipe: Recipe, precision: str, group: int, pieces: int, parked: bool, compiled: bool
+    recipe: Recipe, precision: str, group: int, grad_accum_steps: int, parked: bool, compiled: bool
 ) -> int:
     """Peak of the simulator on its device."""
     n, size = recipe.model.num_parameters, MASTER_BYTES[precision]
@@ -90,9 +91,9 @@ def simulator_bytes(
     beside = 1 + (recipe.outer.method == "diloco")
     weights = shared * state_bytes(recipe, precision) + int(beside * n * size)
     if precision == "bf16":  # the half-width copy of the weights; see Stack for when gradients are half too
-        half_gradients = compiled and pieces == 1 and recipe.outer.method != "adamw"
+        half_gradients = compiled and grad_accum_steps == 1 and recipe.outer.method != "adamw"
         weights += 0 if half_gradients else min(shared, group) * n * 2
-    sequences = group * -(-recipe.inner.batch // pieces)
+    sequences = group * -(-recipe.inner.batch // grad_accum_steps)
     inner = min(shared, group) * n * size + activation_bytes(recipe, precision, sequences, compiled)
     # The work copies of the exchange, which a GPU's kernels do without for sparse payloads. They come when
     # gradients and activations have gone; on a GPU the little that is left was measured on top.
@@ -110,20 +111,20 @@ def plan_simulator(
     can_park: bool,
     mode: str = "auto",
 ) -> SimulatorPlan:
-    """The largest group that fits, then the fewest pieces; parked on the host only when nothing else fits."""
+    """The largest group that fits, then the fewest parts of a batch; parked only when nothing else fits."""
     replicas, batch = recipe.num_replicas, recipe.inner.batch
     groups = [g for g in range(replicas, 0, -1) if replicas % g == 0]
     if mode == "stacked" or recipe.outer.method == "adamw":
         groups = [replicas]
     elif mode == "turns":
         groups = [1]
-    pieces_list = [p for p in range(1, batch + 1) if batch % p == 0]
+    splits = [p for p in range(1, batch + 1) if batch % p == 0]
     least = None
     for parked in (False, True) if can_park else (False,):
         for group in groups:
-            for pieces in pieces_list:
-                needed = simulator_bytes(recipe, precision, group, pieces, parked, compiled)
-                plan = SimulatorPlan(group, pieces, parked and group < replicas, needed)
+            for grad_accum_steps in splits:
+                needed = simulator_bytes(recipe, precision, group, grad_accum_steps, parked, compiled)
+                plan = SimulatorPlan(group, grad_accum_steps, parked and group < replicas, needed)
                 if needed <= available_bytes:
                     return plan
                 if least is None or needed < least.predicted_bytes:

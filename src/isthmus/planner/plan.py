@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError
+from isthmus.layout.traffic import inner_step_bytes, shard_bytes
 from isthmus.planner.auto import resolve
 from isthmus.planner.exchange import (
     VERIFY_BYTES_PER_SECOND,
@@ -25,7 +26,6 @@ from isthmus.planner.exchange import (
 from isthmus.planner.memory import process_memory
 from isthmus.planner.paper_loss import penalty
 from isthmus.planner.step import Compute, StageLink, Step, compute_of, inner_step, rate_of
-from isthmus.traffic import inner_step_bytes, shard_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

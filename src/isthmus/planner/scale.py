@@ -11,9 +11,9 @@ from math import erf, exp, pi, sqrt
 from statistics import NormalDist
 
 from isthmus.config import Recipe
+from isthmus.layout.chunks import chunk_bytes
+from isthmus.layout.traffic import codec_settings
 from isthmus.planner.plan import VERIFY_BYTES_PER_SECOND, Forecast, check_names, machine_dollars, predict
-from isthmus.sparse.size import chunk_bytes
-from isthmus.traffic import codec_settings
 
 FLEETS = (8, 64, 1000)
 CORRELATIONS = (0.0, 0.3, 0.6, 0.9)

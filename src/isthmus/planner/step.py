@@ -10,10 +10,10 @@ from math import prod
 
 from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
+from isthmus.layout.schedule import Schedule, deep, depths, filled_if_it_pays, in_flight, simulate_schedule
+from isthmus.layout.stages import EMBEDDING, stage_names
+from isthmus.layout.traffic import inner_step_bytes
 from isthmus.planner.cost import inner_step_seconds, step_flops
-from isthmus.replica.schedule import Schedule, deep, depths, filled_if_it_pays, in_flight, simulate_schedule
-from isthmus.replica.split import EMBEDDING, stage_names
-from isthmus.traffic import inner_step_bytes
 
 FORWARD_SHARE = 1 / 3  # of a micro-batch's 6 N: 2 N forward, 4 N backward
 

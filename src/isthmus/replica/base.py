@@ -31,7 +31,7 @@ class Replica(Protocol):
     def restore(self, state: Mapping[str, Tensor], step_count: int) -> None:
         """Take up `state` as it was after `step_count` inner steps."""
 
-    def take_counts(self) -> dict[str, int]:
+    def pop_counts(self) -> dict[str, int]:
         """Bytes that this process sent to other stages since the last call, by purpose."""
 
     def close(self) -> None:

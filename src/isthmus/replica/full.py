@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isthmus.comm.meeting import group
 from isthmus.config import Member, Recipe
 from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError, RunError
 from isthmus.model.inner import InnerOpt
 from isthmus.model.llama import forward, init_params, rope_table, token_losses
 from isthmus.replica.base import types_of
+from isthmus.replica.process_groups import group
 
 LOOPBACK = "127.0.0.1"
 
@@ -51,19 +51,24 @@ class FullReplica:
         *,
         device: torch.device | str = "cpu",
         precision: str = "fp32",
-        pieces: int = 1,
+        grad_accum_steps: int = 1,
         rank: int = 0,
         num_processes: int = 1,
         compiled: bool = False,
     ) -> None:
         """pieces: parts of a batch that run one after another, for memory. With num_processes above 1,
         `share_batches` comes first."""
-        if recipe.inner.batch % (pieces * num_processes):
+        if recipe.inner.batch % (grad_accum_steps * num_processes):
             raise ConfigError(
-                f"inner.batch is {recipe.inner.batch}, which {num_processes} processes in {pieces} pieces do "
-                "not divide; change inner.batch or their number"
+                f"inner.batch is {recipe.inner.batch}, which {num_processes} processes in {grad_accum_steps} "
+                "accumulation steps do not divide; change inner.batch or their number"
             )
-        self.recipe, self.member, self.batches, self.pieces = recipe, member, batches, pieces
+        self.recipe, self.member, self.batches, self.grad_accum_steps = (
+            recipe,
+            member,
+            batches,
+            grad_accum_steps,
+        )
         self.device, self.rank, self.num_processes = torch.device(device), rank, num_processes
         wide, dtype = types_of(precision)
         drawn = init_params(recipe.model, recipe.seed)
@@ -102,11 +107,11 @@ class FullReplica:
         own = tokens.chunk(self.num_processes)[self.rank].to(self.device).long()  # (B, L + 1)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._faults():
-            for i, piece in enumerate(own.chunk(self.pieces)):
+            for i, piece in enumerate(own.chunk(self.grad_accum_steps)):
                 # The processes' gradients meet once, in the last piece.
-                wait = self.num_processes > 1 and i + 1 < self.pieces
+                wait = self.num_processes > 1 and i + 1 < self.grad_accum_steps
                 with self.loss.no_sync() if wait else nullcontext():
-                    loss = self.loss(piece) / self.pieces
+                    loss = self.loss(piece) / self.grad_accum_steps
                     loss.backward()
                 total += loss.detach()
             if self.num_processes > 1:
@@ -138,7 +143,7 @@ class FullReplica:
         self._take(self.opt.state(), state)
         self.opt.restore(self.opt.state(), step_count)
 
-    def take_counts(self) -> dict[str, int]:
+    def pop_counts(self) -> dict[str, int]:
         return {}  # there are no stages
 
     def close(self) -> None:

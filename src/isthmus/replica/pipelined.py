@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from isthmus.comm.stages import Part, StageEnd, local_pair
 from isthmus.config import Member, Recipe
 from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError
-from isthmus.replica.schedule import (
+from isthmus.layout.schedule import (
     Action,
     Backward,
     BackwardInput,
@@ -26,6 +25,7 @@ from isthmus.replica.schedule import (
     limited,
     one_f_one_b,
 )
+from isthmus.replica.links import Part, StageEnd, local_pair
 from isthmus.replica.stage import Stage
 
 # What the stages tell each other at the end of an inner step: squared gradient norm, loss, the slowest
@@ -218,7 +218,7 @@ class PipelinedReplica:
             for stage in self.stages:
                 stage.opt.restore(state, step_count)
 
-    def take_counts(self) -> dict[str, int]:
+    def pop_counts(self) -> dict[str, int]:
         """Bytes sent from the stages here since the last call, by purpose."""
         total: dict[str, int] = {}
         for end in (end for ends in self.links for end in ends if end):

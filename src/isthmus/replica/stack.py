@@ -7,18 +7,18 @@ from torch import Tensor
 
 from isthmus import gpu
 from isthmus.config import Member, Recipe
+from isthmus.layout.stages import EMBEDDING, stage_of
 from isthmus.model.adam import FusedAdamW
 from isthmus.model.inner import InnerOpt
 from isthmus.model.llama import forward, rope_table, token_losses
-from isthmus.replica.crossings import (
+from isthmus.subspace.boundaries import (
     BasisSet,
     as_sent,
-    crossings_of,
+    boundary_functions,
     forward_key,
     projected,
     projected_names,
 )
-from isthmus.replica.split import EMBEDDING, stage_of
 
 
 class Stack:
@@ -34,7 +34,7 @@ class Stack:
         bases: BasisSet,
         *,
         dtype: torch.dtype,
-        pieces: int = 1,
+        grad_accum_steps: int = 1,
         shared: bool = False,
         compiled: dict | None = None,
         recorded: bool = False,
@@ -42,7 +42,7 @@ class Stack:
         """`compiled` holds the compiled forwards of stacks built before; None: nothing is compiled.
         `recorded` steps are launched as one graph where they can be, which keeps a step's memory."""
         self.recipe, self.members, self.bases, self.shared = recipe, tuple(members), bases, shared
-        self.dtype, self.pieces = dtype, pieces
+        self.dtype, self.grad_accum_steps = dtype, grad_accum_steps
         device = table.device
         lead = () if shared else (len(members),)
         self.params = {
@@ -72,13 +72,16 @@ class Stack:
             copies=self.copies,
         )
         self.compiled, self.recorded = compiled, recorded and self.opt.fused is not None
-        self._build_crossings()
+        self._build_boundaries()
 
-    def _build_crossings(self) -> None:
+    def _build_boundaries(self) -> None:
         """As boundaries are now: they compress, or they open."""
         recipe, members, bases = self.recipe, self.members, self.bases
-        rows = recipe.inner.batch // self.pieces if self.shared else 1
-        self.crossings, self.opening = crossings_of(recipe, members, bases, self.table, rows), bases.opening
+        rows = recipe.inner.batch // self.grad_accum_steps if self.shared else 1
+        self.boundary_fns, self.opening = (
+            boundary_functions(recipe, members, bases, self.table, rows),
+            bases.opening,
+        )
         self._losses = self._member_losses
         if self.compiled is not None:  # stacks that cross alike are the same function: compile it once
             key = (len(members), *(forward_key(recipe, member, bases) for member in members))
@@ -87,8 +90,8 @@ class Stack:
 
     def _bf16_copies(self, modified: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Leaves in bf16 for the matrices that a bf16 forward reads in bf16 anyway: no cast in either
-        direction, and half the bytes of gradient. Not where gradients of pieces are added up."""
-        if self.dtype != torch.bfloat16 or self.pieces > 1 or self.shared or modified:
+        direction, and half the bytes of gradient. Not where gradients of grad_accum_steps are added up."""
+        if self.dtype != torch.bfloat16 or self.grad_accum_steps > 1 or self.shared or modified:
             return {}
         if not FusedAdamW.fits(self.params):
             return {}
@@ -121,13 +124,13 @@ class Stack:
         inputs, targets = tokens[..., :-1], tokens[..., 1:]
         if self.shared:
             inputs = inputs.flatten(0, 1)
-        logits = forward(params, inputs, self.recipe.model, self.rope, self.crossings, self.dtype)
+        logits = forward(params, inputs, self.recipe.model, self.rope, self.boundary_fns, self.dtype)
         return token_losses(logits.view(*targets.shape, -1), targets)
 
     def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
         """All replicas stand at the anchor."""
         if self.opening != self.bases.opening:  # finishing begins
-            self._build_crossings()
+            self._build_boundaries()
         if self.shared:
             return
         with torch.no_grad():
@@ -148,13 +151,13 @@ class Stack:
         self.opt.zero_grad()
         params = self.params | self.copies
         losses = torch.zeros(len(self.members), device=tokens.device, dtype=torch.float64)
-        weight = 1 / (self.pieces * (len(self.members) if self.shared else 1))
-        for piece in tokens.chunk(self.pieces, dim=1):
+        weight = 1 / (self.grad_accum_steps * (len(self.members) if self.shared else 1))
+        for piece in tokens.chunk(self.grad_accum_steps, dim=1):
             piece_losses = self._losses(params, piece)
             grads = torch.autograd.grad(piece_losses.sum() * weight, list(params.values()))
             for param, grad in zip(params.values(), grads, strict=True):
                 param.grad = grad if param.grad is None else param.grad.add_(grad)
-            losses += piece_losses.detach().double() / self.pieces
+            losses += piece_losses.detach().double() / self.grad_accum_steps
         norms = self.opt.update()
         with torch.no_grad():
             self._project_weights()

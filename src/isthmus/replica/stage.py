@@ -5,17 +5,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from isthmus.comm.local import WIRE_TYPES
-from isthmus.comm.stages import TOKEN_TYPES, Layout, Part
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError
+from isthmus.layout.stages import EMBEDDING, boundaries, stage_names
 from isthmus.model.inner import InnerOpt
 from isthmus.model.llama import embed, head, init_tensor, rope_table, run_layers, token_losses
 from isthmus.replica.base import types_of
-from isthmus.replica.crossings import BasisSet, projected, projected_names
-from isthmus.replica.postponed import Debt, Postponed
-from isthmus.replica.split import EMBEDDING, boundaries, stage_names
+from isthmus.replica.links import TOKEN_TYPES, Layout, Part
+from isthmus.replica.split_backward import Debt, Postponed
 from isthmus.subspace import OpenBoundary, SubspaceBoundary
+from isthmus.subspace.boundaries import BasisSet, projected, projected_names
+from isthmus.subspace.wire import WIRE_TYPES
 
 
 class Stage:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isthmus.sparse.size import Layout, check_codec, check_shape, layout
+from isthmus.layout.chunks import Layout, check_codec, check_shape, layout
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from isthmus.gpu import usable as usable
+from isthmus.layout.chunks import IndexCode, Layout, index_code
 from isthmus.sparse.bundle import Group, owners
 from isthmus.sparse.quantize import RATIO_OCTAVES, levels, scales
-from isthmus.sparse.size import IndexCode, Layout, index_code
 
 POWERS = {2**i for i in range(4, 13)}  # entries that one program holds
 MAX_KEEP = 128  # levels are found by comparing all pairs of a chunk's values

@@ -3,8 +3,7 @@
 import struct
 from functools import lru_cache
 
-from isthmus.sparse.bundle import Shapes
-from isthmus.sparse.size import (
+from isthmus.layout.chunks import (
     HEADER_BYTES,
     KINDS,
     MAX_DIMS,
@@ -13,6 +12,7 @@ from isthmus.sparse.size import (
     check_codec,
     check_shape,
 )
+from isthmus.sparse.bundle import Shapes
 
 MAGIC, VERSION = b"ISP", 1
 HEADER = struct.Struct("<3sBBBHI")

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from isthmus.layout.chunks import Layout, check_codec, check_shape, chunk_shape, kept, layout
 from isthmus.sparse.bundle import Bundle, Group, SparseChunks, arrange, owners
 from isthmus.sparse.quantize import quantize
-from isthmus.sparse.size import Layout, check_codec, check_shape, chunk_shape, kept, layout
 
 __all__ = ["SparseChunks", "TopK", "chunk_shape", "from_chunks", "kept", "to_chunks"]
 

@@ -24,11 +24,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from isthmus.sparse import fused
-from isthmus.sparse.bundle import Bundle, Group, Shapes, SparseChunks, arrange, owners
-from isthmus.sparse.header import read_header, write_header
-from isthmus.sparse.quantize import MIN_BASE, bits_of, dequantize, levels
-from isthmus.sparse.size import (
+from isthmus.layout.chunks import (
     BASE_BYTES,
     CRC_BYTES,
     HEADER_BYTES,
@@ -42,6 +38,10 @@ from isthmus.sparse.size import (
     packed_bytes,
     packed_many_bytes,
 )
+from isthmus.sparse import fused
+from isthmus.sparse.bundle import Bundle, Group, Shapes, SparseChunks, arrange, owners
+from isthmus.sparse.header import read_header, write_header
+from isthmus.sparse.quantize import MIN_BASE, bits_of, dequantize, levels
 from isthmus.sparse.topk import in_padding
 
 __all__ = [

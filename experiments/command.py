@@ -1,0 +1,213 @@
+"""`isthmus reproduce`: the paper's tables at a size that one GPU trains in seconds, with seeds."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments import lines as results
+from experiments import work
+from experiments.larger import SCALES as LARGER
+from experiments.tables import DEFAULT_SCALE, SCALES, Scale, pick_scale, tables_of
+from isthmus.errors import ConfigError, RunError
+
+EPILOG = """tables:
+{tables}
+  all            all of them; a row that several tables show is run once
+  larger         no table, and not among all: one run of the 178M model, half of its 8 replicas compressed
+
+scales:
+{scales}
+  178m, toy      of larger (default 178m): {larger}
+
+examples:
+  isthmus reproduce all --dry-run                          every run, its tokens, and the time they may take
+  isthmus reproduce tune --corpus corpus/ --device cuda --jobs 4     the learning rates come first
+  isthmus reproduce 1 2 4 --corpus corpus/ --device cuda --jobs 4 --minutes 9
+  isthmus reproduce 2 --corpus corpus/ --only het-96 --seeds 3,4     two more seeds of one row
+  isthmus reproduce larger --corpus corpus178m/ --device cuda --minutes 5     as many rounds as should fit
+  isthmus reproduce --render                                   docs/results.md and its plots, from results/
+
+A finished run is one line in results/TABLE.jsonl. The same command again runs what is missing; what was
+under way when it was stopped is repeated. A method takes the learning rate that did best in `tune`, once
+that is complete.
+The corpus: isthmus data prepare TEXT --to corpus/ --vocab 8192 (of larger: --vocab 32000)
+"""
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    scale = SCALES[DEFAULT_SCALE]
+    tables = "\n".join(f"  {table.name:14} {table.title}" for table in tables_of(scale).values())
+    scales = "\n".join(
+        f"  {s.name:14} {s.about}{' (default)' * (s is scale)}: {s.rounds} rounds of H = {s.inner_steps}"
+        for s in SCALES.values()
+    )
+    run = LARGER["178m"]
+    larger = f"{run.rounds} rounds of H = {run.inner_steps}, or two rounds of nano"
+    parser = commands.add_parser(
+        "reproduce",
+        help="the paper's tables, at a size that one GPU trains in seconds",
+        description="Run the rows of the paper's tables that have no result yet, several at once, and draw "
+        "the page.",
+        epilog=EPILOG.format(tables=tables, scales=scales, larger=larger),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "tables",
+        nargs="*",
+        metavar="TABLE",
+        help="1 to 5, 1-star, tune, aggregation, h, values, finish or all; or larger",
+    )
+    parser.add_argument("--corpus", metavar="DIR", help="a folder made by `isthmus data prepare`")
+    parser.add_argument("--scale", metavar="NAME", help=f"default {DEFAULT_SCALE}")
+    parser.add_argument("--seeds", metavar="N,N", help="instead of 0,1,2 (tune: 0 only; larger: one)")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="ROW", help="this row; may be repeated"
+    )
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="worker processes (default 1)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="T",
+        help="begin no run that may not end within T; of larger: as many rounds as should fit",
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help=f"of larger, instead of --minutes (default {run.rounds})"
+    )
+    parser.add_argument("--results", default="results", metavar="DIR", type=Path, help="default results/")
+    parser.add_argument(
+        "--commit", metavar="ID", help="of this code, where neither git nor ISTHMUS_COMMIT tells"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the missing runs and the time they may take"
+    )
+    parser.add_argument("--render", action="store_true", help="write docs/results.md and its plots")
+    parser.add_argument(
+        "--docs", default="docs", metavar="DIR", type=Path, help="where --render writes (docs/)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the list, or what came of it, as JSON")
+    parser.set_defaults(run=reproduce)
+
+
+def reproduce(args: argparse.Namespace) -> int:
+    """Run, list or render."""
+    if "larger" in args.tables:
+        from experiments.larger_command import reproduce_larger
+
+        return reproduce_larger(args) or render(args, pick_scale(DEFAULT_SCALE))
+    if args.rounds is not None:
+        raise ConfigError("--rounds is for larger; the rounds of a table come with its scale")
+    scale = pick_scale(args.scale or DEFAULT_SCALE)
+    if not args.tables and not args.render:
+        raise ConfigError(f"give a table: {', '.join(tables_of(scale))} or all; or --render")
+    if args.jobs < 1:
+        raise ConfigError(f"--jobs is {args.jobs}; it must be at least 1")
+    if not scale.record and args.results.resolve() == Path("results").resolve():
+        raise ConfigError(f'--scale {scale.name} is a trial; give --results another folder than "results"')
+    status = 0
+    if args.tables:
+        tables = work.pick_tables(args.tables, scale)
+        status = list_runs(args, scale, tables) if args.dry_run else run_tables(args, scale, tables)
+    return render(args, scale) or status
+
+
+def render(args: argparse.Namespace, scale: Scale) -> int:
+    if args.render:
+        from experiments.render import write_page
+
+        for path in write_page(args.results, args.docs, scale):
+            print(path)
+    return 0
+
+
+def seeds_of(text: str | None) -> list[int] | None:
+    try:
+        return sorted({int(part) for part in text.split(",")}) if text else None
+    except ValueError:
+        raise ConfigError(f'--seeds is "{text}"; write whole numbers as 0,1,2') from None
+
+
+def list_runs(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
+    """What would be run. Without --corpus, lines of any corpus count as there."""
+    lines = results.read(args.results, scale)
+    runs = work.all_runs(tables, scale, args.corpus or "corpus/", lines, seeds_of(args.seeds), args.only)
+    corpora = [fingerprint(args.corpus)] if args.corpus else {line["corpus"] for line in lines}
+    todo = runs
+    for corpus in corpora:
+        todo = work.missing(todo, lines, corpus)
+    each, measured = work.rate(scale, lines)
+    seconds = work.predicted_seconds(todo, scale, lines, args.jobs)
+    if args.json:
+        entries = [
+            {"row": r.row.name, "seed": r.seed, "table": r.table, "digest": r.digest, "tokens": r.tokens}
+            for r in todo
+        ]
+        print(json.dumps({"runs": entries, "there": len(runs) - len(todo), "seconds": round(seconds)}))
+        return 0
+    for run in todo:
+        print(f"{run.table:12} {run.row.name:20} seed {run.seed}  {run.tokens / 1e6:6.1f} Mtok  {run.digest}")
+    assumed = f"all together, and {scale.round_seconds:g} s an exchange, both assumed"
+    graphs = len({run.signature for run in todo})
+    rate = f"{each / 1e6:.2f} Mtok/s, {'a worker, as measured' if measured else assumed}"
+    print(
+        f"{len(todo)} of {len(runs)} runs are missing: {sum(run.tokens for run in todo) / 1e6:,.0f} Mtok, "
+        f"{graphs} forwards to compile; about {seconds / 60:.1f} min at {rate}, "
+        f"{args.jobs} worker{'s' * (args.jobs > 1)}"
+    )
+    return 0
+
+
+def fingerprint(corpus: str) -> str:
+    from isthmus.data.corpus import open_corpus
+
+    return open_corpus(corpus).sha256[:12]
+
+
+def run_tables(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
+    """The tune table first, where it is among them: the others take their learning rates from it."""
+    import time
+
+    from experiments.runner import Outcome, Runner, find_commit
+    from isthmus.simulator.run import checked_corpus, pick_device
+
+    if not args.corpus:
+        raise ConfigError("--corpus is missing; give a folder made by `isthmus data prepare`")
+    work.check_rows(args.only, tables)
+    commit, seeds, began = find_commit(args.commit), seeds_of(args.seeds), time.monotonic()
+    device = str(pick_device(args.device))
+    total = Outcome()
+    phases = [[t for t in tables if t.name == "tune"], [t for t in tables if t.name != "tune"]]
+    for phase in filter(None, phases):
+        lines = results.read(args.results, scale)
+        names = {shown.row for table in phase for shown in table.shown}
+        only = [name for name in args.only if name in names]
+        if args.only and not only:
+            continue
+        runs = work.all_runs(phase, scale, args.corpus, lines, seeds, only)
+        corpus = checked_corpus(runs[0].recipe)
+        runs = work.missing(runs, lines, corpus.sha256[:12])
+        left = None if args.minutes is None else args.minutes * 60 - (time.monotonic() - began)
+        if runs:
+            seconds = work.predicted_seconds(runs, scale, lines, args.jobs)
+            print(f"{len(runs)} runs, about {seconds / 60:.1f} min on {device}", file=sys.stderr, flush=True)
+            settings = {"device": device, "jobs": args.jobs, "commit": commit, "seconds": left}
+            outcome = Runner(runs, scale, args.results, **settings).run()
+            total.finished += outcome.finished
+            total.faults += outcome.faults
+            total.left += outcome.left
+        if total.left and phase is phases[0]:
+            break  # the others would start with another learning rate than they end with
+    return tell(args, total)
+
+
+def tell(args: argparse.Namespace, total) -> int:
+    left = [str(run) for run in total.left]
+    if args.json:
+        print(json.dumps({"finished": total.finished, "left": left, "faults": total.faults}))
+    else:
+        print(f"{total.finished} runs finished, {len(left)} left, lines in {args.results}/")
+    if total.faults:
+        raise RunError(f"{len(total.faults)} runs failed, the first: {total.faults[0]}")
+    return 0

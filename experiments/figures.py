@@ -1,0 +1,118 @@
+"""Numbers from lines: which runs a row has, their means and standard errors, and how two rows compare.
+
+Standard library only.
+"""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experiments.lines import Line, digest, tuned_lrs
+from experiments.tables import Row, Scale, recipe_of, rows_of, rung
+from isthmus.errors import ConfigError
+
+VIEWS = ("full", "pipelined", "mixed")
+# Student's t, two-sided 95 %, by degrees of freedom: three seeds say less than two standard errors suggest.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds with its standard error, which one seed does not have."""
+
+    mean: float
+    error: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Estimate | None":
+        if not values:
+            return None
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(statistics.mean(values), error, len(values))
+
+    def text(self, digits: int, sign: str = "", unit: str = "") -> str:
+        error = "" if self.error is None else f" ± {self.error:.{digits}f}"
+        return f"{self.mean:{sign}.{digits}f}{error}{unit}"
+
+
+class Book:
+    """The lines that the tables of a scale ask for now: those of the current recipes, on one corpus."""
+
+    def __init__(self, lines: Sequence[Line], scale: Scale) -> None:
+        self.aliases: dict[str, str] = {}
+        self.scale, self.rows, self.lrs = scale, rows_of(scale), tuned_lrs(scale, lines)
+        wanted = {name: digest(self.recipe(name)) for name in self.rows}
+        known = set(wanted.values())
+        asked = [line for line in lines if line["digest"] in known]
+        counts = Counter(line["corpus"] for line in asked)
+        self.corpus = max(sorted(counts), key=counts.__getitem__) if counts else None
+        self.lines = [line for line in asked if line["corpus"] == self.corpus]
+        self.unused = len(lines) - len(self.lines)
+        by_digest: dict[str, dict[int, Line]] = {}
+        for line in sorted(self.lines, key=lambda line: line["seed"]):
+            by_digest.setdefault(line["digest"], {})[line["seed"]] = line
+        self.runs = {name: by_digest.get(wanted[name], {}) for name in self.rows}
+        for name, row in self.rows.items():
+            if not row.tuned:  # candidates are compared on the seeds that all of them have
+                self.runs[name] = {seed: run for seed, run in self.runs[name].items() if seed in row.seeds}
+        for fleet in ("pp", "het"):  # the steepest rung of the ladder, for sentences about it
+            self.aliases[f"{fleet}-last"] = rung(fleet, scale.ladder()[-1])
+
+    def recipe(self, name: str):
+        return recipe_of(self.rows[name], self.scale, 0, "corpus/", self.lrs)
+
+    def row(self, name: str) -> Row:
+        if name not in self.rows:
+            raise ConfigError(f'there is no row "{name}"; there is {", ".join(self.rows)}')
+        return self.rows[name]
+
+    def finished(self, name: str) -> list[Line]:
+        self.row(name)
+        return [line for line in self.runs[name].values() if not line.get("failed")]
+
+    def failed(self, name: str) -> int:
+        return len(self.runs[name]) - len(self.finished(name))
+
+    def losses(self, name: str, view: str) -> dict[int, float]:
+        if view not in VIEWS:
+            raise ConfigError(f'there is no loss "{view}"; there is {", ".join(VIEWS)}')
+        return {line["seed"]: line[f"loss_{view}"] for line in self.finished(name)}
+
+    def loss(self, name: str, view: str) -> Estimate | None:
+        return Estimate.of(list(self.losses(name, view).values()))
+
+    def gap(self, name: str, view: str, against: str | None = None) -> Estimate | None:
+        """Percent of the other's loss that this row is above it, pairing runs of one seed: they share data
+        and first weights, so most of the noise of a seed goes."""
+        other = against or self.row(name).against
+        if not other or other == name:
+            return None
+        ours, theirs = self.losses(name, view), self.losses(other, view)
+        shared = sorted(ours.keys() & theirs.keys())
+        return Estimate.of([100 * (ours[seed] - theirs[seed]) / theirs[seed] for seed in shared])
+
+    def curve(self, name: str, view: str) -> list[tuple[float, float]]:
+        """(tokens, mean loss over seeds) at every round that all its runs were scored at."""
+        at = 1 + VIEWS.index(view)
+        points: dict[float, list[float]] = {}
+        lines = self.finished(name)
+        for line in lines:
+            for point in line["curve"]:
+                points.setdefault(line["tokens"] * point[0] / line["curve"][-1][0], []).append(point[at])
+        return [(x, statistics.mean(ys)) for x, ys in sorted(points.items()) if len(ys) == len(lines)]
+
+    def verdict(self, name: str, other: str, view: str) -> str:
+        """How one row's loss lies to another's, in words that claim no more than the seeds bear out."""
+        gap = self.gap(name, view, other)
+        if gap is None:
+            return "not compared yet"
+        shown = Estimate(abs(gap.mean), gap.error, gap.count).text(2, unit=" %")
+        word = "higher" if gap.mean > 0 else "lower"
+        if gap.error is None:
+            return f"{word} by {shown} (one seed)"
+        if abs(gap.mean) < T95[min(gap.count - 1, len(T95)) - 1] * gap.error:
+            return f"not clearly different ({gap.text(2, '+', ' %')})"
+        return f"{word} by {shown}"

@@ -1,0 +1,116 @@
+"""Lines of results/: one JSON object per finished run, appended whole, and what identifies a run.
+
+Standard library only: the page is drawn, and what is missing is listed, without torch.
+"""
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.tables import Scale, recipe_of, rows_of
+from isthmus.config import Recipe, ReplicaConfig
+from isthmus.errors import ConfigError
+
+Line = dict[str, Any]
+
+# What every line names; the page is not drawn from a line that lacks one of them.
+LOSSES = ("loss_full", "loss_pipelined", "loss_mixed")
+FIELDS = (
+    "row", "scale", "seed", "digest", "recipe", "commit", "device", "torch", "corpus", "corpus_tokens",
+    "parameters", "tokens", "seconds", "tokens_per_second", "curve",
+)  # fmt: skip
+# Not part of what a run computes: who it is, where its text lies, how often it is looked at.
+_APART = {"name", "seed", "data.corpus", "data.eval_every"}
+
+
+def digest(recipe: Recipe) -> str:
+    """Of the settings that differ from their defaults, so that a new key with a default changes none."""
+    flat = json.dumps(_differing(recipe), sort_keys=True)
+    return hashlib.sha256(flat.encode()).hexdigest()[:12]
+
+
+def _differing(recipe: Recipe) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for section in dataclasses.fields(recipe):
+        value = getattr(recipe, section.name)
+        if section.name == "replicas":
+            settings["replicas"] = [_changed(replica, ReplicaConfig) for replica in value]
+        elif dataclasses.is_dataclass(value):
+            settings |= {f"{section.name}.{k}": v for k, v in _changed(value, type(value)).items()}
+    settings.pop("model.preset", None)  # only a name for the sizes beside it
+    return {key: value for key, value in settings.items() if key not in _APART}
+
+
+def _changed(value: Any, cls: type) -> dict[str, Any]:
+    found = {}
+    for f in dataclasses.fields(cls):
+        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        now = getattr(value, f.name)
+        if now != default:
+            found[f.name] = dataclasses.asdict(now) if dataclasses.is_dataclass(now) else now
+    return found
+
+
+def append(path: Path, line: Mapping[str, Any]) -> None:
+    """Add one line; several workers may do so at once. When this returns, the line survives a kill."""
+    data = json.dumps(dict(line), allow_nan=False).encode() + b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        end = os.fstat(file).st_size
+        if end and os.pread(file, 1, end - 1) != b"\n":  # a kill cut the last line short: it counts no more
+            whole = os.pread(file, end, 0)
+            os.ftruncate(file, whole.rfind(b"\n") + 1)
+        os.write(file, data)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def read(folder: Path, scale: Scale) -> list[Line]:
+    """Every line of this scale, in the order of the files' names; of a run made twice, the last counts."""
+    lines: dict[tuple, Line] = {}
+    for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
+        text = path.read_text(encoding="utf-8")
+        for number, part in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+            try:
+                line = json.loads(part)
+                needed = FIELDS if line.get("failed") else (*FIELDS, *LOSSES)
+                lacking = [name for name in needed if line.get(name) is None]
+            except (ValueError, AttributeError):
+                raise ConfigError(f"{path}, line {number} is not a JSON object; remove that line") from None
+            if lacking:
+                raise ConfigError(f'{path}, line {number} has no "{lacking[0]}"; remove it, run it anew')
+            if line["scale"] == scale.name:
+                lines[identity(line)] = line
+    return list(lines.values())
+
+
+def identity(line: Mapping[str, Any]) -> tuple:
+    """Two runs with the same are the same run, whatever rows and tables show it."""
+    return line["seed"], line["digest"], line["corpus"]
+
+
+def tuned_lrs(scale: Scale, lines: Sequence[Line]) -> dict[str, float]:
+    """The learning rate of each method: the best of the tune table as a full forward, once all are there."""
+    rows, found = rows_of(scale), dict(scale.lr)
+    losses = {(line["seed"], line["digest"]): _loss(line) for line in lines}
+    for method, lrs in scale.lrs.items():
+        tried = {}
+        for lr in lrs:
+            row = rows[f"{method}-lr-{lr:g}"]
+            recipe = recipe_of(row, scale, row.seeds[0], "", scale.lr)
+            tried[lr] = losses.get((recipe.seed, digest(recipe)))
+        if None not in tried.values() and min(tried.values()) < float("inf"):
+            found[method] = min(lrs, key=tried.__getitem__)
+    return found
+
+
+def _loss(line: Line) -> float:
+    return float("inf") if line.get("failed") else line["loss_full"]

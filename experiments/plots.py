@@ -1,0 +1,160 @@
+"""The page's plots, as SVG that is the same, byte for byte, for the same lines."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from experiments.figures import VIEWS, Book
+from experiments.finish import finishing_tokens, price
+from experiments.lines import Line
+from experiments.tables import PAPER_LADDER, finish_name, finishes, rung
+from isthmus.page.plot import COLOURS, FAINT, INK, SOFT
+
+FLEETS = (("pp", "all compressed"), ("het", "half compressed"))
+
+
+def draw_all(book: Book, folder: Path, larger: Sequence[Line] = ()) -> list[Path]:
+    """Every plot that has something to show; `larger` are the lines of the larger run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    drawn = []
+    plots = {"curves": _curves, "ladder": _ladder, "h": _by_h, "finish": _finish}
+    for name, draw in (plots | {"larger": lambda book: _larger(larger)}).items():
+        # Text stays text, ids hash to the same names, and no date: the file depends on the numbers alone.
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "isthmus"}):
+            figure = draw(book)
+            if figure is None:
+                continue
+            path = folder / f"results-{name}.svg"
+            figure.savefig(path, metadata={"Date": None, "Creator": None})
+            path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+            drawn.append(path)
+    return drawn
+
+
+def _panels(count: int, titles: list[str], y: str, sharey: bool = True) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.5 * count, 3.6), layout="constrained", facecolor="white")
+    panels = figure.subplots(1, count, sharey=sharey, squeeze=False)[0]
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
+        axes.grid(axis="y", color=FAINT, linewidth=0.9)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=SOFT, labelsize=8.5, length=0)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color(SOFT)
+    panels[0].set_ylabel(y, color=SOFT, fontsize=9)
+    return figure, list(panels)
+
+
+def _legend(axes: Any) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, framealpha=0.9, edgecolor="none", labelcolor=INK)
+
+
+def _points(axes: Any, xs: list, estimates: list, colour: str, label: str) -> None:
+    found = [(x, e) for x, e in zip(xs, estimates, strict=True) if e]
+    if found:
+        ys, errors = [e.mean for _, e in found], [e.error or 0 for _, e in found]
+        axes.errorbar([x for x, _ in found], ys, errors, color=colour, marker="o", markersize=4,
+                      linewidth=1.6, capsize=2.5, label=label)  # fmt: skip
+
+
+def _ladder(book: Book) -> Any:
+    """Distance from the open baseline by k/d, for each of the three losses; the paper's beside the mixed."""
+    ladder = book.scale.ladder()
+    names = {fleet: [rung(fleet, ratio) for ratio in ladder] for fleet, _ in FLEETS}
+    if not any(book.gap(name, "full") for row in names.values() for name in row):
+        return None
+    figure, panels = _panels(3, [f"as a {v} forward" for v in VIEWS[:2]] + ["mixed"], "% above SparseLoCo")
+    xs = list(range(len(ladder)))
+    for axes, view in zip(panels, VIEWS, strict=True):
+        for at, (fleet, words) in enumerate(FLEETS):
+            _points(axes, xs, [book.gap(name, view) for name in names[fleet]], COLOURS[at], words)
+            if view == "mixed":
+                paper = [PAPER_LADDER[ratio][at][1] for ratio in ladder]
+                axes.plot(xs, paper, ":", color=COLOURS[at], linewidth=1.3, label=f"{words}, paper, 512M")
+        axes.set_xticks(xs, [str(Fraction(ratio)) for ratio in ladder])
+        axes.set_xlabel("k/d", color=SOFT, fontsize=9)
+        _legend(axes)
+    return figure
+
+
+def _curves(book: Book) -> Any:
+    """Loss by tokens of Table 1's rows, the first fall left out."""
+    rows = (("dense", "SparseLoCo"), ("pp-8", "PP-Compress"), ("het-8", "Het-PP-Compress (1/2)"))
+    if not any(book.curve(name, "full") for name, _ in rows):
+        return None
+    figure, panels = _panels(2, [f"as a {view} forward" for view in VIEWS[:2]], "held-out loss, nats")
+    for axes, view in zip(panels, VIEWS, strict=False):
+        for at, (name, words) in enumerate(rows):
+            curve = book.curve(name, view)
+            settled = [point for point in curve if point[0] >= 0.1 * curve[-1][0]]
+            if settled:
+                xs, ys = zip(*settled, strict=True)
+                axes.plot([x / 1e6 for x in xs], ys, color=COLOURS[at], linewidth=1.6, label=words)
+        axes.set_xlabel("M tokens, all replicas together", color=SOFT, fontsize=9)
+        _legend(axes)
+    return figure
+
+
+def _by_h(book: Book) -> Any:
+    """What half-compressed loses against open, by H."""
+    hs = sorted({*book.scale.by_h, book.scale.inner_steps})
+    own = book.scale.inner_steps
+    names = ["het-8" if h == own else f"het-8-h{h}" for h in hs]
+    if not any(book.gap(name, "full") for name in names):
+        return None
+    figure, (axes,) = _panels(1, ["half compressed, k/d = 1/8"], "% above SparseLoCo at the same H")
+    xs = list(range(len(hs)))
+    for at, view in enumerate(VIEWS):
+        _points(axes, xs, [book.gap(name, view) for name in names], COLOURS[at], view)
+    axes.set_xticks(xs, [str(h) for h in hs])
+    axes.set_xlabel("H", color=SOFT, fontsize=9)
+    _legend(axes)
+    return figure
+
+
+def _finish(book: Book) -> Any:
+    """How far the plain model lies above what the run trained, by the tokens that it finished with."""
+    ways = finishes(book.scale)
+    ratios = [
+        ratio
+        for ratio in book.scale.finished()
+        if any(price(book, finish_name(ratio, *way), ratio) for way in ways)
+    ]
+    if not ratios:
+        return None
+    titles = [f"all compressed, k/d = {ratio}" for ratio in ratios]
+    figure, panels = _panels(len(ratios), titles, "plain model, % above the compressed one", sharey=False)
+    for axes, ratio in zip(panels, ratios, strict=True):
+        plain = rung("pp", ratio)
+        for at, (how, words) in enumerate((("open", "opened step by step"), ("full", "open at once"))):
+            names = [plain, *(finish_name(ratio, *way) for way in ways if way[0] == how)]
+            xs = [finishing_tokens(book, name) / 1e6 for name in names]
+            _points(axes, xs, [price(book, name, ratio) for name in names], COLOURS[at], words)
+        axes.axhline(0, linestyle=":", color=SOFT, linewidth=1.3, label="compressed to the end")
+        axes.set_xlabel("M tokens in finishing rounds", color=SOFT, fontsize=9)
+        _legend(axes)
+    return figure
+
+
+def _larger(lines: Sequence[Line]) -> Any:
+    """The larger run's three losses by tokens: all of the fall, and the second half closer up."""
+    if not lines:
+        return None
+    line = lines[-1]
+    rounds, *losses = zip(*line["curve"], strict=True)
+    tokens = [line["tokens"] * n / rounds[-1] / 1e6 for n in rounds]
+    figure, panels = _panels(2, ["from the first round", "the second half"], "held-out loss, nats", False)
+    for axes, first in zip(panels, (0, len(rounds) // 2), strict=True):
+        for at, (view, ys) in enumerate(zip(VIEWS, losses, strict=True)):
+            style = "--" if view == "mixed" else "-"  # it lies between the others
+            axes.plot(tokens[first:], ys[first:], style, color=COLOURS[at], linewidth=1.6, label=view)
+        axes.set_xlabel("M tokens, all replicas together", color=SOFT, fontsize=9)
+        _legend(axes)
+    return figure

@@ -1,0 +1,163 @@
+"""docs/results.md from results/ and docs/results.in.md: prose with {{...}} where a number goes.
+
+The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
+{{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
+{{seeds ROW}}, {{setup}}, {{speed}}, {{runs}} and {{larger}}; VIEW is full, pipelined or mixed, ROW may be
+pp-last or het-last: the steepest rung of the ladder. What follows the line {{results}} is left out as long
+as there is no result.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from experiments.figures import VIEWS, Book, Estimate
+from experiments.finish import enough, finish_table
+from experiments.larger import read_larger
+from experiments.larger_page import larger_table
+from experiments.lines import Line, read
+from experiments.tables import LADDER, Scale, Shown, tables_of
+from isthmus.errors import ConfigError
+from isthmus.runlog import replace_file
+
+TEMPLATE = "results.in.md"
+NOTE = "<!-- Written by `isthmus reproduce --render` from results/ and docs/results.in.md; edit those. -->\n"
+NONE_YET = "There are no results yet. `isthmus reproduce all --corpus DIR --device cuda` makes them.\n"
+
+
+def write_page(results: Path, docs: Path, scale: Scale) -> list[Path]:
+    """Write the page and its plots; returns their paths."""
+    template = docs / TEMPLATE
+    try:
+        text = template.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {template}: {error.strerror}; give --docs its folder") from None
+    book, larger = Book(read(results, scale), scale), read_larger(results)
+    page, drawn = docs / "results.md", []
+    if book.lines:
+        from experiments.plots import draw_all
+
+        drawn = draw_all(book, docs, larger)
+    replace_file(page, render(text, book, [path.name for path in drawn], larger))
+    return [page, *drawn]
+
+
+def render(template: str, book: Book, drawn: Sequence[str] = (), larger: Sequence[Line] = ()) -> str:
+    before, _, after = template.partition("{{results}}\n")
+    page = before + (after if book.lines else NONE_YET)
+    filled = re.sub(r"\{\{([^}]*)\}\}", lambda found: _fill(found.group(1), book, drawn, larger), page)
+    return NOTE + filled
+
+
+def _fill(text: str, book: Book, drawn: Sequence[str], larger: Sequence[Line]) -> str:
+    name, *words = text.split()
+    words = [book.aliases.get(word, word) for word in words]
+    known: dict[str, Callable[..., str]] = {
+        "table": lambda table: table_of(table, book),
+        "figure": lambda figure: _figure(figure, drawn),
+        "loss": lambda row, view: _text(book.loss(row, view), 3),
+        "gap": lambda row, view, other=None: _text(book.gap(row, view, other), 2, "+", " %"),
+        "verdict": book.verdict,
+        "finish": lambda: finish_table(book),
+        "enough": lambda ratio, percent, how: enough(book, ratio, float(percent), how),
+        "h": lambda: str(book.scale.inner_steps),
+        "lr": lambda method: f"{book.lrs[method]:g}",
+        "seeds": lambda row: str(len(book.finished(row))),
+        "setup": lambda: setup(book),
+        "speed": lambda: speed(book),
+        "runs": lambda: runs_of(book),
+        "larger": lambda: larger_table(larger),
+    }
+    try:
+        return known[name](*words)
+    except (KeyError, TypeError):
+        raise ConfigError(
+            f"the page has {{{{{text}}}}}, which is none of {', '.join(known)} with its words"
+        ) from None
+
+
+def _text(estimate: Estimate | None, digits: int, sign: str = "", unit: str = "") -> str:
+    return estimate.text(digits, sign, unit) if estimate else "not run"
+
+
+def _figure(name: str, drawn: Sequence[str]) -> str:
+    file = f"results-{name}.svg"
+    return f"![{name}]({file})" if file in drawn else ""
+
+
+def table_of(name: str, book: Book) -> str:
+    tables = tables_of(book.scale)
+    if name not in tables:
+        raise ConfigError(f'there is no table "{name}"; there is {", ".join(tables)}')
+    shown = tables[name].shown
+    paper = any(entry.paper for entry in shown)
+    gaps = any(book.row(entry.row).against not in ("", entry.row) for entry in shown)
+    head = ["configuration", *(["paper, 512M", "Δ"] * paper)]
+    for view in VIEWS:
+        head += [view, *(["Δ"] * gaps)]
+    rows = [[*head, "tokens", "seeds"], ["---", *["---:"] * (len(head) + 1)]]
+    rows += [_cells(entry, book, paper, gaps) for entry in shown]
+    lines = ["| " + " | ".join(cells) + " |" for cells in rows]
+    missing = [ratio for ratio in LADDER if ratio not in book.scale.ladder()]
+    if name == "2" and missing:
+        lines += ["", f"The paper's k/d = {' and '.join(missing)} would leave less than one of "
+                  f"{book.scale.width} dimensions."]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _cells(entry: Shown, book: Book, paper: bool, gaps: bool) -> list[str]:
+    row = book.row(entry.row)
+    small = f" (178M: {entry.paper_178m:.2f})" if entry.paper_178m else ""
+    cells = [row.title]
+    if paper:
+        cells += [f"{entry.paper:.2f}{small}" if entry.paper else "",
+                  f"+{entry.paper_gap:.1f} %" if entry.paper_gap is not None else ""]  # fmt: skip
+    finished, failed = book.finished(entry.row), book.failed(entry.row)
+    if not finished:
+        return [*cells, "diverged" if failed else "not run", *[""] * (7 if gaps else 4)]
+    for view in VIEWS:
+        gap = book.gap(entry.row, view)
+        cells += [_text(book.loss(entry.row, view), 3), *([gap.text(2, "+", " %") if gap else ""] * gaps)]
+    seeds = f"{len(finished)}" + (f", {failed} more diverged" if failed else "")
+    return [*cells, f"{finished[0]['tokens'] / 1e6:.1f} M", seeds]
+
+
+def setup(book: Book) -> str:
+    """What was trained on what, from the lines."""
+    recipe, line = book.recipe("dense"), book.lines[0]
+    model, tokens = recipe.model, recipe.outer.rounds * recipe.round_tokens
+    held_out = recipe.data.eval_batches * recipe.inner.batch * model.context
+    devices = ", ".join(sorted({line["device"] for line in book.lines}))
+    return (
+        f"A LLaMA of {line['parameters'] / 1e6:.1f} M parameters (width {model.width}, "
+        f"{model.layers} layers, {model.heads} heads, FFN {model.ffn}, vocabulary {model.vocab:,}, "
+        f"context {model.context}); {recipe.num_replicas} replicas, {recipe.inner.batch} x {model.context} "
+        "tokens each per inner step, "
+        f"{recipe.outer.rounds} rounds of H = {recipe.outer.inner_steps}: {tokens / 1e6:.1f} M tokens, "
+        f"{tokens / line['corpus_tokens']:.2f} passes over a text of {line['corpus_tokens'] / 1e6:.1f} M. "
+        f"Held-out losses are in nats a token, on the same {held_out:,} tokens for every run, at its last "
+        "round. "
+        f"{len(book.lines)} runs on {devices}."
+    )
+
+
+def speed(book: Book) -> str:
+    rates = sorted(line["tokens_per_second"] for line in book.lines)
+    return f"{rates[len(rates) // 2] / 1e6:.2f} M tokens/s"
+
+
+def runs_of(book: Book) -> str:
+    """Which lines each row comes from."""
+    lines = ["| row | recipe | seeds | commit | device | torch |", "|---|---|---|---|---|---|"]
+    for name, runs in book.runs.items():
+        for commit, device, version in sorted({_origin(line) for line in runs.values()}):
+            seeds = [str(seed) for seed, line in runs.items() if _origin(line) == (commit, device, version)]
+            found = next(iter(runs.values()))["digest"]
+            lines.append(f"| `{name}` | `{found}` | {', '.join(seeds)} | `{commit}` | {device} | {version} |")
+    if book.unused:
+        lines += ["", f"{book.unused} lines of other settings or another corpus are kept and not shown."]
+    return "\n".join(lines)
+
+
+def _origin(line: dict) -> tuple[str, str, str]:
+    return line["commit"], line["device"], line["torch"]

@@ -1,0 +1,160 @@
+"""The runs of some tables as a list: what is there already, what is missing, how long it may take."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from experiments.lines import Line, digest, identity, tuned_lrs
+from experiments.tables import Row, Scale, Table, home_of, recipe_of, rows_of, tables_of
+from isthmus.config import FinishConfig, Recipe
+from isthmus.errors import ConfigError
+
+COMPILE_SECONDS = 25.0  # of a worker that meets a forward for the first time on a GPU; assumed
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One row at one seed."""
+
+    row: Row
+    seed: int
+    table: str  # whose file keeps the line
+    recipe: Recipe
+    digest: str
+
+    @property
+    def tokens(self) -> int:
+        return self.recipe.outer.rounds * self.recipe.round_tokens
+
+    @property
+    def unfinished(self) -> int:
+        """Tokens before the rounds that finish it."""
+        return self.tokens - self.recipe.finish.rounds * self.recipe.round_tokens
+
+    @property
+    def signature(self) -> tuple:
+        """Equal for two runs whose inner steps are one compiled function."""
+        r = self.recipe
+        fleet = tuple((x.count, x.stages, x.compressed and x.subspace_dim(r.model.width)) for x in r.replicas)
+        finishes = r.finish.rounds > 0  # a second function, whose boundaries open
+        return (r.outer.method == "adamw", r.inner.batch, *r.model.shapes().values(), fleet, finishes)
+
+    def __str__(self) -> str:
+        return f"{self.row.name} seed {self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Runs that differ in how they finish, or one run: what they share is trained once."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def seed(self) -> int:
+        return self.runs[0].seed
+
+    @property
+    def signatures(self) -> frozenset[tuple]:
+        return frozenset(run.signature for run in self.runs)
+
+    @property
+    def trained_tokens(self) -> int:
+        """With what the runs share counted once."""
+        whole = max(run.tokens if not run.recipe.finish.rounds else run.unfinished for run in self.runs)
+        return whole + sum(run.tokens - run.unfinished for run in self.runs if run.recipe.finish.rounds)
+
+
+def jobs_of(runs: Sequence[Run]) -> list[Job]:
+    """Runs that are one run until they finish, together. Seed after seed, as the runs are; the longest of a
+    seed first, so that none is left alone at the end."""
+    alike: dict[tuple, list[Run]] = {}
+    for run in runs:
+        stem = dataclasses.replace(run.recipe, finish=FinishConfig())
+        alike.setdefault((run.seed, digest(stem)), []).append(run)
+    seeds = list(dict.fromkeys(run.seed for run in runs))
+    jobs = [Job(tuple(group)) for group in alike.values()]
+    return sorted(jobs, key=lambda job: (seeds.index(job.seed), -job.trained_tokens))
+
+
+def pick_tables(names: Sequence[str], scale: Scale) -> list[Table]:
+    tables = tables_of(scale)
+    if "all" in names:
+        return list(tables.values())
+    for name in names:
+        if name not in tables:
+            raise ConfigError(f'there is no table "{name}"; there is {", ".join(tables)}, all')
+    return [table for table in tables.values() if table.name in names]
+
+
+def check_rows(only: Sequence[str], tables: Sequence[Table]) -> None:
+    names = list(dict.fromkeys(shown.row for table in tables for shown in table.shown))
+    for name in only:
+        if name not in names:
+            raise ConfigError(f'--only is "{name}"; these tables have {", ".join(names)}')
+
+
+def all_runs(
+    tables: Sequence[Table],
+    scale: Scale,
+    corpus: str,
+    lines: Sequence[Line],
+    seeds: Sequence[int] | None = None,
+    only: Sequence[str] = (),
+) -> list[Run]:
+    """Every run of the tables: the first seed of every row, then the second, so that a stop at any moment
+    leaves rows that can be compared."""
+    rows, lrs = rows_of(scale), tuned_lrs(scale, lines)
+    names = list(dict.fromkeys(shown.row for table in tables for shown in table.shown))
+    check_rows(only, tables)
+    names = [name for name in names if not only or name in only]
+    runs: dict[tuple, Run] = {}  # the best of the tune table is a baseline too: one run
+    for at in range(max(len(rows[name].seeds) for name in names) if not seeds else len(seeds)):
+        for name in names:
+            row = rows[name]
+            chosen = [s for s in row.seeds if s in seeds] if seeds and not row.tuned else seeds or row.seeds
+            if at < len(chosen):
+                recipe = recipe_of(row, scale, chosen[at], corpus, lrs)
+                run = Run(row, chosen[at], home_of(name, scale), recipe, digest(recipe))
+                runs.setdefault((run.seed, run.digest), run)
+    return list(runs.values())
+
+
+def missing(runs: Sequence[Run], lines: Sequence[Line], corpus: str) -> list[Run]:
+    """`corpus` is the fingerprint of the text, not its folder."""
+    there = {identity(line) for line in lines}
+    return [run for run in runs if (run.seed, run.digest, corpus) not in there]
+
+
+def rate(scale: Scale, lines: Sequence[Line]) -> tuple[float, bool]:
+    """Tokens/s of one worker beside its like, and whether it was measured (else assumed)."""
+    measured = [line["tokens_per_second"] for line in lines]
+    return (statistics.median(measured), True) if measured else (scale.tokens_per_second, False)
+
+
+def predicted_seconds(runs: Sequence[Run], scale: Scale, lines: Sequence[Line], jobs: int) -> float:
+    """Of the whole list. Assumed rates are of the whole GPU, measured ones of one worker of `jobs`, with all
+    that a round holds."""
+    each, measured = rate(scale, lines)
+    tokens = sum(job.trained_tokens for job in jobs_of(runs))
+    if measured:
+        training = tokens / (each * jobs)
+    else:
+        rounds = sum(run.recipe.outer.rounds for run in runs if run.row.method != "adamw")
+        training = tokens / each + rounds * scale.round_seconds
+    compiling = COMPILE_SECONDS * len({run.signature for run in runs}) / jobs if scale.record else 0.0
+    return training + compiling
+
+
+def next_job(pending: Sequence[Job], compiled: set[tuple], elsewhere: set[tuple]) -> Job:
+    """What a worker takes next: runs whose inner step it has compiled, or that no other worker has; the
+    runs of a later seed only where all that is left of this one belongs to others."""
+    first = [job for job in pending if job.seed == pending[0].seed]
+
+    def candidates() -> Iterator[Job]:
+        yield from (job for job in first if job.signatures <= compiled)
+        yield from (job for job in first if job.signatures.isdisjoint(elsewhere))
+        yield from (job for job in pending if job.signatures <= compiled)
+        yield from first
+
+    return next(candidates())

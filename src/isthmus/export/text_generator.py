@@ -1,0 +1,170 @@
+"""A model that speaks: from a run, a bucket or an exported folder, without transformers."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from isthmus.config import ModelConfig
+from isthmus.data.tokenizer import Encoder
+from isthmus.errors import ConfigError, RunError
+from isthmus.export.source import Trained, is_run_or_bucket, open_trained, pipelined_member
+from isthmus.layout.stages import EMBEDDING
+from isthmus.model.decode import Decoder
+from isthmus.model.hf import CONFIG, PIPELINED, read_config, read_extra, read_json, read_params
+from isthmus.model.llama import BoundaryFunctions
+from isthmus.subspace import OpenBoundary, SubspaceBoundary
+from isthmus.subspace.boundaries import boundary_function, boundary_functions
+from isthmus.subspace.boundary import OpeningBoundary
+from isthmus.subspace.wire import WIRE_TYPES, LocalLink
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class TextGenerator:
+    """Weights, boundaries where there are any, and the tokenizer."""
+
+    model: ModelConfig
+    params: Mapping[str, Tensor]
+    boundary_fns: BoundaryFunctions | None
+    tokenizer: "Tokenizer"
+    end_id: int
+    about: str  # which model this is, for the terminal
+
+    def encode(self, text: str) -> list[int]:
+        """As in training: nothing in front. No text: as a document begins, after the end of another."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids or [self.end_id]
+
+    def tokens(
+        self, prompt: list[int], max_tokens: int, *, temperature: float, top_p: float, seed: int
+    ) -> Iterator[int]:
+        """What follows the prompt, up to the end of the text, `max_tokens` or a full context."""
+        room = self.model.context - len(prompt)
+        generator = torch.Generator().manual_seed(seed)
+        decoder = Decoder(self.params, self.model, self.boundary_fns)
+        logits = decoder.feed(prompt) if room > 0 and max_tokens > 0 else None
+        for count in range(1, min(room, max_tokens) + 1):
+            token = pick(logits, temperature, top_p, generator)
+            if token == self.end_id:
+                return
+            yield token
+            if count < min(room, max_tokens):
+                logits = decoder.feed([token])
+
+
+def pick(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """The likeliest token at temperature 0; else a draw from the likeliest that hold `top_p` of the mass."""
+    logits = logits.double().cpu()
+    if not bool(logits.isfinite().all()):
+        raise RunError("the model's logits are not finite; it has diverged, and says nothing")
+    if temperature == 0:
+        return int(logits.argmax())
+    # Less the largest first: a temperature near 0 then leaves that one, instead of an overflow.
+    shares, order = ((logits - logits.max()) / temperature).softmax(-1).sort(descending=True)
+    before = shares.cumsum(-1) - shares
+    kept = shares * (before < top_p)  # the first is always kept
+    return int(order[torch.multinomial(kept, 1, generator=generator)])
+
+
+class Text:
+    """Tokens in, the text they add out: never half a character, in sum what decoding all at once gives."""
+
+    def __init__(self, tokenizer: "Tokenizer", prompt: list[int]) -> None:
+        self.tokenizer, self.ids = tokenizer, list(prompt)
+        self.said = len(self._all())
+
+    def _all(self) -> str:
+        return self.tokenizer.decode(self.ids, skip_special_tokens=False)
+
+    def add(self, token: int) -> str:
+        self.ids.append(token)
+        # Bytes that are no character yet decode to U+FFFD, and to something else when the rest has come.
+        return self._from(self._all().rstrip("\ufffd"))
+
+    def rest(self) -> str:
+        return self._from(self._all())
+
+    def _from(self, text: str) -> str:
+        new, self.said = text[self.said :], max(self.said, len(text))
+        return new
+
+
+def open_generator(
+    spec: str, as_: str = "auto", corpus: str | None = None, device: str = "cpu"
+) -> TextGenerator:
+    """`spec`: a run directory, a bucket, or an exported folder. `as_`: "plain", "pipelined", or "auto": plain
+    if any replica of the run trained so, else through the boundaries."""
+    if not is_run_or_bucket(spec) and (Path(spec) / CONFIG).is_file():
+        return from_folder(Path(spec), as_, torch.device(device))
+    return from_trained(open_trained(spec, corpus).on(torch.device(device)), as_)
+
+
+def from_trained(trained: Trained, as_: str) -> TextGenerator:
+    recipe, corpus = trained.recipe, trained.corpus
+    member = pipelined_member(recipe)
+    if as_ == "pipelined" and member is None:
+        raise ConfigError(f"{trained.where} has no pipelined replica, so no boundaries; drop --as")
+    opened = trained.bases.opening and float(trained.bases.share) == 1.0
+    dense = opened or any(not m.config.compressed for m in recipe.fleet())
+    through = as_ == "pipelined" or (as_ == "auto" and not dense)
+    params = {name: t.to(torch.float32) for name, t in trained.params.items()}
+    boundary_fns = boundary_functions(recipe, [member], trained.bases, trained.table) if through else None
+    encoder = Encoder(
+        corpus.tokenizer_path.read_bytes(), corpus.manifest.end_token, str(corpus.tokenizer_path)
+    )
+    how = f"through the boundaries of {member.name}" if through else "as a plain LLaMA"
+    about = f"{recipe.name}, round {trained.round}, {how}"
+    return TextGenerator(recipe.model, params, boundary_fns, encoder.tokenizer, encoder.end_id, about)
+
+
+def from_folder(folder: Path, as_: str, device: torch.device) -> TextGenerator:
+    config, model = read_json(folder / CONFIG), read_config(folder)
+    params = {name: t.to(device) for name, t in read_params(folder, model).items()}
+    boundary_fns = None
+    if config["model_type"] == PIPELINED and as_ != "plain":
+        boundary_fns = folder_boundaries(folder, config, params[EMBEDDING])
+    elif as_ == "pipelined":
+        raise ConfigError(f"{folder} is a plain LLaMA, without boundaries; drop --as")
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no tokenizer.json; a model without one cannot read a prompt")
+    named = (
+        read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    )
+    end = named.get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    encoder = Encoder(path.read_bytes(), end, str(path))
+    how = "through its boundaries" if boundary_fns else "a plain LLaMA"
+    return TextGenerator(model, params, boundary_fns, encoder.tokenizer, encoder.end_id, f"{folder}, {how}")
+
+
+def folder_boundaries(folder: Path, config: Mapping, embedding: Tensor) -> BoundaryFunctions:
+    """The boundaries of a folder that was exported with them, as modeling_isthmus.py has them."""
+    extra = {name: t.to(embedding.device) for name, t in read_extra(folder, "boundary.").items()}
+    try:
+        table = extra["boundary.table"] if config["frozen_table"] else embedding
+        link, share = LocalLink(config["wire"]), config["open_share"]
+        found = {}
+        for place in config["boundaries"]:
+            basis = None if place["basis"] is None else extra[f"boundary.basis_{place['basis']}"]
+            if basis is not None and basis.shape[0] != embedding.shape[1]:
+                raise ValueError("U has another width than the model")
+            if basis is None:
+                inside = OpenBoundary()
+            elif share is None:
+                inside = SubspaceBoundary(basis, table)
+            else:
+                inside = OpeningBoundary(basis, table, torch.tensor(float(share), device=basis.device))
+            found[int(place["layer"])] = [(slice(0, 1), boundary_function(inside, link))]
+        return found
+    except (KeyError, TypeError, ValueError) as error:
+        known = ", ".join(WIRE_TYPES)
+        raise ConfigError(
+            f"{folder / CONFIG} does not describe its boundaries ({error!r}; wires are {known}); export it "
+            "again"
+        ) from None

@@ -1,0 +1,120 @@
+"""Bytes per link as plain arithmetic. Standard library only."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from isthmus.config import Member, ModelConfig, Recipe
+from isthmus.layout.chunks import packed_many_bytes
+from isthmus.layout.stages import EMBEDDING, boundaries, stage_names, stage_of
+
+PURPOSES = ("activations", "gradients", "tokens", "payload_up", "payload_down", "control")
+STAGE_PURPOSES = ("activations", "gradients", "tokens")
+GRADIENT_BYTES = 4  # dense data parallelism averages fp32 gradients
+
+
+def shards(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
+    """How every replica cuts its update: so finely that each stage of each replica finds its own part whole.
+
+    The embedding stands alone where there are stages, because every stage applies its update (METHOD 0.8).
+    """
+    return _shards(recipe.model, frozenset(r.stages for r in recipe.replicas if r.stages > 1))
+
+
+@lru_cache(maxsize=256)
+def _shards(model: ModelConfig, stages: frozenset[int]) -> tuple[tuple[str, ...], ...]:
+    if not stages:
+        return (tuple(model.shapes()),)
+    parts: dict[tuple[int, ...], list[str]] = {}
+    for name in model.shapes():
+        place = (-1,) if name == EMBEDDING else tuple(stage_of(name, model.layers, s) for s in sorted(stages))
+        parts.setdefault(place, []).append(name)
+    return tuple(tuple(names) for names in parts.values())
+
+
+def shard_bytes(recipe: Recipe) -> tuple[int, ...]:
+    """The packed size of each shard of one replica's update, exactly as the codec writes it."""
+    shapes, outer = recipe.model.shapes(), recipe.outer
+    keep, values = codec_settings(recipe)
+    return tuple(
+        packed_many_bytes({name: shapes[name] for name in names}, outer.chunk_side, keep, values)
+        for names in shards(recipe)
+    )
+
+
+def codec_settings(recipe: Recipe) -> tuple[int, str]:
+    """(keep, values) of TOP-kappa and Q; DiLoCo sends everything."""
+    outer = recipe.outer
+    if outer.method == "sparseloco":
+        return outer.keep, outer.values
+    return outer.chunk_side**2, "fp64" if recipe.inner.precision == "fp64" else "fp32"
+
+
+def shards_read(recipe: Recipe, member: Member) -> tuple[int, ...]:
+    """How many machines of this replica read each shard of every other replica's update."""
+    stages = stage_names(recipe.model, member.config.stages)
+    return tuple(
+        sum(set(names) <= set(own) or (names == (EMBEDDING,) and member.config.compressed) for own in stages)
+        for names in shards(recipe)
+    )
+
+
+def inner_step_bytes(recipe: Recipe, member: Member, subspace_dim: int | None = None) -> dict[str, int]:
+    """What crosses all the stage boundaries of one replica in one inner step, by purpose."""
+    replica, model = member.config, recipe.model
+    num_links = len(boundaries(model.layers, replica.stages))
+    num_tokens = recipe.inner.batch * model.context
+    dim = replica.subspace_dim(model.width) if subspace_dim is None else subspace_dim
+    stream = num_links * num_tokens * dim * replica.wire_bytes
+    # One id more than there are positions: the last stage finds its targets in the same message.
+    ids = num_links * recipe.inner.batch * (model.context + 1) * model.token_bytes
+    return {"activations": stream, "gradients": stream, "tokens": ids}
+
+
+def round_bytes(recipe: Recipe, round_number: int = 1) -> dict[str, int]:
+    """All bytes of one outer round, over all replicas, by purpose; finishing rounds carry whole streams."""
+    recipe = recipe.in_round(round_number)
+    total = dict.fromkeys(PURPOSES, 0)
+    steps, sizes = recipe.outer.inner_steps, shard_bytes(recipe)
+    for member in recipe.fleet():
+        for purpose, count in inner_step_bytes(recipe, member).items():
+            total[purpose] += steps * count
+        up, down = outer_bytes(recipe, member, sizes)
+        total["payload_up"] += up
+        total["payload_down"] += down
+    return total
+
+
+def outer_bytes(recipe: Recipe, member: Member, sizes: tuple[int, ...] | None = None) -> tuple[int, int]:
+    """(up, down) of one replica in one outer round, over all its machines."""
+    if recipe.outer.method == "adamw":
+        each = recipe.outer.inner_steps * _ring_bytes(recipe)
+        return each, each
+    sizes = shard_bytes(recipe) if sizes is None else sizes
+    others = recipe.num_replicas - 1
+    if not others:
+        return 0, 0
+    # Of its own update a machine holds what it sent; the stages after the first read the embedding's shard.
+    down = sum(
+        size * (others * readers + readers - 1)
+        for size, readers in zip(sizes, shards_read(recipe, member), strict=True)
+    )
+    return sum(sizes), down
+
+
+def _ring_bytes(recipe: Recipe, num_replicas: int | None = None) -> int:
+    """One replica's upload in one ring all-reduce of the gradients: 2 (M-1)/M of them (and as much down)."""
+    m = recipe.num_replicas if num_replicas is None else num_replicas
+    return 2 * (m - 1) * recipe.model.num_parameters * GRADIENT_BYTES // m
+
+
+def dense_round_bytes(recipe: Recipe, took_part: Sequence[Member] | None = None) -> Mapping[str, int]:
+    """What the same round costs with open stage boundaries, and with gradients averaged every inner step.
+
+    `took_part`: the replicas whose bytes it is held against, where some of the fleet were missing.
+    """
+    steps, members = recipe.outer.inner_steps, recipe.fleet() if took_part is None else took_part
+    stages = sum(
+        steps * sum(inner_step_bytes(recipe, member, recipe.model.width).values()) for member in members
+    )
+    m = len(members)
+    return {"stages": stages, "replicas": 2 * steps * m * _ring_bytes(recipe, m) if m else 0}

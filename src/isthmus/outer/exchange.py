@@ -1,0 +1,27 @@
+"""What replicas hand to each other in an outer round, and the protocol by which a round is closed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one replica brings to one outer round: its packed shards, by their place in `traffic.shards`.
+
+    A process holds those it needs: the whole update, or what concerns its stage.
+    """
+
+    replica: str
+    shards: Mapping[int, bytes]
+
+
+class Exchange(Protocol):
+    """Takes this process's contributions and returns all that count, in the order in which they are
+    summed."""
+
+    def closed(self, round_number: int) -> Sequence[Contribution] | None:
+        """What counted in a round that was settled without us; None while it is open."""
+
+    def close(self, round_number: int, own: Sequence[Contribution]) -> Sequence[Contribution]:
+        """Deliver, wait until the round is settled, and return what counts in it."""

@@ -1,0 +1,185 @@
+"""Several runs side by side: what differs between their recipes, and what came of it."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from isthmus.config import Recipe, ReplicaConfig, nearest
+from isthmus.errors import ConfigError
+from isthmus.runlog import Row, RunDir, totals
+from isthmus.runlog.words import count, first_and_last, fleet_in_words, rate, size
+
+METRICS = {
+    "loss_mixed": "Held-out loss, each replica as it trains (mixed)",
+    "loss_full": "Held-out loss, full forward",
+    "loss_pipelined": "Held-out loss, pipelined forward",
+    "loss_train": "Training loss",
+    "grad_norm": "Gradient norm before clipping",
+    "lr": "Learning rate",
+    "tokens_per_second": "Tokens per second",
+    "seconds": "Seconds a round, here",
+    "fleet_seconds": "Seconds a round, on that fleet's links",
+}
+LOSSES = {"loss_mixed": "mixed", "loss_full": "full", "loss_pipelined": "pipelined"}
+SHORT = {"outer.inner_steps": "H", "outer.method": "method", "outer.keep": "keep", "outer.values": "values"}
+MAX_COLUMNS = 6  # of recipe keys; more would hide the results
+
+
+def check_metric(metric: str) -> None:
+    if metric not in METRICS:
+        hint = nearest(metric, list(METRICS)) or f"; it is one of {', '.join(METRICS)}"
+        raise ConfigError(f'--metric is "{metric}", which no run records{hint}')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """One run among the others."""
+
+    label: str
+    run: RunDir
+    rows: list[Row]
+
+    @property
+    def results(self) -> dict[str, Any]:
+        sums = totals(self.rows)
+        last = {field: first_and_last(self.rows, field) for field in LOSSES}
+        return {
+            "rounds": sums["rounds"],
+            "tokens": sums["tokens"],
+            **{field: ends[1][field] if ends else None for field, ends in last.items()},
+            "stage_bytes": sums["link_bytes"]["stages"],
+            "replica_bytes": sums["link_bytes"]["replicas"],
+            "tokens_per_second": sums["tokens"] / sums["seconds"] if sums["seconds"] else None,
+        }
+
+    def points(self, metric: str) -> list[tuple[float, float]]:
+        return [(row.get("tokens") or 0, row[metric]) for row in self.rows if row.get(metric) is not None]
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[Entry]:
+    runs = [RunDir.open(path) for path in paths]
+    names = [run.path.resolve().name for run in runs]
+    entries = []
+    for path, name, run in zip(paths, names, runs, strict=True):
+        rows = run.rows()
+        if not any(row["round"] > 0 for row in rows):
+            raise ConfigError(f"{path} has no rounds yet; leave it out, or wait for its first")
+        entries.append(Entry(name if names.count(name) == 1 else str(path), run, rows))
+    return entries
+
+
+def differences(recipes: Sequence[Recipe]) -> dict[str, list[str]]:
+    """Recipe key -> its value in each run, for the keys in which the runs differ."""
+    flat = [flatten(recipe) for recipe in recipes]
+    if len({tuple(replica.name for replica in recipe.replicas) for recipe in recipes}) > 1:
+        # Other names are other fleets: compared as wholes, not entry by entry.
+        for table, recipe in zip(flat, recipes, strict=True):
+            for key in [key for key in table if key.startswith("replicas.")]:
+                del table[key]
+            table["fleet"] = " + ".join(_short_fleet(replica) for replica in recipe.replicas)
+    keys = list(dict.fromkeys(key for table in flat for key in table))
+    found = {key: [table.get(key, "-") for table in flat] for key in keys}
+    found = {key: values for key, values in found.items() if len(set(values)) > 1}
+    if "model.preset" in found:  # says all of width, layers, heads, ...
+        found = {
+            key: values
+            for key, values in found.items()
+            if key == "model.preset" or not key.startswith("model.")
+        }
+    return found
+
+
+def flatten(recipe: Recipe) -> dict[str, str]:
+    """`outer.keep` -> `32`, `replicas.edge.link.mbps` -> `100`; the name of a run is no setting."""
+    table = dataclasses.asdict(recipe)
+    del table["name"]
+    table["replicas"] = {replica.pop("name"): replica for replica in table["replicas"]}
+    return dict(_leaves(table, ""))
+
+
+def _leaves(table: Mapping[str, Any], prefix: str) -> list[tuple[str, str]]:
+    leaves = []
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            leaves += _leaves(value, f"{prefix}{key}.")
+        elif value is not None:
+            leaves.append((f"{prefix}{key}", f"{value:g}" if isinstance(value, float) else str(value)))
+    return leaves
+
+
+def _short_fleet(replica: ReplicaConfig) -> str:
+    if replica.kind == "full":
+        return f"{replica.count} full"
+    return f"{replica.count} of {replica.stages} stages" + (f" {replica.ratio}" if replica.compressed else "")
+
+
+def heading(key: str) -> str:
+    """`replicas.edge.compression` -> `edge k/d`, `inner.lr` stays."""
+    if key.startswith("replicas."):
+        _, name, rest = key.split(".", 2)
+        return f"{name} {'k/d' if rest == 'compression' else rest}"
+    return SHORT.get(key, key)
+
+
+def preamble(entries: Sequence[Entry], found: Mapping[str, Sequence[str]]) -> list[str]:
+    """What differs, and what the runs have in common."""
+    if len(entries) == 1:
+        first = "One run."
+    elif not found:
+        first = f"{len(entries)} runs of the same recipe."
+    else:
+        first = f"{len(entries)} runs; their recipes differ in {', '.join(found)}."
+    recipe = entries[0].run.recipe
+    outer, common = recipe.outer, []
+    if not any(key.startswith("model.") for key in found):
+        common.append(f"{recipe.model.preset} ({count(recipe.model.num_parameters)} parameters)")
+    if "fleet" not in found and not any(key.startswith("replicas.") for key in found):
+        common.append(fleet_in_words(recipe).rstrip(","))
+    common += [
+        f"{SHORT[key]} {value}"
+        for key, value in (
+            ("outer.method", outer.method),
+            ("outer.inner_steps", outer.inner_steps),
+            ("outer.keep", outer.keep if outer.method == "sparseloco" else None),
+            ("outer.values", outer.values if outer.method == "sparseloco" else None),
+        )
+        if key not in found and value is not None
+    ]
+    return [first, *([f"In common: {', '.join(common)}."] if common and len(entries) > 1 else [])]
+
+
+def table(entries: Sequence[Entry], found: Mapping[str, Sequence[str]]) -> str:
+    """Aligned text: the run, the settings that differ, the results."""
+    results = [entry.results for entry in entries]
+    columns: dict[str, list[str]] = {"run": [entry.label for entry in entries]}
+    for key in list(found)[:MAX_COLUMNS]:
+        columns[heading(key)] = list(found[key])
+    num_replicas = [str(entry.run.recipe.num_replicas) for entry in entries]
+    if len(set(num_replicas)) > 1:
+        columns["M"] = num_replicas
+    columns["rounds"] = [str(result["rounds"]) for result in results]
+    columns["tokens"] = [count(result["tokens"]) for result in results]
+    pipelined = any(result["loss_pipelined"] is not None for result in results)
+    for field, name in LOSSES.items() if pipelined else [("loss_mixed", "loss")]:
+        columns[name] = [
+            f"{value:.3f}" if (value := result[field]) is not None else "-" for result in results
+        ]
+    for field, name in (("stage_bytes", "stages"), ("replica_bytes", "replicas")):
+        if any(result[field] for result in results):
+            columns[name] = [size(result[field]) if result[field] else "-" for result in results]
+    columns["tok/s"] = [
+        rate(value).removesuffix(" tok/s") if (value := result["tokens_per_second"]) else "-"
+        for result in results
+    ]
+    return align(columns)
+
+
+def align(columns: Mapping[str, Sequence[str]]) -> str:
+    """Words read from the left, figures line up on the right."""
+    padded = []
+    for name, cells in columns.items():
+        width = max(len(text) for text in (name, *cells))
+        words = name == "run" or any(text[0].isalpha() or " + " in text for text in cells if text)
+        padded.append([text.ljust(width) if words else text.rjust(width) for text in (name, *cells)])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True))

@@ -1,0 +1,219 @@
+"""Where a page's facts come from: a run directory, a bucket, or a run directory with its bucket."""
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isthmus.config import Recipe
+from isthmus.errors import ConfigError, RunError
+from isthmus.page.clean import clean_about, clean_rows
+from isthmus.page.read import DOCUMENT_BYTES, Folder, bounded_recipe, read_json
+from isthmus.page.tail import MetricsFile
+from isthmus.runlog import Row
+from isthmus.store.retry import StoreRefused
+
+GONE = ("left", "finished")
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a replica last said of itself, and when, by this machine's clock."""
+
+    said: dict[str, Any]
+    seen_unix: float
+
+
+@dataclass(frozen=True, slots=True)
+class AliveFile:
+    """A process of a replica that runs on this machine: the file that it touches every second."""
+
+    stage: int
+    pid: int  # 0: not known just now
+    seen_unix: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """One round as its manifest settled it."""
+
+    round: int
+    counted: tuple[str, ...]
+    refused: dict[str, str]
+    expected: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(slots=True)
+class Raw:
+    """All that was found, checked and bounded, but not yet put into words."""
+
+    recipe: Recipe
+    about: dict[str, Any]
+    rows: list[Row]
+    where: str
+    has_bucket: bool
+    heard_unix: float | None = None  # the newest sign of life, whoever gave it
+    beats: dict[str, Beat] = field(default_factory=dict)
+    pulses: dict[str, list[AliveFile]] = field(default_factory=dict)
+    settled: dict[int, Settled] = field(default_factory=dict)
+    delivered: tuple[str, ...] = ()  # updates of the open round
+    late: frozenset[tuple[int, str]] = frozenset()
+    problems: list[str] = field(default_factory=list)
+    behind: int = 0  # settled rounds that have not been read yet
+
+    @property
+    def real(self) -> bool:
+        """Processes, not a simulation; their bucket may be elsewhere, or not be there yet."""
+        return self.has_bucket or self.about.get("mode") == "real processes"
+
+    def heard(self, unix: float | None) -> None:
+        if unix is not None and unix > (self.heard_unix or 0.0):
+            self.heard_unix = unix
+
+
+class RunSource:
+    """A run directory, and the bucket in it if there is one."""
+
+    def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
+        self.path, self.wall = path, wall
+        self.folder = Folder(path)
+        try:
+            data = self.folder.read("recipe.toml", DOCUMENT_BYTES)
+        except StoreRefused as reason:
+            raise ConfigError(f"{path} cannot be watched: {reason}") from None
+        if data is None:
+            raise ConfigError(
+                f"{path} is not a run: it holds no recipe.toml (nor, as a bucket, run.json); give the folder "
+                "of a run, such as runs/demo, or the URL of a bucket"
+            )
+        try:
+            self.recipe = bounded_recipe(data.decode(), str(path / "recipe.toml"))
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path / 'recipe.toml'} is not UTF-8 text; it is no recipe") from None
+        self.metrics = MetricsFile(self.folder, self.recipe)
+        self.bucket: Any = None
+        self.bucket_fault = ""
+
+    def look(self, budget_seconds: float = 2.0) -> Raw:
+        raw = Raw(self.recipe, {}, [], str(self.path), has_bucket=False)
+        try:
+            raw.about = clean_about(read_json(self.folder, "about.json", DOCUMENT_BYTES))
+        except StoreRefused as reason:
+            raw.problems.append(str(reason))
+        self._read_metrics(raw)
+        for member in self.recipe.fleet():
+            if pulses := self._pulses(member.name, member.config.stages):
+                raw.pulses[member.name] = pulses
+                raw.heard(max(pulse.seen_unix for pulse in pulses))
+        self._open_bucket()
+        if self.bucket_fault:
+            raw.problems.append(self.bucket_fault)
+        if self.bucket:
+            self.bucket.look(raw, budget_seconds)
+        return raw
+
+    def _read_metrics(self, raw: Raw) -> None:
+        try:
+            raw.heard(self.metrics.look())
+        except StoreRefused as reason:
+            self.metrics.lose(str(reason))
+        raw.rows = self.metrics.rows
+        raw.problems += self.metrics.odd
+
+    def _pulses(self, replica: str, stages: int) -> list[AliveFile]:
+        """One for each process that has run on this machine; replicas elsewhere have none."""
+        pulses = []
+        for stage in range(stages):
+            # Where every stage has a launcher of its own, each has its own folder too.
+            for name in (f"work/{replica}/alive-{stage}", f"work/{replica}.{stage}/alive-{stage}"):
+                try:
+                    found = self.folder.stat(name)
+                    data = self.folder.read(name, 32) if found else None
+                except StoreRefused:
+                    continue
+                if found and data is not None and (data.strip() or b"0").isdigit():
+                    # Empty while its process is writing it.
+                    pulses.append(AliveFile(stage, int(data.strip() or 0), found.st_mtime))
+        return pulses
+
+    def _open_bucket(self) -> None:
+        """`train` makes run and bucket after the page may have been opened; a link out is not followed."""
+        if self.bucket or self.bucket_fault:
+            return
+        try:
+            if self.folder.stat("bucket/run.json") is None:
+                return
+        except StoreRefused as reason:
+            self.bucket_fault = str(reason)
+            return
+        from isthmus.page.bucket_source import open_folder
+
+        try:
+            self.bucket = open_folder(self.folder.find("bucket"), self.wall)
+        except (ConfigError, RunError) as error:
+            self.bucket_fault = f"the run's own bucket cannot be read: {error}"
+            return
+        if [m.name for m in self.bucket.recipe.fleet()] != [m.name for m in self.recipe.fleet()]:
+            self.bucket, self.bucket_fault = (
+                None,
+                "the bucket in this folder is another run's; it is not read",
+            )
+
+
+class BucketSource:
+    """A bucket alone: rounds, members and training losses; nobody has measured held-out losses there."""
+
+    def __init__(self, reader: Any, where: str) -> None:
+        self.reader, self.where, self.recipe = reader, where, reader.recipe
+        self.rows: list[Row] = []
+
+    def look(self, budget_seconds: float = 2.0) -> Raw:
+        raw = Raw(self.recipe, {}, [], self.where, has_bucket=True)
+        self.reader.look(raw, budget_seconds)
+        told = self.reader.rows()
+        if len(told) > len(self.rows):  # settled rounds stay as they are
+            self.rows = [*self.rows, *clean_rows(told[len(self.rows) :], self.recipe)[0]]
+        raw.rows = self.rows
+        states = [beat.said.get("state") for beat in raw.beats.values()]
+        done = max(raw.settled, default=0)
+        status = "running"
+        if done >= self.recipe.outer.rounds:
+            status = "finished"
+        elif states and all(state in GONE for state in states):
+            status = "interrupted"
+        raw.about = {"status": status, "mode": "real processes", "run": self.reader.run_id}
+        return raw
+
+
+def open_source(target: str) -> RunSource | BucketSource:
+    """What `target` names: a run directory, a bucket in a folder, or the URL of a bucket."""
+    if "://" not in target:
+        path = Path(target).expanduser()
+        if not os.path.lexists(path):
+            raise ConfigError(
+                f"{target} does not exist; give the folder of a run, such as runs/demo, or a URL"
+            )
+        if not path.is_dir():
+            raise ConfigError(
+                f"{target} is not a folder; give the folder of a run, such as runs/demo, or a URL"
+            )
+        if _is_file(path / "recipe.toml") or not _is_file(path / "run.json"):
+            return RunSource(path)
+        from isthmus.page.bucket_source import open_folder
+
+        return BucketSource(open_folder(path), target)
+    from isthmus.page.bucket_source import open_url
+
+    reader = open_url(target)
+    return BucketSource(reader, reader.ledger.store.url)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode) or path.is_symlink()
+    except OSError:
+        return path.is_symlink()

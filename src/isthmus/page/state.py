@@ -1,0 +1,251 @@
+"""A run as plain data, complete and in words: what /state answers, and what the page and /metrics are made
+of."""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from isthmus.config import dump_recipe
+from isthmus.page import charts as figures
+from isthmus.page import replicas as fleet
+from isthmus.page import rounds
+from isthmus.page.clean import text
+from isthmus.page.report import STATUSES
+from isthmus.page.source import Raw
+from isthmus.runlog import Row, RunDir, totals
+from isthmus.runlog.words import count, duration, first_and_last, fleet_in_words, rate, size, summary
+
+MOST_EVENTS = 40
+MOST_DRAWN = 64  # replicas in the picture; the table has all
+
+
+class Known(RunDir):
+    """A run that was read already: what the words of the dashboard ask for, from memory."""
+
+    def __init__(self, raw: Raw) -> None:
+        super().__init__(raw.where, raw.recipe)
+        self.raw = raw
+
+    def rows(self) -> list[Row]:
+        return self.raw.rows
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return self.raw.about
+
+
+class Teller:
+    """Turns what a source found into a state, and remembers what changed between two looks."""
+
+    def __init__(self, wall: Callable[[], float] = time.time) -> None:
+        self.wall = wall
+        self.events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
+        self.before: dict[str, dict[str, Any]] = {}
+        self.round: int | None = None
+        self.known: Raw | None = None  # of which these were made:
+        self.told: dict[str, Any] = {}
+        self.odd: list[str] = []
+        self.tally: rounds.Tally | None = None
+
+    def tell(self, raw: Raw) -> dict[str, Any]:
+        now, recipe, rows = self.wall(), raw.recipe, raw.rows
+        self._refresh(raw)
+        done = max(self.told["sums"]["rounds"], max(raw.settled, default=0))
+        members = fleet.replicas(raw, now)
+        self._note(members, raw, done, now)
+        status = text(raw.about.get("status") or "unknown", 40)
+        left = self._left(rows, done, recipe.outer.rounds) if status == "running" else None
+        state = {
+            "run": {
+                "name": recipe.name,
+                "status": status,
+                "tone": status if status in STATUSES else "",
+                "stale": fleet.is_stale(raw, now),
+                "timeout_seconds": fleet.timeout_seconds(raw),
+                "round": done,
+                "rounds": recipe.outer.rounds,
+                "inner_steps": recipe.outer.inner_steps,
+                "where": text(raw.where),
+                "facts": [f for f in (raw.about.get("device"), raw.about.get("mode"), started(raw)) if f],
+                "fleet": fleet_in_words(recipe),
+                "parameters": count(recipe.model.num_parameters),
+                "bucket": raw.has_bucket,
+                "real": raw.real,
+                "left": left and duration(left),
+                "behind": raw.behind,
+            },
+            "heard_unix": raw.heard_unix and round(raw.heard_unix),
+            "now": now_in_words(raw, members, done, status),
+            "bands": [words for _, words in fleet.BANDS],
+            "replicas": members,
+            "drawn": MOST_DRAWN,
+            "rounds": rounds.grid(raw, self.tally),
+            "events": list(self.events),
+            "about": [[key, str(value)] for key, value in raw.about.items()],
+            "recipe": dump_recipe(recipe),
+            "problems": [*raw.problems, *self.odd],
+        }
+        return state | self.told
+
+    def _refresh(self, raw: Raw) -> None:
+        """What rows alone decide is made anew when they change: of a long run it takes a second or two."""
+        before, self.known = self.known, raw
+        same = before is not None and before.rows is raw.rows
+        if not same or len(before.settled) != len(raw.settled) or before.has_bucket != raw.has_bucket:
+            self.tally = rounds.tally(raw)
+        if same and before.about == raw.about:
+            return
+        rows, recipe, sums, self.odd = raw.rows, raw.recipe, totals(raw.rows), []
+        plan = lambda: figures.plan(rows, recipe, raw.about)  # noqa: E731
+        self.told = {
+            "tiles": tiles(rows, sums),
+            "summary": _safely(lambda: summary(Known(raw)), [], "the summary", self.odd),
+            "kinds": fleet.kinds(raw),
+            "charts": figures.charts(rows, recipe),
+            "speeds": figures.speeds(rows),
+            "traffic": figures.traffic(sums),
+            "plan": _safely(plan, None, "plan against actual", self.odd),
+            "bias": figures.bias(rows, recipe),
+            "sums": sums,
+            "last": last_figures(rows),
+        }
+
+    def _left(self, rows: list[Row], done: int, total: int) -> float | None:
+        """Seconds to the end at the pace of the last rounds."""
+        recent = [row["seconds"] for row in rows[-8:] if row["round"] and row["seconds"]]
+        return median(recent) * (total - done) if recent and done < total else None
+
+    def _note(self, members: list[dict[str, Any]], raw: Raw, done: int, now: float) -> None:
+        """Who went and who came back since the last look; settled rounds that refused somebody."""
+        for one in members:
+            before = self.before.get(one["name"])
+            if before and before["up"] and not one["up"]:
+                reason = f": {one['why']}" if one["why"] else ""
+                words = "has left" if one["state"] == "left" else f"is gone{reason}"
+                self._event(now, f"{one['name']} {words}", "wait" if one["state"] == "left" else "bad")
+            elif before and one["up"] and not before["up"]:
+                words = "has joined" if before["state"] == "not seen" else f"is back ({one['state']})"
+                self._event(now, f"{one['name']} {words}", "good")
+            elif before and one["state"] == "starting" != before["state"] and before["up"]:
+                self._event(now, f"{one['name']} was started again", "wait")
+            elif before and before["incarnation"] and one["incarnation"] != before["incarnation"]:
+                self._event(now, f"{one['name']} speaks again after a new start", "good")
+            self.before[one["name"]] = one
+        if self.round is not None:
+            for t in range(self.round + 1, done + 1):
+                one = raw.settled.get(t)
+                if one is None:
+                    continue
+                absent = [name for name in one.expected if name not in (*one.counted, *one.refused)]
+                without = f" without {', '.join(absent[:8])}" if absent else ""
+                self._event(now, f"round {t} was settled{without}", "wait" if absent else "")
+                for name, reason in itertools.islice(one.refused.items(), 8):
+                    self._event(now, f"round {t} refused {name}: {reason}", "bad")
+        self.round = done
+
+    def _event(self, now: float, words: str, tone: str) -> None:
+        self.events.appendleft({"unix": round(now), "text": text(words), "tone": tone})
+
+
+def _safely(make: Callable[[], Any], otherwise: Any, what: str, problems: list[str]) -> Any:
+    """A stranger's figures may fit no plan and no sentence: then the page does without, and says so."""
+    try:
+        return make()
+    except Exception as error:
+        problems.append(f"{what} cannot be made of this run: {text(error) or type(error).__name__}")
+        return otherwise
+
+
+def started(raw: Raw) -> str:
+    return str(raw.about.get("started") or "")[:16].replace("T", " ")
+
+
+def now_in_words(raw: Raw, members: list[dict[str, Any]], done: int, status: str) -> str:
+    """What is going on; without ages, which the page adds from its own clock."""
+    total, steps = raw.recipe.outer.rounds, raw.recipe.outer.inner_steps
+    if done >= total:
+        return f"All {total:,} rounds are done."
+    if status == "finished":
+        return f"The run is said to have finished; {done:,} of its {total:,} rounds are written down here."
+    if status == "interrupted":
+        return f"The run was interrupted after round {done:,} of {total:,}."
+    if status == "failed":
+        return (
+            f"The run failed after round {done:,} of {total:,}: {raw.about.get('error') or 'no reason kept'}."
+        )
+    if raw.behind:
+        return f"Reading the history: {done:,} rounds so far, {raw.behind:,} more are settled."
+    if raw.real and not raw.has_bucket and not done:
+        return "The run is starting."
+    if not raw.has_bucket:
+        return f"Round {done:,} of {total:,} is the last one written down."
+    there = [m["name"] for m in members if m["delivered"]]
+    opening = f"Round {done + 1:,} of {total:,} is open: {len(there)} of {len(members)} updates are there"
+    waited = [m for m in members if not m["delivered"] and m["state"] != "left"]
+    if not waited:
+        return f"{opening}; a closer settles it."
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for m in waited:
+        groups.setdefault(m["state"], []).append(m)
+    named = [f"{_listed(group)} ({state}{_steps(group, steps)})" for state, group in groups.items()]
+    return f"{opening}. Awaited: {'; '.join(named)}."
+
+
+def _listed(group: list[dict[str, Any]]) -> str:
+    """`rack-0, rack-1 and edge-0`."""
+    names = [m["name"] for m in group[:6]] + ([f"{len(group) - 6} more"] if len(group) > 6 else [])
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _steps(group: list[dict[str, Any]], steps: int) -> str:
+    """Where those who train are in the round."""
+    at = [m["inner_step"] for m in group if m["state"] == "training" and m["inner_step"]]
+    if not at:
+        return ""
+    low, high = min(at), max(at)
+    return f", inner step {low} of {steps}" if low == high else f", inner steps {low} to {high} of {steps}"
+
+
+def tiles(rows: list[Row], sums: dict[str, Any]) -> list[dict[str, str]]:
+    """The report's figures that people look for first, and the rate."""
+    told = []
+    for field, name in (("loss_mixed", "Held-out loss"), ("loss_train", "Training loss")):
+        if (ends := first_and_last(rows, field)) and not told:
+            first, last = (row[field] for row in ends)
+            words = f"nats, from {first:.3f}" if ends[1] is not ends[0] else "nats"
+            told.append({"name": name, "value": f"{last:.3f}", "words": words})
+    if sums["tokens"]:
+        words = f"tokens in {duration(sums['seconds'])}"
+        told.append({"name": "Trained on", "value": count(sums["tokens"]), "words": words})
+    if recent := [row["tokens_per_second"] for row in rows[-5:] if row["tokens_per_second"]]:
+        number, unit = rate(median(recent)).split(" ")
+        told.append({"name": "Rate", "value": number, "words": f"{unit}, all together"})
+    for link, other in (("stages", "uncompressed"), ("replicas", "dense")):
+        control = sums["bytes"]["control"] if link == "replicas" else 0
+        sent, dense = sums["link_bytes"][link] - control, sums["dense_bytes"][link]
+        if sent:
+            words = f"{other} {size(dense)}" if dense else "crossed"
+            told.append({"name": f"Between {link}", "value": size(sent), "words": words})
+    return told
+
+
+def last_figures(rows: list[Row]) -> dict[str, Any]:
+    """The newest known value of every figure that is watched from outside."""
+    fields = (
+        "loss_full",
+        "loss_pipelined",
+        "loss_mixed",
+        "loss_train",
+        "grad_norm",
+        "lr",
+        "tokens_per_second",
+    )
+    last = {}
+    for field in (*fields, "seconds", "fleet_seconds"):
+        last[field] = next((row[field] for row in reversed(rows) if row[field] is not None), None)
+    for field in ("train_by_kind", "loss_by_kind", "bias"):
+        last[field] = next((row[field] for row in reversed(rows) if row[field]), {})
+    return last

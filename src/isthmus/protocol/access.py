@@ -1,0 +1,44 @@
+"""A run's bucket, from what a person typed, and who belongs to the run.
+
+Loads no torch, so that `isthmus status` answers at once.
+"""
+
+from pathlib import Path
+
+from isthmus.config import Member
+from isthmus.errors import ConfigError
+from isthmus.protocol.ledger import Ledger, RunInfo, read_run
+from isthmus.protocol.trust import load_signer
+from isthmus.runlog import RunDir
+from isthmus.store.objects import open_store
+
+
+def bucket_of(run: RunDir) -> str:
+    """Of a run of `train`: the one that its recipe names, or the folder beside it."""
+    return run.recipe.bucket.url or str((run.path / "bucket").resolve())
+
+
+def open_ledger(url: str) -> Ledger:
+    """Of a bucket, or of the run directory of `train` that stands for its own."""
+    if "://" not in url and Path(url, "recipe.toml").is_file():
+        run = RunDir.open(url)
+        if not run.recipe.bucket.url and not (run.path / "bucket").is_dir():
+            raise ConfigError(
+                f"{url} has no bucket, as a simulated run; `isthmus report {url}` tells what came of it"
+            )
+        url = bucket_of(run)
+    store = open_store(url, create=False)
+    return Ledger(store, read_run(store))
+
+
+def find_member(run: RunInfo, replica: str) -> Member:
+    for member in run.recipe.fleet():
+        if member.name == replica:
+            return member
+    names = ", ".join(member.name for member in run.recipe.fleet())
+    raise ConfigError(f'there is no replica "{replica}" in this run; there is {names}')
+
+
+def check_key(run: RunInfo, replica: str, key: Path) -> None:
+    if load_signer(key, replica).public_key != run.keys.get(replica):
+        raise ConfigError(f"{key} is not the key of replica {replica} in this run; copy the one `init` wrote")

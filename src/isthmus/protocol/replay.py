@@ -1,0 +1,72 @@
+"""theta^(t) from the bucket alone, round by round, bit for bit: for joiners' eyes, auditors and the run
+log."""
+
+from collections.abc import Collection
+
+import torch
+
+from isthmus.errors import RunError
+from isthmus.model.digest import anchor_digest, shard_digest
+from isthmus.model.llama import init_params
+from isthmus.outer.baselines import DiLoCo
+from isthmus.outer.sparseloco import SparseLoCo
+from isthmus.protocol.closer import checked_payloads
+from isthmus.protocol.ledger import Ledger, Manifest
+from isthmus.protocol.trust import Refused
+
+
+class Replay:
+    """Holds the whole anchor after `round`; `step` takes it one round further, as every replica did."""
+
+    def __init__(self, ledger: Ledger, start: int = 0, without: Collection[str] = ()) -> None:
+        """From the newest complete anchor at or before `start`. `without`: as if these had not
+        contributed."""
+        self.ledger, self.recipe, self.without = ledger, ledger.run.recipe, frozenset(without)
+        wide = torch.float64 if self.recipe.inner.precision == "fp64" else torch.float32
+        first = init_params(self.recipe.model, self.recipe.seed)
+        self.anchor = {name: tensor.to(wide) for name, tensor in first.items()}
+        method = {"sparseloco": SparseLoCo, "diloco": DiLoCo}[self.recipe.outer.method]
+        self.outer = method(self.anchor, self.recipe.outer)
+        anchors = [t for t in ledger.anchor_rounds() if t <= start]
+        self.round = anchors[-1] if anchors and not self.without else 0
+        if self.round or ledger.run.start:
+            digest, tensors = ledger.read_anchor(self.round, range(len(ledger.shards)))
+            for name, tensor in self.anchor.items():
+                tensor.copy_(tensors[name])
+            if self.round:  # theta^(0) comes without a state: the outer method has taken no step
+                self.outer.restore(tensors)
+            if self.digest() != digest:
+                raise RunError(f"the anchor of round {self.round} does not have the digest it states")
+
+    def digest(self) -> str:
+        return anchor_digest([shard_digest(self.anchor, names) for names in self.ledger.shards])
+
+    def step(self) -> Manifest | None:
+        """Apply the next round; None while it is open. The manifest's anchor must be the one we hold."""
+        manifest = self.ledger.manifest(self.round + 1)
+        if manifest is None:
+            return None
+        if not self.without and manifest.anchor != self.digest():
+            raise RunError(
+                f"round {manifest.round} says it started from anchor {manifest.anchor[:16]}, but replaying "
+                f"the rounds before it gives {self.digest()[:16]}"
+            )
+        payloads = []
+        for entry in manifest.entries:
+            if entry.replica in self.without:
+                continue
+            tensors = {}
+            for shard in entry.shards:
+                try:
+                    packed = self.ledger.get_shard(entry.replica, manifest.round, shard)
+                    tensors |= checked_payloads(self.ledger, packed, shard.index)
+                except Refused as reason:
+                    raise RunError(
+                        f"round {manifest.round} counts {entry.replica}, but {reason}; payloads before the "
+                        "second-newest anchor may have been swept"
+                    ) from None
+            payloads.append(tensors)
+        if payloads:
+            self.outer.apply(payloads)
+        self.round = manifest.round
+        return manifest

@@ -1,0 +1,175 @@
+"""Progress of a run on stderr: a view that redraws itself on a terminal, one line a round anywhere else."""
+
+import contextlib
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Self, TextIO
+
+from isthmus.config import Recipe
+from isthmus.runlog import Row, totals
+from isthmus.runlog.words import clock, rate, size
+
+LOSSES = {"loss_mixed": "mixed", "loss_full": "full", "loss_pipelined": "pipelined"}
+
+
+def open_view(
+    recipe: Recipe,
+    rounds_done: int,
+    total_rounds: int,
+    stream: TextIO | None = None,
+    rows: Iterable[Row] = (),
+    quiet: bool = False,
+) -> "View":
+    """A view for `with`. `rows` are those of the rounds already done, when a run is resumed."""
+    stream = sys.stderr if stream is None else stream
+    progress = Progress(recipe, rounds_done, total_rounds, rows)
+    if quiet:
+        return View(progress, stream)
+    if is_interactive(stream):
+        with contextlib.suppress(ImportError):
+            from isthmus.runlog.terminal import TerminalView
+
+            return TerminalView(progress, stream)
+    return PlainView(progress, stream)
+
+
+def is_interactive(stream: TextIO) -> bool:
+    """A terminal that can move its cursor, with somebody before it."""
+    if not stream.isatty() or os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        return False
+    return os.environ.get("TERM", "") not in ("dumb", "unknown", "") or os.name == "nt"
+
+
+class Progress:
+    """What both views show: the last row, sums over all of them, and how long the rest will take."""
+
+    def __init__(self, recipe: Recipe, rounds_done: int, total_rounds: int, rows: Iterable[Row] = ()) -> None:
+        self.recipe = recipe
+        self.rounds_done = rounds_done
+        self.total_rounds = total_rounds
+        self.losses = list(LOSSES)
+        if not any(replica.kind == "pipelined" for replica in recipe.replicas):
+            self.losses = ["loss_full"]  # all three are the same number
+        self.last: Row = {}
+        self.measured: dict[str, deque[float]] = {field: deque(maxlen=2) for field in self.losses}
+        self.sums = totals(())
+        for row in rows:
+            self._count(row)
+        self.step, self.num_steps = 0, recipe.outer.inner_steps
+        self.inner_losses: float | Sequence[float] | None = None
+        self.began = self.round_began = time.monotonic()
+        self.recent: deque[float] = deque(maxlen=8)  # seconds of the last rounds, evaluation included
+
+    def inner(self, step: int, num_steps: int, losses: float | Sequence[float] | None) -> None:
+        self.step, self.num_steps, self.inner_losses = step, num_steps, losses
+
+    def add(self, row: Row) -> None:
+        now = time.monotonic()
+        if row["round"] > 0:
+            self.recent.append(now - self.round_began)
+        self.rounds_done, self.round_began, self.step = row["round"], now, 0
+        self._count(row)
+
+    def _count(self, row: Row) -> None:
+        """Sums are kept, not rows: the last of 3,000 rounds costs no more than the first."""
+        self.last = row
+        for field, known in self.measured.items():
+            if row.get(field) is not None:
+                known.append(row[field])
+        new = totals([row])
+        self.sums["seconds"] += new["seconds"]
+        if new["fleet_seconds"] is not None:
+            self.sums["fleet_seconds"] = (self.sums["fleet_seconds"] or 0.0) + new["fleet_seconds"]
+        for kind in ("link_bytes", "dense_bytes"):
+            for link in new[kind]:
+                self.sums[kind][link] += new[kind][link]
+
+    def eta_seconds(self) -> float | None:
+        """The rest at the pace of the last rounds; before the first has ended, at that of its steps."""
+        into = time.monotonic() - self.round_began
+        if self.recent:
+            one = sum(self.recent) / len(self.recent)
+        elif self.step:
+            one = into * self.num_steps / self.step
+        else:
+            return None
+        return max(0.0, one * (self.total_rounds - self.rounds_done) - into)
+
+    def train_loss(self) -> float | None:
+        """Of the inner step under way if it is known, else the mean of the last round."""
+        if self.step and self.inner_losses is not None:
+            if isinstance(self.inner_losses, int | float):
+                return float(self.inner_losses)
+            values = [float(loss) for loss in self.inner_losses]
+            return sum(values) / len(values) if values else None
+        return self.last.get("loss_train")
+
+    def loss_and_change(self, field: str) -> tuple[float | None, float | None]:
+        """The last measured loss, and how far it is from the one before."""
+        known = self.measured[field]
+        return (known[-1] if known else None, known[1] - known[0] if len(known) == 2 else None)
+
+
+class View:
+    """What a run tells while it goes on; this one keeps it to itself. No view may stop a run."""
+
+    def __init__(self, progress: Progress, stream: TextIO) -> None:
+        self.progress = progress
+        self.stream = stream
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        return None
+
+    def inner(self, step: int, num_steps: int, losses: float | Sequence[float] | None = None) -> None:
+        """`step` of `num_steps` inner steps of this round are done; `losses` are numbers, not tensors."""
+        self.progress.inner(step, num_steps, losses)
+
+    def round(self, row: Row) -> None:
+        """An outer round has ended (row 0: the evaluation before the first)."""
+        self.progress.add(row)
+
+    def note(self, text: str) -> None:
+        """Something worth a line of its own, such as a replica that left."""
+
+
+class PlainView(View):
+    """One aligned line a round, for logs and pipes."""
+
+    def round(self, row: Row) -> None:
+        super().round(row)
+        self._write(self._line(row))
+
+    def note(self, text: str) -> None:
+        self._write(text)
+
+    def _line(self, row: Row) -> str:
+        progress = self.progress
+        digits = len(str(progress.total_rounds))
+        losses = " ".join(f"{LOSSES[field]} {_loss(row.get(field))}" for field in progress.losses)
+        if len(progress.losses) == 1:
+            losses = _loss(row.get(progress.losses[0]))
+        parts = [f"round {row['round']:>{digits}}/{progress.total_rounds}", f"loss {losses}"]
+        if row["round"] == 0:
+            return "  ".join([*parts, "before training"])
+        parts += [f"train {_loss(row.get('loss_train'))}", f"{rate(row.get('tokens_per_second') or 0):>11}"]
+        left = progress.eta_seconds()
+        parts.append(f"ETA {clock(left) if left is not None else '?':<6}")
+        sent, dense = (sum(progress.sums[kind].values()) for kind in ("link_bytes", "dense_bytes"))
+        if sent:
+            parts.append(f"sent {size(sent)}" + (f" (dense {size(dense)})" if dense else ""))
+        return "  ".join(parts).rstrip()
+
+    def _write(self, text: str) -> None:
+        # A closed pipe or a terminal that hung up ends the progress lines, not the run.
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=self.stream, flush=True)
+
+
+def _loss(value: float | None) -> str:
+    return f"{value:5.2f}" if value is not None else "    -"

@@ -1,0 +1,268 @@
+"""A run directory: what an engine writes down, and what the dashboard reads. Standard library only.
+
+    recipe.toml      the resolved recipe; written once
+    about.json       facts that hold for the whole run: versions, device, status
+    metrics.jsonl    one row per outer round; row 0 is the evaluation before training
+    report.html, model.safetensors, state/
+
+A kill at any moment leaves a directory that can be read and resumed: a row is appended with one write and an
+fsync, everything else is replaced as a whole.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from isthmus.config import Recipe, dump_recipe, parse_recipe
+from isthmus.errors import ConfigError
+
+Row = dict[str, Any]
+
+# These depend on the clock; two runs of one recipe and seed agree in every other field.
+TIMING_FIELDS = ("seconds", "tokens_per_second", "fleet_seconds", "measured")
+
+STAGE_PURPOSES = ("activations", "gradients", "tokens")
+REPLICA_PURPOSES = ("payload_up", "payload_down", "control")
+
+
+class RunDir:
+    """One run on disk. `create` starts one and never overwrites; `open` reads or resumes one."""
+
+    def __init__(self, path: str | Path, recipe: Recipe) -> None:
+        self.path = Path(path)
+        self.recipe = recipe
+
+    @classmethod
+    def create(cls, path: str | Path, recipe: Recipe, about: Mapping[str, Any]) -> Self:
+        path = Path(path)
+        if os.path.lexists(path):
+            _refuse_occupied(path)
+        run = cls(path, recipe)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            # "x": of two processes that were given the same folder, one gets it.
+            with open(run.recipe_path, "x", encoding="utf-8") as file:
+                file.write(dump_recipe(recipe))
+                _sync(file)
+            replace_file(run.about_path, _json(dict(about), indent=2) + "\n")
+            replace_file(run.metrics_path, "")
+        except FileExistsError:
+            _refuse_occupied(path)
+            raise
+        except OSError as error:
+            raise ConfigError(f"cannot write the run {path}: {error.strerror}; give another folder") from None
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        path = Path(path)
+        try:
+            text = (path / "recipe.toml").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            what = "is not a run: it holds no readable recipe.toml" if path.is_dir() else "is not a folder"
+            what = what if os.path.lexists(path) else "does not exist"
+            raise ConfigError(f"{path} {what}; give the folder of a run, such as runs/demo") from None
+        return cls(path, parse_recipe(text, source=str(path / "recipe.toml")))
+
+    @property
+    def recipe_path(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def about_path(self) -> Path:
+        return self.path / "about.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def model_path(self) -> Path:
+        return self.path / "model.safetensors"
+
+    @property
+    def state_path(self) -> Path:
+        return self.path / "state"
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Read afresh each time: a run that is still going changes its status."""
+        try:
+            about = json.loads(self.about_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError):
+            about = None
+        if not isinstance(about, dict):
+            raise ConfigError(
+                f"{self.about_path} is not a JSON object; remove it, the run can be read without it"
+            )
+        return about
+
+    def update_about(self, **facts: Any) -> None:
+        replace_file(self.about_path, _json(self.about | facts, indent=2) + "\n")
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row; when this returns, the row survives a kill and a power cut."""
+        line = _json(dict(row)).encode() + b"\n"
+        with open(self.metrics_path, "a+b", buffering=0) as file:
+            _cut_torn_tail(file)
+            file.write(line)
+            os.fsync(file.fileno())
+
+    def rows(self) -> list[Row]:
+        """The rows in the order of their rounds; of a round that was run again, the last."""
+        try:
+            data = self.metrics_path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.metrics_path}: {error.strerror}") from None
+        # A row counts once its newline is written; what follows the last newline was cut short by a kill.
+        lines = data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]
+        rows: dict[int, Row] = {}
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line, parse_constant=lambda _: None)
+                rows[int(row["round"])] = row
+            except (ValueError, KeyError, TypeError):
+                if number < len(lines):  # a torn last line is no fault, whatever is in it
+                    raise ConfigError(
+                        f"{self.metrics_path}, line {number} is not a row of a run; remove that line"
+                    ) from None
+        return [rows[key] for key in sorted(rows)]
+
+    def amend(self, row: Mapping[str, Any]) -> None:
+        """Put `row` in the place of the one of its round."""
+        rows = [row if old["round"] == row["round"] else old for old in self.rows()]
+        replace_file(self.metrics_path, "".join(_json(row) + "\n" for row in rows))
+
+    def truncate(self, round: int) -> None:
+        """Forget what came after `round`, so that a resumed run writes its own."""
+        kept = [row for row in self.rows() if row["round"] <= round]
+        replace_file(self.metrics_path, "".join(_json(row) + "\n" for row in kept))
+
+
+def next_run_dir(base: str | Path, name: str) -> Path:
+    """base/name, base/name-2, base/name-3, ...: the first that does not exist."""
+    path, number = Path(base) / name, 2
+    while os.path.lexists(path):
+        path, number = Path(base) / f"{name}-{number}", number + 1
+    return path
+
+
+def _refuse_occupied(path: Path) -> None:
+    """ConfigError unless `path` is an empty folder; it says what is there."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} is a file; give --run a folder that does not exist yet")
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise ConfigError(f"cannot look into {path}: {error.strerror}; give --run another folder") from None
+    if "recipe.toml" in names or "metrics.jsonl" in names:
+        raise ConfigError(
+            f"{path} already holds {_which_run(path)}; give --run another folder, or go on with --resume"
+        )
+    if names:
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        raise ConfigError(
+            f"{path} holds other files ({shown}) and no run; give --run a new or an empty folder"
+        )
+
+
+def _which_run(path: Path) -> str:
+    try:
+        run = RunDir.open(path)
+        done = max((row["round"] for row in run.rows()), default=0)
+        status = run.about.get("status", "status unknown")
+        return f'the run "{run.recipe.name}" ({status}, {done} of {run.recipe.outer.rounds} rounds)'
+    except ConfigError:
+        return "a run that cannot be read"
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(finite(value), allow_nan=False, indent=indent)
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity; a diverged loss becomes null, so that the row still parses."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return value
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write the whole file or leave the old one: temporary name, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            _sync(file)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not every file system lets a folder be opened
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _cut_torn_tail(file: Any) -> None:
+    """Drop what follows the last newline, so that no row continues one that a kill cut short."""
+    size = file.seek(0, os.SEEK_END)
+    if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+        file.seek(0)
+        file.truncate(file.readall().rfind(b"\n") + 1)
+
+
+def totals(rows: Iterable[Row]) -> dict[str, Any]:
+    """A run in sums: bytes by purpose and by kind of link, what dense methods would have sent, and time."""
+    rows = list(rows)
+    trained = [row for row in rows if row["round"] > 0]
+    sent = {purpose: _total(rows, "bytes", purpose) for purpose in STAGE_PURPOSES + REPLICA_PURPOSES}
+    fleet = [row["fleet_seconds"] for row in trained if row.get("fleet_seconds") is not None]
+    return {
+        "rounds": max((row["round"] for row in rows), default=0),
+        "inner_steps": max((row.get("inner_steps") or 0 for row in rows), default=0),
+        "tokens": max((row.get("tokens") or 0 for row in rows), default=0),
+        "seconds": sum(row.get("seconds") or 0.0 for row in trained),
+        "fleet_seconds": sum(fleet) if fleet else None,
+        "bytes": sent,
+        "link_bytes": {
+            "stages": sum(sent[purpose] for purpose in STAGE_PURPOSES),
+            "replicas": sum(sent[purpose] for purpose in REPLICA_PURPOSES),
+        },
+        "dense_bytes": {link: _total(rows, "dense_bytes", link) for link in ("stages", "replicas")},
+    }
+
+
+def _total(rows: list[Row], field: str, key: str) -> int:
+    return sum((row.get(field) or {}).get(key) or 0 for row in rows)
+
+
+def summary(run: "RunDir | str | Path") -> list[str]:
+    """The run in plain words, one sentence an entry."""
+    from isthmus.runlog import words  # which reads this module
+
+    return words.summary(run if isinstance(run, RunDir) else RunDir.open(run))

@@ -1,0 +1,39 @@
+"""The exchange inside one process: nothing travels, everything is counted as if it did."""
+
+from collections.abc import Sequence
+
+from isthmus.config import Recipe
+from isthmus.layout.traffic import shards_read
+from isthmus.outer.exchange import Contribution
+
+
+class LocalExchange:
+    """An Exchange among replicas of one process; counts each shard once up, and down once for each machine
+    that reads it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.readers = {member.name: shards_read(recipe, member) for member in recipe.fleet()}
+        self.sent = self._nothing()
+
+    def _nothing(self) -> dict[str, dict[str, int]]:
+        return {name: {"payload_up": 0, "payload_down": 0} for name in self.readers}
+
+    def closed(self, round_number: int) -> None:
+        return None
+
+    def close(self, round_number: int, own: Sequence[Contribution]) -> Sequence[Contribution]:
+        if len(own) > 1:
+            for contribution in own:
+                sizes = [len(shard) for shard in contribution.shards.values()]
+                self.sent[contribution.replica]["payload_up"] += sum(sizes)
+                for name, readers in self.readers.items():
+                    mine = name == contribution.replica  # held already by the machine that sent it
+                    self.sent[name]["payload_down"] += sum(
+                        size * (count - mine) for size, count in zip(sizes, readers, strict=True)
+                    )
+        return own
+
+    def pop_counts(self) -> dict[str, dict[str, int]]:
+        """Bytes since the last call, by replica."""
+        counts, self.sent = self.sent, self._nothing()
+        return counts

@@ -1,0 +1,249 @@
+"""M replicas on one device, stacked or in turns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from isthmus import gpu
+from isthmus.config import Member, Recipe
+from isthmus.data.corpus import Corpus
+from isthmus.data.tokens import Batches
+from isthmus.errors import RunError
+from isthmus.layout.stages import EMBEDDING
+from isthmus.layout.traffic import shards
+from isthmus.model.inner import learning_rate
+from isthmus.model.llama import forward, init_params, token_losses
+from isthmus.outer.baselines import DiLoCo
+from isthmus.outer.exchange import Contribution
+from isthmus.outer.sparseloco import SparseLoCo
+from isthmus.planner.memory import SimulatorPlan
+from isthmus.replica.evaluate import Scorer
+from isthmus.replica.stack import Stack
+from isthmus.sparse import pack_all, unpack_all
+from isthmus.subspace import grassmann_step
+from isthmus.subspace.boundaries import BasisSet, boundary_functions
+
+Progress = Callable[[int], None]  # told the inner steps done in this round
+
+
+class SimulatedFleet:
+    """Every replica of a recipe in this process. The loop drives it as it would drive one replica of a real
+    fleet: train a round, hand over contributions, apply what the exchange returns, evaluate."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        corpus: Corpus,
+        device: torch.device,
+        precision: str,
+        plan: SimulatorPlan,
+        compiled: bool,
+        first: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`first` is theta^(0); without it, the one that the recipe's seed draws."""
+        self.recipe, self.device, self.plan = recipe, device, plan
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # kernels, graphs and events go to the current one
+        self.members = recipe.fleet()
+        self.wide = torch.float64 if precision == "fp64" else torch.float32
+        self.dtype = torch.bfloat16 if precision == "bf16" else self.wide
+        self.batches = Batches(
+            corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context
+        )
+        self.bases = BasisSet(recipe, device, self.wide)
+        # What is recorded keeps its memory, so only one stack is, and where half of what is free is left.
+        self.recorded = (
+            compiled
+            and gpu.usable(device)
+            and plan.group == len(self.members)
+            and 2 * plan.predicted_bytes < torch.cuda.mem_get_info(device)[0]
+        )
+        self.scorer = Scorer(recipe, corpus, self.bases, device, self.dtype, self.recorded)
+        self.anchor = {
+            name: tensor.to(device, self.wide)
+            for name, tensor in (first or init_params(recipe.model, recipe.seed)).items()
+        }
+        # Without adaptation (Table 5a) T_perp stays at its first value, whatever the embedding does.
+        table = self.anchor[EMBEDDING] if recipe.subspace.adaptation else self.anchor[EMBEDDING].clone()
+        self.table = table
+        self.shared = recipe.outer.method == "adamw"
+        outer = {"sparseloco": SparseLoCo, "diloco": DiLoCo, "adamw": None}[recipe.outer.method]
+        self.outer = outer(self.anchor, recipe.outer) if outer else None
+        forwards: dict | None = {} if compiled else None
+        self.stacks = [
+            Stack(
+                recipe,
+                self.members[at : at + plan.group],
+                self.anchor,
+                table,
+                self.bases,
+                dtype=self.dtype,
+                grad_accum_steps=plan.grad_accum_steps,
+                shared=self.shared,
+                compiled=forwards,
+                recorded=self.recorded,
+            )
+            for at in range(0, len(self.members), plan.group)
+        ]
+        if self.shared:
+            self.anchor = {name: p.detach() for name, p in self.stacks[0].params.items()}
+            self.table = self.stacks[0].table
+        if plan.parked:
+            for stack in self.stacks:
+                stack.move("cpu")
+        self.shards = shards(recipe)
+        self.reader = ThreadPoolExecutor(max_workers=1)  # reads ahead; starts no thread until asked
+        self.ahead: dict[tuple[int, int], Future[Tensor]] = {}
+
+    def train_round(self, round_index: int, progress: Progress) -> tuple[Tensor, Tensor, list[Contribution]]:
+        """H inner steps of every replica; losses (H, M), the last gradient norms (M,), and the
+        contributions."""
+        losses, norms, contributions = [], [], []
+        self.bases.begin_round(round_index + 1)
+        steps = self.recipe.outer.inner_steps
+        for turn, stack in enumerate(self.stacks):
+            if self.plan.parked:
+                stack.move(self.device)
+            stack.begin_round(self.anchor)
+            taken, pace = [], gpu.Pace(self.device)
+            for h in range(steps):
+                step_losses, step_norms = stack.inner_step(self._tokens(stack, round_index * steps + h))
+                taken.append(step_losses)
+                if self.device.type == "cpu":  # elsewhere looking would make the host wait
+                    self._check_finite(step_losses[None], stack.members, round_index, h)
+                pace.launched()
+                progress((turn * steps + h + 1) // len(self.stacks))
+            stack.opt.zero_grad()  # nobody needs them while the round ends and others have their turn
+            try:
+                contributions += self._contribute(stack) if self.outer else []
+            finally:  # a GPU is asked for losses only now; one that is not finite is the cause of the rest
+                losses.append(torch.stack(taken).cpu())  # (H, R)
+                self._check_finite(losses[-1], stack.members, round_index, 0)
+            norms.append(step_norms.detach().cpu().double().expand(len(stack.members)))
+            if self.plan.parked:
+                stack.move("cpu")
+        self.losses, self.norms = torch.cat(losses, dim=1), torch.cat(norms)
+        return contributions
+
+    def _tokens(self, stack: Stack, inner_step: int) -> Tensor:
+        """(R, B, L + 1) on the device. For a GPU the next step's are read while this one's are used."""
+        if self.device.type != "cuda":
+            return self._read(stack, inner_step)
+        ready = self.ahead.pop((id(stack), inner_step), None)
+        tokens = ready.result() if ready else self._read(stack, inner_step)
+        self.ahead = {(id(stack), inner_step + 1): self.reader.submit(self._read, stack, inner_step + 1)}
+        return tokens.to(self.device, non_blocking=True).long()
+
+    def _read(self, stack: Stack, inner_step: int) -> Tensor:
+        first = stack.members[0].index
+        tokens = self.batches.stacked(inner_step)[first : first + len(stack.members)]
+        return tokens.pin_memory() if self.device.type == "cuda" else tokens.long()
+
+    def _contribute(self, stack: Stack) -> list[Contribution]:
+        """Every replica's payload, packed shard by shard, as it would leave its machines."""
+        # A GPU encodes the stack at once; elsewhere one after the other, which holds one payload at a time.
+        places = range(len(stack.members))
+        if self.device.type == "cuda" and self.outer.codec.keep < self.outer.codec.side**2:
+            return self._contribute_some(stack, places)
+        return [contribution for i in places for contribution in self._contribute_some(stack, [i])]
+
+    def _contribute_some(self, stack: Stack, places: Sequence[int]) -> list[Contribution]:
+        names = ", ".join(stack.members[i].name for i in places)
+        try:
+            sent = self.outer.contribute_all(
+                [stack.sent_from(i, self.anchor) for i in places],
+                [stack.row(stack.feedback, i) for i in places],
+            )
+        except ValueError as error:
+            raise RunError(f"replica {names}: {error}") from error
+        packed = [
+            pack_all([bundle.part(shard) for bundle in sent]) for shard in self.shards
+        ]  # [shard][replica]
+        return [
+            Contribution(stack.members[i].name, {s: shard[r] for s, shard in enumerate(packed)})
+            for r, i in enumerate(places)
+        ]
+
+    def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
+        """Decode what the exchange returned and take the anchor to theta^(t)."""
+        if self.outer:
+            # Shard by shard, as the machines of a pipelined replica would: each sums what it holds.
+            for i in range(len(self.shards)):
+                self.outer.apply(unpack_all([one.shards[i] for one in contributions], self.device))
+        self._turn_basis(round_number * self.recipe.outer.inner_steps - 1)
+
+    def _turn_basis(self, inner_step: int) -> None:
+        """Table 5c: after every `grassmann_every` inner steps, turn each U toward the activation
+        gradients."""
+        every = self.recipe.subspace.grassmann_every
+        if not every or (inner_step + 1) % every or self.bases.opening:  # a boundary that opens keeps its U
+            return
+        tokens = self.batches.stacked(inner_step).to(self.device).long()
+        covariances: dict[str, Tensor] = {}
+        for member in self.members:
+            if member.config.compressed:
+                key = self.bases.key(member, 0)
+                covariance = self._gradient_covariance(member, tokens[member.index])
+                covariances[key] = covariances[key] + covariance if key in covariances else covariance
+        for key, covariance in covariances.items():
+            basis = self.bases.bases[key]
+            basis.copy_(grassmann_step(basis.double(), covariance, self.recipe.subspace.grassmann_lr))
+
+    def _gradient_covariance(self, member: Member, tokens: Tensor) -> Tensor:
+        """Sum of g^T g (D, D) over the last boundary of this replica, at the anchor."""
+        boundary_fns = boundary_functions(self.recipe, [member], self.bases, self.table, len(tokens))
+        last = max(boundary_fns)
+        rows, inner = boundary_fns[last][0]
+        caught: list[Tensor] = []
+
+        def probe(x: Tensor, ids: Tensor) -> Tensor:
+            caught.append(inner(x, ids).requires_grad_())
+            return caught[-1]
+
+        boundary_fns[last] = [(rows, probe)]
+        params = {name: t.detach() for name, t in self.anchor.items()}
+        with torch.enable_grad():
+            logits = forward(
+                params, tokens[:, :-1], self.recipe.model, self.scorer.rope, boundary_fns, self.dtype
+            )
+            (grad,) = torch.autograd.grad(token_losses(logits, tokens[:, 1:]), caught)
+        flat = grad.flatten(0, -2).double()  # (B L, D)
+        return flat.mT @ flat
+
+    def evaluate(self) -> dict[str, float | dict[str, float] | None]:
+        """The three held-out losses at the anchor."""
+        return self.scorer.score(self.anchor, self.table)
+
+    def _check_finite(self, losses: Tensor, members: Sequence[Member], round_index: int, first: int) -> None:
+        bad = (~losses.isfinite()).nonzero()
+        if len(bad) == 0:
+            return
+        h, row = bad[0].tolist()
+        step = round_index * self.recipe.outer.inner_steps + first + h
+        lr = learning_rate(step, self.recipe.inner, self.recipe.num_inner_steps)
+        raise RunError(
+            f"replica {members[row].name}: the loss is {losses[h, row].item()} at inner step {step + 1} "
+            f"(round {round_index + 1}), learning rate {lr:.3g}; the last good round is on disk. Try a lower "
+            "inner.lr, a longer inner.warmup_steps or a smaller inner.clip"
+        )
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Everything that a resumed run needs, by file: the anchor, the outer method, each stack."""
+        extra = {f"basis/{key}": basis for key, basis in self.bases.bases.items()}
+        extra |= self.outer.state() if self.outer else {}
+        files = {"anchor": dict(self.anchor), "outer": extra}
+        return files | {f"stack-{i}": stack.state() for i, stack in enumerate(self.stacks)}
+
+    def restore(self, files: dict[str, dict[str, Tensor]], rounds: int) -> None:
+        with torch.no_grad():
+            for name, tensor in self.anchor.items():
+                tensor.copy_(files["anchor"][name])
+            for key, basis in self.bases.bases.items():
+                basis.copy_(files["outer"][f"basis/{key}"])
+            if self.outer:
+                self.outer.restore(files["outer"])
+        for i, stack in enumerate(self.stacks):
+            stack.restore(files[f"stack-{i}"], rounds * self.recipe.outer.inner_steps)
+        self.bases.begin_round(rounds)

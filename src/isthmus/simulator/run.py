@@ -1,0 +1,228 @@
+"""From a recipe to a finished run directory: `simulate`, and `resume` after a stop or a kill."""
+
+import contextlib
+import datetime
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isthmus import __version__
+from isthmus.config import Recipe
+from isthmus.data.corpus import Corpus, open_corpus
+from isthmus.data.tokens import Batches, validation_batches
+from isthmus.errors import ConfigError
+from isthmus.model import checkpoint
+from isthmus.model.initial import checked_first, first_params, start_digest
+from isthmus.page.report import write_report
+from isthmus.planner.auto import resolve
+from isthmus.planner.memory import SimulatorPlan, plan_simulator
+from isthmus.replica.meter import peak_bytes
+from isthmus.runlog import RunDir, next_run_dir
+from isthmus.runlog.live import open_view
+from isthmus.simulator.exchange import LocalExchange
+from isthmus.simulator.fleet import SimulatedFleet
+from isthmus.simulator.rounds import Saver, simulate_rounds
+
+REAL = "real processes"  # the mode of a run of `train`, in its about.json
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a run came to."""
+
+    run_dir: Path
+    rows: list[dict[str, Any]]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.rows[-1]
+
+
+def simulate(
+    recipe: Recipe,
+    run_dir: str | Path | None = None,
+    *,
+    device: str = "auto",
+    mode: str = "auto",
+    compiled: bool | None = None,
+    quiet: bool = False,
+) -> Results:
+    """Train the whole fleet of a recipe on one device; run_dir is the first free runs/NAME when not given."""
+    recipe, picks = resolve(recipe)
+    where, precision = pick_device(device), pick_precision(recipe, pick_device(device))
+    corpus = checked_corpus(recipe)
+    first = checked_first(recipe, corpus)
+    compiled = where.type == "cuda" if compiled is None else compiled
+    plan = pick_plan(recipe, where, precision, compiled, mode)
+    about = {
+        "isthmus": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
+        "device_type": where.type,
+        "precision": precision,
+        "compiled": compiled,
+        "mode": "stacked" if plan.group == recipe.num_replicas else "in turns",
+        "group": plan.group,
+        "pieces": plan.grad_accum_steps,
+        "parked": plan.parked,
+        "predicted_bytes": plan.predicted_bytes,
+        "parameters": recipe.model.num_parameters,
+        "auto": [pick.reason for pick in picks],
+        "corpus": recipe.data.corpus,
+        "tokenizer_sha256": corpus.tokenizer_sha256,
+        "start_sha256": start_digest(first) if first else "",
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "status": "running",
+    }
+    run = RunDir.create(run_dir or next_run_dir("runs", recipe.name), recipe, about)
+    return _run(run, recipe, corpus, where, plan, quiet, done=0, state=None, first=first)
+
+
+def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) -> Results:
+    """Go on from the last saved round, exactly as the run would have gone on by itself."""
+    run = RunDir.open(run_dir)
+    recipe, about = run.recipe, run.about
+    if about.get("mode") == REAL:
+        raise ConfigError(
+            f"{run.path} is a fleet of real processes; go on with `isthmus train --resume {run.path}`"
+        )
+    missing = [key for key in ("device_type", "precision", "group", "pieces", "parked") if key not in about]
+    if missing:
+        raise ConfigError(
+            f"{run.path}/about.json does not say how the run was held ({missing[0]}); start a new run"
+        )
+    where = pick_device(about["device_type"] if device == "auto" else device)
+    corpus = checked_corpus(recipe)
+    if corpus.tokenizer_sha256 != about.get("tokenizer_sha256"):
+        raise ConfigError(
+            f"the corpus {recipe.data.corpus} has another tokenizer than when {run.path} began; "
+            "put the old one back"
+        )
+    plan = SimulatorPlan(about["group"], about["pieces"], about["parked"], about.get("predicted_bytes", 0))
+    found = checkpoint.load(run.state_path)
+    done, state = found or (0, None)
+    run.truncate(done if found else -1)
+    # The first weights are needed where nothing was saved, and where T_perp stays at its first value.
+    needed = recipe.model.start and (state is None or not recipe.subspace.adaptation)
+    first = first_params(recipe, about.get("start_sha256")) if needed else None
+    run.update_about(status="running", error=None)
+    return _run(run, recipe, corpus, where, plan, quiet, done, state, first)
+
+
+def _run(
+    run: RunDir,
+    recipe: Recipe,
+    corpus: Corpus,
+    device: torch.device,
+    plan: SimulatorPlan,
+    quiet: bool,
+    done: int,
+    state: dict | None,
+    first: Mapping[str, torch.Tensor] | None,
+) -> Results:
+    about = run.about
+    status, error = "failed", None
+    try:
+        fleet = SimulatedFleet(recipe, corpus, device, about["precision"], plan, about["compiled"], first)
+        if state:
+            fleet.restore(state, done)
+        with open_view(recipe, done, recipe.outer.rounds, rows=run.rows(), quiet=quiet) as view:
+            how = plan.describe(recipe.num_replicas)
+            view.note(f"{run.path}: {how} on {about['device']}, {about['precision']}")
+            for reason in about.get("auto", ()):
+                view.note(reason)
+            passes = fleet.batches.passes(recipe.num_inner_steps)
+            if passes > 4:
+                view.note(f"the run reads its text {passes:.1f} times over; more text would serve it better")
+            simulate_rounds(recipe, fleet, LocalExchange(recipe), run, view, done, Saver(run, fleet))
+        checkpoint.save_tensors(run.model_path, fleet.anchor)
+        status = "finished"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        command = f"isthmus simulate --resume {shlex.quote(str(run.path))}"
+        raise KeyboardInterrupt(f"interrupted; go on with: {command}") from None
+    except BaseException as fault:
+        error = f"{type(fault).__name__}: {fault}".splitlines()[0]
+        raise
+    finally:
+        held = {"peak_bytes": peak_bytes(device)}
+        if device.type == "cuda":  # with what its allocator keeps between tensors
+            held["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        run.update_about(status=status, error=error, **held)
+        with contextlib.suppress(OSError, ConfigError):  # a report that fails must not hide why the run did
+            write_report(run.path)
+    return Results(run.path, run.rows())
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (number.isdigit() or not number):
+        raise ConfigError(f'device is "{name}"; it is one of auto, cpu, cuda, cuda:N')
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        there = (
+            f"there {'is' if count == 1 else 'are'} {count} CUDA device{'s' * (count != 1)}"
+            if count
+            else "there is no CUDA device"
+        )
+        raise ConfigError(
+            f'device is "{name}", but {there} here; use --device {"cuda:0" if count else "cpu"}'
+        )
+    return torch.device(name)
+
+
+def pick_precision(recipe: Recipe, device: torch.device) -> str:
+    if recipe.inner.precision != "auto":
+        return recipe.inner.precision
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+def checked_corpus(recipe: Recipe) -> Corpus:
+    """The corpus, its vocabulary and length checked against the model and the batch."""
+    corpus = open_corpus(recipe.data.corpus)
+    if corpus.vocab_size > recipe.model.vocab:
+        raise ConfigError(
+            f"the tokenizer of {recipe.data.corpus} has {corpus.vocab_size} tokens, the model "
+            f"{recipe.model.vocab}; set model.vocab={corpus.vocab_size}, or "
+            f"prepare the corpus with --vocab {recipe.model.vocab}"
+        )
+    # Too little text is said here, before a run directory exists.
+    Batches(corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context)
+    validation_batches(corpus, recipe.inner.batch, recipe.model.context, 1)
+    return corpus
+
+
+def pick_plan(
+    recipe: Recipe, device: torch.device, precision: str, compiled: bool, mode: str = "auto"
+) -> SimulatorPlan:
+    """How the simulator holds this fleet in what is free on the device now."""
+    if device.type == "cuda":
+        available = int(torch.cuda.mem_get_info(device)[0] * 0.92)
+    else:
+        available = available_host_bytes()
+    plan = plan_simulator(
+        recipe, precision, available, compiled=compiled, can_park=device.type == "cuda", mode=mode
+    )
+    if plan.predicted_bytes > available:
+        print(
+            f"isthmus: even {plan.describe(recipe.num_replicas)} are needed, "
+            f"{available / 2**30:.1f} GiB are free; trying all the same",
+            file=sys.stderr,
+        )
+    return plan
+
+
+def available_host_bytes() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            facts = dict(line.split(":", 1) for line in file)
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 8 * 2**30  # not Linux: a guess that fits most laptops

@@ -1,0 +1,355 @@
+"""The bucket: whole objects under keys, in a folder or in an object store, by way of `obstore`.
+
+Three promises are made here and nowhere else: an object is whole or absent, `create` has one winner, and a
+bad network is waited out until the caller's deadline. What the objects mean is the ledger's business.
+"""
+
+import asyncio
+import copy
+import os
+import re
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import obstore
+
+from isthmus.errors import ConfigError
+from isthmus.store.retry import (
+    DEFAULT_SECONDS,
+    Fault,
+    Patience,
+    Rate,
+    StoreError,
+    StoreRefused,
+    classify,
+    drain,
+    wait,
+)
+from isthmus.store.url import SEGMENT, connect, parse_url, write_file
+
+Allow = Callable[[int], float]  # how many seconds a transfer of so many bytes may take
+
+# Up to here a request travels apart from bulk, so that a heartbeat never queues behind it.
+CONTROL_BYTES = 1 << 18
+DURABLE_BYTES = 1 << 20
+STALE_SECONDS = 3600.0  # a temporary file this old belongs to nobody
+_TEMPORARY = re.compile(r"#\d+$")  # obstore leaves such names out of a listing
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What a HEAD tells."""
+
+    size: int
+    modified_unix_seconds: float
+
+
+class Store:
+    """Objects under keys. Any thread may call; `deadline` is a value of `time.monotonic()`."""
+
+    def __init__(self, url: str, folder: Path | None) -> None:
+        self.url = self._root = url
+        self._folder = folder
+        self._prefix = ""
+        # Shared by every view that `under` makes.
+        self._clients: dict[str, Any] = {}
+        self._up, self._down = Rate(), Rate()
+        self._tally: Counter[str] = Counter()
+        self._clock: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    def under(self, prefix: str) -> "Store":
+        """The same store seen from `prefix`, with the same connections and counters."""
+        view = copy.copy(self)
+        view._prefix = self._key(prefix) + "/"
+        view.url = f"{self.url}/{prefix}"
+        return view
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of objects in writes that the store answered; headers are not counted."""
+        return self._tally["bytes sent"]
+
+    @property
+    def bytes_received(self) -> int:
+        return self._tally["bytes received"]
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """Requests by verb, each try counted."""
+        with self._lock:
+            return {verb: self._tally[verb] for verb in ("get", "put", "create", "head", "list", "delete")}
+
+    def get(self, key: str, *, max_bytes: int, deadline: float | None = None) -> bytes | None:
+        """The object, or None. One larger than `max_bytes` is refused by its size, before any download."""
+        path = self._key(key)
+
+        async def read(client: Any, allow: Allow) -> bytes:
+            began = time.monotonic()
+            result = await asyncio.wait_for(obstore.get_async(client, path), allow(0))
+            if (size := result.meta["size"]) > max_bytes:
+                raise StoreRefused(f"{self.url}: {key} holds {size} bytes; at most {max_bytes} are accepted")
+            data = await asyncio.wait_for(drain(result, allow(0)), allow(size))
+            if len(data) != size:
+                raise ConnectionError("cut short")
+            self._down.saw(size, time.monotonic() - began)
+            return data
+
+        try:
+            data = self._persist("get", key, max_bytes, read, deadline)
+        except FileNotFoundError:
+            return None
+        self._count("bytes received", len(data))
+        return data
+
+    def put(
+        self, key: str, data: bytes, *, deadline: float | None = None, durable: bool | None = None
+    ) -> None:
+        """Write the object, replacing what was there; readers see the old or the new one, whole."""
+        self._persist("put", key, len(data), self._writer(key, data, "overwrite", durable), deadline)
+        self._count("bytes sent", len(data))
+
+    def create(
+        self, key: str, data: bytes, *, deadline: float | None = None, durable: bool | None = None
+    ) -> bool:
+        """Write the object only if there is none; True if and only if these bytes are the object now.
+
+        A failed create proves nothing: "already exists" may be about our own write whose reply was lost,
+        and a 409 may come without any object. Whatever is no clean success is settled by reading the key.
+        A StoreError leaves open whether the object was written.
+        """
+        write = self._writer(key, data, "create", durable)
+        patience = self._patience(len(data), deadline)
+        while True:
+            try:
+                self._once("create", len(data), write, patience)
+                self._count("bytes sent", len(data))
+                return True
+            except Exception as error:
+                if not (fault := self._fault(error)).retry:
+                    raise self._error("create", key, fault, patience) from None
+                self._count("bytes sent", len(data) if fault.kind == "exists" else 0)
+            try:
+                there = self.get(key, max_bytes=len(data), deadline=patience.deadline)
+            except StoreRefused:
+                return False  # larger than ours
+            if there is not None:
+                return there == data
+            if not patience.again(fault):
+                raise self._error("create", key, fault, patience) from None
+
+    def head(self, key: str, *, deadline: float | None = None) -> Info | None:
+        path = self._key(key)
+
+        async def look(client: Any, allow: Allow) -> Info:
+            meta = await asyncio.wait_for(obstore.head_async(client, path), allow(0))
+            return Info(meta["size"], meta["last_modified"].timestamp())
+
+        try:
+            return self._persist("head", key, 0, look, deadline)
+        except FileNotFoundError:
+            return None
+
+    def list(self, prefix: str = "", *, deadline: float | None = None) -> list[str]:
+        """Every key below `prefix`, which is a whole path segment ("payloads/rack-0"), in order.
+
+        Always from the start: a listing from an offset misses keys on SeaweedFS.
+        """
+        path = self._key(prefix.rstrip("/")) if prefix else self._prefix.rstrip("/")
+
+        async def names(client: Any, allow: Allow) -> list[str]:
+            batches, found = obstore.list(client, path or None, chunk_size=1000), []
+            while batch := await asyncio.wait_for(anext(batches, None), allow(0)):
+                found += [meta["path"] for meta in batch]
+            return found
+
+        found = self._persist("list", prefix, 0, names, deadline)
+        return sorted(name.removeprefix(self._prefix) for name in found)
+
+    def delete(self, key: str, *, deadline: float | None = None) -> None:
+        """Remove the object; one that is absent already is no error."""
+        path = self._key(key)
+
+        async def remove(client: Any, allow: Allow) -> None:
+            await asyncio.wait_for(obstore.delete_async(client, path), allow(0))
+
+        try:
+            self._persist("delete", key, 0, remove, deadline)
+        except FileNotFoundError:
+            return
+
+    def now(self, key: str = "probe/clock", *, max_age_seconds: float = 300.0) -> float:
+        """The store's clock in Unix seconds: what all replicas share, whatever their own clocks say.
+
+        Taken from the Last-Modified of a small object written under `key`, carried on by the monotonic clock:
+        right to about a second. An unreachable store leaves the older reading in use.
+        """
+        asked = time.monotonic()
+        with self._lock:
+            offset, read_at = self._clock.get("offset"), self._clock.get("read at", 0.0)
+        if offset is None or asked - read_at > max_age_seconds:
+            try:
+                self.put(key, b"clock", durable=False)
+                written = time.monotonic()
+                info = self.head(key)
+            except StoreError:
+                if offset is None:
+                    raise
+                return time.monotonic() + offset
+            if info is not None:
+                # HTTP dates are cut to whole seconds, so half a second is added back; a folder's are not.
+                whole = info.modified_unix_seconds + (0.0 if self._folder else 0.5)
+                offset = whole - (asked + written) / 2
+                with self._lock:
+                    self._clock.update({"offset": offset, "read at": written})
+        if offset is None:
+            raise StoreError(f"{self.url}: {key} was deleted while its time was read", "absent")
+        return time.monotonic() + offset
+
+    def probe(self, prefix: str = "probe") -> None:
+        """Refuse a store that ignores put-if-absent: on such a one two closers could both close a round."""
+        key = f"{prefix}/{secrets.token_hex(16)}"
+        try:
+            if not self.create(key, b"first") or self.create(key, b"second"):
+                raise ConfigError(
+                    f"{self.url} ignores put-if-absent (If-None-Match), so rounds could be closed twice; "
+                    "use a store that honours it"
+                )
+        except StoreError as error:
+            raise ConfigError(str(error)) from None
+        finally:
+            with suppress(StoreError):  # a contributor may be allowed to write and not to delete
+                self.delete(key, deadline=time.monotonic() + 5)
+
+    def sweep(self, older_than_seconds: float = STALE_SECONDS) -> int:
+        """Remove temporary files that a killed writer left in a folder; how many there were."""
+        stale = 0
+        for base, _, names in os.walk(self._folder) if self._folder else ():
+            for path in (Path(base, name) for name in names if _TEMPORARY.search(name)):
+                try:
+                    if time.time() - path.lstat().st_mtime > older_than_seconds:
+                        path.unlink()
+                        stale += 1
+                except OSError:
+                    continue  # its writer was faster
+        return stale
+
+    def _key(self, key: str) -> str:
+        segments = key.split("/")
+        if len(key) > 700 or not all(SEGMENT.fullmatch(segment) for segment in segments):
+            raise StoreRefused(
+                f"{key[:80]!r} is no key: segments of letters, digits and ._=+- between slashes"
+            )
+        return self._prefix + key
+
+    def _count(self, what: str, amount: int = 1) -> None:
+        with self._lock:
+            self._tally[what] += amount
+
+    def _client(self, num_bytes: int) -> Any:
+        lane = "control" if num_bytes <= CONTROL_BYTES else "bulk"
+        with self._lock:
+            if lane not in self._clients:
+                self._clients[lane] = connect(self._root, self._folder)
+            return self._clients[lane]
+
+    def _patience(self, num_bytes: int, deadline: float | None) -> Patience:
+        default = max(DEFAULT_SECONDS, 2 * self._up.limit(num_bytes))
+        return Patience(time.monotonic() + default if deadline is None else deadline)
+
+    def _writer(self, key: str, data: bytes, mode: str, durable: bool | None) -> Callable[..., Any]:
+        path = self._key(key)
+        safe = len(data) < DURABLE_BYTES if durable is None else durable
+
+        async def write(client: Any, allow: Allow) -> None:
+            began = time.monotonic()
+            # In one request: a multipart upload cannot be conditional, and leaves parts behind when cut off.
+            request = obstore.put_async(client, path, data, mode=mode, use_multipart=False)
+            await asyncio.wait_for(request, allow(len(data)))
+            self._up.saw(len(data), time.monotonic() - began)
+
+        def write_here(client: Any, allow: Allow) -> None:
+            write_file(self._folder, path, data, create=mode == "create", durable=safe)
+
+        return write_here if self._folder else write
+
+    def _once(self, verb: str, num_bytes: int, work: Callable[..., Any], patience: Patience) -> Any:
+        self._count(verb)
+        rate = self._down if verb == "get" else self._up
+        try:
+            result = work(self._client(num_bytes), lambda size: patience.allow(rate.limit(size)))
+            return wait(result) if asyncio.iscoroutine(result) else result
+        except TimeoutError:
+            rate.too_slow()
+            raise
+
+    def _fault(self, error: Exception) -> Fault:
+        if isinstance(error, StoreRefused | StoreError | ConfigError):
+            raise error
+        fault = classify(error)
+        if fault.kind == "expired":
+            with self._lock:
+                self._clients.clear()  # the next client reads the environment and the files again
+        return fault
+
+    def _persist(
+        self, verb: str, key: str, size: int, work: Callable[..., Any], deadline: float | None
+    ) -> Any:
+        patience = self._patience(size, deadline)
+        while True:
+            try:
+                return self._once(verb, size, work, patience)
+            except Exception as error:
+                fault = self._fault(error)
+                if fault.kind == "absent" and verb != "put":
+                    raise FileNotFoundError(key) from None
+                if not patience.again(fault):
+                    raise self._error(verb, key, fault, patience) from None
+
+    def _error(self, verb: str, key: str, fault: Fault, patience: Patience) -> StoreError:
+        if fault.kind == "slow" and patience.fault:
+            fault = patience.fault  # an earlier try said more
+        if fault.kind == "absent":
+            fault = Fault("config", "a write is answered by 404: is there such a bucket, is it S3?", False)
+        tail = f" ({patience.spent()})" if fault.retry else ""
+        return StoreError(f"{self.url}: {verb} {key}: {fault.words}{tail}", fault.kind)
+
+
+def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) -> Store:
+    """The store at `url`, reached once: a wrong URL, right or clock is known before anything is started.
+
+    `create` False is for readers: a folder that is not there is refused, and nothing is written into one.
+    """
+    root, folder = parse_url(url)
+    store = Store(root, folder)
+    if folder and not create:
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {root}; give the URL that `isthmus init` was given")
+        return store
+    if folder:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(folder, f"probe/{secrets.token_hex(8)}", b"", create=False, durable=False, keep=False)
+        except FileExistsError:
+            raise ConfigError(f"{root} is a file; the store needs a folder") from None
+        except OSError as error:
+            raise ConfigError(f"cannot write to the folder {root}: {error.strerror or error}") from None
+        store.sweep()
+        return store
+    try:
+        store.get("run.json", max_bytes=0, deadline=time.monotonic() + timeout_seconds)
+    except StoreRefused:
+        pass  # there is a run already
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
+    return store

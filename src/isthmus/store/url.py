@@ -1,0 +1,153 @@
+"""Where a store is and how it is reached: URLs, credentials, and writing into a folder."""
+
+import errno
+import os
+import re
+import secrets
+from configparser import ConfigParser
+from configparser import Error as ParserError
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from obstore.store import LocalStore, from_url
+
+from isthmus.errors import ConfigError
+from isthmus.store.retry import StoreRefused
+
+SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
+_CREDENTIALS = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"),
+    "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+    "az": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_CLIENT_ID", "AZURE_STORAGE_TOKEN"),
+}
+_AWS_KEY = ("access_key_id", "secret_access_key", "session_token")
+
+
+def parse_url(url: str) -> tuple[str, Path | None]:
+    """The URL as it may be shown, and the folder if it is one."""
+    shown = re.sub(r"//[^/]*@", "//***@", re.sub(r"[?#].*", "", url))
+    schemes = "a folder, file:///folder, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
+    if not url.strip() or not url.isprintable():
+        raise ConfigError(f"the store's URL is empty or not printable; write {schemes}")
+    scheme, _, rest = url.partition(":") if re.match(r"[A-Za-z][A-Za-z0-9+]*:", url) else ("", "", url)
+    if not scheme or (scheme == "file" and rest.startswith(("///", "//localhost/"))):
+        folder = Path(unquote(urlsplit(url).path) if scheme else url).expanduser().absolute()
+        return str(folder), folder
+    if scheme not in _CREDENTIALS or not rest.startswith("//"):
+        raise ConfigError(f"{shown!r} is no store; write {schemes}")
+    if "@" in rest:
+        raise ConfigError(
+            f"{shown!r} holds credentials; they belong in the environment or the credentials file"
+        )
+    bucket, *prefix = rest[2:].rstrip("/").split("/")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", bucket) or not all(
+        map(SEGMENT.fullmatch, prefix)
+    ):
+        raise ConfigError(
+            f"{shown!r} is malformed; write {scheme}://bucket/prefix in letters, digits and ._=+-"
+        )
+    return "/".join([f"{scheme}://{bucket}", *prefix]), None
+
+
+def connect(root: str, folder: Path | None) -> Any:
+    """An obstore client without retries and with a time-out out of the way: both are ours, per request.
+
+    Credentials are checked first, because obstore would go on to ask the cloud's metadata service: who writes
+    to the bucket is said, not discovered.
+    """
+    if folder:
+        return LocalStore(folder)
+    scheme = root.partition(":")[0]
+    options = aws_options() if scheme == "s3" else {}
+    said = "access_key_id" in options or any(map(os.environ.get, _CREDENTIALS[scheme]))
+    usual = Path.home() / ".config/gcloud/application_default_credentials.json"
+    if not said and not (scheme == "gs" and usual.exists()):
+        names = " or ".join(_CREDENTIALS[scheme])
+        raise ConfigError(f"no credentials for {root}: set {names}, or fill the usual credentials file")
+    client = {"timeout": timedelta(days=1), "connect_timeout": timedelta(seconds=5)}
+    client["allow_http"] = str(options.get("endpoint", "")).startswith("http://")
+    try:
+        return from_url(root, client_options=client, retry_config={"max_retries": 0}, **options)
+    except Exception:  # whose text may hold what it read
+        raise ConfigError(f"cannot use {root}: the environment's settings for it do not fit") from None
+
+
+def aws_options() -> dict[str, str]:
+    """Endpoint, key and region where the AWS tools find them: the environment first, then the usual files."""
+    home, profile = Path.home() / ".aws", os.environ.get("AWS_PROFILE", "default")
+    keys, config = ConfigParser(interpolation=None), ConfigParser(interpolation=None)
+    try:
+        keys.read(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials"))
+        config.read(os.environ.get("AWS_CONFIG_FILE", home / "config"))
+    except (ParserError, UnicodeDecodeError, OSError):
+        raise ConfigError("the AWS credentials or config file is malformed") from None
+    section = profile if profile == "default" else f"profile {profile}"
+    said = dict(config[section]) if config.has_section(section) else {}
+    said |= dict(keys[profile]) if keys.has_section(profile) else {}
+    env = {name: value for name, value in os.environ.items() if value}
+    if "AWS_ACCESS_KEY_ID" in env:
+        said |= {f"aws_{name}": env.get(f"AWS_{name.upper()}", "") for name in _AWS_KEY}
+    options = {name: said[f"aws_{name}"] for name in _AWS_KEY if said.get(f"aws_{name}")}
+    if ("access_key_id" in options) != ("secret_access_key" in options):
+        raise ConfigError("only one of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY is set; set both")
+    if region := env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or said.get("region"):
+        options["region"] = region
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    if endpoint := next((env[name] for name in names if name in env), said.get("endpoint_url")):
+        if not re.fullmatch(r"https?://[^/@?#\s]+(/[^@?#\s]*)?", endpoint):
+            raise ConfigError("AWS_ENDPOINT_URL is malformed; write https://host or https://host:port")
+        options["endpoint"] = endpoint
+    return options
+
+
+def link(aside: Path, path: Path) -> None:
+    """Give a file its second name, unless that is taken."""
+    try:
+        os.link(aside, path)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            words = "its file system has no hard links, without which no object can be created only if absent"
+            raise ConfigError(f"{path.parent} cannot be a store: {words}") from None
+        raise
+
+
+def write_file(root: Path, key: str, data: bytes, *, create: bool, durable: bool, keep: bool = True) -> None:
+    """Write below `root`: aside, then under its name by rename or (to create) by link, which has one winner.
+
+    Not by obstore, which gives a file its name before its bytes are on the disk: after a power cut an empty
+    manifest could then hold its key for ever.
+    """
+    path = root / key
+    if not path.parent.resolve().is_relative_to(root.resolve()):
+        raise StoreRefused(f"{key} leads out of {root} by a symbolic link")
+    fresh = not path.parent.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise StoreRefused(f"{key} cannot be written below an object") from None
+    aside = path.with_name(f"{path.name}#{os.getpid()}{secrets.randbits(48)}")
+    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(handle)
+        if create:
+            link(aside, path)
+        elif keep:
+            os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    if durable:
+        for above in [
+            path.parent,
+            *(parent for parent in path.parents[1:] if fresh and parent.is_relative_to(root)),
+        ]:
+            handle = os.open(above, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)

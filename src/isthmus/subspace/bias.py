@@ -1,0 +1,61 @@
+"""The bias gauge: how much of the stream a compressed boundary drops, and how far the embedding leaves S."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from isthmus.model.llama import BoundaryFunction
+from isthmus.subspace import project, split
+
+ROWS = 8192  # of the embedding, at a time
+Measure = Callable[[Tensor, Tensor], Tensor]  # (stream, tokens) -> a share, still on the device
+
+
+def outside(basis: Tensor, table: Tensor) -> Measure:
+    """||r - r U U^T||^2 / ||r||^2 of r = x - T_perp[tokens]: the share of energy that the boundary drops.
+
+    `table` is the whole TE, as the boundary has it; T_perp is taken of the rows that are looked up.
+    """
+
+    def share(x: Tensor, tokens: Tensor) -> Tensor:
+        _, t_perp = split(embedding(tokens, table).to(basis.dtype), basis)  # (B, L, D)
+        rest = x.to(basis.dtype) - t_perp
+        dropped = rest - project(rest, basis)
+        return _ratio(_energy(dropped), _energy(rest))
+
+    return share
+
+
+def watched(function: BoundaryFunction, measure: Measure, shares: list[Tensor]) -> BoundaryFunction:
+    """The same boundary function, which notes what it dropped."""
+
+    def send(x: Tensor, tokens: Tensor) -> Tensor:
+        shares.append(measure(x, tokens))
+        return function(x, tokens)
+
+    return send
+
+
+def drift(table: Tensor, frozen: Tensor, basis: Tensor) -> Tensor:
+    """||TE (I - U U^T) - T_perp|| / ||T_perp||: how far a round took the embedding out of S, before eqs. 3-4
+    of arXiv 2601.02360 fold it into T_perp. `frozen` is the table that the round began with, on any
+    device.
+
+    A piece at a time: a vocabulary is large, and this must not be what a device runs out of memory for.
+    """
+    moved = whole = torch.zeros((), dtype=torch.float64, device=basis.device)
+    for now, before in zip(table.split(ROWS), frozen.split(ROWS), strict=True):
+        _, t_perp = split(before.to(basis), basis)
+        _, new = split(now.to(basis), basis)
+        moved, whole = moved + _energy(new - t_perp), whole + _energy(t_perp)
+    return _ratio(moved, whole).sqrt()
+
+
+def _energy(x: Tensor) -> Tensor:
+    return x.square().sum(dtype=torch.float64)
+
+
+def _ratio(part: Tensor, whole: Tensor) -> Tensor:
+    return part / whole.clamp(min=torch.finfo(torch.float64).tiny)  # of nothing, none

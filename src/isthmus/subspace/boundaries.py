@@ -1,0 +1,148 @@
+"""Which rows of a stack cross a stage boundary after which layer, and what the crossing does to them."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from isthmus.config import Member, Recipe
+from isthmus.layout.stages import boundaries
+from isthmus.model.llama import BoundaryFunction
+from isthmus.subspace import OpenBoundary, OpeningBoundary, SubspaceBoundary, random_basis
+from isthmus.subspace.wire import LocalLink
+
+Key = tuple  # tells two crossings apart: where, how many dimensions, which wire, which U, how open
+
+
+def derived_seed(seed: int, *path: str | int) -> int:
+    digest = hashlib.sha256("/".join(map(str, (seed, *path))).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def boundary_function(boundary: OpenBoundary | SubspaceBoundary, link: LocalLink) -> BoundaryFunction:
+    """compress, link, expand: what happens to the stream between two stages."""
+
+    def send(x: Tensor, tokens: Tensor) -> Tensor:
+        return boundary.expand(link.carry(boundary.compress(x, tokens)), tokens)
+
+    return send
+
+
+class BasisSet:
+    """Every U of a run, drawn from the recipe's seed when first asked for (METHOD 0.5), and how far the
+    boundaries that project onto them are open in this round."""
+
+    def __init__(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> None:
+        self.recipe, self.device, self.dtype = recipe, device, dtype
+        self.bases: dict[str, Tensor] = {}
+        self.opening = False  # a finishing round
+        self.share = torch.zeros((), device=device, dtype=dtype)  # its a
+
+    def begin_round(self, round_number: int) -> bool:
+        """True where crossings built before cross otherwise now. Once open, only the value of a changes."""
+        share, before = self.recipe.opening(round_number), self.opening
+        self.opening = share is not None
+        self.share.fill_(share or 0.0)
+        return self.opening != before
+
+    def boundary(self, member: Member, number: int, table: Tensor) -> OpenBoundary | SubspaceBoundary:
+        if not member.config.compressed:
+            return OpenBoundary()
+        basis = self.get(member, number)
+        return OpeningBoundary(basis, table, self.share) if self.opening else SubspaceBoundary(basis, table)
+
+    def key(self, member: Member, boundary: int) -> str:
+        dim = member.config.subspace_dim(self.recipe.model.width)
+        scope = self.recipe.subspace.basis
+        if scope == "global":
+            return f"{dim}"
+        return f"{dim}/{member.name}" if scope == "replica" else f"{dim}/{member.name}/{boundary}"
+
+    def get(self, member: Member, boundary: int) -> Tensor:
+        key = self.key(member, boundary)
+        if key not in self.bases:
+            width, dim = self.recipe.model.width, member.config.subspace_dim(self.recipe.model.width)
+            basis = random_basis(width, dim, derived_seed(self.recipe.seed, "basis", key))
+            self.bases[key] = basis.to(self.device, self.dtype)
+        return self.bases[key]
+
+
+def boundary_functions(
+    recipe: Recipe, members: Sequence[Member], bases: BasisSet, table: Tensor, rows_each: int = 1
+) -> dict[int, list[tuple[slice, BoundaryFunction]]]:
+    """For each edge (layers before it), the rows of the leading axis that cross there; neighbours that
+    cross alike cross together. `rows_each` is the number of rows that each member has."""
+    at: dict[int, list[tuple[slice, Key, Member, int]]] = {}
+    for i, member in enumerate(members):
+        rows = slice(i * rows_each, (i + 1) * rows_each)
+        for boundary, edge in enumerate(boundaries(recipe.model.layers, member.config.stages)):
+            key = boundary_key(member, boundary, bases)
+            here = at.setdefault(edge, [])
+            if here and here[-1][1] == key and here[-1][0].stop == rows.start:
+                here[-1] = (slice(here[-1][0].start, rows.stop), *here[-1][1:])
+            else:
+                here.append((rows, key, member, boundary))
+    return {
+        edge: [(rows, build(member, boundary, bases, table)) for rows, _, member, boundary in here]
+        for edge, here in at.items()
+    }
+
+
+def boundary_key(member: Member, boundary: int, bases: BasisSet) -> Key:
+    basis = bases.key(member, boundary) if member.config.compressed else None
+    return (member.config.wire, basis, bases.opening and member.config.compressed)
+
+
+def forward_key(recipe: Recipe, member: Member, bases: BasisSet) -> Key:
+    """Equal for two replicas whose forward passes are the same function."""
+    edges = boundaries(recipe.model.layers, member.config.stages)
+    return tuple((edge, *boundary_key(member, b, bases)) for b, edge in enumerate(edges))
+
+
+def build(member: Member, boundary: int, bases: BasisSet, table: Tensor) -> BoundaryFunction:
+    return boundary_function(bases.boundary(member, boundary, table), LocalLink(member.config.wire))
+
+
+def projected_names(recipe: Recipe, member: Member) -> tuple[str, ...]:
+    """W_p1 and W_p2 of the layers before the replica's last boundary: what Table 5b projects."""
+    if not member.config.compressed:
+        return ()
+    last = boundaries(recipe.model.layers, member.config.stages)[-1]
+    return tuple(
+        f"layers.{i}.{matrix}.weight" for i in range(last) for matrix in ("attention.wo", "feed_forward.w2")
+    )
+
+
+def write_projection(weight: Tensor, basis: Tensor) -> Tensor:
+    """U U^T W: what a d-sided matrix (D, in) writes into the stream lies in S."""
+    return basis @ (basis.mT @ weight)
+
+
+def projected(
+    recipe: Recipe, member: Member, bases: BasisSet, params: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The matrices among these that a replica keeps in S (Table 5b), there."""
+    if not recipe.subspace.weight_projection:
+        return {}
+    return {
+        name: write_projection(params[name], bases.get(member, 0))
+        for name in projected_names(recipe, member)
+        if name in params
+    }
+
+
+def as_sent(
+    recipe: Recipe,
+    member: Member,
+    bases: BasisSet,
+    params: Mapping[str, Tensor],
+    anchor: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """What a replica's pseudo-gradient is taken from: a replica that projects started its round from P W, so
+    what the projection took from W was not learnt and is put back. Sent, it would come again every round."""
+    start = projected(recipe, member, bases, anchor)
+    return {
+        name: params[name] + (anchor[name] - start[name]) if name in start else p
+        for name, p in params.items()
+    }

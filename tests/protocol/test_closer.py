@@ -1,0 +1,361 @@
+"""When a round is closed, by whom, and whom the next one waits for; all by the store's clock."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from little import RECIPE, Little, Replica, rounds
+from little import hasty as hasty
+
+from isthmus.errors import Diverged
+from isthmus.protocol import closer as closer_module
+from isthmus.protocol.closer import Closer
+from isthmus.protocol.ledger import Ledger
+from isthmus.store.objects import open_store
+
+pytestmark = pytest.mark.usefixtures("hasty")
+
+
+@pytest.fixture
+def run(folder_url: str, tmp_path: Path) -> list[Replica]:
+    """a, b and c after round 1, all of them alive; only a closes."""
+    return started(folder_url, tmp_path)
+
+
+def started(url: str, folder: Path, recipe: str = RECIPE, closers: tuple[str, ...] = ("a",)) -> list[Replica]:
+    replicas = Little(url, folder, recipe, closers).replicas()
+    rounds(replicas, [1])
+    for each in replicas:
+        each.beat()
+    return replicas
+
+
+def ago(replica: Replica, key: str, seconds: float) -> None:
+    """Let an object of a folder be so old, as the store's clock has it."""
+    then = time.time() - seconds
+    os.utime(Path(replica.ledger.store.url, key), (then, then))
+
+
+def give(round_number: int, *replicas: Replica) -> None:
+    for each in replicas:
+        each.exchange.deliver(round_number, each.update())
+
+
+def closes(replica: Replica, round_number: int = 2) -> bool:
+    replica.exchange.closer.beats.clear()  # else an answer is kept for a heartbeat's time
+    return replica.exchange.closer.attempt(round_number, replica.exchange.anchor)
+
+
+def closes_after_listening(replica: Replica, round_number: int = 2) -> bool:
+    """Silence is believed when it has lasted for two heartbeats under our ears."""
+    assert not closes(replica, round_number)
+    time.sleep(2 * replica.recipe.bucket.heartbeat_seconds + 0.05)
+    return closes(replica, round_number)
+
+
+def contributors(replica: Replica, round_number: int = 2) -> str:
+    return "".join(entry.replica for entry in replica.ledger.manifest(round_number).entries)
+
+
+def test_a_round_is_closed_at_once_when_everybody_gave(run: list[Replica]):
+    give(2, *run[1:])
+    assert not closes(run[0])
+    give(2, run[0])
+    assert closes(run[0])
+    assert contributors(run[0]) == "abc"
+    assert run[0].ledger.manifest(2).members == ("a", "b", "c")
+
+
+def test_a_silent_member_is_not_waited_for_and_is_no_member_of_the_next_round(run: list[Replica]):
+    give(2, *run[:2])
+    assert not closes(run[0])
+    ago(run[0], "members/c/live.json", 60)
+    assert closes_after_listening(run[0])
+    assert contributors(run[0]) == "ab"
+    assert run[0].ledger.manifest(2).members == ("a", "b")
+
+
+def test_who_comes_back_first_after_an_outage_does_not_take_the_others_for_dead(run: list[Replica]):
+    give(2, run[0])
+    for name in "bc":
+        ago(run[0], f"members/{name}/live.json", 60)  # for a minute nobody's heartbeat got through
+    assert not closes(run[0])
+    for each in run[1:]:
+        each.beat()
+    time.sleep(2 * run[0].recipe.bucket.heartbeat_seconds + 0.05)
+    assert not closes(run[0])
+    give(2, *run[1:])
+    assert closes(run[0])
+    assert contributors(run[0]) == "abc"
+
+
+def test_who_said_that_it_leaves_is_not_waited_for(run: list[Replica]):
+    give(2, *run[:2])
+    run[2].beat("left")
+    assert closes(run[0])
+    assert run[0].ledger.manifest(2).members == ("a", "b")
+
+
+def test_who_gives_and_leaves_counts_and_is_not_awaited_again(run: list[Replica]):
+    give(2, *run)
+    run[2].beat("leaving")
+    assert closes(run[0])
+    assert contributors(run[0]) == "abc"
+    assert run[0].ledger.manifest(2).members == ("a", "b")
+
+
+def test_a_live_straggler_is_waited_for_until_the_deadline_of_the_stores_clock(run: list[Replica]):
+    give(2, *run[:2])
+    limit = run[0].ledger.manifest(1).deadline_seconds
+    assert 20 < limit < 60
+    ago(run[0], "manifests/000001.json", limit - 5)
+    assert not closes(run[0])
+    ago(run[0], "manifests/000001.json", limit + 1)
+    assert closes(run[0])
+    assert contributors(run[0]) == "ab"
+    assert run[0].ledger.manifest(2).members == ("a", "b", "c")  # it lives: the next round waits again
+
+
+def started_again(replica: Replica) -> Closer:
+    """The closer of a new process of this replica."""
+    ledger = Ledger(open_store(replica.ledger.store.url), replica.ledger.run, replica.ledger.signer)
+    return Closer(ledger, replica.exchange.fetch, replica.exchange.log)
+
+
+def test_a_closer_that_comes_to_an_open_round_gives_it_a_whole_deadline(run: list[Replica]):
+    """After a night without anybody, who is back first must not count the night."""
+    a, _, c = run
+    give(2, *run[:2])
+    for key in ("manifests/000001.json", "members/a/clock"):
+        ago(a, key, 10**5)
+    back = started_again(a)
+    assert not back.attempt(2, a.exchange.anchor)
+    back.away -= a.ledger.manifest(1).deadline_seconds + 1
+    assert back.attempt(2, a.exchange.anchor)
+    assert contributors(a) == "ab"
+    for each in run:
+        each.apply(2, each.exchange.closed(2))
+    c.beat()
+    give(3, *run[:2])
+    ago(a, "manifests/000002.json", 10**5)  # this one it has seen opening
+    assert back.attempt(3, a.exchange.anchor)
+
+
+def test_a_closer_that_starts_again_and_again_does_not_put_off_a_round_for_ever(run: list[Replica]):
+    a, _, c = run
+    give(2, *run[:2])
+    step = 0.9 * a.ledger.manifest(1).deadline_seconds  # between starts: none lives for a whole deadline
+    for starts in range(4):
+        ago(a, "manifests/000001.json", starts * step)
+        ago(a, "members/a/clock", step)
+        c.beat()
+        assert started_again(a).attempt(2, a.exchange.anchor) == (starts == 3)
+    assert contributors(a) == "ab"
+
+
+def test_this_machines_clock_has_no_say(run: list[Replica], monkeypatch: pytest.MonkeyPatch):
+    give(2, *run[:2])
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 10**6)
+    assert not closes(run[0])
+    run[0].ledger.store._clock["offset"] += 10**6  # the store's own, as it is remembered
+    assert closes(run[0])
+
+
+def test_a_late_payload_does_not_count_and_its_giver_learns_so(run: list[Replica]):
+    a, b, c = run
+    give(2, a, b)
+    ago(a, "members/c/live.json", 60)
+    assert closes_after_listening(a)
+    counted = c.exchange.close(2, [c.update()])
+    assert [each.replica for each in counted] == ["a", "b"]
+    for each in run:
+        each.apply(2, each.exchange.closed(2))
+    c.beat()
+    give(3, *run)
+    assert closes(a, 3)
+    assert contributors(a, 3) == "abc"  # no member of this round, and welcome
+    assert a.ledger.manifest(3).members == ("a", "b", "c")
+
+
+def test_half_of_the_members_is_no_quorum_at_the_deadline(run: list[Replica]):
+    give(2, run[0])
+    ago(run[0], "manifests/000001.json", 1000)
+    assert not closes(run[0])
+    give(2, run[1])
+    assert closes(run[0])
+
+
+@pytest.mark.parametrize(("quorum", "givers", "closed"), [(1, 1, True), (2, 1, False), (3, 2, False)])
+def test_the_recipes_quorum_is_honoured_at_the_deadline(
+    folder_url: str, tmp_path: Path, quorum: int, givers: int, closed: bool
+):
+    recipe = RECIPE.replace("[bucket]", f"[bucket]\nquorum = {quorum}")
+    run = started(folder_url, tmp_path, recipe)
+    give(2, *run[:givers])
+    assert not closes(run[0])
+    ago(run[0], "manifests/000001.json", 1000)
+    assert closes(run[0]) is closed
+
+
+def test_a_stated_quorum_is_waited_for_even_when_the_others_are_gone(folder_url: str, tmp_path: Path):
+    run = started(folder_url, tmp_path, RECIPE.replace("[bucket]", "[bucket]\nquorum = 2"))
+    give(2, run[0])
+    for name in "bc":
+        ago(run[0], f"members/{name}/live.json", 60)
+    ago(run[0], "manifests/000001.json", 1000)
+    assert not closes_after_listening(run[0])
+    give(2, run[2])
+    assert closes(run[0])
+
+
+def test_the_recipes_deadline_goes_before_the_measured_one(folder_url: str, tmp_path: Path):
+    run = started(folder_url, tmp_path, RECIPE.replace("[bucket]", "[bucket]\ndeadline_seconds = 7"))
+    give(2, *run[:2])
+    ago(run[0], "manifests/000001.json", 4)
+    assert not closes(run[0])
+    ago(run[0], "manifests/000001.json", 8)
+    assert closes(run[0])
+
+
+def test_the_first_round_waits_for_those_who_have_not_started_yet(folder_url: str, tmp_path: Path):
+    a, b, _ = Little(folder_url, tmp_path, closers=["a"]).replicas()
+    give(1, a, b)
+    assert not closes(a, 1)
+    ago(a, "run.json", 100)
+    assert closes_after_listening(a, 1)
+    assert a.ledger.manifest(1).members == ("a", "b")
+
+
+def test_nobodys_update_closes_no_round(run: list[Replica]):
+    for name in "bc":
+        ago(run[0], f"members/{name}/live.json", 60)
+    ago(run[0], "manifests/000001.json", 10_000)
+    assert not closes(run[0])
+
+
+def test_the_next_deadline_is_generous_against_the_rounds_measured(run: list[Replica]):
+    a = run[0]
+    ago(a, "manifests/000001.json", 100)
+    give(2, *run)
+    assert closes(a)
+    second = a.ledger.manifest(2)
+    assert second.seconds == pytest.approx(100, abs=3)
+    first = a.ledger.manifest(1)
+    assert second.deadline_seconds == pytest.approx(
+        max(15, 2 * (first.seconds + second.seconds)) + 10, abs=0.1
+    )
+    for each in run:
+        each.apply(2, each.exchange.closed(2))
+    give(3, *run)
+    assert closes(a, 3)
+    assert a.ledger.manifest(3).deadline_seconds == 25  # the median: one slow round does not move it
+
+
+def test_a_round_in_which_boundaries_open_is_given_the_time_that_whole_streams_take(
+    folder_url: str, tmp_path: Path
+):
+    """Else full replicas would close it by the deadline of rounds with an eighth of the bytes."""
+    slow = 'compression = "1/8"\nlink = { mbps = 0.01 }\n'  # c, which is pipelined
+    run = started(folder_url, tmp_path, f"{RECIPE}{slow}[finish]\nrounds = 3\n")  # of 6
+    a = run[0]
+    more_bytes = 4 * 16 * (32 - 4) * 2 * (1 + 2 / 2)  # batch, context, width less k, bf16; fill and drain
+    more = more_bytes * 8 / 0.01e6
+    assert closer_module.opening_seconds(a.recipe) == pytest.approx(more)
+    for t in range(2, 6):
+        give(t, *run)
+        assert closes(a, t)
+        for each in run:
+            each.apply(t, each.exchange.closed(t))
+    limits = [a.ledger.manifest(t).deadline_seconds for t in range(1, 6)]
+    assert limits[:2] == [25, 25]
+    assert limits[2] == pytest.approx(4 * more + 10, rel=0.3)  # round 4 is the first to open
+    assert limits[3] > limits[1]  # most of what was measured is still of rounds before
+
+
+def test_one_who_lives_and_never_gives_does_not_stretch_the_deadlines(run: list[Replica]):
+    a, b, c = run
+    limits = []
+    for t in range(2, 9):
+        c.beat()
+        ago(a, f"manifests/{t - 1:06d}.json", a.ledger.manifest(t - 1).deadline_seconds + 1)
+        give(t, a, b)
+        assert closes(a, t)
+        assert a.ledger.manifest(t).members == ("a", "b", "c")
+        limits.append(a.ledger.manifest(t).deadline_seconds)
+        for each in (a, b):
+            each.apply(t, each.exchange.closed(t))
+    assert set(limits) == {a.ledger.manifest(1).deadline_seconds}
+
+
+def test_closers_take_turns_and_full_replicas_come_first(folder_url: str, tmp_path: Path):
+    run = Little(folder_url, tmp_path).replicas()
+    for t in range(1, 9):
+        places = {each.name: each.exchange.closer._place_in_line(t) for each in run}
+        assert sorted(places.values()) == [0, 1, 2]
+        assert places["c"] == 2  # pipelined: it would read more than it applies
+        assert (places["a"] == 0) is (t % 2 == 0)
+
+
+def test_the_next_in_line_steps_in_when_the_first_does_not_close(
+    folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(closer_module, "STEP_IN_SECONDS", 0.4)
+    a, b, c = Little(folder_url, tmp_path).replicas()
+    give(1, a, b, c)
+    began = time.monotonic()
+    while not a.exchange.closer.attempt(1, a.exchange.anchor):
+        time.sleep(0.05)
+    assert 0.4 <= time.monotonic() - began < 2
+    assert not b.exchange.closer.attempt(1, b.exchange.anchor)  # too late, and no harm done
+    assert {each.ledger.manifest(1).closer for each in (a, b, c)} == {"a"}
+
+
+def test_only_closers_have_a_say(folder_url: str, tmp_path: Path):
+    a, b, c = Little(folder_url, tmp_path, closers=["b"]).replicas()
+    assert (a.exchange.closer, c.exchange.closer) == (None, None)
+    assert b.exchange.closer is not None
+
+
+def test_a_closer_that_diverged_stands_aside_and_is_refused_by_the_others(folder_url: str, tmp_path: Path):
+    a, b, c = started(folder_url, tmp_path, closers=("a", "b"))
+    a.anchor["norm.weight"].add_(1e-6)
+    a.hold(1)
+    give(2, a, b, c)
+    with pytest.raises(Diverged, match="replica a holds another anchor than 2 of those who gave to round 2"):
+        closes(a)
+    assert a.ledger.manifest(2) is None
+    b.exchange.closer.could_since = -1e9  # as if it had waited for its turn
+    b.exchange.closer.round = 2
+    assert closes(b)
+    manifest = b.ledger.manifest(2)
+    assert contributors(b) == "bc"
+    assert dict(manifest.refused) == {"a": "the update starts from another anchor than this round's"}
+    with pytest.raises(Diverged, match="replica a holds another anchor than round 2 started from"):
+        a.exchange.closed(2)
+
+
+def test_a_commit_is_judged_once_and_a_new_one_again(run: list[Replica]):
+    a, b, c = run
+    give(2, a, b)
+    closes(a)
+    asked = a.ledger.store.requests["get"]
+    down = a.ledger.store.bytes_received
+    closes(a)
+    per_shard = sum(a.ledger.sizes)
+    assert a.ledger.store.bytes_received - down < per_shard + 8000
+    assert a.ledger.store.requests["get"] - asked <= 8  # commits and heartbeats, no shard
+    c.deliver_as(2, c.update(scale=100.0))
+    b.exchange.deliver(2, b.update())  # a crash, and once more with other bytes
+    assert closes(a)
+    listed = {entry.replica: entry for entry in a.ledger.manifest(2).entries}
+    assert set(listed) == {"a", "b"}
+    assert {shard.digest for shard in listed["b"].shards} <= set(b.exchange.cache)
+
+
+def test_what_a_round_counted_follows_the_recipes_order_not_arrival(run: list[Replica]):
+    for each in reversed(run):
+        give(2, each)
+    assert closes(run[0])
+    assert contributors(run[0]) == "abc"

@@ -1,0 +1,248 @@
+"""Rounds through a store: one manifest whatever happens, and no right beyond one's own prefixes."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import servers
+from faultproxy import FaultProxy
+from little import RECIPE, Little, Replica, at_once, beating, rounds
+from little import hasty as hasty
+from servers import use
+
+from isthmus.config import parse_recipe
+from isthmus.errors import ConfigError
+from isthmus.layout.traffic import outer_bytes
+from isthmus.protocol import closer as closer_module
+from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.trust import MAX_DOCUMENT_BYTES
+from isthmus.runtime.create import create
+from isthmus.store.objects import open_store
+
+pytestmark = pytest.mark.usefixtures("hasty")
+one_server = pytest.mark.parametrize("bad_network", ["seaweed"], indirect=True)  # where it takes seconds
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every closer wants to be the first."""
+    monkeypatch.setattr(closer_module, "STEP_IN_SECONDS", 0.0)
+
+
+def one_history(replicas: list[Replica], last: int, quorum: int = 0) -> None:
+    """All hold the same anchor, and every round was settled once, with everybody in it once.
+
+    Who is still waited for after an outage is the clock's affair: there `quorum` of them suffice.
+    """
+    assert len({each.exchange.anchor for each in replicas}) == 1
+    digests = {tuple(each.ledger.manifest(t).digest for t in range(1, last + 1)) for each in replicas}
+    assert len(digests) == 1
+    names = [each.name for each in replicas]
+    for t in range(1, last + 1):
+        counted = [entry.replica for entry in replicas[0].ledger.manifest(t).entries]
+        assert counted == [name for name in names if name in counted]
+        assert len(counted) >= (quorum or len(names))
+
+
+def test_sixteen_closers_race_for_a_manifest_and_one_wins(any_store_url: str, tmp_path: Path):
+    recipe = RECIPE.replace('name = "b"', 'name = "b"\ncount = 14')
+    run = Little(any_store_url, tmp_path, recipe)
+    assert len(run.names) == 16
+    signers = [run.signer(name) for name in run.names]
+    root = open_store(any_store_url)
+    body = {"anchor": "", "refused": [], "members": run.names, "deadline_seconds": 1.0, "seconds": 1.0}
+    # Twenty buckets at a time: SeaweedFS lets those who wait for a key's lock sleep for a second each.
+    for start in range(0, 20 if any_store_url.startswith("s3") else 200, 20):
+        races = [
+            [Ledger(root.under(f"race-{start + n}"), run.run, each) for each in signers] for n in range(20)
+        ]
+        gate = threading.Barrier(16 * 20)
+
+        def create_one(ledger: Ledger, gate: threading.Barrier = gate) -> bool:
+            rows = [[i, "0" * 64, size] for i, size in enumerate(ledger.sizes)]
+            mine = {"replica": ledger.signer.replica, "shards": rows, "norm": 1.0, "facts": {}}
+            gate.wait()
+            return ledger.create_manifest(1, body | {"entries": [mine]})
+
+        everyone = [ledger for race in races for ledger in race]
+        won = at_once(*(lambda each=each: create_one(each) for each in everyone))
+        for n, race in enumerate(races):
+            winners = [ledger for ledger, mine in zip(race, won[16 * n :], strict=False) if mine]
+            assert len(winners) == 1
+            read = {ledger.manifest(1).digest for ledger in (winners[0], race[0], race[-1])}
+            assert len(read) == 1
+            assert race[3].manifest(1).closer == winners[0].signer.replica
+
+
+@pytest.mark.usefixtures("eager")
+def test_replicas_that_all_close_settle_one_history(any_store_url: str, tmp_path: Path):
+    replicas = Little(any_store_url, tmp_path).replicas()
+    rounds(replicas, [1, 2, 3])
+    one_history(replicas, 3)
+
+
+def test_bytes_that_the_exchange_counts_are_those_that_traffic_predicts(folder_url: str, tmp_path: Path):
+    replicas = Little(folder_url, tmp_path).replicas()
+    rounds(replicas, [1])
+    for each, member in zip(replicas, replicas[0].recipe.fleet(), strict=True):
+        counts = each.exchange.pop_counts()
+        up = outer_bytes(each.recipe, member)[0]
+        assert (counts["payload_up"], counts["payload_down"]) == (up, 2 * up)
+        assert each.exchange.pop_counts() == dict.fromkeys(counts, 0)
+
+
+def test_delivering_again_after_a_crash_changes_nothing(folder_url: str, tmp_path: Path):
+    a, b, c = Little(folder_url, tmp_path, closers=["a"]).replicas()
+    updates = {each: each.update() for each in (a, b, c)}
+    for each, update in updates.items():
+        each.exchange.deliver(1, update)
+    before = a.ledger.store.list("payloads")
+    b.exchange.deliver(1, updates[b])
+    assert a.ledger.store.list("payloads") == before
+    for each in (a, b, c, b):  # b once more, after the round was settled
+        counted = each.exchange.close(1, [updates[each]])
+        assert [one.replica for one in counted] == ["a", "b", "c"]
+    assert a.ledger.store.list("payloads") == before
+
+
+def test_an_oversized_commit_stops_nobody_who_waits(folder_url: str, tmp_path: Path):
+    a, _, c = Little(folder_url, tmp_path).replicas()
+    c.ledger.store.put(c.commit_key(), bytes(MAX_DOCUMENT_BYTES + 1))
+    assert "b" in a.exchange._missing(1)
+
+
+# A bad network
+
+
+@pytest.mark.usefixtures("eager")
+def test_replies_lost_after_the_write_neither_lose_nor_double_a_round(
+    bad_network: tuple[str, FaultProxy], tmp_path: Path
+):
+    url, proxy = bad_network
+    replicas = Little(url, tmp_path).replicas()
+    for part in ("manifests", "commit.json", "payloads"):
+        proxy.trouble("lose", part=part, times=2)
+    rounds(replicas, [1, 2])
+    one_history(replicas, 2)
+
+
+def test_the_reply_to_run_json_may_be_lost_too(bad_network: tuple[str, FaultProxy], tmp_path: Path):
+    url, proxy = bad_network
+    proxy.trouble("lose", part="run.json")
+    run = Little(url, tmp_path)
+    assert run.ledger().run == run.run
+    assert sorted(path.name for path in run.keys.iterdir()) == ["a.key", "b.key", "c.key"]
+
+
+@one_server
+def test_a_round_goes_on_after_connections_were_refused_for_seconds(
+    bad_network: tuple[str, FaultProxy], tmp_path: Path
+):
+    url, proxy = bad_network
+    replicas = Little(url, tmp_path).replicas()
+    rounds(replicas, [1])
+    proxy.close_port()
+    back = threading.Timer(3.0, proxy.open_port)
+    back.start()
+    with beating(replicas):
+        at_once(*(lambda each=each: each.round(2) for each in replicas))
+    back.join()
+    one_history(replicas, 2, quorum=2)
+
+
+def test_a_round_goes_on_after_the_store_was_killed_while_it_was_being_closed(
+    seaweed_url: str, seaweed_server: servers.Server, tmp_path: Path
+):
+    replicas = Little(seaweed_url, tmp_path).replicas()
+    seconds: list[float] = []
+
+    def outage() -> None:
+        time.sleep(0.4)
+        seaweed_server.kill()
+        began = time.monotonic()
+        time.sleep(3)
+        seaweed_server.start()
+        seconds.append(time.monotonic() - began)
+
+    def straggle() -> None:
+        time.sleep(1.5)  # so that the round is open while the store is away
+        replicas[2].round(1)
+
+    with beating(replicas):
+        at_once(outage, straggle, *(lambda each=each: each.round(1) for each in replicas[:2]))
+    assert seconds[0] >= 3
+    one_history(replicas, 1, quorum=2)
+
+
+def test_a_store_that_ignores_put_if_absent_is_refused_at_the_start(
+    moto_url: str, moto_server: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    proxy = FaultProxy(moto_server.port)  # moto checks no signature, so a header can go missing
+    use(monkeypatch, proxy.url)
+    proxy.trouble("strip", times=99)
+    with pytest.raises(ConfigError, match="ignores put-if-absent"):
+        create(parse_recipe(RECIPE), moto_url, tmp_path / "keys")
+    assert open_store(moto_url).list() == []
+    assert not (tmp_path / "keys").exists()
+    proxy.close_port()
+
+
+# Rights
+
+
+@pytest.fixture
+def demo(seaweed_url: str):
+    """s3://runs/demo, in which the identity `rack` may write only below members/rack and payloads/rack."""
+    url = f"s3://{servers.BUCKET}/demo"
+
+    def empty() -> None:
+        store = open_store(url)
+        for key in store.list():
+            store.delete(key)
+
+    empty()
+    yield url
+    empty()
+
+
+def test_who_may_write_only_below_its_own_prefixes_can_take_part(
+    demo: str, seaweed_server: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    recipe = RECIPE.replace('name = "b"', 'name = "rack"')
+    run = Little(demo, tmp_path, recipe, closers=["a", "c"])
+    a, c = run.replica("a"), run.replica("c")
+    use(monkeypatch, seaweed_server.endpoint, servers.RACK)
+    rack = run.replica("rack")
+    assert rack.exchange.closer is None
+    rack.ledger.store.now("members/rack/clock")
+    use(monkeypatch, seaweed_server.endpoint)
+    replicas = [a, rack, c]
+    rounds(replicas, [1, 2])
+    one_history(replicas, 2)
+    own = [key for key in a.ledger.store.list() if "/rack/" in key]
+    assert all(key.startswith(("members/rack/", "payloads/rack/")) for key in own)
+    assert len(own) == 2 + 2 * (len(rack.ledger.shards) + 1)  # heartbeat, clock, shards and commits
+
+
+def test_a_key_that_is_let_down_by_its_rights_is_one_line(
+    demo: str, seaweed_server: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    use(monkeypatch, seaweed_server.endpoint, servers.RACK)
+    with pytest.raises(ConfigError, match="permission denied") as caught:
+        create(parse_recipe(RECIPE), demo, tmp_path / "keys")
+    assert "\n" not in str(caught.value)
+    assert not any(secret in str(caught.value) for secret in servers.RACK)
+    assert not (tmp_path / "keys").exists()
+
+
+def test_no_credential_is_in_the_bucket(seaweed_url: str, tmp_path: Path):
+    run = Little(seaweed_url, tmp_path)
+    replicas = run.replicas()
+    rounds(replicas, [1, 2])
+    store = open_store(seaweed_url)
+    keys = [path.read_bytes().strip() for path in run.keys.iterdir()]
+    secrets = [word.encode() for word in servers.ADMIN] + keys + [bytes.fromhex(k.decode()) for k in keys]
+    for key in store.list():
+        data = store.get(key, max_bytes=1 << 24)
+        assert not any(secret in data for secret in secrets), key

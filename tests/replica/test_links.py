@@ -1,0 +1,183 @@
+"""Links between stages: frames arrive as they were sent, faults have names, listeners stay private.
+
+A link needs no process of its own, so both ends live in this one, each brought up by a thread.
+"""
+
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from isthmus.errors import ConfigError, RunError
+from isthmus.replica.links import Part, local_pair
+from isthmus.replica.process_groups import check_private, connect, open_store
+
+FORTH = (Part("activations", (3, 5, 1), torch.bfloat16), Part("tokens", (3, 7), torch.int32))  # 30 + 84 bytes
+BACK = (Part("gradients", (2,), torch.float64),)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def meet(num_stages=2, sessions=None, **settings):
+    """connect() of every stage, each in a thread; what it returned or raised."""
+    master = f"127.0.0.1:{free_port()}"
+    sessions = sessions or ["run"] * num_stages
+    settings = {"timeout_seconds": 10, "join_seconds": 20} | settings
+
+    def join(stage):
+        store, address = open_store(
+            replica="edge-0", stage=stage, master=master, session=sessions[stage], join_seconds=20
+        )
+        return connect(
+            replica="edge-0",
+            stage=stage,
+            num_stages=num_stages,
+            store=store,
+            address=address,
+            **settings,
+        )
+
+    with ThreadPoolExecutor(num_stages) as pool:
+        waiting = [pool.submit(join, stage) for stage in range(num_stages)]
+        return [w.exception() or w.result() for w in waiting]
+
+
+def frame(i):
+    generator = torch.Generator().manual_seed(i)
+    stream = torch.randn(3, 5, 1, generator=generator).bfloat16()
+    return {"activations": stream, "tokens": torch.randint(0, 2**31 - 1, (3, 7), generator=generator).int()}
+
+
+@pytest.mark.parametrize("how", ["local", "process"])
+def test_frames_arrive_in_order_and_as_they_were_sent_and_are_counted_by_purpose(how):
+    if how == "local":
+        early, late = local_pair()
+    else:
+        (_, early), (late, _) = meet()
+    late.expect([FORTH] * 5, ahead=2)
+    early.expect([BACK], ahead=2)
+    late.send({"gradients": torch.tensor([1.0, 2.0], dtype=torch.float64)})
+    with ThreadPoolExecutor(1) as pool:  # more frames than may wait to be sent
+        sending = pool.submit(lambda: [early.send(frame(i)) for i in range(5)])
+        if how == "local":
+            sending.result()
+        for i in range(5):
+            stream, tokens = late.take()
+            assert torch.equal(stream, frame(i)["activations"])
+            assert torch.equal(tokens, frame(i)["tokens"])
+        sending.result()
+    assert early.take()[0].tolist() == [1.0, 2.0]
+    assert early.counts == {"activations": 150, "gradients": 0, "tokens": 420, "control": 0}
+    assert late.counts == {"activations": 0, "gradients": 16, "tokens": 0, "control": 0}
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda end: end.close(), (early, late)))
+
+
+def test_a_frame_of_another_shape_is_refused_inside_one_process():
+    early, late = local_pair()
+    late.expect([BACK], 1)
+    early.send({"gradients": torch.zeros(3)})
+    with pytest.raises(ValueError, match="gradients came as"):
+        late.take()
+
+
+def test_a_silent_neighbour_is_named_and_so_is_one_that_takes_nothing():
+    (_, early), (late, _) = meet(timeout_seconds=0.5)
+    late.expect([FORTH], 1)
+    with pytest.raises(RunError) as silent:
+        late.take()
+    assert str(silent.value) == "replica edge-0: stage 1 heard nothing from stage 0 at 127.0.0.1 for 0.5 s"
+    (_, early), (late, _) = meet(timeout_seconds=0.5)
+    early.send(frame(0))
+    with pytest.raises(RunError) as stuck:
+        early.send(frame(1))
+    assert str(stuck.value) == "replica edge-0: stage 1 at 127.0.0.1 took nothing from stage 0 for 0.5 s"
+    started = time.monotonic()
+    early.close()  # nothing is left to wait for
+    assert time.monotonic() - started < 0.4
+
+
+def test_every_listener_is_on_the_address_given():
+    links = meet(3)
+    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_is_socket(fd)}
+    listening = []
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{table}") as file:
+            rows = [line.split() for line in file][1:]
+        listening += [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+    assert len(listening) >= 1 + 2 * 2 * 2  # the store, and both groups of both ends of two links
+    assert {address.split(":")[0] for address in listening} == {"0100007F"}
+    assert links[0][0] is None
+    assert links[2][1] is None
+
+
+def fd_is_socket(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.1.2.3", "172.31.0.1", "192.168.1.9", "::1", "fd00::7"])
+def test_private_addresses_pass(host):
+    assert check_private(host) == host
+
+
+@pytest.mark.parametrize("host", ["8.8.8.8", "172.32.0.1", "100.64.0.1", "2001:4860::1", "::ffff:8.8.8.8"])
+def test_public_addresses_need_trust(host):
+    with pytest.raises(ConfigError, match=r"neither encrypts nor authenticates.*WireGuard.*--trust-network"):
+        check_private(host)
+    assert check_private(host, trust_network=True)
+
+
+def test_names_are_resolved_and_addresses_of_no_machine_refused():
+    assert check_private("localhost") == "127.0.0.1"
+    with pytest.raises(ConfigError, match='no machine is called "no'):
+        check_private("no.such.host.invalid")
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(ConfigError, match="no machine's address"):
+            check_private(host, trust_network=True)
+
+
+def test_a_master_that_does_not_answer_is_one_line_within_the_time_stated():
+    started = time.monotonic()
+    with pytest.raises(ConfigError) as error:
+        open_store(replica="edge-0", stage=1, master=f"127.0.0.1:{free_port()}", join_seconds=1)
+    assert time.monotonic() - started < 3
+    assert "replica edge-0: no stage 0 at 127.0.0.1:" in str(error.value)
+    assert "within 1 s" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_neighbour_that_never_comes_is_named():
+    store, address = open_store(replica="edge-0", stage=0, master=f"127.0.0.1:{free_port()}")
+    with pytest.raises(RunError, match="replica edge-0: stage 1 did not join within 1 s"):
+        connect(replica="edge-0", stage=0, num_stages=2, store=store, address=address, join_seconds=1)
+
+
+def test_a_stage_of_another_run_is_turned_away():
+    first, second = meet(sessions=["run-a", "run-b"], join_seconds=2)
+    assert isinstance(second, ConfigError)
+    assert "another run" in str(second)
+    assert isinstance(first, RunError)
+
+
+@pytest.mark.parametrize("master", ["10.0.0.2", "10.0.0.2:", ":29500", "10.0.0.2:99999", "host:port"])
+def test_a_master_is_host_and_port(master):
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        open_store(replica="edge-0", stage=0, master=master)
+
+
+def test_a_port_that_is_taken_and_a_stage_that_is_not_there():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        master = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="cannot listen on 127"):
+            open_store(replica="edge-0", stage=0, master=master)
+    with pytest.raises(ConfigError, match="its stages are 0 to 1"):
+        connect(replica="edge-0", stage=2, num_stages=2, store=None, address="127.0.0.1")

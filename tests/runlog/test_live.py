@@ -1,0 +1,107 @@
+import io
+import re
+
+import pytest
+from fabricate import FULL, PIPELINED, recipe, rows
+
+from isthmus.runlog import totals
+from isthmus.runlog.live import PlainView, is_interactive, open_view
+from isthmus.runlog.terminal import TerminalView
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def follow(run_recipe, made, stream=None, **options) -> str:
+    stream = stream or io.StringIO()
+    with open_view(run_recipe, 0, 20, stream=stream, **options) as view:
+        for row in made:
+            for step in range(15 if row["round"] else 0):
+                view.inner(step + 1, 15, [5.0, 5.2])
+            view.round(row)
+        view.note("replica edge-1 [left]")
+    return stream.getvalue()
+
+
+def test_without_a_terminal_every_round_is_one_aligned_line():
+    made = rows(recipe(), 12)
+    lines = follow(recipe(), made).splitlines()
+    assert len(lines) == 14
+    assert lines[0].startswith("round  0/20  loss mixed  7.01 full  6.95 pipelined  7.07")
+    pattern = (
+        r"round +\d+/20  loss mixed +\d\.\d\d full +\d\.\d\d pipelined +\d\.\d\d"
+        r"  train +\d\.\d\d +[\d.]+k tok/s  ETA \S+ +sent [\d.]+ MB \(dense [\d.]+ [MG]B\)"
+    )
+    for line in lines[1:13]:
+        assert re.fullmatch(pattern, line), line
+    assert len({line.index("ETA") for line in lines[1:13]}) == 1
+    assert lines[13] == "replica edge-1 [left]"
+
+
+def test_unevaluated_rounds_and_fleets_without_pipelines_keep_the_columns():
+    lines = follow(recipe(FULL), rows(recipe(FULL), 4, eval_every=2)).splitlines()
+    assert lines[1].startswith("round  1/20  loss     -  train")
+    assert lines[2].startswith("round  2/20  loss  6.15  train")
+    assert "pipelined" not in "".join(lines[:5])
+
+
+def test_one_replica_sends_nothing_and_the_line_says_nothing_of_it():
+    alone = recipe(FULL.replace("2", "1"))
+    assert "sent" not in follow(alone, rows(alone, 3))
+
+
+def test_a_resumed_run_counts_the_bytes_of_the_rounds_before():
+    made = rows(recipe(), 4)
+    view = open_view(recipe(), 3, 20, stream=io.StringIO(), rows=made[:4])
+    view.round(made[4])
+    assert view.progress.sums["link_bytes"] == totals(made)["link_bytes"]
+    assert view.progress.sums["fleet_seconds"] == totals(made)["fleet_seconds"]
+
+
+def test_a_closed_stream_does_not_stop_the_run():
+    stream = io.StringIO()
+    with open_view(recipe(), 0, 20, stream=stream) as view:
+        stream.close()
+        view.round(rows(recipe(), 0)[0])
+
+
+def test_quiet_says_nothing():
+    assert follow(recipe(), rows(recipe(), 3), quiet=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("term", "ci", "interactive"),
+    [("xterm", "", True), ("dumb", "", False), ("xterm", "true", False), ("", "", False)],
+)
+def test_only_a_terminal_with_somebody_before_it_is_redrawn(monkeypatch, term, ci, interactive):
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("CI", ci)
+    assert is_interactive(Terminal()) is interactive
+    assert not is_interactive(io.StringIO())
+    view = open_view(recipe(), 0, 20, stream=Terminal())
+    assert isinstance(view, TerminalView if interactive else PlainView)
+
+
+def test_the_terminal_view_fits_80_columns_and_tells_losses_bytes_and_time(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("CI", raising=False)
+    text = follow(recipe(FULL + PIPELINED), rows(recipe(), 3), stream=Terminal())
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert "replica edge-1 [left]" in plain
+    last = [line.rstrip() for line in plain.splitlines()][-6:]
+    assert all(len(line) <= 80 for line in last)
+    assert last[0].startswith("demo  4 replicas (2 full; 2 pipelined")
+    for word in (
+        "round 4/20",
+        "mixed",
+        "full",
+        "pipelined",
+        "tok/s",
+        "on that fleet",
+        "uncompressed",
+        "dense",
+    ):
+        assert word in "\n".join(last)

@@ -1,0 +1,160 @@
+"""What every store promises, on a folder, moto and SeaweedFS."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from isthmus.store.objects import Store, StoreRefused, open_store
+
+
+@pytest.fixture
+def store(any_store_url: str) -> Store:
+    return open_store(any_store_url)
+
+
+def race(store: Store, keys: list[str], runners: int = 16) -> dict[str, list[bytes]]:
+    """Create every key from many threads at once; the bytes of those who were told that they won."""
+    won: dict[str, list[bytes]] = {key: [] for key in keys}
+    start = threading.Barrier(runners * len(keys))
+
+    def run(key: str, data: bytes) -> None:
+        start.wait()
+        if store.create(key, data):
+            won[key].append(data)
+
+    threads = [
+        threading.Thread(target=run, args=(key, b"runner %d" % number))
+        for number in range(runners)
+        for key in keys
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return won
+
+
+def test_what_is_put_is_got_and_the_last_put_counts(store: Store):
+    for data in (b"", b"one", bytes(range(256)) * 5000):
+        store.put("payloads/rack/0/shard-1", data)
+        assert store.get("payloads/rack/0/shard-1", max_bytes=len(data)) == data
+        assert store.head("payloads/rack/0/shard-1").size == len(data)
+
+
+def test_absent_is_none_and_no_error(store: Store):
+    assert store.get("run.json", max_bytes=10) is None
+    assert store.head("run.json") is None
+    assert store.list() == store.list("manifests/") == []
+    store.delete("run.json")
+
+
+def test_a_listing_has_every_key_below_a_segment_in_order(store: Store):
+    keys = [f"manifests/{number:03d}.json" for number in range(12)]
+    for key in [*keys, "manifests-old/1", "run.json"]:
+        store.put(key, b"x", durable=False)
+    assert store.list("manifests") == store.list("manifests/") == keys
+    assert store.list() == sorted([*keys, "manifests-old/1", "run.json"])
+    assert store.under("manifests").list() == [key.split("/")[1] for key in keys]
+    store.delete(keys[0])
+    assert store.list("manifests") == keys[1:]
+
+
+def test_create_has_one_winner_and_tells_ones_own_bytes(store: Store):
+    assert store.create("manifests/1.json", b"mine")
+    assert not store.create("manifests/1.json", b"other")
+    assert not store.create("manifests/1.json", b"a longer one than what is there")
+    assert store.create("manifests/1.json", b"mine")  # a lost reply looks like this
+    assert store.get("manifests/1.json", max_bytes=10) == b"mine"
+
+
+def test_sixteen_race_for_a_key_and_one_wins(store: Store, any_store_url: str):
+    # Ten keys at a time: SeaweedFS lets those who wait for a key's lock sleep for a second each.
+    for start in range(0, 20 if any_store_url.startswith("s3") else 200, 10):
+        keys = [f"manifests/{number}.json" for number in range(start, start + 10)]
+        for key, winners in race(store, keys).items():
+            assert [store.get(key, max_bytes=99)] == winners
+
+
+def test_processes_race_for_a_key_and_one_wins(any_store_url: str):
+    script = (
+        "import sys; from isthmus.store.objects import open_store\n"
+        "store = open_store(sys.argv[1]); sys.stdin.read()\n"
+        "print([n for n in range(25) if store.create(f'manifests/{n}', sys.argv[2].encode())])"
+    )
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{script}", any_store_url]
+    pipe = subprocess.PIPE
+    runners = [subprocess.Popen([*command, str(n)], stdin=pipe, stdout=pipe, text=True) for n in range(4)]
+    for runner in runners:
+        runner.stdin.close()
+    won = [number for runner in runners for number in eval(runner.stdout.read())]
+    assert [runner.wait() for runner in runners] == [0] * 4
+    assert sorted(won) == list(range(25))
+
+
+def test_an_object_too_large_for_its_reader_is_refused_unread(store: Store):
+    store.put("payloads/rack/0/huge", b"x" * 5_000_000)
+    before = store.bytes_received
+    with pytest.raises(StoreRefused, match="holds 5000000 bytes; at most 100 are accepted"):
+        store.get("payloads/rack/0/huge", max_bytes=100)
+    assert store.bytes_received == before
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "",
+        "/etc/passwd",
+        "../x",
+        "a/../b",
+        "a//b",
+        "a/",
+        ".hidden",
+        "a b",
+        "a\nb",
+        "a#1",
+        "a%2e",
+        "ä",
+        "x" * 999,
+    ],
+)
+def test_odd_keys_are_refused(folder_url: str, key: str):
+    store = open_store(folder_url)
+    for call in (store.head, store.delete, store.under, lambda key: store.get(key, max_bytes=1)):
+        with pytest.raises(StoreRefused):
+            call(key)
+    for call in (store.put, store.create):
+        with pytest.raises(StoreRefused):
+            call(key, b"x")
+
+
+def test_a_good_store_passes_the_probe_and_is_left_clean(store: Store):
+    store.probe()
+    store.probe("members/rack/probe")
+    assert store.list() == []
+
+
+def test_the_clock_is_the_stores(store: Store):
+    assert abs(store.now("members/rack/clock") - time.time()) < 2.5
+    asked = store.requests
+    first, second = store.now("members/rack/clock"), store.now("members/rack/clock")
+    assert first <= second < first + 1
+    assert store.requests == asked  # carried on by this machine's monotonic clock
+
+
+def test_bytes_and_requests_are_counted(store: Store):
+    before = store.requests
+    store.put("a", b"x" * 1000)
+    store.create("b", b"x" * 500)
+    store.get("a", max_bytes=1000)
+    store.get("absent", max_bytes=1000)
+    view = store.under("c")
+    view.put("d", b"x" * 7)
+    assert (store.bytes_sent, store.bytes_received) == (1507, 1000) == (view.bytes_sent, view.bytes_received)
+    assert store.requests == {**before, "put": 2, "create": 1, "get": before["get"] + 2}
+
+
+def test_no_secret_is_in_a_stores_name(store: Store, any_store_url: str):
+    assert repr(store) == f"Store({any_store_url!r})"

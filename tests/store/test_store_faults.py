@@ -1,0 +1,227 @@
+"""A bad network: lost replies, busy servers, slow links, a store that goes away and comes back."""
+
+import os
+import threading
+import time
+
+import pytest
+import servers
+from faultproxy import FaultProxy
+from servers import use
+
+from isthmus.errors import ConfigError
+from isthmus.store.objects import StoreError, open_store
+
+one_server = pytest.mark.parametrize("bad_network", ["seaweed"], indirect=True)  # where it takes seconds
+
+
+def test_a_reply_lost_after_the_write_neither_loses_nor_doubles(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    store = open_store(url)
+    proxy.trouble("lose", part="manifests", times=2)
+    assert store.create("manifests/1.json", b"mine")
+    assert not store.create("manifests/1.json", b"other")
+    proxy.trouble("lose", part="payloads", times=2)
+    store.put("payloads/rack/1/shard", b"bytes")
+    assert store.get("payloads/rack/1/shard", max_bytes=9) == b"bytes"
+    assert store.list() == ["manifests/1.json", "payloads/rack/1/shard"]
+
+
+def test_a_conflict_without_an_object_is_tried_again(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    store = open_store(url)
+    proxy.trouble("answer", status=409, code="ConditionalRequestConflict")
+    assert store.create("manifests/1.json", b"mine")
+    assert store.requests["create"] == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(500, "InternalError"), (503, "SlowDown"), (429, "TooManyRequests")]
+)
+def test_a_busy_store_is_asked_again(bad_network: tuple[str, FaultProxy], status: int, code: str):
+    url, proxy = bad_network
+    store = open_store(url)
+    for method in ("PUT", "GET"):
+        proxy.trouble("answer", method, status=status, code=code)
+    store.put("a", b"x")
+    assert store.get("a", max_bytes=1) == b"x"
+    assert (store.requests["put"], store.requests["get"]) == (2, 3)  # one GET was the opening's
+
+
+def test_a_busy_store_is_given_up_at_the_deadline_in_one_line(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    store = open_store(url)
+    proxy.trouble("answer", status=503, times=99)
+    began = time.monotonic()
+    with pytest.raises(
+        StoreError, match=r"put a: the store is busy or failing \(SlowDown\) \(gave up after"
+    ) as caught:
+        store.put("a", b"x", deadline=began + 2)
+    assert 1 < time.monotonic() - began < 3
+    assert caught.value.kind == "busy"
+    assert "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__  # obstore's own text could hold a key
+
+
+def test_a_silent_or_broken_connection_is_replaced(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    store = open_store(url)
+    store._up.least_seconds = store._down.least_seconds = 1.0
+    proxy.trouble("stall", seconds=4)
+    store.put("a", b"x" * 100_000)
+    proxy.trouble("cut", "GET")
+    assert store.get("a", max_bytes=100_000) == b"x" * 100_000
+    assert store.requests["get"] == 3
+
+
+def test_a_slow_upload_gets_the_time_its_size_needs(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    store = open_store(url)
+    store._up.least_seconds = store._down.least_seconds = 1.0
+    data = os.urandom(150_000)
+    proxy.bytes_per_second = 100_000
+    store.put("a", data)
+    assert store._up.bytes_per_second < 150_000
+    assert store.get("a", max_bytes=len(data)) == data
+    assert (store.requests["put"], store.requests["get"]) == (1, 2)
+
+
+@one_server
+def test_a_link_that_became_slow_is_found_out(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    store = open_store(url)
+    store._up.least_seconds = 0.5
+    store._up.saw(10**8, 1.0)  # it was fast
+    proxy.bytes_per_second = 100_000
+    store.put("a", b"x" * 120_000)
+    assert store.requests["put"] > 1
+
+
+@one_server
+def test_a_heartbeat_passes_a_bulk_upload(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    store = open_store(url)
+    proxy.bytes_per_second = 200_000  # per connection
+    bulk = threading.Thread(target=store.put, args=("bulk", b"x" * 600_000))
+    bulk.start()
+    time.sleep(0.3)
+    began = time.monotonic()
+    store.put("members/rack/live.json", b"alive")
+    assert time.monotonic() - began < 1
+    assert bulk.is_alive()
+    bulk.join()
+
+
+def test_refused_connections_are_waited_out(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    store = open_store(url)
+    store.put("a", b"x")
+    proxy.close_port()
+    back = threading.Timer(1.5, proxy.open_port)
+    back.start()
+    assert store.get("a", max_bytes=1) == b"x"
+    assert store.create("b", b"y")
+    back.join()
+
+
+def test_a_store_that_ignores_put_if_absent_is_refused(moto_url: str, moto_server, monkeypatch):
+    proxy = FaultProxy(moto_server.port)  # moto checks no signature, so a header can go missing
+    use(monkeypatch, proxy.url)
+    store = open_store(moto_url)
+    proxy.trouble("strip", times=99)
+    with pytest.raises(ConfigError, match="ignores put-if-absent"):
+        store.probe()
+    assert store.list() == []
+    proxy.close_port()
+
+
+@one_server
+def test_expired_credentials_are_renewed_or_reported_in_one_line(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    store = open_store(url)
+    proxy.trouble("answer", status=403, code="ExpiredToken", times=2)
+    store.put("a", b"x")  # by then somebody had renewed them
+    proxy.trouble("answer", status=400, code="ExpiredToken", times=99)
+    with pytest.raises(StoreError, match=r"credentials have expired \(ExpiredToken\); renew them") as caught:
+        store.put("a", b"x")
+    assert caught.value.kind == "expired"
+    for secret in servers.ADMIN:
+        assert secret not in str(caught.value) + repr(caught.value) + repr(store)
+
+
+def test_new_credentials_are_read_after_the_old_ones_expire(seaweed_url: str, seaweed_server, monkeypatch):
+    proxy = FaultProxy(seaweed_server.port)
+    use(monkeypatch, proxy.url)
+    store = open_store(seaweed_url)
+    proxy.trouble("answer", status=403, code="ExpiredToken")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    with pytest.raises(StoreError, match="InvalidAccessKeyId"):  # so the environment was read again
+        store.put("a", b"x")
+    proxy.close_port()
+
+
+def test_a_wrong_clock_is_not_called_a_wrong_permission(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    proxy.trouble("answer", "GET", status=403, code="RequestTimeTooSkewed")
+    with pytest.raises(ConfigError, match=r"not a matter of permission: this machine's clock is wrong"):
+        open_store(url)
+
+
+def test_a_store_killed_for_seconds_comes_back_to_the_same_calls(seaweed_url: str, seaweed_server):
+    store = open_store(seaweed_url)
+    store.put("there", b"before")
+    done: dict[str, object] = {}
+    calls = {
+        "get": lambda: store.get("there", max_bytes=99),
+        "put": lambda: store.put("late", b"after"),
+        "create": lambda: store.create("manifests/1.json", b"mine"),
+        "list": lambda: store.list("there"),
+    }
+    seaweed_server.kill()
+    threads = [
+        threading.Thread(target=lambda name=name, call=call: done.update({name: call()}))
+        for name, call in calls.items()
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(3)
+    assert not done
+    seaweed_server.start()
+    for thread in threads:
+        thread.join()
+    assert done == {"get": b"before", "put": None, "create": True, "list": []}
+    assert store.get("late", max_bytes=99) == b"after"
+
+
+def test_the_last_word_is_the_final_fault_not_an_earlier_one(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    store = open_store(url)
+    proxy.trouble("answer", status=500, code="InternalError")
+    proxy.trouble("answer", status=403, code="AccessDenied")
+    with pytest.raises(StoreError, match="create a: permission denied"):
+        store.create("a", b"x")
+
+
+def test_a_contributor_needs_only_its_own_prefixes(seaweed_url: str, seaweed_server, monkeypatch):
+    owner = open_store("s3://runs/demo")
+    owner.put("run.json", b"{}")
+    owner.put("manifests/1.json", b"{}")
+    use(monkeypatch, seaweed_server.endpoint, servers.RACK)
+    rack = open_store("s3://runs/demo")
+    rack.probe("members/rack/probe")
+    rack.put("payloads/rack/1/shard", b"x")
+    rack.create("members/rack/1.json", b"{}")
+    assert abs(rack.now("members/rack/clock") - time.time()) < 2.5
+    assert rack.get("manifests/1.json", max_bytes=9) == b"{}"
+    refused = (
+        lambda: rack.put("payloads/edge/1/shard", b"x"),
+        lambda: rack.put("payloads/rack-2/1/shard", b"x"),
+        lambda: rack.create("manifests/2.json", b"{}"),
+        lambda: rack.delete("manifests/1.json"),
+    )
+    for call in refused:
+        with pytest.raises(StoreError, match=r"permission denied \(AccessDenied\)") as caught:
+            call()
+        assert caught.value.kind == "denied"
+        assert not any(secret in str(caught.value) for secret in servers.RACK)
+    assert owner.list("manifests") == ["manifests/1.json"]

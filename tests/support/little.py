@@ -1,0 +1,243 @@
+"""A little real run, in threads: a recipe, replicas with their keys, random updates, and forgeries."""
+
+import dataclasses
+import json
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.config import Recipe, parse_recipe
+from isthmus.errors import RunError
+from isthmus.model.digest import shard_digest
+from isthmus.model.llama import init_params
+from isthmus.outer.exchange import Contribution
+from isthmus.outer.sparseloco import SparseLoCo
+from isthmus.protocol.closer import checked_payloads
+from isthmus.protocol.exchange import LedgerExchange
+from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard, read_run
+from isthmus.protocol.trust import Signer, load_signer, sha256
+from isthmus.replica.control_group import SingleProcess
+from isthmus.runtime.create import create
+from isthmus.sparse import pack_many
+from isthmus.store.objects import Store, open_store
+
+RECIPE = """
+name = "little"
+[model]
+preset = "nano"
+vocab = 64
+width = 32
+layers = 2
+ffn = 64
+heads = 2
+context = 16
+[inner]
+batch = 4
+micro_batches = 2
+[outer]
+inner_steps = 1
+rounds = 6
+keep = 8
+[bucket]
+anchor_every = 2
+heartbeat_seconds = 0.2
+[[replicas]]
+name = "a"
+[[replicas]]
+name = "b"
+[[replicas]]
+name = "c"
+kind = "pipelined"
+stages = 2
+"""  # the stages cut every update into three shards
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on the disk when the power goes is the store's own tests' business."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+class Replica:
+    """One member in this process: its ledger, its exchange, its anchor, its own random pseudo-gradients."""
+
+    def __init__(self, url: str | Store, name: str, signer: Signer) -> None:
+        store = open_store(url) if isinstance(url, str) else url
+        self.name, self.ledger = name, Ledger(store, read_run(store), signer)
+        self.recipe: Recipe = self.ledger.run.recipe
+        self.anchor = init_params(self.recipe.model, self.recipe.seed)
+        self.outer = SparseLoCo(self.anchor, self.recipe.outer)
+        self.feedback = {key: torch.zeros_like(tensor) for key, tensor in self.anchor.items()}
+        self.random = torch.Generator().manual_seed(sum(name.encode()))
+        every = range(len(self.ledger.shards))
+        self.said: list[str] = []
+        self.exchange = LedgerExchange(
+            self.ledger, SingleProcess(), every, every, os.urandom(8).hex(), self.said.append
+        )
+        self.hold(0)
+
+    def hold(self, round_number: int) -> str:
+        every = enumerate(self.ledger.shards)
+        return self.exchange.hold_anchor(
+            round_number, {i: shard_digest(self.anchor, names) for i, names in every}
+        )
+
+    def update(self, scale: float = 0.01) -> Contribution:
+        params = {
+            key: tensor - scale * torch.randn(tensor.shape, generator=self.random)
+            for key, tensor in self.anchor.items()
+        }
+        return self.packed(self.outer.contribute(params, self.feedback))
+
+    def packed(self, sent: Mapping[str, Any]) -> Contribution:
+        names = enumerate(self.ledger.shards)
+        return Contribution(self.name, {i: pack_many({n: sent[n] for n in part}) for i, part in names})
+
+    def apply(self, round_number: int, counted: Sequence[Contribution]) -> None:
+        payloads = []
+        for each in counted:
+            tensors: dict[str, Any] = {}
+            for index, data in each.shards.items():
+                tensors |= checked_payloads(self.ledger, data, index)
+            payloads.append(tensors)
+        self.outer.apply(payloads)
+        self.hold(round_number)
+        if round_number % self.recipe.bucket.anchor_every == 0:
+            self.write_anchor(round_number)
+
+    def write_anchor(self, round_number: int) -> None:
+        if self.ledger.manifest(round_number).closer == self.name:
+            files = [
+                self.ledger.put_anchor_shard(round_number, i, {key: self.anchor[key] for key in names})
+                for i, names in enumerate(self.ledger.shards)
+            ]
+            self.ledger.complete_anchor(round_number, self.exchange.anchor, files)
+
+    def beat(self, state: str = "training", **more: Any) -> None:
+        self.ledger.beat({"incarnation": "1", "state": state, "round": 1, **more})
+
+    def round(self, round_number: int, mine: Contribution | None = None) -> None:
+        own = [self.update() if mine is None else mine]
+        self.apply(round_number, self.exchange.close(round_number, own))
+
+    def entry(self, mine: Contribution, **changed: Any) -> Entry:
+        rows = tuple(Shard(i, sha256(data), len(data)) for i, data in sorted(mine.shards.items()))
+        return dataclasses.replace(Entry(self.name, rows, 0.0, {}), **changed)
+
+    def deliver_as(self, round_number: int, mine: Contribution, entry: Entry | None = None) -> None:
+        """Shards and commit as `deliver` puts them, with whatever the caller changed in them."""
+        for index, data in mine.shards.items():
+            self.ledger.put_shard(round_number, index, data)
+        entry = entry or self.entry(mine)
+        self.ledger.commit(round_number, self.exchange.incarnation, self.exchange.anchor, entry)
+
+    def commit_key(self, round_number: int = 1) -> str:
+        return f"payloads/{self.name}/{round_number:06d}/commit.json"
+
+    def sealed(self, round_number: int, entry: Entry, **changed: Any) -> bytes:
+        body = entry.body() | {"round": round_number, "anchor": self.exchange.anchor, "incarnation": "1"}
+        return self.ledger.signer.seal("commit", self.ledger.run.run_id, body | changed)
+
+
+class Little:
+    """A run in a store, with its keys on disk."""
+
+    def __init__(
+        self, url: str, folder: Path, recipe: str = RECIPE, closers: Sequence[str] | None = None
+    ) -> None:
+        self.url, self.keys = url, folder / "keys"
+        self.run = create(parse_recipe(recipe), url, self.keys, closers)
+        self.names = [member.name for member in self.run.recipe.fleet()]
+
+    def signer(self, name: str) -> Signer:
+        return load_signer(self.keys / f"{name}.key", name)
+
+    def replica(self, name: str, store: Store | None = None) -> Replica:
+        return Replica(store or self.url, name, self.signer(name))
+
+    def replicas(self, *names: str) -> list[Replica]:
+        return [self.replica(name) for name in names or self.names]
+
+    def ledger(self, name: str | None = None) -> Ledger:
+        store = open_store(self.url)
+        return Ledger(store, read_run(store), self.signer(name) if name else None)
+
+    def manifest(self, round_number: int = 1) -> Manifest:
+        return self.ledger().manifest(round_number)
+
+
+def at_once(*calls: Callable[[], Any], timeout_seconds: float = 60.0) -> list[Any]:
+    """What each returned, or the first exception: every call in a thread of its own."""
+    results: list[Any] = [None] * len(calls)
+    faults: list[BaseException] = []
+
+    def run(place: int) -> None:
+        try:
+            results[place] = calls[place]()
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if faults:
+        raise faults[0]
+    assert not any(thread.is_alive() for thread in threads), "a round does not end"
+    return results
+
+
+def rounds(replicas: Sequence[Replica], numbers: Sequence[int]) -> None:
+    """Whole rounds of all of them, one thread each, and nobody taken for dead."""
+    for number in numbers:
+        for each in replicas:
+            each.beat()
+        at_once(*(lambda each=each, number=number: each.round(number) for each in replicas))
+
+
+@contextmanager
+def beating(replicas: Sequence[Replica]) -> Iterator[None]:
+    """Their hearts beat meanwhile, as those of real processes do, also while the store is away."""
+    ended = threading.Event()
+
+    def heart(replica: Replica) -> None:
+        while not ended.wait(0.15):
+            with suppress(RunError):
+                replica.beat()
+
+    hearts = [threading.Thread(target=heart, args=(each,), daemon=True) for each in replicas]
+    for each in hearts:
+        each.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def with_value(data: bytes, value: float) -> bytes:
+    """A payload of fp32 values, its last value replaced and its checksum made to fit again."""
+    body = data[:-8] + struct.pack("<f", value)
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def rewritten(store: Store, key: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a document where it lies."""
+    document = json.loads(store.get(key, max_bytes=1 << 22))
+    change(document)
+    store.put(key, json.dumps(document).encode())
