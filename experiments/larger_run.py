@@ -22,8 +22,9 @@ from experiments.trial import origin
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.errors import ConfigError, RunError
+from isthmus.files import replace_file
 from isthmus.replica.meter import peak_bytes
-from isthmus.runlog import Row, replace_file
+from isthmus.runlog import Row
 from isthmus.runlog.live import open_view
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet

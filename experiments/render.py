@@ -18,7 +18,7 @@ from experiments.larger_page import larger_table
 from experiments.lines import Line, read
 from experiments.tables import LADDER, Scale, Shown, tables_of
 from isthmus.errors import ConfigError
-from isthmus.runlog import replace_file
+from isthmus.files import replace_file
 
 TEMPLATE = "results.in.md"
 NOTE = "<!-- Written by `isthmus reproduce --render` from results/ and docs/results.in.md; edit those. -->\n"

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config import LinkConfig, Recipe, ReplicaConfig, dump_recipe
+from isthmus.files import replace_file
 from isthmus.page.actual import compare
 from isthmus.page.planned import section
 from isthmus.page.style import CSS
 from isthmus.page.svg import Series, Span, line_chart, share_bar, span_chart
-from isthmus.runlog import Row, RunDir, replace_file, totals
+from isthmus.runlog import Row, RunDir, totals
 from isthmus.runlog.words import SAME, count, duration, first_and_last, size, summary, times
 
 STATUSES = ("finished", "running", "interrupted", "failed")

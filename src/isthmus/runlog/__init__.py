@@ -11,7 +11,6 @@ from isthmus.runlog.run_dir import (
     RunDir,
     finite,
     next_run_dir,
-    replace_file,
     summary,
     totals,
 )
@@ -24,7 +23,6 @@ __all__ = [
     "RunDir",
     "finite",
     "next_run_dir",
-    "replace_file",
     "summary",
     "totals",
 ]

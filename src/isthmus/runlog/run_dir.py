@@ -9,7 +9,6 @@ A kill at any moment leaves a directory that can be read and resumed: a row is a
 fsync, everything else is replaced as a whole.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from typing import Any, Self
 
 from isthmus.config import Recipe, dump_recipe, parse_recipe
 from isthmus.errors import ConfigError
+from isthmus.files import replace_file
 
 Row = dict[str, Any]
 
@@ -208,24 +208,6 @@ def finite(value: Any) -> Any:
 def _sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write the whole file or leave the old one: temporary name, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            _sync(file)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not every file system lets a folder be opened
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _cut_torn_tail(file: Any) -> None:

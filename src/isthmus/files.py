@@ -1,0 +1,44 @@
+"""Writing files so that a kill leaves the old one or the new one, never half of either. Standard library only."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
+    """A file to write into, which takes the place of `path` when the block ends without an exception.
+
+    Its temporary name is new: O_EXCL refuses whatever lies there already, a planted link too.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(temporary, flags, mode), "wb") as file:
+            yield file
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if sync:
+        sync_folder(path.parent)
+
+
+def replace_file(path: Path, data: bytes | str, mode: int = 0o666, sync: bool = True) -> None:
+    """Write the whole file or leave the old one: temporary name, fsync, rename, fsync of the folder."""
+    with replacing(path, mode, sync) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable. Not every file system lets a folder be opened."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
