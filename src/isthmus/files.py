@@ -1,4 +1,4 @@
-"""Writing files so that a kill leaves the old one or the new one, never half of either. Standard library only."""
+"""Files replaced as a whole: a kill leaves the old one or the new one. Standard library only."""
 
 import contextlib
 import os
