@@ -7,8 +7,9 @@ from isthmus.config import Member, ModelConfig, Recipe
 from isthmus.layout.chunks import packed_many_bytes
 from isthmus.layout.stages import EMBEDDING, boundaries, stage_names, stage_of
 
-PURPOSES = ("activations", "gradients", "tokens", "payload_up", "payload_down", "control")
 STAGE_PURPOSES = ("activations", "gradients", "tokens")
+REPLICA_PURPOSES = ("payload_up", "payload_down", "control")
+PURPOSES = STAGE_PURPOSES + REPLICA_PURPOSES
 GRADIENT_BYTES = 4  # dense data parallelism averages fp32 gradients
 
 
