@@ -1,4 +1,7 @@
-"""Recipes: TOML in, frozen and checked dataclasses out. Standard library only."""
+"""Recipes: TOML in, frozen and checked dataclasses out. Standard library only.
+
+May import nothing else.
+"""
 
 from isthmus.config.checks import nearest
 from isthmus.config.fleet import AUTO, BucketConfig, LinkConfig, Member, ReplicaConfig

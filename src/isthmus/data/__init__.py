@@ -1,1 +1,4 @@
-"""From text to batches: `prepare` writes token shards, `open_corpus` maps them, `Batches` deals them out."""
+"""From text to batches: `prepare` writes token shards, `open_corpus` maps them, `Batches` deals them out.
+
+May import config and layout.
+"""

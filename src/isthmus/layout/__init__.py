@@ -1,0 +1,4 @@
+"""Arithmetic on a recipe: layers to stages, chunks, schedules, bytes on every link. Standard library only.
+
+May import config.
+"""

@@ -1,4 +1,7 @@
-"""The model and its inner optimiser; `presets` names the sizes that come with Isthmus."""
+"""The model and its inner optimiser; `presets` names the sizes that come with Isthmus.
+
+May import config, layout and data.
+"""
 
 from isthmus.config import PRESETS as presets
 from isthmus.config import ModelConfig

@@ -1,1 +1,4 @@
-"""The web page of a run: served on this machine, from the run directory or the bucket alone."""
+"""The page of a run, live or as report.html, from the run directory or the bucket alone.
+
+May import config, layout, planner, runlog, store and protocol.
+"""

@@ -1,6 +1,9 @@
 """TOP-kappa of eq. 2 of arXiv 2601.02360: chunks, quantised values, and their bytes.
 
+May import config and layout.
+
 Names load on first use: reading a packed size pulls in no torch.
+
 """
 
 from importlib import import_module
