@@ -1,22 +1,30 @@
-# Two commands do everything on a clean clone: `make demo` and `make test`. Set-up is venv + pip.
+# `make demo` and `make test` do everything on a clean clone; `make check` is the quick part of the tests. Set-up is venv + pip.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRITON := $(VENV)/triton
 
-.PHONY: demo test lint bench clean
+.PHONY: demo check test bench clean
 
 demo: $(READY)
 	$(BIN)/isthmus train recipes/demo.toml
 
-# Two files at a time; then, with the machine to itself, what measures how long steps take over thin links; then
-# the GPU's kernels, under Triton's interpreter.
+# Lint, types, and the tests of the method and of the protocol: a minute and a half on two cores.
+METHOD := tests/layout tests/model tests/outer tests/sparse tests/subspace tests/protocol tests/test_config.py \
+    tests/test_files.py tests/test_imports.py
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/pytest -n 2 --dist worksteal $(METHOD)
+
+# Everything, two files at a time; then the GPU's kernels, under Triton's interpreter.
 test: $(READY) $(TRITON)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/fleet/test_namespaces.py
-	$(BIN)/pytest tests/fleet/test_namespaces.py
+	$(BIN)/pyright
+	$(BIN)/pytest -n 2 --dist loadfile
 	PYTHONPATH=$(TRITON) $(BIN)/pytest tests/sparse/test_fused.py tests/model/test_adam.py
 
 bench: $(READY)
