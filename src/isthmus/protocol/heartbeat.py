@@ -1,0 +1,63 @@
+"""What a replica says of itself every few seconds, and how long a silence may last."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from isthmus.config import Recipe
+from isthmus.runlog.facts import Facts, count, number, word
+
+GONE = ("left", "finished")  # the replica has ended, and said so
+LEAVING = ("leaving", "left")  # the next round does not wait for it
+MISSED_HEARTBEATS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """members/<replica>/live.json. An empty text or a zero stands for what is not known."""
+
+    incarnation: str = ""
+    kind: str = ""
+    stages: int = 0
+    state: str = ""  # starting, catching up, training, delivering, leaving, left, finished
+    round: int = 0
+    inner_step: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    awaiting: str = ""
+    farewell: Facts = Facts()  # counted since the last commit, once the replica has ended
+    pid: int = 0
+
+    @property
+    def gone(self) -> bool:
+        return self.state in GONE
+
+    @property
+    def leaving(self) -> bool:
+        return self.state in LEAVING
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"farewell": self.farewell.to_dict()}
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> "Heartbeat":
+        """From a stranger: a value that is not of the right type and size is left out."""
+        farewell = body.get("farewell")
+        return cls(
+            incarnation=word(body, "incarnation"),
+            kind=word(body, "kind"),
+            stages=count(body, "stages"),
+            state=word(body, "state"),
+            round=count(body, "round"),
+            inner_step=count(body, "inner_step"),
+            loss=number(body, "loss"),
+            tokens_per_second=number(body, "tokens_per_second"),
+            awaiting=word(body, "awaiting"),
+            farewell=Facts.from_dict(farewell) if isinstance(farewell, dict) else Facts(),
+            pid=count(body, "pid"),
+        )
+
+
+def silent_after(recipe: Recipe) -> float:
+    """Seconds without a heartbeat after which a replica is shown as silent and its name is free again."""
+    return MISSED_HEARTBEATS * recipe.bucket.heartbeat_seconds

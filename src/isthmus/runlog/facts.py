@@ -1,0 +1,93 @@
+"""What a replica reports with an update. Standard library only: `isthmus status` and `watch` read it."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+MAX_PROCESSES = 32  # a replica of more processes reports no `measured`: a commit would get too long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """One replica's figures of one outer round. Readers check their types and sizes, not their truth."""
+
+    loss: float | None = None
+    grad_norm: float | None = None
+    seconds: float | None = None  # of the inner steps
+    trip_seconds: float | None = None  # the slowest link, there and back
+    bytes: Mapping[str, int] = field(default_factory=dict)  # by purpose, since the last commit
+    measured: Mapping[str, Sequence[float]] = field(default_factory=dict)  # one number for each process
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: what is not known is left out."""
+        return {name: value for name, value in asdict(self).items() if value is not None and value != {}}
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> "Facts":
+        """From a stranger: a value that is not of the right type and size is left out."""
+        counts, rows = body.get("bytes"), body.get("measured")
+        return cls(
+            loss=number(body, "loss"),
+            grad_norm=number(body, "grad_norm"),
+            seconds=number(body, "seconds"),
+            trip_seconds=number(body, "trip_seconds"),
+            bytes={
+                name: count
+                for name, count in (counts.items() if isinstance(counts, dict) else ())
+                if _is_name(name) and _is_number(count, int) and count >= 0
+            },
+            measured={
+                name: row
+                for name, row in (rows.items() if isinstance(rows, dict) else ())
+                if _is_name(name) and _is_figures(row)
+            },
+        )
+
+    @classmethod
+    def gather(cls, processes: Sequence["Facts"]) -> "Facts":
+        """A replica's facts: those of its first process, with every process's bytes and figures."""
+        total: Counter[str] = Counter()
+        for facts in processes:
+            total.update(facts.bytes)
+        first, measured = processes[0], {}
+        if len(processes) <= MAX_PROCESSES:
+            for name in first.measured:
+                measured[name] = [n for facts in processes for n in facts.measured.get(name, [0])]
+        return cls(
+            loss=first.loss,
+            grad_norm=first.grad_norm,
+            seconds=first.seconds,
+            trip_seconds=first.trip_seconds,
+            bytes=dict(total),
+            measured=measured,
+        )
+
+
+def number(body: Mapping[str, Any], key: str) -> float | None:
+    """A finite number of reasonable size, or None."""
+    return body[key] if _is_number(body.get(key), int | float) else None
+
+
+def count(body: Mapping[str, Any], key: str) -> int:
+    return body[key] if _is_number(body.get(key), int) else 0
+
+
+def word(body: Mapping[str, Any], key: str) -> str:
+    """A short text that can be printed, or an empty one."""
+    value = body.get(key)
+    return value if isinstance(value, str) and len(value) <= 200 and value.isprintable() else ""
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch("[a-z_]{1,40}", name) is not None
+
+
+def _is_figures(row: Any) -> bool:
+    listed = isinstance(row, list) and len(row) <= MAX_PROCESSES
+    return listed and all(_is_number(n, int | float) and n >= 0 for n in row)
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 2**63
