@@ -1,6 +1,6 @@
 """Isthmus: pre-train one language model on machines that share no fast network."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str):

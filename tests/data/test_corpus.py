@@ -119,7 +119,7 @@ def test_help_and_opening_import_nothing_heavy():
     code = (
         "import sys\nfrom isthmus.cli.main import main\n"
         "try:\n    main(['data', 'prepare', '--help'])\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'tokenizers', 'pyarrow', 'numpy', 'rich', 'zstandard'} & set(sys.modules)\n"
+        "heavy = {'torch', 'tokenizers', 'pyarrow', 'numpy', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "import isthmus.data.corpus\nassert 'torch' not in sys.modules\n"
     )

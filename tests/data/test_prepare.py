@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from isthmus.data import corpus as corpus_module
 from isthmus.data.corpus import open_corpus
 from isthmus.data.tokenizer import Encoder
+from isthmus.files import replacing
 
 
 @pytest.fixture
@@ -294,6 +295,17 @@ def test_stopped_at_every_kind_of_write_it_ends_with_the_same_bytes(
     assert contents(killed) == contents(whole)
 
 
+def test_what_a_kill_left_of_a_file_being_replaced_goes(texts, tmp_path, isthmus):
+    to = tmp_path / "corpus"
+    to.mkdir()
+    killed = replacing(to / "progress.json")
+    killed.__enter__().write(b"half a jour")
+    assert len(list(to.iterdir())) == 1
+    assert isthmus("data", "prepare", texts, "--to", to, *SMALL)[0] == 0
+    assert isthmus("data", "prepare", texts, "--to", tmp_path / "whole", *SMALL)[0] == 0
+    assert contents(to) == contents(tmp_path / "whole")
+
+
 def test_unfinished_work_is_named_and_refuses_other_arguments(texts, tmp_path, isthmus, monkeypatch):
     to = tmp_path / "corpus"
     monkeypatch.setattr(
@@ -326,9 +338,9 @@ def test_damaged_unfinished_shards_are_made_again(texts, tmp_path, isthmus, monk
 
 
 def test_two_processes_do_not_write_to_one_folder(texts, tmp_path, isthmus):
-    from isthmus.data.workplace import held
+    from isthmus.data.corpus_folder import locked
 
-    with held(tmp_path / "corpus"):
+    with locked(tmp_path / "corpus"):
         status, _, err = isthmus("data", "prepare", texts, "--to", tmp_path / "corpus", *SMALL)
     assert status == 2
     assert "another process" in err

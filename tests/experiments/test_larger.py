@@ -48,7 +48,7 @@ def fabricated(rounds=4, **facts):
 
 
 def test_a_toy_of_it_runs_without_what_only_fleets_need_and_scores_as_the_simulator_does(tmp_path, capsys):
-    for name in ("obstore", "cryptography", "zstandard", "pyarrow", "rich", "matplotlib"):
+    for name in ("obstore", "cryptography", "pyarrow", "rich", "matplotlib"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not on this machine')\n")
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'src'}", "ISTHMUS_COMMIT": "c0ffee"}
     command = [sys.executable, "-m", "isthmus", *COMMAND, "--results", "found", "--json"]

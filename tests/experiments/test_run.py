@@ -47,7 +47,7 @@ def test_rows_are_run_once_and_score_as_the_simulator_scores_them(tmp_path, capf
 
 
 def test_without_the_packages_that_only_fleets_need_a_run_goes_through(tmp_path):
-    missing = ("obstore", "cryptography", "zstandard", "pyarrow", "rich", "matplotlib")
+    missing = ("obstore", "cryptography", "pyarrow", "rich", "matplotlib")
     for name in missing:  # a package of that name that cannot be imported
         (tmp_path / f"{name}.py").write_text("raise ImportError('not on this machine')\n")
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'src'}", "ISTHMUS_COMMIT": "c0ffee"}

@@ -43,11 +43,11 @@ def pack(data: bytes, ending: str) -> bytes:
     if ending.endswith(".gz"):
         return gzip.compress(data)
     if ending.endswith(".zst"):
-        import zstandard
+        import pyarrow
 
         # Two frames: large collections are often concatenated.
         half = len(data) // 2
-        return b"".join(zstandard.ZstdCompressor().compress(part) for part in (data[:half], data[half:]))
+        return b"".join(pyarrow.compress(part, "zstd", asbytes=True) for part in (data[:half], data[half:]))
     return data
 
 

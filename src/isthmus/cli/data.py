@@ -3,8 +3,12 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isthmus.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from isthmus.data.manifest import Manifest
 
 PREPARE_EXAMPLES = """\
 examples:
@@ -156,19 +160,13 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
-def table(manifest) -> str:
-    rows = [("", "tokens", "documents", "text bytes", "bytes/token", "shards")]
-    for name in ("train", "validation"):
-        split = getattr(manifest, name)
-        counts = (f"{count:,}" for count in (split.tokens, split.documents, split.bytes))
-        rows.append((name, *counts, f"{split.bytes_per_token:.3f}", str(len(split.shards))))
+def table(manifest: "Manifest") -> str:
+    rows = [["", "tokens", "documents", "text bytes", "bytes/token", "shards"]]
+    for name, split in (("train", manifest.train), ("validation", manifest.validation)):
+        counts = [f"{count:,}" for count in (split.tokens, split.documents, split.bytes)]
+        rows.append([name, *counts, f"{split.bytes_per_token:.3f}", str(len(split.shards))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            [cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])],
-        )
-        for cells in rows
-    ]
+    lines = ["  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]) for cells in rows]
     shown = [source["name"] for source in manifest.sources]
     more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
     tail = [

@@ -15,7 +15,7 @@ BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 
 
 class TokenView:
-    """One split as a sequence of token ids, whichever shards they lie in."""
+    """One split as one sequence of token ids, over all of its shards."""
 
     def __init__(self, name: str, shards: list[np.ndarray]) -> None:
         self.name = name
@@ -86,14 +86,7 @@ class Corpus:
     @cached_property
     def sha256(self) -> str:
         """One digest for tokenizer and tokens: two machines that agree on it train on the same data."""
-        parts = [
-            self.tokenizer_sha256,
-            *(
-                shard.sha256
-                for split in (self.manifest.train, self.manifest.validation)
-                for shard in split.shards
-            ),
-        ]
+        parts = [self.tokenizer_sha256, *(shard.sha256 for shard in self.manifest.shards)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def verify(self) -> None:
@@ -101,8 +94,8 @@ class Corpus:
         if file_sha256(self.tokenizer_path) != self.tokenizer_sha256:
             raise ConfigError(f"{self.tokenizer_path} differs from its sha256; prepare or copy it again")
         if self.name == BUILTIN:
-            return  # its tokens were made in memory just now
-        for shard in [*self.manifest.train.shards, *self.manifest.validation.shards]:
+            return  # its tokens have just been made in memory
+        for shard in self.manifest.shards:
             if file_sha256(self.folder / shard.name) != shard.sha256:
                 raise ConfigError(
                     f"{self.folder / shard.name} differs from its sha256; prepare or copy it again"
@@ -143,7 +136,7 @@ def map_split(folder: Path, name: str, manifest: Manifest) -> TokenView:
 
 
 def open_builtin() -> Corpus:
-    """The sample that comes with Isthmus, encoded in memory: half a second, and no folder to keep."""
+    """The sample that comes with Isthmus, encoded in memory, which takes half a second."""
     from isthmus.data.readers import find_files
     from isthmus.data.tokenizer import Encoder
 

@@ -1,23 +1,26 @@
-"""The documents of a corpus in their one order, each with its split and the place to go on from after it."""
+"""The documents of a corpus in a fixed order, each with its split and the position after it."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from isthmus.data.readers import Source
 
-# Bounds of one encode_batch: the library holds some 100 bytes per token of it.
+# Bounds of one encode_batch: the library needs some 100 bytes of memory per token.
 BATCH_TEXT_BYTES = 2 << 20
 BATCH_DOCUMENTS = 2048
 
 
 class Position(NamedTuple):
-    """Where reading stands: all before `source`, the first `documents` of it."""
+    """How far the reading has come: all sources before `source`, and its first `documents` documents."""
 
     source: int = 0
     documents: int = 0
-    input_bytes: int = 0  # text read from the inputs so far, which the limit counts
+    input_bytes: int = 0  # text read from the inputs so far, to compare with the limit
+
+
+START = Position()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,10 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class DocumentOrder:
-    """Held-out files first (a fault in them shows before hours of work), then the inputs up to the limit."""
+    """Held-out files first, so that a fault in them shows early; then the inputs up to the limit."""
 
-    inputs: list[Source]
-    validation: list[Source]  # empty: a share of the inputs is held out
+    inputs: Sequence[Source]
+    validation: Sequence[Source]  # empty: a share of the inputs is held out
     share: float
     seed: int
     text_field: str
@@ -42,10 +45,10 @@ class DocumentOrder:
 
     @property
     def sources(self) -> list[Source]:
-        return self.validation + self.inputs
+        return [*self.validation, *self.inputs]
 
     def split_of(self, text: bytes) -> str:
-        """By what a document of the inputs says, not by where it stands: all copies land on the same side."""
+        """The split of an input document, by a hash of its text: all copies land on the same side."""
         if self.validation:
             return "train"
         salt = self.seed.to_bytes(16, "little", signed=True)
@@ -53,7 +56,7 @@ class DocumentOrder:
         return "validation" if int.from_bytes(digest, "little") < self.share * 2**64 else "train"
 
     def after(self, start: Position) -> Iterator[Document]:
-        """Everything behind `start`. What lies before it in its file is read again, but not encoded."""
+        """Every document after `start`. Those before it in the same file are read again, but not encoded."""
         sources, input_bytes = self.sources, start.input_bytes
         before = sum(source.size for source in sources[: start.source])
         for index in range(start.source, len(sources)):

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,14 +51,18 @@ class Manifest:
     validation: Split
     sources: list[dict]
     arguments: dict
-    fingerprint: str  # of sources and arguments: the same one, the same corpus
+    fingerprint: str  # of sources and arguments: equal fingerprints mean equal corpora
+
+    @property
+    def shards(self) -> list[Shard]:
+        return [*self.train.shards, *self.validation.shards]
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "version": VERSION} | asdict(self), indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared corpus; ConfigError says how to make one where there is none."""
+    """The manifest of a prepared corpus. Where there is none, the error says how to make one."""
     path = folder / MANIFEST
     if not path.is_file():
         if (folder / JOURNAL).is_file():
@@ -84,25 +87,6 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(**fields)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path} is damaged ({error}); prepare the corpus again") from error
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """The whole file or no file under this name, also after a power cut."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def file_sha256(path: Path) -> str:

@@ -2,33 +2,28 @@
 
     sources -> documents -> train or validation -> batches -> token ids -> shards -> manifest
 
-The order of documents, the split and the tokens depend on inputs and options alone, so a run that was killed
-and continued writes the same bytes as one that was not.
+The order of documents, the split and the tokens depend on inputs and options alone. A run that was killed
+and continued therefore writes the same bytes as one that was not.
 """
 
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from isthmus.data.documents import DocumentOrder, Position, batches
-from isthmus.data.manifest import JOURNAL, MANIFEST, TOKENIZER, VERSION, Manifest, file_sha256, write_atomic
-from isthmus.data.progress import Progress, Silent
+from isthmus.data.corpus_folder import Journal, clear, finished, locked
+from isthmus.data.documents import START, DocumentOrder, Position, batches
+from isthmus.data.manifest import JOURNAL, MANIFEST, TOKENIZER, VERSION, Manifest, file_sha256
+from isthmus.data.progress import Progress
 from isthmus.data.readers import Source
 from isthmus.data.shards import ShardWriter
 from isthmus.data.tokenizer import MIN_VOCAB, Encoder, read_tokenizer, sample, train_tokenizer
-from isthmus.data.workplace import (
-    clear,
-    finished,
-    held,
-    nothing_left_of_bad_input,
-    read_journal,
-    write_journal,
-)
 from isthmus.errors import ConfigError
+from isthmus.files import replace_file
 
-# Text between two checkpoints where no shard gets full in between.
+# A checkpoint comes after this much text, or earlier when a shard is full.
 CHECKPOINT_TEXT_BYTES = 64 << 20
 
 
@@ -59,14 +54,17 @@ class PrepareConfig:
 
 
 def prepare(
-    inputs: list[Source],
-    validation: list[Source],
+    inputs: Sequence[Source],
+    validation: Sequence[Source],
     folder: Path,
     config: PrepareConfig,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Manifest, bool]:
-    """Make the corpus in `folder`, or continue it; (manifest, False) where it was already there."""
+    """Make the corpus in `folder`, or continue it. Returns (manifest, False) where it was already there.
+
+    Bad input takes its shards with it. After a kill or a full disk the same call continues.
+    """
     given = read_tokenizer(config.tokenizer) if config.tokenizer else None
     arguments = {
         "vocab": None if given else config.vocab,
@@ -84,17 +82,20 @@ def prepare(
     order = DocumentOrder(
         inputs, validation, config.validation, config.seed, config.text_field, config.limit_bytes
     )
-    with held(folder):
+    with locked(folder):
         if (done := finished(folder, fingerprint, overwrite)) is not None:
             (folder / JOURNAL).unlink(missing_ok=True)
             return done, False
         check_first_documents(order)
         if overwrite:
             clear(folder)
-        work = Work(order, folder, config, fingerprint, progress or Silent())
-        with nothing_left_of_bad_input(folder):
+        work = Work(order, folder, config, fingerprint, progress or Progress())
+        try:
             encoder = work.encoder(given)
             writers = work.encode(encoder)
+        except ConfigError:
+            clear(folder)
+            raise
         manifest = Manifest(
             vocab_size=encoder.vocab_size,
             dtype=encoder.dtype.name,
@@ -107,7 +108,7 @@ def prepare(
             arguments=arguments,
             fingerprint=fingerprint,
         )
-        write_atomic(folder / MANIFEST, manifest.to_json().encode())
+        replace_file(folder / MANIFEST, manifest.to_json())
         (folder / JOURNAL).unlink()
     return manifest, True
 
@@ -122,17 +123,16 @@ def check_first_documents(order: DocumentOrder) -> None:
 
 
 class Work:
-    """One preparation under way, with the journal that lets the next process take it up."""
+    """One preparation under way, with the journal from which another process can continue it."""
 
     def __init__(
         self, order: DocumentOrder, folder: Path, config: PrepareConfig, fingerprint: str, progress: Progress
     ) -> None:
         self.order, self.folder, self.config, self.progress = order, folder, config, progress
-        self.journal = read_journal(folder)
-        self.fresh = {"fingerprint": fingerprint}
-        if self.journal is None:
-            self.journal = self.fresh
-            write_journal(folder, self.journal)
+        found = Journal.read(folder)
+        self.journal = found or Journal(fingerprint)
+        if found is None:
+            self.journal.write(folder)
 
     def encoder(self, given: bytes | None) -> Encoder:
         """The tokenizer of this corpus: the one a killed run had finished, the given one, or a new one."""
@@ -144,18 +144,18 @@ class Work:
             vocab_size = Encoder(given, self.config.end_token).vocab_size  # refused before it is written
             if self.config.tokenizer is None and vocab_size < self.config.vocab:
                 self.progress.note(f"so little text gives a vocabulary of {vocab_size:,} tokens only")
-            write_atomic(path, given)
+            replace_file(path, given)
         return Encoder(path.read_bytes(), self.config.end_token)
 
     def encode(self, encoder: Encoder) -> dict[str, ShardWriter]:
         """Write the shards that the journal does not list yet."""
         writers = self._writers(encoder)
-        position = Position(*self.journal.get("position", ()))
-        if position != Position():
+        position = self.journal.position
+        if position != START:
             self.progress.note(f"continuing after {writers['train'].num_tokens:,} tokens already written")
         total = sum(source.size for source in self.order.sources)
         self.progress.phase("encoding", total)
-        num_shards, unsaved = sum(len(writer.shards) for writer in writers.values()), 0
+        num_shards, unsaved = num_whole(writers), 0
         # The next batch is read while the library's own threads encode this one.
         with ThreadPoolExecutor(1) as reader:
             coming = batches(self.order.after(position))
@@ -166,11 +166,10 @@ class Work:
                     writers[document.split].append(ids, document.size)
                     unsaved += document.size
                 position = batch[-1].after
-                whole = sum(len(writer.shards) for writer in writers.values())
-                if whole > num_shards or unsaved >= CHECKPOINT_TEXT_BYTES:
+                if num_whole(writers) > num_shards or unsaved >= CHECKPOINT_TEXT_BYTES:
                     self._save(position, writers)
-                    num_shards, unsaved = whole, 0
-                text_bytes = sum(writer.bytes for writer in writers.values())
+                    num_shards, unsaved = num_whole(writers), 0
+                text_bytes = sum(writer.state.bytes for writer in writers.values())
                 self.progress.update(batch[-1].consumed, f"{text_bytes / 1e6:,.0f} MB of text")
         self.progress.update(total)
         for writer in writers.values():
@@ -179,7 +178,7 @@ class Work:
         self._save(position, writers)
         return writers
 
-    def _sample(self):
+    def _sample(self) -> Iterator[str]:
         for text in sample(
             self.order.inputs,
             self.config.text_field,
@@ -193,28 +192,30 @@ class Work:
         def make() -> dict[str, ShardWriter]:
             tokens = self.config.shard_tokens
             return {
-                split: ShardWriter(self.folder, split, encoder.dtype, tokens, self.journal.get(split))
-                for split in ("train", "validation")
+                split: ShardWriter(self.folder, split, encoder.dtype, tokens, state)
+                for split, state in (("train", self.journal.train), ("validation", self.journal.validation))
             }
 
         writers = make()
         if not all(writer.intact() for writer in writers.values()):
             self.progress.note("the unfinished shards do not match their journal: encoding them again")
-            self.journal = self.fresh
-            write_journal(self.folder, self.journal)
+            self.journal = Journal(self.journal.fingerprint)
+            self.journal.write(self.folder)
             clear(self.folder, keep=(JOURNAL, TOKENIZER))
             writers = make()
         for writer in writers.values():
-            writer.settle()
+            writer.rename_whole()
         return writers
 
     def _save(self, position: Position, writers: dict[str, ShardWriter]) -> None:
-        states = {split: writer.checkpoint() for split, writer in writers.items()}
-        self.journal = self.fresh | states | {"position": position}
-        write_journal(self.folder, self.journal)
-        # Only now: a final name is a promise that the journal has already made.
         for writer in writers.values():
-            writer.settle()
+            writer.sync()
+        states = {split: writer.state for split, writer in writers.items()}
+        self.journal = Journal(self.journal.fingerprint, position, **states)
+        self.journal.write(self.folder)
+        # Only now: a shard with a final name must be in the journal.
+        for writer in writers.values():
+            writer.rename_whole()
 
     def _refuse_empty(self, num_documents: dict[str, int]) -> None:
         total = sum(num_documents.values())
@@ -229,3 +230,7 @@ class Work:
                     f"{self.config.validation:g}; choose a {better} share, such as 0.1, or give "
                     "--validation-from FILE"
                 )
+
+
+def num_whole(writers: dict[str, ShardWriter]) -> int:
+    return sum(len(writer.state.shards) for writer in writers.values())

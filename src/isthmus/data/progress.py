@@ -2,10 +2,11 @@
 
 import sys
 import time
-from typing import Protocol
 
 
-class Progress(Protocol):
+class Progress:
+    """The interface; this one shows nothing, for callers that are not a command line."""
+
     def phase(self, label: str, total: int) -> None:
         """Begin a part of the work, `total` bytes of input long (0: not known)."""
 
@@ -16,19 +17,7 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
-class Silent:
-    """For callers that are not a command line."""
-
-    def phase(self, label: str, total: int) -> None: ...
-
-    def update(self, done: int, detail: str = "") -> None: ...
-
-    def note(self, line: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Lines:
+class Lines(Progress):
     """For logs: one line per phase and one every `every_seconds`."""
 
     def __init__(self, every_seconds: float = 10.0) -> None:
@@ -49,10 +38,8 @@ class Lines:
     def note(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    def close(self) -> None: ...
 
-
-class Bar:
+class Bar(Progress):
     """For people: one bar per phase, with the time that is left."""
 
     def __init__(self) -> None:
@@ -67,26 +54,21 @@ class Bar:
             progress.TextColumn("{task.fields[detail]}"),
             console=Console(stderr=True),
         )
-        self._task = None
         self._bars.start()
 
     def phase(self, label: str, total: int) -> None:
-        self._finish()
-        self._task = self._bars.add_task(label, total=total or None, detail="")
+        for task in self._bars.tasks:  # a phase that did not know its total ends full
+            self._bars.update(task.id, total=task.completed or 1, completed=task.completed or 1)
+        self._bars.add_task(label, total=total or None, detail="")
 
     def update(self, done: int, detail: str = "") -> None:
-        self._bars.update(self._task, completed=done, detail=detail)
+        self._bars.update(self._bars.task_ids[-1], completed=done, detail=detail)
 
     def note(self, line: str) -> None:
         self._bars.console.print(line, highlight=False, markup=False)
 
     def close(self) -> None:
         self._bars.stop()
-
-    def _finish(self) -> None:
-        if self._task is not None:
-            task = self._bars.tasks[self._task]
-            self._bars.update(self._task, total=task.completed or 1, completed=task.completed or 1)
 
 
 def on_stderr() -> Progress:

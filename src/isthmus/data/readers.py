@@ -1,4 +1,4 @@
-"""Text files as documents: .txt, JSON lines and parquet, read in a fixed order and never whole."""
+"""Text files as documents: .txt, JSON lines and parquet, streamed in a fixed order."""
 
 import hashlib
 import io
@@ -11,7 +11,7 @@ from isthmus.data.streams import open_bytes
 from isthmus.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
-# A longer .txt file is cut into documents of about this size, so that one big file can be held out in part.
+# A longer .txt file is cut into documents of about this size, so that a part of it can be held out.
 TEXT_DOCUMENT_CHARACTERS = 32_000
 FORMATS = {
     f"{kind}{compression}": kind
@@ -26,7 +26,7 @@ class Source(Protocol):
     """Somewhere documents come from, in an order that never changes."""
 
     name: str  # as the manifest shows it, without the folders of this machine
-    size: int  # bytes as stored; 0 when it is not known
+    size: int  # bytes as stored; 0: not known
     consumed: int  # how many of them have been read so far
 
     def documents(self, field: str) -> Iterator[str]: ...
@@ -35,14 +35,16 @@ class Source(Protocol):
 
 
 class TextFile:
-    """One file; what it holds follows from its name."""
+    """One file; its format follows from its name."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
         self.size = path.stat().st_size
         self.consumed = 0
-        self.kind = FORMATS[format_of(path)]
+        ending = format_of(path)
+        assert ending is not None, path  # find_files leaves out the others
+        self.kind = FORMATS[ending]
 
     def documents(self, field: str) -> Iterator[str]:
         read = {".txt": self._text, ".parquet": self._parquet}.get(self.kind, self._json_lines)
@@ -114,19 +116,19 @@ class TextFile:
 
 
 def split_text(chunks: Iterable[str]) -> Iterator[str]:
-    """Documents of a .txt: parted by <|endoftext|> where it has them, cut at blank lines where it is long."""
-    buffer, parted = "", False
+    """Documents of a .txt: split at each <|endoftext|>; long ones are cut at blank lines."""
+    buffer, marked = "", False
     for chunk in chunks:
         *whole, buffer = (buffer + chunk).split(END_OF_TEXT)
-        parted = parted or bool(whole)
+        marked = marked or bool(whole)
         for part in whole:
             yield from cut(part.strip("\n"))
-        # More than one document is kept back, since a separator may straddle two chunks.
+        # More than one document stays in the buffer, since a separator may straddle two chunks.
         while len(buffer) > 2 * TEXT_DOCUMENT_CHARACTERS:
             edge = cutting_point(buffer, TEXT_DOCUMENT_CHARACTERS)
             yield buffer[:edge]
             buffer = buffer[edge:]
-    yield from cut(buffer.strip("\n") if parted else buffer)
+    yield from cut(buffer.strip("\n") if marked else buffer)
 
 
 def cut(text: str, limit: int = TEXT_DOCUMENT_CHARACTERS) -> Iterator[str]:
@@ -140,7 +142,7 @@ def cut(text: str, limit: int = TEXT_DOCUMENT_CHARACTERS) -> Iterator[str]:
 
 
 def cutting_point(text: str, limit: int) -> int:
-    """The best place to part `text` within its first `limit` characters: a paragraph, a line, a word."""
+    """The best cut within the first `limit` characters: after a paragraph, a line, or a word."""
     for mark, kept in (("\n\n", 2), ("\n", 1), (" ", 0)):
         edge = text.rfind(mark, limit // 2, limit)
         if edge > 0 and edge + kept <= limit:

@@ -1,7 +1,7 @@
-"""The byte-level BPE: trained on a bounded sample of the text, or taken as it is from a tokenizer.json."""
+"""The byte-level BPE: trained on a bounded sample of the text, or read from a tokenizer.json."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,23 +17,23 @@ MIN_VOCAB = 257  # the bytes and <|endoftext|>
 # BPE statistics settle long before this; more text costs memory and changes almost no merge.
 SAMPLE_BYTES = 48 << 20
 SAMPLE_SOURCES = 512
-# The library buffers many texts at once and keeps about 100 bytes per token of each: long ones go in pieces.
+# The library buffers many texts at once, at about 100 bytes per token: long ones go in pieces.
 PIECE_CHARACTERS = 1 << 20
 END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
 
 
 def sample(
-    sources: list[Source], field: str, keep: Callable[[str], bool], limit_bytes: int | None
+    sources: Sequence[Source], field: str, keep: Callable[[str], bool], limit_bytes: int | None
 ) -> Iterator[str]:
     """The first documents of each source, evenly over at most SAMPLE_SOURCES of them.
 
     A run that reads only the first `limit_bytes` of a large collection samples those same documents.
     """
-    in_order = limit_bytes is not None and limit_bytes <= SAMPLE_BYTES
-    budget = limit_bytes if in_order else SAMPLE_BYTES
+    budget = SAMPLE_BYTES if limit_bytes is None else min(limit_bytes, SAMPLE_BYTES)
+    in_order = budget == limit_bytes
     chosen = sources if in_order else sources[:: math.ceil(len(sources) / SAMPLE_SOURCES)]
     for position, source in enumerate(chosen):
-        # What a small file leaves over goes to the files after it.
+        # The files after a small one share what it leaves of its share.
         share = budget if in_order else budget // (len(chosen) - position)
         budget -= share
         for text in source.documents(field):
@@ -98,12 +98,13 @@ class Encoder:
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
         candidates = (end_token,) if end_token else END_TOKENS
-        self.end_token = next((token for token in candidates if token in vocab), None)
-        if self.end_token is None:
+        found = next((token for token in candidates if token in vocab), None)
+        if found is None:
             raise ConfigError(
                 f"{where} has no token {' or '.join(candidates)}; name what ends a document by --end-token"
             )
-        self.end_id: int = vocab[self.end_token]
+        self.end_token = found
+        self.end_id: int = vocab[found]
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """One array of ids per text, the end token last."""
@@ -113,7 +114,7 @@ class Encoder:
         return [np.concatenate([*(next(encoded) for _ in parts), end]) for parts in pieces]
 
     def _encode_pieces(self, pieces: list[str]) -> Iterator[np.ndarray]:
-        """In groups: a huge document is held as text and ids, but never whole as the library's objects."""
+        """In groups: a huge document is never in memory as a whole in the library's large objects."""
         first = 0
         while first < len(pieces):
             last, size = first, 0

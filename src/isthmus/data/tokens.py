@@ -1,7 +1,7 @@
-"""Batches of token windows: what every replica reads at every inner step, as a pure function.
+"""Batches of token windows: a pure function of (replica, inner step).
 
-Nothing here has a cursor. A replica that restarts, or a simulator that stands for all of them, asks for
-(replica, inner step) and gets the same tokens, so recovery can neither lose nor repeat data.
+There is no cursor. A replica that restarts asks for its step and gets the same tokens, and so does a
+simulator of all replicas: recovery can neither lose nor repeat data.
 """
 
 import numpy as np
@@ -19,8 +19,8 @@ class Batches:
     """Deals the windows of a split to `num_replicas` replicas, `batch` at a time, each pass newly shuffled.
 
     A window is context + 1 tokens: inputs and targets. Windows lie `context` apart, so the last token of one
-    is the first of the next, and each token is a target once per pass. `num_replicas` is the run's number of
-    places, whoever fills them now: a replica that is away leaves its share unread and moves nobody else's.
+    is the first of the next, and each token is a target once per pass. `num_replicas` is the recipe's number,
+    not how many are present: the share of an absent replica stays unread, and no other share moves.
     """
 
     def __init__(self, view: TokenView, seed: int, num_replicas: int, batch: int, context: int) -> None:
@@ -51,14 +51,14 @@ class Batches:
         return inner_steps * self.num_replicas * self.batch / self.num_sequences
 
     def sequences(self, first: int, count: int) -> np.ndarray:
-        """Which windows hold places first..first + count of the run-long order: (count,) int64."""
+        """The windows at positions first..first + count of the order of the whole run: (count,) int64."""
         if first < 0:
-            raise IndexError(f"place {first} in the order of batches; inner steps count from 0")
-        pass_number, place = np.divmod(np.arange(first, first + count, dtype=np.int64), self.num_sequences)
+            raise IndexError(f"position {first} in the order of batches; inner steps count from 0")
+        pass_number, position = np.divmod(np.arange(first, first + count, dtype=np.int64), self.num_sequences)
         chosen = np.empty(count, dtype=np.int64)
         for number in np.unique(pass_number):
             inside = pass_number == number
-            chosen[inside] = self._permutation(int(number))(place[inside])
+            chosen[inside] = self._permutation(int(number))(position[inside])
         return chosen
 
     def _read(self, first: int, count: int) -> Tensor:

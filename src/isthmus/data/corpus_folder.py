@@ -1,0 +1,124 @@
+"""The folder a corpus is made in: its lock, its journal, and the removal of what is not wanted."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from isthmus.data.documents import START, Position
+from isthmus.data.manifest import JOURNAL, MANIFEST, TOKENIZER, Manifest, Shard, read_manifest
+from isthmus.data.shards import ShardState
+from isthmus.errors import ConfigError
+from isthmus.files import replace_file
+
+WHOLE = "|".join(map(re.escape, (MANIFEST, TOKENIZER, JOURNAL)))
+OURS = re.compile(rf"{WHOLE}|(train|validation)-\d{{5,}}\.bin(\.partial)?")
+# What a kill leaves of a file that was being replaced; versions before 0.2 used the second form.
+TEMPORARY = re.compile(rf"\.({WHOLE})\.\d+\.[0-9a-f]+\.tmp|({WHOLE})\.partial")
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """progress.json: how far a preparation has come, for the process that continues it."""
+
+    fingerprint: str
+    position: Position = START
+    train: ShardState | None = None
+    validation: ShardState | None = None
+
+    def write(self, folder: Path) -> None:
+        replace_file(folder / JOURNAL, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Journal | None":
+        try:
+            fields = json.loads((folder / JOURNAL).read_bytes())
+            for split in ("train", "validation"):
+                if state := fields.get(split):
+                    state["shards"] = [Shard(**shard) for shard in state["shards"]]
+                    fields[split] = ShardState(**state)
+            return cls(**fields | {"position": Position(*fields.get("position", ()))})
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{folder / JOURNAL} is damaged; start again with --overwrite") from None
+
+
+def finished(folder: Path, fingerprint: str, overwrite: bool) -> Manifest | None:
+    """The corpus that is already there, made by the same arguments; ConfigError where something else is."""
+    if overwrite and is_ours(folder):
+        return None
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder)
+        if manifest.fingerprint != fingerprint:
+            raise ConfigError(
+                f"{folder} holds a corpus of other inputs or options; choose another folder or --overwrite"
+            )
+        return manifest
+    if (journal := Journal.read(folder)) is not None:
+        if journal.fingerprint != fingerprint:
+            raise ConfigError(
+                f"{folder} holds an unfinished corpus with other inputs or options; "
+                "repeat those, choose another folder, or --overwrite"
+            )
+        return None
+    # The journal is written first; a folder that has files and no journal belongs to someone else.
+    if foreign := next(folder.iterdir(), None):
+        raise ConfigError(f"{folder} is not empty and not a corpus ({foreign.name}); choose a new one")
+    return None
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether the folder holds a corpus, whole or unfinished; ConfigError where it holds other files too."""
+    names = [path.name for path in folder.iterdir()]
+    foreign = [name for name in names if not OURS.fullmatch(name)]
+    if foreign:
+        raise ConfigError(f"{folder} also holds {foreign[0]}; --overwrite only replaces a corpus")
+    return bool(names)
+
+
+def clear(folder: Path, keep: tuple[str, ...] = ()) -> None:
+    """Remove the files of a corpus. The manifest goes first, so that the rest is never taken for a corpus."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name != MANIFEST):
+        if OURS.fullmatch(path.name) and path.name not in keep:
+            path.unlink()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Create the folder if it is missing and lock it for this process; remove it again if it stays empty."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileExistsError:
+        raise ConfigError(f"{folder} is a file; --to must name a folder") from None
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from error
+    try:
+        lock(descriptor, folder)
+        for path in folder.iterdir():
+            if TEMPORARY.fullmatch(path.name):
+                path.unlink()
+        yield
+    finally:
+        os.close(descriptor)
+        for path in missing:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+
+
+def lock(descriptor: int, folder: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # this system has no such locks; its users must not start two writers at once
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(
+            f"another process is preparing {folder}; wait for it, or end it and run this again"
+        ) from None
