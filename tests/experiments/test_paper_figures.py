@@ -1,4 +1,4 @@
-"""Figures 2 and 3 of arXiv 2601.02360: METHOD's numbers, and files that can be looked at."""
+"""Figures 2 and 3 of arXiv 2601.02360: the numbers of docs/plan.md, and files that can be looked at."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from isthmus.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
-def test_wall_clock_hours_are_methods():  # METHOD section 3, "Figure 3 analogue"
+def test_wall_clock_hours_are_methods():  # docs/plan.md, The paper's utilisation
     overlapped, serial = figures.wallclock_hours(), figures.wallclock_hours(overlap=False)
     slow = figures.wallclock_hours(flops_per_stage=60e12)
     hours = [overlapped[name]["same_tokens"] for name in ("1", "1/8", "1/24")]

@@ -84,7 +84,7 @@ def test_modified_adamw_keeps_a_matrix_in_the_subspace_its_gradients_are_in():  
     assert outside(False) > 1e-3
 
 
-def test_each_stage_clips_on_its_own_when_asked():  # METHOD 4.18
+def test_each_stage_clips_on_its_own_when_asked():  # docs/method.md, The inner optimiser
     grads = random_tensors(3, lead=(2,))
     reference = {name: g.clone() for name, g in grads.items()}
     groups = torch.tensor([[0, 0, 1], [0, 1, 1]])

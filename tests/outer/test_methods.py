@@ -64,7 +64,7 @@ def test_sparseloco_is_eq_2_line_by_line():
                 assert_close(ours[name], reference[name])
 
 
-def test_a_payload_that_missed_its_round_returns_to_the_feedback():  # METHOD 0.7
+def test_a_payload_that_missed_its_round_returns_to_the_feedback():  # docs/method.md, Error feedback
     for values in ("fp64", "2bit"):
         dtype = torch.float64 if values == "fp64" else torch.float32
         anchor = {name: t.to(dtype) for name, t in tensors(0).items()}
@@ -77,7 +77,7 @@ def test_a_payload_that_missed_its_round_returns_to_the_feedback():  # METHOD 0.
             assert_close(feedback[name], anchor[name] - params[name])
 
 
-def test_the_lr_scaled_feedback_of_public_code_is_an_option():  # METHOD 1.1
+def test_the_lr_scaled_feedback_of_public_code_is_an_option():  # docs/method.md, Error feedback
     for scaled, factor in ((False, 1.0), (True, 0.5)):
         anchor = tensors(0)
         method = SparseLoCo(anchor, OuterConfig(keep=4096, values="fp64", lr=0.5, feedback_lr_scaled=scaled))

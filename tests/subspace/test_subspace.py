@@ -46,7 +46,7 @@ def test_boundary_projects_what_is_not_in_t_perp():  # sec. 2.2
     assert_close(boundary.expand(z, tokens), expected)
 
 
-def test_subtracting_the_whole_table_gives_the_same_stream():  # METHOD 4.1
+def test_subtracting_the_whole_table_gives_the_same_stream():  # docs/method.md, The embedding
     basis, table, tokens, x = parts()
     whole = SubspaceBoundary(basis, table)
     rest = SubspaceBoundary(basis, split(table, basis)[1])

@@ -47,7 +47,7 @@ class SparseLoCo:
 
     @torch.no_grad()
     def take_back(self, sent: Payload, feedback: Mapping[str, Tensor]) -> None:
-        """A payload that missed its round returns to the feedback: nothing is lost (METHOD 0.7)."""
+        """A payload that missed its round returns to the feedback (docs/method.md, Error feedback)."""
         for name, payload in sent.items():
             add_payload(feedback[name], payload)
 

@@ -30,8 +30,10 @@ def boundary_function(boundary: OpenBoundary | SubspaceBoundary, link: LocalLink
 
 
 class BasisSet:
-    """Every U of a run, drawn from the recipe's seed when first asked for (METHOD 0.5), and how far the
-    boundaries that project onto them are open in this round."""
+    """Every U of a run, drawn from the recipe's seed when first asked for (docs/method.md, The basis).
+
+    It also knows how far the boundaries that project onto them are open in this round.
+    """
 
     def __init__(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> None:
         self.recipe, self.device, self.dtype = recipe, device, dtype

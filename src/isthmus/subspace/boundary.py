@@ -42,7 +42,7 @@ class SubspaceBoundary:
 
 class OpeningBoundary(OpenBoundary):
     """A boundary in a finishing round: x_hat = T + (P + a (I - P)) (x - T), from a = 0, which is the subspace
-    boundary, to a = 1, which is none (docs/method.md).
+    boundary, to a = 1, which is none (docs/method.md, Finishing rounds).
 
     What lies outside S needs the whole stream on the wire. The sender blends, so that what crosses is x_hat.
     """
