@@ -16,7 +16,7 @@ RATIOS = (("1", 1.0), ("1/8", 1 / 8), ("1/24", 1 / 24), ("1/96", 1 / 96), ("1/76
 COLOURS = ("#4a5560", "#c8590a", "#12806a", "#1f66c1", "#7a4bc2")
 INK, SOFT, FAINT = "#1d2329", "#5d6770", "#e6e3dd"
 
-# Figure 3: 512M (docs/method.md, Sizes), the paper's 391 rounds of 50 inner steps, 20 % more tokens (Table 3).
+# Figure 3: 512M (docs/method.md, Sizes), the paper's 391 rounds of 50 steps, and 20 % more tokens (Table 3).
 WALLCLOCK = {"num_parameters": 512_398_848, "width": 1536, "mbps": 1000.0}
 NUM_STEPS = 19_550
 MORE_TOKENS = 1.2
