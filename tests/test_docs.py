@@ -13,16 +13,18 @@ import pytest
 
 from isthmus.cli.main import build_parser
 from isthmus.config import PRESETS, Recipe, load_recipe, parse_recipe
-from isthmus.simulator.rounds import NO_SCORES, start_row
+from isthmus.protocol.documents import Entry, Manifest
+from isthmus.protocol.heartbeat import Heartbeat
+from isthmus.runlog import Row
 
 ROOT = Path(__file__).parents[1]
-README, METHOD = ROOT / "README.md", ROOT / "docs" / "method.md"
-OPERATE, PROTOCOL = ROOT / "docs" / "operate.md", ROOT / "docs" / "protocol.md"
-WATCH, USE = ROOT / "docs" / "watch.md", ROOT / "docs" / "use.md"
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+METHOD, OPERATE, PROTOCOL = (ROOT / "docs" / f"{name}.md" for name in ("method", "operate", "protocol"))
+ALSO = [ROOT / "docs" / f"{name}.md" for name in ("architecture", "plan", "use", "watch")]
 PAGES = pytest.mark.parametrize(
-    "page", [README, METHOD, OPERATE, PROTOCOL, WATCH, USE], ids=lambda page: page.name
+    "page", [README, CONTRIBUTING, METHOD, OPERATE, PROTOCOL, *ALSO], ids=lambda page: page.name
 )
-OURS = ("src/", "tests/", "docs/", "recipes/", "bench/")
+OURS = ("src/", "tests/", "docs/", "recipes/", "bench/", "experiments/")
 
 
 @cache
@@ -60,6 +62,10 @@ def names_in(path):
     return names
 
 
+def headings(page):
+    return re.findall(r"^#+ (.+)$", text(page), re.MULTILINE)
+
+
 @PAGES
 def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(page):
     assert links(page)
@@ -68,8 +74,8 @@ def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(page):
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), target
         if anchor:
-            headings = re.findall(r"^#+ (.+)$", text(there), re.MULTILINE)
-            assert anchor in [re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings]
+            anchors = [re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings(there)]
+            assert anchor in anchors, target
 
 
 @PAGES
@@ -84,6 +90,31 @@ def test_every_path_that_is_named_exists(page):
 def test_every_test_that_is_named_exists(page):
     for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", text(page)):
         assert name in names_in(ROOT / path), f"{path}::{name}"
+
+
+def sources(*folders):
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_every_page_and_heading_that_the_code_refers_to_exists():
+    found = 0
+    for path in sources("src", "tests", "experiments", "bench"):
+        prose = re.sub(r"\s+(?:# )?", " ", text(path))  # a reference may be wrapped
+        for name, rest in re.findall(r"docs/([\w-]+)\.md(, [A-Z].{,80})?", prose):
+            page = ROOT / "docs" / f"{name}.md"
+            assert page.exists(), f"{path}: docs/{name}.md"
+            if rest:
+                found += 1
+                named = any(rest.startswith(f", {title}") for title in headings(page))
+                assert named, f"{path}: docs/{name}.md{rest}"
+    assert found > 10
+
+
+def test_the_code_refers_to_sections_of_the_method_by_their_headings():
+    for path in sources("src"):
+        assert not re.search(r"\bMETHOD\b", text(path)), path
+        for rest in re.findall(r"docs/method\.md(.{,3})", text(path)):
+            assert rest.startswith(", "), f"{path}: name the heading of docs/method.md"
 
 
 def test_every_function_that_the_method_links_is_in_that_file():
@@ -107,7 +138,7 @@ def test_every_command_that_is_shown_is_one_that_isthmus_takes(page):
     if page == README:
         shown = shown.replace(section(page, "What it does not do yet"), "")
     for _, *arguments in commands(shown):
-        args = parsed(arguments)
+        args = parsed(arguments if len(arguments) > 1 else [*arguments, "--help"])  # `isthmus join` in prose
         if args and args.command == "simulate" and args.recipe:
             load_recipe(ROOT / args.recipe, args.set)
 
@@ -160,7 +191,7 @@ def test_the_readmes_presets_are_the_presets():
 
 
 def test_every_field_of_a_row_and_every_purpose_of_bytes_is_explained():
-    row = start_row(load_recipe(ROOT / "recipes" / "demo.toml"), NO_SCORES, 0.0)
+    row = Row.untrained(load_recipe(ROOT / "recipes" / "demo.toml"), None, 0.0)
     explained = set(re.findall(r"`(\w+)`", section(README, "The commands")))
     assert row.keys() | row["bytes"].keys() | row["dense_bytes"].keys() <= explained
 
@@ -215,15 +246,12 @@ def test_the_fields_of_every_document_are_those_that_the_code_writes():
     for first, second in re.findall(r"^\| (.*?) ?\| (`.+?) \|", section(PROTOCOL, "Documents"), re.MULTILINE):
         document = first.strip("` ") or document
         fields_of.setdefault(document, set()).update(re.findall(r"`(\w+)`", second))
-    package = ROOT / "src" / "isthmus"
-    ledger, closer = (
-        literal_keys(package / "protocol" / "ledger.py"),
-        literal_keys(package / "protocol" / "closer.py"),
-    )
-    entry = next(keys for keys in ledger if "norm" in keys)
+    ledger = literal_keys(ROOT / "src" / "isthmus" / "protocol" / "ledger.py")
+    entry = set(Entry("rack", ()).to_dict())
+    manifest = Manifest(round=1, anchor="", entries=(), refused=(), members=(), deadline_seconds=0, seconds=0)
     assert fields_of["run.json"] in ledger
     assert fields_of["anchor"] in ledger
-    assert fields_of["heartbeat"] in literal_keys(package / "runtime" / "trainer.py")
+    assert fields_of["heartbeat"] == set(Heartbeat().to_dict())
     assert fields_of["commit"] - entry in ledger
     assert entry <= fields_of["commit"]
-    assert fields_of["manifest"] - {"round", "previous"} in closer
+    assert fields_of["manifest"] == set(manifest.to_dict(""))
