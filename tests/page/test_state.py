@@ -17,9 +17,8 @@ from isthmus.page.report import CONTROL, write_report
 from isthmus.page.rounds import grid
 from isthmus.page.source import AliveFile, Beat, Raw, Settled, open_source
 from isthmus.page.state import Teller
-from isthmus.runlog import RunDir, totals
+from isthmus.runlog import Row, RunDir, totals
 from isthmus.runlog.words import size, summary
-from isthmus.runtime.recorder import row_from_manifest
 from isthmus.store.objects import open_store
 
 
@@ -235,7 +234,7 @@ def test_a_bucket_alone_tells_rounds_members_and_training_losses(tmp_path):
     assert words["rack-0"] == words["rack-1"] == ["counted", "counted", "awaited"]
     assert words["edge"][0] == "missing"
     # Nothing crossed between stages, compressed or not; and the follower of `train` says the same.
-    row = row_from_manifest(recipe, source.reader.ledger.manifest(1), 0, {})
+    row = Row.from_manifest(recipe, source.reader.ledger.manifest(1), 0)
     assert (state["sums"]["dense_bytes"]["stages"], row["dense_bytes"]["stages"]) == (0, 0)
     assert state["sums"]["dense_bytes"]["replicas"] == 2 * row["dense_bytes"]["replicas"] > 0
     # A history is read in pieces where it is long: nothing is shown that was not verified.

@@ -14,11 +14,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def follow(run_recipe, made, stream=None, **options) -> str:
+def shown(run_recipe, made, stream=None, **options) -> str:
     stream = stream or io.StringIO()
     with open_view(run_recipe, 0, 20, stream=stream, **options) as view:
         for row in made:
-            for step in range(15 if row["round"] else 0):
+            for step in range(15 if row.round else 0):
                 view.inner(step + 1, 15, [5.0, 5.2])
             view.round(row)
         view.note("replica edge-1 [left]")
@@ -27,7 +27,7 @@ def follow(run_recipe, made, stream=None, **options) -> str:
 
 def test_without_a_terminal_every_round_is_one_aligned_line():
     made = rows(recipe(), 12)
-    lines = follow(recipe(), made).splitlines()
+    lines = shown(recipe(), made).splitlines()
     assert len(lines) == 14
     assert lines[0].startswith("round  0/20  loss mixed  7.01 full  6.95 pipelined  7.07")
     pattern = (
@@ -41,7 +41,7 @@ def test_without_a_terminal_every_round_is_one_aligned_line():
 
 
 def test_unevaluated_rounds_and_fleets_without_pipelines_keep_the_columns():
-    lines = follow(recipe(FULL), rows(recipe(FULL), 4, eval_every=2)).splitlines()
+    lines = shown(recipe(FULL), rows(recipe(FULL), 4, eval_every=2)).splitlines()
     assert lines[1].startswith("round  1/20  loss     -  train")
     assert lines[2].startswith("round  2/20  loss  6.15  train")
     assert "pipelined" not in "".join(lines[:5])
@@ -49,7 +49,7 @@ def test_unevaluated_rounds_and_fleets_without_pipelines_keep_the_columns():
 
 def test_one_replica_sends_nothing_and_the_line_says_nothing_of_it():
     alone = recipe(FULL.replace("2", "1"))
-    assert "sent" not in follow(alone, rows(alone, 3))
+    assert "sent" not in shown(alone, rows(alone, 3))
 
 
 def test_a_resumed_run_counts_the_bytes_of_the_rounds_before():
@@ -68,7 +68,7 @@ def test_a_closed_stream_does_not_stop_the_run():
 
 
 def test_quiet_says_nothing():
-    assert follow(recipe(), rows(recipe(), 3), quiet=True) == ""
+    assert shown(recipe(), rows(recipe(), 3), quiet=True) == ""
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_terminal_view_fits_80_columns_and_tells_losses_bytes_and_time(monke
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("CI", raising=False)
-    text = follow(recipe(FULL + PIPELINED), rows(recipe(), 3), stream=Terminal())
+    text = shown(recipe(FULL + PIPELINED), rows(recipe(), 3), stream=Terminal())
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert "replica edge-1 [left]" in plain
     last = [line.rstrip() for line in plain.splitlines()][-6:]

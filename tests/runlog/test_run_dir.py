@@ -6,7 +6,7 @@ import pytest
 
 from isthmus.config import Recipe, parse_recipe
 from isthmus.errors import ConfigError
-from isthmus.runlog import RunDir, next_run_dir, totals
+from isthmus.runlog import Row, RunDir, next_run_dir, totals
 
 TEXT = (
     'name = "demo"\n[model]\npreset = "nano"\n[outer]\nrounds = 9\n[[replicas]]\nname = "rack"\ncount = 2\n'
@@ -28,7 +28,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_rows_come_back_as_they_were_appended(run: RunDir, recipe: Recipe):
-    rows = [{"round": i, "loss_full": 5.0 - i, "bytes": {"tokens": i}, "lr": None} for i in range(3)]
+    rows = [Row(round=i, loss_full=5.0 - i, bytes={"tokens": i}) for i in range(3)]
     for row in rows:
         run.append(row)
     again = RunDir.open(run.path)
@@ -42,10 +42,9 @@ def test_a_loss_that_is_no_number_is_stored_as_valid_json(run: RunDir):
         {"round": 0, "loss_full": math.nan, "loss_by_kind": {"rack": math.inf}, "list": [-math.inf, 1.0]}
     )
     line = run.metrics_path.read_text()
-    assert json.loads(line, parse_constant=pytest.fail) == run.rows()[0]
-    assert run.rows() == [
-        {"round": 0, "loss_full": None, "loss_by_kind": {"rack": None}, "list": [None, 1.0]}
-    ]
+    stored = json.loads(line, parse_constant=pytest.fail)
+    assert stored == {"round": 0, "loss_full": None, "loss_by_kind": {"rack": None}, "list": [None, 1.0]}
+    assert run.rows()[0].loss_full is None
 
 
 @pytest.mark.parametrize("tail", [b'{"round": 2, "loss', b"{", b"\0\0\0", b"\xff\n", b'{"round": 2}'])
@@ -65,7 +64,7 @@ def test_an_append_after_a_kill_starts_a_line_of_its_own(run: RunDir):
     with open(run.metrics_path, "ab") as file:
         file.write(b'{"round": 1, "to')
     run.append({"round": 1, "tokens": 7})
-    assert run.rows() == [{"round": 0}, {"round": 1, "tokens": 7}]
+    assert run.rows() == [Row(round=0), Row(round=1, tokens=7)]
 
 
 def test_a_broken_line_in_the_middle_is_named(run: RunDir):
@@ -77,7 +76,20 @@ def test_a_broken_line_in_the_middle_is_named(run: RunDir):
 def test_of_a_round_that_was_run_again_the_last_row_counts(run: RunDir):
     for row in ({"round": 0}, {"round": 1, "tokens": 1}, {"round": 2}, {"round": 1, "tokens": 5}):
         run.append(row)
-    assert run.rows() == [{"round": 0}, {"round": 1, "tokens": 5}, {"round": 2}]
+    assert run.rows() == [Row(round=0), Row(round=1, tokens=5), Row(round=2)]
+
+
+def test_rows_of_other_versions_are_read_and_kept_as_they_were_written(run: RunDir):
+    run.append({"round": 0, "from_tomorrow": 1})
+    run.append({"round": 1, "bytes": None})
+    run.append({"round": 2})
+    before = run.metrics_path.read_text().splitlines()
+    assert [row.bytes["control"] for row in run.rows()] == [0, 0, 0]
+    run.truncate(1)
+    assert run.metrics_path.read_text().splitlines() == before[:2]
+    run.amend(Row(round=1, tokens=5))
+    assert run.metrics_path.read_text().splitlines()[0] == before[0]
+    assert run.rows()[1].tokens == 5
 
 
 def test_truncate_drops_the_rounds_after_the_given_one(run: RunDir):
@@ -146,13 +158,13 @@ def test_next_run_dir_is_the_first_that_does_not_exist(tmp_path: Path):
 
 def test_totals_add_up_by_purpose_and_by_link():
     bytes_ = dict(activations=5, gradients=4, tokens=3, payload_up=2, payload_down=6, control=1)
-    row = {
-        "bytes": bytes_,
-        "dense_bytes": {"stages": 90, "replicas": None},
-        "seconds": 1.5,
-        "fleet_seconds": None,
-    }
-    rows = [{"round": 0, "seconds": 9.0}, {"round": 1, "tokens": 8, **row}, {"round": 2, "tokens": 16, **row}]
+    row = {"bytes": bytes_, "dense_bytes": {"stages": 90, "replicas": None}, "seconds": 1.5}
+    stored = [
+        {"round": 0, "seconds": 9.0},
+        {"round": 1, "tokens": 8, **row},
+        {"round": 2, "tokens": 16, **row},
+    ]
+    rows = [Row.from_dict(found) for found in stored]
     sums = totals(rows)
     assert sums["bytes"] == {key: 2 * value for key, value in bytes_.items()}
     assert sums["link_bytes"] == {"stages": 24, "replicas": 18}

@@ -92,7 +92,7 @@ def test_rounds_without_evaluation_are_not_taken_for_the_last_loss(tmp_path: Pat
 
 def test_a_diverged_run_says_so(tmp_path: Path):
     run = make_run(tmp_path / "run", recipe(), 3)
-    run.append(run.rows()[-1] | {"round": 4, "loss_train": float("nan"), "loss_mixed": float("nan")})
+    run.append(dict(run.rows()[-1]) | {"round": 4, "loss_train": float("nan"), "loss_mixed": float("nan")})
     assert "The training loss of the last round was not a finite number: the run diverged." in summary(run)
 
 

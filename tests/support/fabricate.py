@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config import Recipe, parse_recipe
-from isthmus.runlog import RunDir
+from isthmus.runlog import Row, RunDir
 
 FULL = '[[replicas]]\nname = "rack"\nkind = "full"\ncount = 2\n'
 PIPELINED = (
@@ -29,7 +29,7 @@ def recipe(fleet: str = FULL + PIPELINED, *overrides: str) -> Recipe:
     return parse_recipe(BASE + fleet, overrides)
 
 
-def rows(recipe: Recipe, num_rounds: int, eval_every: int = 1, wobble: float = 0.02) -> list[dict[str, Any]]:
+def rows(recipe: Recipe, num_rounds: int, eval_every: int = 1, wobble: float = 0.02) -> list[Row]:
     pipelined = [replica for replica in recipe.replicas if replica.kind == "pipelined"]
     kinds = {replica.name: 0.02 if replica.kind == "full" else 0.12 for replica in recipe.replicas}
     parameter_bytes = 4 * recipe.model.num_parameters
@@ -53,29 +53,27 @@ def rows(recipe: Recipe, num_rounds: int, eval_every: int = 1, wobble: float = 0
             "control": 900 * recipe.num_replicas if peers else 0,
         }
         result.append(
-            {
-                "round": number,
-                "inner_steps": number * recipe.outer.inner_steps,
-                "tokens": number * recipe.round_tokens,
-                "lr": 0.003,
-                "loss_train": loss + 0.1 if trained else None,
-                "train_by_kind": {name: value + 0.1 for name, value in by_kind.items()} if trained else None,
-                "loss_full": loss if evaluated else None,
-                "loss_pipelined": loss + 0.12 if evaluated and pipelined else None,
-                "loss_mixed": loss + (0.06 if pipelined else 0) if evaluated else None,
-                "loss_by_kind": by_kind if evaluated else None,
-                "grad_norm": 0.9 + 0.2 * math.cos(number * 1.7) if trained else None,
-                "seconds": 2.9 + 0.4 * math.sin(number) if trained else 0.4,
-                "tokens_per_second": recipe.round_tokens / (2.9 + 0.4 * math.sin(number))
-                if trained
-                else None,
-                "fleet_seconds": 12.5 if trained else None,
-                "bytes": {key: value if trained else 0 for key, value in traffic.items()},
-                "dense_bytes": {
+            Row(
+                round=number,
+                inner_steps=number * recipe.outer.inner_steps,
+                tokens=number * recipe.round_tokens,
+                lr=0.003,
+                loss_train=loss + 0.1 if trained else None,
+                train_by_kind={name: value + 0.1 for name, value in by_kind.items()} if trained else {},
+                loss_full=loss if evaluated else None,
+                loss_pipelined=loss + 0.12 if evaluated and pipelined else None,
+                loss_mixed=loss + (0.06 if pipelined else 0) if evaluated else None,
+                loss_by_kind=by_kind if evaluated else {},
+                grad_norm=0.9 + 0.2 * math.cos(number * 1.7) if trained else None,
+                seconds=2.9 + 0.4 * math.sin(number) if trained else 0.4,
+                tokens_per_second=recipe.round_tokens / (2.9 + 0.4 * math.sin(number)) if trained else None,
+                fleet_seconds=12.5 if trained else None,
+                bytes={key: value if trained else 0 for key, value in traffic.items()},
+                dense_bytes={
                     "stages": (2 * step_tokens * dense + traffic["tokens"]) if trained else 0,
                     "replicas": 2 * peers * parameter_bytes * recipe.outer.inner_steps if trained else 0,
                 },
-            }
+            )
         )
     return result
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from isthmus.cli.arguments import add_recipe, add_run
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
-from isthmus.runlog import RunDir, summary
+from isthmus.runlog import finite, summary
 
 if TYPE_CHECKING:
     from isthmus.simulator.run import Results
@@ -77,9 +77,9 @@ def simulate(args: argparse.Namespace) -> int:
 def tell(results: "Results", as_json: bool) -> int:
     """The last lines of a run: in words, or its last row."""
     if as_json:
-        last = {"run": str(results.run_dir), "rounds": len(results.rows) - 1, "last": results.last}
-        print(json.dumps(last))
+        last = finite(results.last.to_dict())
+        print(json.dumps({"run": str(results.run_dir), "rounds": len(results.rows) - 1, "last": last}))
     else:
-        print("\n".join(summary(RunDir.open(results.run_dir))))
+        print("\n".join(summary(results.run_dir)))
         print(f"Report: {Path(results.run_dir) / 'report.html'}")
     return 0

@@ -7,18 +7,8 @@ import torch
 from torch import Tensor
 
 from isthmus.config import InnerConfig
+from isthmus.layout.learning_rate import learning_rate
 from isthmus.model.adam import FusedAdamW
-
-
-def learning_rate(step: int, config: InnerConfig, total_steps: int) -> float:
-    """Linear warm-up from `warmup_start`, then cosine down to `final_lr`, as shares of the peak."""
-    if step < config.warmup_steps:
-        share = config.warmup_start + (1 - config.warmup_start) * step / config.warmup_steps
-    else:
-        length = max(1, (config.schedule_steps or total_steps) - config.warmup_steps)
-        progress = min(1.0, (step - config.warmup_steps) / length)
-        share = config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * share
 
 
 def squared_norms(grads: Mapping[str, Tensor], stacked: bool) -> Tensor:
@@ -31,12 +21,12 @@ def squared_norms(grads: Mapping[str, Tensor], stacked: bool) -> Tensor:
 def clip_scales(
     squares: Tensor, limit: float, groups: Tensor | None, squared_norm: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What gradients with these squared norms (R, T) are multiplied by to keep a norm of `limit`, (R, T), and
-    each replica's norm (R,) before it.
+    """Factors (R, T) that clip gradients with these squared norms (R, T) to a norm of `limit`, and each
+    replica's norm (R,) before clipping.
 
     groups (R, T) numbers the stage of each of the T tensors where every stage clips on its own; None: one
-    norm over the whole replica. squared_norm (R,) is given where these gradients are one stage's only: the
-    sum over all of its replica's. Nothing here waits for the device.
+    norm over the whole replica. A stage gives the squared norm (R,) of its whole replica. Nothing here waits
+    for the device.
     """
     if squared_norm is not None:
         totals = squared_norm.view(-1, 1).expand_as(squares)
@@ -56,7 +46,7 @@ def clip_(
     stacked: bool,
     squared_norm: Tensor | None = None,
 ) -> Tensor:
-    """Scale each replica's gradients down to a norm of `limit`; returns the norms (R,) before it."""
+    """Scale each replica's gradients down to a norm of `limit`; returns the norms (R,) before clipping."""
     if squared_norm is None:
         squares = squared_norms(grads, stacked)  # (R, T)
     else:
@@ -69,11 +59,12 @@ def clip_(
 
 
 class InnerOpt:
-    """AdamW on named tensors; its moments outlive the rounds and are never averaged (METHOD 1.1).
+    """AdamW on named tensors. Its moments outlive the rounds (docs/method.md, The inner optimiser).
 
-    `modified` names the d-sided matrices that take the row-constant second moment of Table 5d, with a mask
-    (R,) of the replicas that do. `copies` are bf16 leaves that stand for some of the weights in the forward
-    and take their gradients; they are for stacks on a GPU (see `adam`), and are kept equal to the weights.
+    `modified` names the d-sided matrices with the row-constant second moment of Table 5d, each with a mask
+    (R,) of the replicas that use it. `copies` are bf16 leaves: the forward reads them in place of some
+    weights, and they receive the gradients. They are for stacks on a GPU (see `adam`) and stay equal to the
+    weights.
     """
 
     def __init__(
@@ -90,7 +81,6 @@ class InnerOpt:
         self.params, self.config, self.total_steps = dict(params), config, total_steps
         self.stacked, self.groups, self.modified = stacked, groups, dict(modified or {})
         self.step_count = 0  # updates taken: what the moments have seen
-        self.missed = 0  # inner steps of the run that this replica was away for
         plain = [p for name, p in self.params.items() if name not in self.modified]
         self.adamw = torch.optim.AdamW(
             plain,
@@ -100,8 +90,7 @@ class InnerOpt:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        # Both moments exist from the start, so that a checkpoint before the first step has the same shape
-        # as any other.
+        # Both moments exist from the start: a checkpoint before the first step has the shape of any other.
         self.first = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.copies = dict(copies or {})
@@ -116,20 +105,8 @@ class InnerOpt:
         for name, p in self.params.items():
             if name not in self.modified:
                 step = torch.tensor(float(self.step_count), dtype=torch.float32, device=p.device)
-                self.adamw.state[p] = {
-                    "step": step,
-                    "exp_avg": self.first[name],
-                    "exp_avg_sq": self.second[name],
-                }
-
-    def lr(self) -> float:
-        """The learning rate of the step to come."""
-        return learning_rate(self.step_count + self.missed, self.config, self.total_steps)
-
-    def follow(self, inner_step: int) -> None:
-        """The step to come is this one of the run: a replica that was away takes the run's learning rate,
-        while its moments count only what they have seen."""
-        self.missed = inner_step - self.step_count
+                first, second = self.first[name], self.second[name]
+                self.adamw.state[p] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
@@ -137,19 +114,21 @@ class InnerOpt:
         return squared_norms(self._grads(), self.stacked).sum(1)
 
     def _grads(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.params.items()}
+        return {name: _grad(p) for name, p in self.params.items()}
 
-    def step(self, squared_norm: Tensor | None = None) -> Tensor:
-        """One update from the gradients in `.grad`; returns each replica's gradient norm.
-
-        A stage hands in the squared norm (1,) of its whole replica, to be clipped by that.
-        """
-        self.advance()
+    def step(self, squared_norm: Tensor | None = None, inner_step: int | None = None) -> Tensor:
+        """One update from the gradients in `.grad`; returns each replica's gradient norm."""
+        self.advance(inner_step)
         return self.update(squared_norm)
 
-    def advance(self) -> None:
-        """Count the step to come and set its learning rate: all of a step that is the host's."""
-        lr = self.lr()
+    def advance(self, inner_step: int | None = None) -> None:
+        """The host's part of an update: count it and set its learning rate.
+
+        A replica that was away gives the run's inner step. It takes that step's learning rate, while its
+        moments count only the updates they have seen.
+        """
+        step = self.step_count if inner_step is None else inner_step
+        lr = learning_rate(step, self.config, self.total_steps)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.step_count += 1
@@ -158,7 +137,7 @@ class InnerOpt:
 
     @torch.no_grad()
     def update(self, squared_norm: Tensor | None = None) -> Tensor:
-        """The rest of the step: all of it that is the device's."""
+        """The device's part: clip, then AdamW. A stage clips by the squared norm (1,) of its whole replica."""
         limit = self.config.clip or math.inf
         if self.fused:
             scales, norms = clip_scales(self.fused.squares(), limit, self.groups, squared_norm)
@@ -174,11 +153,12 @@ class InnerOpt:
     def _modified_step(self, name: str, mask: Tensor, lr: float) -> None:
         """AdamW whose second moment is one number per input feature where mask is set (Table 5d)."""
         p, c = self.params[name], self.config
-        square = p.grad.square()  # (R, D, in): constant over the d outputs keeps m / sqrt(v) in Col(U)
+        grad = _grad(p)
+        square = grad.square()  # (R, D, in): constant over the d outputs keeps m / sqrt(v) in Col(U)
         shared = square.mean(-2, keepdim=True).expand_as(square)
         square = torch.where(mask.view(-1, 1, 1) if self.stacked else mask.view(1, 1), shared, square)
         first, second = self.first[name], self.second[name]
-        first.lerp_(p.grad, 1 - c.beta1)
+        first.lerp_(grad, 1 - c.beta1)
         second.mul_(c.beta2).add_(square, alpha=1 - c.beta2)
         p.mul_(1 - lr * c.weight_decay)
         unbiased = (second / (1 - c.beta2**self.step_count)).sqrt_().add_(c.eps)
@@ -202,6 +182,11 @@ class InnerOpt:
 
     @torch.no_grad()
     def refresh_copies(self) -> None:
-        """After weights were set from outside."""
+        """Call this after setting the weights from outside."""
         for name, copy in self.copies.items():
             copy.copy_(self.params[name])
+
+
+def _grad(param: Tensor) -> Tensor:
+    assert param.grad is not None, "an update needs a gradient for every weight"
+    return param.grad

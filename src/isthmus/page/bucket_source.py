@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import ConfigError, RunError
-from isthmus.layout.traffic import PURPOSES, dense_round_bytes
 from isthmus.page.clean import text
 from isthmus.page.read import FolderBucket, bounded_recipe
 from isthmus.page.source import Beat, Raw, Settled
 from isthmus.protocol.ledger import Ledger, Manifest, read_run
 from isthmus.protocol.trust import MAX_DOCUMENT_BYTES
-from isthmus.runlog.kinds import by_kind, measured_by_kind
+from isthmus.runlog import Row
 from isthmus.store.objects import open_store
 from isthmus.store.retry import StoreError, StoreRefused
 from isthmus.store.url import parse_url
@@ -72,7 +71,7 @@ class BucketReader:
         self.skew: float | None = None  # our clock minus the store's, as far as it is known
         self.looked = 0.0
         self.settled: dict[int, Settled] = {}
-        self.told: list[dict[str, Any]] = []  # a row for each settled round
+        self.reported: list[Row] = []  # one for each settled round
         self.late: set[tuple[int, str]] = set()
         self.judged: set[int] = set()
         self.fault = ""
@@ -171,36 +170,9 @@ class BucketReader:
             manifest.seconds if math.isfinite(manifest.seconds) else 0.0,
         )
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Rows as `train` writes them, less what only a follower measures: held-out losses and bias."""
-        for t in range(len(self.told) + 1, len(self.ledger.manifests) + 1):
-            self.told.append(self._row(self.ledger.manifests[t]))
-        return self.told
-
-    def _row(self, manifest: Manifest) -> dict[str, Any]:
-        recipe, steps = self.recipe, self.recipe.outer.inner_steps
-        told = {entry.replica: entry.facts for entry in manifest.entries}
-        took_part = [member for member in recipe.fleet() if member.name in told]
-        known = [(m, told[m.name]["loss"]) for m in took_part if told[m.name].get("loss") is not None]
-        losses = [loss for _, loss in known]
-        tokens = len(took_part) * steps * recipe.inner.batch * recipe.model.context
-        counts = dict.fromkeys(PURPOSES, 0)
-        for facts in told.values():
-            for purpose, count in facts.get("bytes", {}).items():
-                counts[purpose] = counts.get(purpose, 0) + count
-        norms = [facts["grad_norm"] for facts in told.values() if facts.get("grad_norm") is not None]
-        return {
-            "round": manifest.round,
-            "inner_steps": manifest.round * steps,
-            "tokens": tokens + (self.told[-1]["tokens"] if self.told else 0),
-            "loss_train": sum(losses) / len(losses) if losses else None,
-            "train_by_kind": by_kind([m for m, _ in known], losses),
-            "grad_norm": sum(norms) / len(norms) if norms else None,
-            "seconds": manifest.seconds,
-            "tokens_per_second": tokens / max(manifest.seconds, 1e-9),
-            "bytes": counts,
-            "dense_bytes": dict(dense_round_bytes(recipe, took_part)),
-            "measured": measured_by_kind(took_part, told),
-            "contributors": list(told),
-            "refused": dict(manifest.refused),
-        }
+    def rows(self) -> list[Row]:
+        """Rows as `train` writes them, without what only a recorder measures: held-out losses and bias."""
+        for t in range(len(self.reported) + 1, len(self.ledger.manifests) + 1):
+            before = self.reported[-1].tokens if self.reported else 0
+            self.reported.append(Row.from_manifest(self.recipe, self.ledger.manifests[t], before))
+        return self.reported

@@ -45,7 +45,7 @@ def clean_rows(found: Iterable[Any], recipe: Recipe) -> tuple[list[Row], int]:
     rows: dict[int, Row] = {}
     strange = 0
     for row in found:
-        at = row.get("round") if isinstance(row, dict) else None
+        at = row.get("round") if isinstance(row, Mapping) else None
         if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= 10**9:
             strange += 1
         else:
@@ -55,21 +55,20 @@ def clean_rows(found: Iterable[Any], recipe: Recipe) -> tuple[list[Row], int]:
 
 def clean_row(row: Mapping[str, Any], recipe: Recipe) -> Row:
     kinds = [replica.name for replica in recipe.replicas]
-    clean: Row = {"round": row["round"]}
-    clean |= {name: int(amount(row.get(name)) or 0) for name in ("inner_steps", "tokens")}
-    clean |= {name: number(row.get(name)) for name in NUMBERS}
-    clean |= {name: amount(row.get(name)) for name in AMOUNTS}
-    clean |= {name: _named(row.get(name), kinds, number) for name in ("train_by_kind", "loss_by_kind")}
-    clean["bytes"] = {name: int(n) for name, n in _named(row.get("bytes"), PURPOSES, amount).items()}
-    clean["dense_bytes"] = _named(row.get("dense_bytes"), ("stages", "replicas"), amount)
-    clean["measured"] = _named(row.get("measured"), kinds, _figures)
-    clean["bias"] = _named(row.get("bias"), kinds, _bias)
+    found: dict[str, Any] = {name: int(amount(row.get(name)) or 0) for name in ("inner_steps", "tokens")}
+    found |= {name: number(row.get(name)) for name in NUMBERS}
+    found |= {name: amount(row.get(name)) for name in AMOUNTS}
+    found |= {name: _named(row.get(name), kinds, number) for name in ("train_by_kind", "loss_by_kind")}
+    found["bytes"] = {name: int(n) for name, n in _named(row.get("bytes"), PURPOSES, amount).items()}
+    found["dense_bytes"] = _named(row.get("dense_bytes"), ("stages", "replicas"), amount)
+    found["measured"] = _named(row.get("measured"), kinds, _figures)
+    found["bias"] = _named(row.get("bias"), kinds, _bias)
     if isinstance(names := row.get("contributors"), list):
-        clean["contributors"] = [text(name, 80) for name in names[:MOST_ENTRIES]]
+        found["contributors"] = [text(name, 80) for name in names[:MOST_ENTRIES]]
     if isinstance(refused := row.get("refused"), dict):
         entries = list(refused.items())[:MOST_ENTRIES]
-        clean["refused"] = {text(name, 80): text(reason) for name, reason in entries}
-    return clean
+        found["refused"] = {text(name, 80): text(reason) for name, reason in entries}
+    return Row(round=row["round"], **found)
 
 
 def _named(value: Any, names: Iterable[str], read: Callable[[Any], Any]) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from isthmus.config import LinkConfig, Member, ReplicaConfig
 from isthmus.page.clean import number, text
 from isthmus.page.report import STATUSES, colours_of, link_text
 from isthmus.page.source import GONE, Raw
+from isthmus.protocol.heartbeat import Heartbeat, silent_after
 from isthmus.runlog import Row
 from isthmus.runlog.words import rate, size
 
 STALE_SECONDS = 60.0  # without any sign of life, of a run that is said to go on
 FIRST_ROUND_SECONDS = 600.0  # that the first round of a simulation may take: compiling is part of it
 PULSE_SECONDS = 4.0  # a process touches its file every second
-BEATS = 5  # as `isthmus status`: so many heartbeats left out, and a replica is silent
 HEALTHY = ("training", "delivering", "delivered", "finished", "running")
 BANDS = ((0.1, "under 10 %"), (0.5, "10 to 50 %"), (0.9, "50 to 90 %"), (float("inf"), "over 90 %"))
 
@@ -126,11 +126,11 @@ def replicas(raw: Raw, now: float) -> list[dict[str, Any]]:
 
 def _replica(member: Member, raw: Raw, now: float) -> dict[str, Any]:
     beat, pulses = raw.beats.get(member.name), raw.pulses.get(member.name, [])
-    said = beat.said if beat else {}
+    said = beat.said if beat else Heartbeat()
     state, why = _state(member, raw, now)
     ended = state in GONE
     steps = raw.recipe.outer.inner_steps
-    step = said.get("inner_step")
+    step = said.inner_step
     into = steps if state == "delivered" else (step - 1) % steps + 1 if step else 0
     alive = {p.stage: now - p.seen_unix <= PULSE_SECONDS for p in pulses}
     return {
@@ -142,13 +142,13 @@ def _replica(member: Member, raw: Raw, now: float) -> dict[str, Any]:
         "tone": "good" if state in HEALTHY else "bad" if state == "silent" else "wait",
         "up": state not in ("silent", "not seen", "left", "interrupted", "failed"),
         "seen_unix": round(beat.seen_unix, 1) if beat else None,
-        "round": said.get("round"),
+        "round": said.round if beat else None,
         "inner_step": into if state in ("training", "silent", "delivering", "delivered") else None,
-        "awaiting": said.get("awaiting") or "",
-        "loss": number(said.get("loss")),
-        "rate": rate(r) if (r := number(said.get("tokens_per_second"))) and r > 0 else "",
-        "tokens_per_second": number(said.get("tokens_per_second")),
-        "incarnation": said.get("incarnation") or "",
+        "awaiting": said.awaiting,
+        "loss": number(said.loss),
+        "rate": rate(r) if (r := number(said.tokens_per_second)) and r > 0 else "",
+        "tokens_per_second": number(said.tokens_per_second),
+        "incarnation": said.incarnation,
         "delivered": member.name in raw.delivered,
         "processes": [
             {
@@ -176,7 +176,7 @@ def _state(member: Member, raw: Raw, now: float) -> tuple[str, str]:
     if beat is None and not pulses:
         return "not seen", "it has not joined yet"
     silence = "starting" if raw.has_bucket else "running"  # in a bucket that is not read here it may say more
-    state = text(beat.said.get("state", silence), 24) if beat else silence
+    state = text(beat.said.state, 24) or silence if beat else silence
     if state in GONE:
         return state, ""
     gone = [p.stage for p in pulses if now - p.seen_unix > PULSE_SECONDS]
@@ -186,10 +186,10 @@ def _state(member: Member, raw: Raw, now: float) -> tuple[str, str]:
         several = f"stages {', '.join(map(str, gone[:-1]))} and {gone[-1]} do not stir"
         return "silent", several if len(gone) > 1 else f"stage {gone[0]} does not stir"
     lead = pulses[0].pid if pulses and pulses[0].stage == 0 else 0
-    if lead and beat and beat.said.get("pid") not in (None, lead):
+    if lead and beat and beat.said.pid not in (0, lead):
         return "starting", "a new process has taken over and has not spoken yet"
-    if beat and not pulses and now - beat.seen_unix > BEATS * raw.recipe.bucket.heartbeat_seconds:
-        return "silent", f"no heartbeat for more than {BEATS * raw.recipe.bucket.heartbeat_seconds:g} s"
+    if beat and not pulses and now - beat.seen_unix > silent_after(raw.recipe):
+        return "silent", f"no heartbeat for more than {silent_after(raw.recipe):g} s"
     if state in ("training", "delivering") and member.name in raw.delivered:
         return "delivered", ""  # the bucket knows it before the next heartbeat
     return state, ""

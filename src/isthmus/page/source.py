@@ -13,17 +13,16 @@ from isthmus.errors import ConfigError, RunError
 from isthmus.page.clean import clean_about, clean_rows
 from isthmus.page.read import DOCUMENT_BYTES, Folder, bounded_recipe, read_json
 from isthmus.page.tail import MetricsFile
+from isthmus.protocol.heartbeat import GONE, Heartbeat
 from isthmus.runlog import Row
 from isthmus.store.retry import StoreRefused
-
-GONE = ("left", "finished")
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
     """What a replica last said of itself, and when, by this machine's clock."""
 
-    said: dict[str, Any]
+    said: Heartbeat
     seen_unix: float
 
 
@@ -178,7 +177,7 @@ class BucketSource:
         if len(told) > len(self.rows):  # settled rounds stay as they are
             self.rows = [*self.rows, *clean_rows(told[len(self.rows) :], self.recipe)[0]]
         raw.rows = self.rows
-        states = [beat.said.get("state") for beat in raw.beats.values()]
+        states = [beat.said.state for beat in raw.beats.values()]
         done = max(raw.settled, default=0)
         status = "running"
         if done >= self.recipe.outer.rounds:

@@ -1,8 +1,7 @@
-"""The three held-out losses of METHOD 0.4: as a full forward, as a pipelined forward, and mixed; and the bias
-that compressed boundaries bring in."""
+"""The three held-out losses, full, pipelined and mixed (docs/method.md, Three losses), and the bias that
+compressed boundaries bring in."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from isthmus.data.corpus import Corpus
 from isthmus.data.tokens import validation_batches
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.llama import forward, rope_table, token_losses
-from isthmus.runlog.kinds import by_kind
+from isthmus.runlog.row import Bias, Scores, by_kind
 from isthmus.subspace.bias import drift, outside, watched
 from isthmus.subspace.boundaries import BasisSet, boundary_functions, forward_key, projected
 
@@ -48,7 +47,7 @@ class Scorer:
             self.frozen = table.detach().clone() if self.frozen is None else self.frozen.copy_(table)
 
     @torch.no_grad()
-    def score(self, anchor: Mapping[str, Tensor], table: Tensor) -> dict[str, Any]:
+    def score(self, anchor: Mapping[str, Tensor], table: Tensor) -> Scores:
         """`table` is the embedding that compressed boundaries subtract: the anchor's own, unless it is
         frozen."""
         keys = [forward_key(self.recipe, member, self.bases) for member in self.members]
@@ -89,14 +88,14 @@ class Scorer:
         # Finishing changes the forwards, not the tensors they read.
         return self.recordings.setdefault((id(anchor), id(table), *forwards), gpu.Replayed(work))()
 
-    def _bias(self, embedding: Tensor, shares: Mapping[tuple, Sequence[float]]) -> dict[str, Any]:
+    def _bias(self, embedding: Tensor, shares: Mapping[tuple, Sequence[float]]) -> dict[str, Bias]:
         """By compressed kind: the share of energy that each boundary drops, and the embedding's drift out of
         S in this round, both means over the kind's replicas."""
         groups: dict[str, list[Member]] = {}
         for member in self.members:
             if member.config.compressed:
                 groups.setdefault(member.config.name, []).append(member)
-        bias = {}
+        bias: dict[str, Bias] = {}
         for name, group in groups.items():
             rows = [shares[forward_key(self.recipe, member, self.bases)] for member in group]
             drifts = self._drifts(embedding, group)

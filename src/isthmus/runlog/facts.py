@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 MAX_PROCESSES = 32  # a replica of more processes reports no `measured`: a commit would get too long
@@ -45,24 +45,22 @@ class Facts:
             },
         )
 
+    def plus(self, more: "Facts") -> "Facts":
+        """With what another part of the same process has counted."""
+        total = {key: self.bytes.get(key, 0) + more.bytes.get(key, 0) for key in {**self.bytes, **more.bytes}}
+        return replace(self, bytes=total, measured={**self.measured, **more.measured})
+
     @classmethod
     def gather(cls, processes: Sequence["Facts"]) -> "Facts":
         """A replica's facts: those of its first process, with every process's bytes and figures."""
         total: Counter[str] = Counter()
         for facts in processes:
             total.update(facts.bytes)
-        first, measured = processes[0], {}
+        measured = {}
         if len(processes) <= MAX_PROCESSES:
-            for name in first.measured:
+            for name in processes[0].measured:
                 measured[name] = [n for facts in processes for n in facts.measured.get(name, [0])]
-        return cls(
-            loss=first.loss,
-            grad_norm=first.grad_norm,
-            seconds=first.seconds,
-            trip_seconds=first.trip_seconds,
-            bytes=dict(total),
-            measured=measured,
-        )
+        return replace(processes[0], bytes=dict(total), measured=measured)
 
 
 def number(body: Mapping[str, Any], key: str) -> float | None:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self, TextIO
 
 from isthmus.config import Recipe
-from isthmus.runlog import Row, totals
+from isthmus.runlog.row import Row
+from isthmus.runlog.run_dir import totals
 from isthmus.runlog.words import clock, rate, size
 
 LOSSES = {"loss_mixed": "mixed", "loss_full": "full", "loss_pipelined": "pipelined"}
@@ -23,21 +24,21 @@ def open_view(
     rows: Iterable[Row] = (),
     quiet: bool = False,
 ) -> "View":
-    """A view for `with`. `rows` are those of the rounds already done, when a run is resumed."""
-    stream = sys.stderr if stream is None else stream
+    """A view for `with`. `rows` are those of a resumed run's finished rounds."""
+    out: TextIO = sys.stderr if stream is None else stream
     progress = Progress(recipe, rounds_done, total_rounds, rows)
     if quiet:
-        return View(progress, stream)
-    if is_interactive(stream):
+        return View(progress, out)
+    if is_interactive(out):
         with contextlib.suppress(ImportError):
             from isthmus.runlog.terminal import TerminalView
 
-            return TerminalView(progress, stream)
-    return PlainView(progress, stream)
+            return TerminalView(progress, out)
+    return PlainView(progress, out)
 
 
 def is_interactive(stream: TextIO) -> bool:
-    """A terminal that can move its cursor, with somebody before it."""
+    """A terminal that can move its cursor, and not a CI log."""
     if not stream.isatty() or os.environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
     return os.environ.get("TERM", "") not in ("dumb", "unknown", "") or os.name == "nt"
@@ -53,7 +54,7 @@ class Progress:
         self.losses = list(LOSSES)
         if not any(replica.kind == "pipelined" for replica in recipe.replicas):
             self.losses = ["loss_full"]  # all three are the same number
-        self.last: Row = {}
+        self.last: Row | None = None
         self.measured: dict[str, deque[float]] = {field: deque(maxlen=2) for field in self.losses}
         self.sums = totals(())
         for row in rows:
@@ -68,16 +69,16 @@ class Progress:
 
     def add(self, row: Row) -> None:
         now = time.monotonic()
-        if row["round"] > 0:
+        if row.round > 0:
             self.recent.append(now - self.round_began)
-        self.rounds_done, self.round_began, self.step = row["round"], now, 0
+        self.rounds_done, self.round_began, self.step = row.round, now, 0
         self._count(row)
 
     def _count(self, row: Row) -> None:
         """Sums are kept, not rows: the last of 3,000 rounds costs no more than the first."""
         self.last = row
         for field, known in self.measured.items():
-            if row.get(field) is not None:
+            if row[field] is not None:
                 known.append(row[field])
         new = totals([row])
         self.sums["seconds"] += new["seconds"]
@@ -105,7 +106,7 @@ class Progress:
                 return float(self.inner_losses)
             values = [float(loss) for loss in self.inner_losses]
             return sum(values) / len(values) if values else None
-        return self.last.get("loss_train")
+        return self.last.loss_train if self.last else None
 
     def loss_and_change(self, field: str) -> tuple[float | None, float | None]:
         """The last measured loss, and how far it is from the one before."""
@@ -114,7 +115,7 @@ class Progress:
 
 
 class View:
-    """What a run tells while it goes on; this one keeps it to itself. No view may stop a run."""
+    """Takes what a run reports while it goes on; this one shows nothing. A view never stops a run."""
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         self.progress = progress
@@ -151,13 +152,13 @@ class PlainView(View):
     def _line(self, row: Row) -> str:
         progress = self.progress
         digits = len(str(progress.total_rounds))
-        losses = " ".join(f"{LOSSES[field]} {_loss(row.get(field))}" for field in progress.losses)
+        losses = " ".join(f"{LOSSES[field]} {_loss(row[field])}" for field in progress.losses)
         if len(progress.losses) == 1:
-            losses = _loss(row.get(progress.losses[0]))
-        parts = [f"round {row['round']:>{digits}}/{progress.total_rounds}", f"loss {losses}"]
-        if row["round"] == 0:
+            losses = _loss(row[progress.losses[0]])
+        parts = [f"round {row.round:>{digits}}/{progress.total_rounds}", f"loss {losses}"]
+        if row.round == 0:
             return "  ".join([*parts, "before training"])
-        parts += [f"train {_loss(row.get('loss_train'))}", f"{rate(row.get('tokens_per_second') or 0):>11}"]
+        parts += [f"train {_loss(row.loss_train)}", f"{rate(row.tokens_per_second or 0):>11}"]
         left = progress.eta_seconds()
         parts.append(f"ETA {clock(left) if left is not None else '?':<6}")
         sent, dense = (sum(progress.sums[kind].values()) for kind in ("link_bytes", "dense_bytes"))

@@ -1,4 +1,4 @@
-"""A run directory: what an engine writes down, and what the dashboard reads. Standard library only.
+"""A run directory: what a run writes down, and what its page reads. Standard library only.
 
     recipe.toml      the resolved recipe; written once
     about.json       facts that hold for the whole run: versions, device, status
@@ -13,20 +13,59 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from isthmus.config import Recipe, dump_recipe, parse_recipe
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
+from isthmus.layout.traffic import PURPOSES, REPLICA_PURPOSES, STAGE_PURPOSES
+from isthmus.runlog.row import Row
 
-Row = dict[str, Any]
+REAL = "real processes"  # the mode of a run of `train`; all others were simulated
 
-# These depend on the clock; two runs of one recipe and seed agree in every other field.
-TIMING_FIELDS = ("seconds", "tokens_per_second", "fleet_seconds", "measured")
 
-STAGE_PURPOSES = ("activations", "gradients", "tokens")
-REPLICA_PURPOSES = ("payload_up", "payload_down", "control")
+class About(TypedDict, total=False):
+    """about.json. Versions before and after this one may have other keys."""
+
+    isthmus: str
+    torch: str
+    device: str
+    device_type: str  # of a simulation; "cpu" or "cuda"
+    device_used: str  # of real processes; such as "cuda:0"
+    precision: str
+    compiled: bool
+    mode: str
+    group: int  # replicas that a simulator stacks at once
+    pieces: int  # micro-steps into which it cuts a batch
+    parked: bool
+    predicted_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    parameters: int
+    auto: list[str]
+    corpus: str
+    tokenizer_sha256: str
+    start_sha256: str
+    started: str
+    status: str  # running, finished, interrupted or failed
+    error: str | None
+    restarts: int
+    run: str  # a bucket's run_id
+
+
+class Totals(TypedDict):
+    """A run in sums."""
+
+    rounds: int
+    inner_steps: int
+    tokens: int
+    seconds: float
+    fleet_seconds: float | None
+    bytes: dict[str, int]  # by purpose
+    link_bytes: dict[str, int]  # between stages, between replicas
+    dense_bytes: dict[str, int]  # what dense methods would have sent
 
 
 class RunDir:
@@ -47,7 +86,8 @@ class RunDir:
             # "x": of two processes that were given the same folder, one gets it.
             with open(run.recipe_path, "x", encoding="utf-8") as file:
                 file.write(dump_recipe(recipe))
-                _sync(file)
+                file.flush()
+                os.fsync(file.fileno())
             replace_file(run.about_path, _json(dict(about), indent=2) + "\n")
             replace_file(run.metrics_path, "")
         except FileExistsError:
@@ -93,7 +133,7 @@ class RunDir:
         return self.path / "state"
 
     @property
-    def about(self) -> dict[str, Any]:
+    def about(self) -> About:
         """Read afresh each time: a run that is still going changes its status."""
         try:
             about = json.loads(self.about_path.read_text(encoding="utf-8"))
@@ -105,10 +145,10 @@ class RunDir:
             raise ConfigError(
                 f"{self.about_path} is not a JSON object; remove it, the run can be read without it"
             )
-        return about
+        return About(**about)
 
     def update_about(self, **facts: Any) -> None:
-        replace_file(self.about_path, _json(self.about | facts, indent=2) + "\n")
+        replace_file(self.about_path, _json({**self.about, **facts}, indent=2) + "\n")
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row; when this returns, the row survives a kill and a power cut."""
@@ -120,6 +160,10 @@ class RunDir:
 
     def rows(self) -> list[Row]:
         """The rows in the order of their rounds; of a round that was run again, the last."""
+        return [Row.from_dict(found) for found in self._stored()]
+
+    def _stored(self) -> list[dict[str, Any]]:
+        """Rows as they were written, with whatever keys they have."""
         try:
             data = self.metrics_path.read_bytes()
         except FileNotFoundError:
@@ -128,7 +172,7 @@ class RunDir:
             raise ConfigError(f"cannot read {self.metrics_path}: {error.strerror}") from None
         # A row counts once its newline is written; what follows the last newline was cut short by a kill.
         lines = data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]
-        rows: dict[int, Row] = {}
+        rows: dict[int, dict[str, Any]] = {}
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -136,21 +180,22 @@ class RunDir:
                 row = json.loads(line, parse_constant=lambda _: None)
                 rows[int(row["round"])] = row
             except (ValueError, KeyError, TypeError):
-                if number < len(lines):  # a torn last line is no fault, whatever is in it
+                if number < len(lines):  # a torn last line is not a fault
                     raise ConfigError(
                         f"{self.metrics_path}, line {number} is not a row of a run; remove that line"
                     ) from None
         return [rows[key] for key in sorted(rows)]
 
     def amend(self, row: Mapping[str, Any]) -> None:
-        """Put `row` in the place of the one of its round."""
-        rows = [row if old["round"] == row["round"] else old for old in self.rows()]
-        replace_file(self.metrics_path, "".join(_json(row) + "\n" for row in rows))
+        """Replace the row of the same round."""
+        self._rewrite([row if old["round"] == row["round"] else old for old in self._stored()])
 
     def truncate(self, round: int) -> None:
         """Forget what came after `round`, so that a resumed run writes its own."""
-        kept = [row for row in self.rows() if row["round"] <= round]
-        replace_file(self.metrics_path, "".join(_json(row) + "\n" for row in kept))
+        self._rewrite([row for row in self._stored() if row["round"] <= round])
+
+    def _rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        replace_file(self.metrics_path, "".join(_json(row) + "\n" for row in rows))
 
 
 def next_run_dir(base: str | Path, name: str) -> Path:
@@ -183,7 +228,7 @@ def _refuse_occupied(path: Path) -> None:
 def _which_run(path: Path) -> str:
     try:
         run = RunDir.open(path)
-        done = max((row["round"] for row in run.rows()), default=0)
+        done = max((row.round for row in run.rows()), default=0)
         status = run.about.get("status", "status unknown")
         return f'the run "{run.recipe.name}" ({status}, {done} of {run.recipe.outer.rounds} rounds)'
     except ConfigError:
@@ -205,12 +250,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _cut_torn_tail(file: Any) -> None:
+def _cut_torn_tail(file: FileIO) -> None:
     """Drop what follows the last newline, so that no row continues one that a kill cut short."""
     size = file.seek(0, os.SEEK_END)
     if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
@@ -218,33 +258,20 @@ def _cut_torn_tail(file: Any) -> None:
         file.truncate(file.readall().rfind(b"\n") + 1)
 
 
-def totals(rows: Iterable[Row]) -> dict[str, Any]:
+def totals(rows: Iterable[Row]) -> Totals:
     """A run in sums: bytes by purpose and by kind of link, what dense methods would have sent, and time."""
     rows = list(rows)
-    trained = [row for row in rows if row["round"] > 0]
-    sent = {purpose: _total(rows, "bytes", purpose) for purpose in STAGE_PURPOSES + REPLICA_PURPOSES}
-    fleet = [row["fleet_seconds"] for row in trained if row.get("fleet_seconds") is not None]
+    trained = [row for row in rows if row.round > 0]
+    sent = {purpose: sum(row.bytes.get(purpose) or 0 for row in rows) for purpose in PURPOSES}
+    fleet = [row.fleet_seconds for row in trained if row.fleet_seconds is not None]
+    links = {"stages": STAGE_PURPOSES, "replicas": REPLICA_PURPOSES}
     return {
-        "rounds": max((row["round"] for row in rows), default=0),
-        "inner_steps": max((row.get("inner_steps") or 0 for row in rows), default=0),
-        "tokens": max((row.get("tokens") or 0 for row in rows), default=0),
-        "seconds": sum(row.get("seconds") or 0.0 for row in trained),
+        "rounds": max((row.round for row in rows), default=0),
+        "inner_steps": max((row.inner_steps for row in rows), default=0),
+        "tokens": max((row.tokens for row in rows), default=0),
+        "seconds": sum(row.seconds or 0.0 for row in trained),
         "fleet_seconds": sum(fleet) if fleet else None,
         "bytes": sent,
-        "link_bytes": {
-            "stages": sum(sent[purpose] for purpose in STAGE_PURPOSES),
-            "replicas": sum(sent[purpose] for purpose in REPLICA_PURPOSES),
-        },
-        "dense_bytes": {link: _total(rows, "dense_bytes", link) for link in ("stages", "replicas")},
+        "link_bytes": {link: sum(sent[purpose] for purpose in own) for link, own in links.items()},
+        "dense_bytes": {link: sum(row.dense_bytes.get(link) or 0 for row in rows) for link in links},
     }
-
-
-def _total(rows: list[Row], field: str, key: str) -> int:
-    return sum((row.get(field) or {}).get(key) or 0 for row in rows)
-
-
-def summary(run: "RunDir | str | Path") -> list[str]:
-    """The run in plain words, one sentence an entry."""
-    from isthmus.runlog import words  # which reads this module
-
-    return words.summary(run if isinstance(run, RunDir) else RunDir.open(run))

@@ -22,7 +22,7 @@ class TerminalView(View):
             console=self.console,
             get_renderable=self.draw,
             refresh_per_second=4,
-            redirect_stdout=False,  # results on stdout may be piped; they do not belong into this view
+            redirect_stdout=False,  # results on stdout may be piped
             vertical_overflow="crop",
         )
 
@@ -99,8 +99,8 @@ class TerminalView(View):
         progress, text = self.progress, Text()
         loss = progress.train_loss()
         text.append(f"{loss:.3f}" if loss is not None else "-", style="bold")
-        if progress.last.get("tokens_per_second"):
-            text.append(f"   {rate(progress.last['tokens_per_second'])}")
+        if progress.last and progress.last.tokens_per_second:
+            text.append(f"   {rate(progress.last.tokens_per_second)}")
         if self.progress.sums["seconds"]:
             text.append(f"   {clock(self.progress.sums['seconds'])}").append(" here", style="dim")
         if self.progress.sums["fleet_seconds"] is not None:

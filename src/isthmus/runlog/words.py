@@ -1,43 +1,49 @@
-"""A run in words and figures: the sentences that end a run, and how bytes, counts and times are written."""
+"""A run in words: the sentences that end a run, and how bytes, counts and times are written."""
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
 
 from isthmus.config import Recipe, ReplicaConfig
-from isthmus.runlog import Row, RunDir, totals
+from isthmus.runlog.row import Row
+from isthmus.runlog.run_dir import About, RunDir, Totals, totals
 
 
 def first_and_last(rows: Iterable[Row], field: str) -> tuple[Row, Row] | None:
     """The first and the last row that measured `field`; None when none did."""
-    measured = [row for row in rows if row.get(field) is not None]
+    measured = [row for row in rows if row[field] is not None]
     return (measured[0], measured[-1]) if measured else None
 
 
-def summary(run: RunDir) -> list[str]:
+def summary(run: RunDir | str | Path) -> list[str]:
     """The run in plain words, one sentence an entry."""
-    rows, about, outer = run.rows(), run.about, run.recipe.outer
-    sums = totals(rows)
+    run = run if isinstance(run, RunDir) else RunDir.open(run)
+    return sentences(run.recipe, run.about, run.rows())
+
+
+def sentences(recipe: Recipe, about: About, rows: list[Row]) -> list[str]:
+    """The same from rows that were read already."""
+    outer, sums = recipe.outer, totals(rows)
     done, status = sums["rounds"], about.get("status")
-    model = f"a model of {count(about.get('parameters') or run.recipe.model.num_parameters)} parameters"
+    model = f"a model of {count(about.get('parameters') or recipe.model.num_parameters)} parameters"
     progress = f"round {done} of {outer.rounds}"
     ending = {
         "running": f"The run has not ended: {progress} is the last one written down.",
         "interrupted": f"The run was interrupted after {progress}.",
         "failed": f"The run failed after {progress}: {_one_line(about.get('error') or 'no reason kept')}.",
-    }.get(status, "")
+    }.get(status or "", "")
     if done == 0:
-        opening = f"{fleet_in_words(run.recipe)} will train {model}; no round has been completed."
-        return [opening, *_losses(rows, run.recipe), *([ending] if status == "failed" else [])]
+        opening = f"{fleet_in_words(recipe)} will train {model}; no round has been completed."
+        return [opening, *_losses(rows, recipe), *([ending] if status == "failed" else [])]
     how = f"{_many(done, 'round')} of {_many(outer.inner_steps, 'inner step')}"
     spent = f"{count(sums['tokens'])} tokens in {duration(sums['seconds'])}"
-    sentences = [f"{fleet_in_words(run.recipe)} trained {model} for {how} on {spent}."]
-    sentences += [*([ending] if ending else []), *_finish(done, run.recipe)]
-    sentences += [*_losses(rows, run.recipe), *_traffic(sums, run.recipe)]
+    said = [f"{fleet_in_words(recipe)} trained {model} for {how} on {spent}."]
+    said += [*([ending] if ending else []), *_finish(done, recipe)]
+    said += [*_losses(rows, recipe), *_traffic(sums, recipe)]
     if sums["fleet_seconds"] is not None:
         taken = duration(sums["fleet_seconds"])
-        sentences.append(f"On that fleet and its links the run would have taken {taken}.")
-    return sentences
+        said.append(f"On that fleet and its links the run would have taken {taken}.")
+    return said
 
 
 def fleet_in_words(recipe: Recipe) -> str:
@@ -74,9 +80,9 @@ def _losses(rows: list[Row], recipe: Recipe) -> list[str]:
     if (ends := first_and_last(rows, "loss_mixed")) is None:
         return ["The held-out loss has not been measured."]
     first, last = ends
-    before, after = first["loss_mixed"], last["loss_mixed"]
+    before, after = first.loss_mixed or 0.0, last.loss_mixed or 0.0
     pipelined = any(replica.kind == "pipelined" for replica in recipe.replicas)
-    if last["round"] == 0:
+    if last.round == 0:
         return [f"Before training the held-out loss is {before:.2f} nats."]
     if first is last:
         text = f"Held-out loss was {after:.2f} nats after round {last['round']}"
@@ -86,17 +92,17 @@ def _losses(rows: list[Row], recipe: Recipe) -> list[str]:
     if pipelined:
         text += " as the replicas train (mixed)"
         for field, forward in (("loss_full", "full"), ("loss_pipelined", "pipelined")):
-            if last.get(field) is not None:
+            if last[field] is not None:
                 text += f", {last[field]:.2f} as a {forward} forward"
-    if first is not last and last["round"] != rows[-1]["round"]:
+    if first is not last and last.round != rows[-1].round:
         text += f" (last measured after round {last['round']})"
     sentences = [f"{text}."]
-    if rows[-1]["round"] > 0 and rows[-1].get("loss_train") is None:
+    if rows[-1].round > 0 and rows[-1].loss_train is None:
         sentences.append("The training loss of the last round was not a finite number: the run diverged.")
     return sentences
 
 
-def _traffic(sums: dict[str, Any], recipe: Recipe) -> list[str]:
+def _traffic(sums: Totals, recipe: Recipe) -> list[str]:
     sent, links, dense = sums["bytes"], sums["link_bytes"], sums["dense_bytes"]
     sentences = []
     if links["stages"]:
@@ -130,8 +136,8 @@ def _traffic(sums: dict[str, Any], recipe: Recipe) -> list[str]:
     return sentences
 
 
-def _one_line(text: Any) -> str:
-    return " ".join(str(text).split()).rstrip(".")
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).rstrip(".")
 
 
 def _many(number: int, noun: str) -> str:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import torch
 
@@ -22,24 +22,34 @@ from isthmus.page.report import write_report
 from isthmus.planner.auto import resolve
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
 from isthmus.replica.meter import peak_bytes
-from isthmus.runlog import RunDir, next_run_dir
+from isthmus.runlog import REAL, About, Row, RunDir, next_run_dir
 from isthmus.runlog.live import open_view
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
 from isthmus.simulator.rounds import Saver, simulate_rounds
 
-REAL = "real processes"  # the mode of a run of `train`, in its about.json
+
+class Setup(TypedDict):
+    """The part of about.json that makes a resumed simulation go on as it was."""
+
+    device: str
+    device_type: str
+    precision: str
+    compiled: bool
+    group: int  # replicas that are stacked at once
+    pieces: int  # grad_accum_steps
+    parked: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a run came to."""
+    """The result of a run: its folder, and a row for each round."""
 
     run_dir: Path
-    rows: list[dict[str, Any]]
+    rows: list[Row]
 
     @property
-    def last(self) -> dict[str, Any]:
+    def last(self) -> Row:
         return self.rows[-1]
 
 
@@ -59,7 +69,7 @@ def simulate(
     first = checked_first(recipe, corpus)
     compiled = where.type == "cuda" if compiled is None else compiled
     plan = pick_plan(recipe, where, precision, compiled, mode)
-    about = {
+    about: About = {
         "isthmus": __version__,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
@@ -91,19 +101,19 @@ def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) ->
         raise ConfigError(
             f"{run.path} is a fleet of real processes; go on with `isthmus train --resume {run.path}`"
         )
-    missing = [key for key in ("device_type", "precision", "group", "pieces", "parked") if key not in about]
-    if missing:
+    if missing := sorted(Setup.__required_keys__ - about.keys()):
         raise ConfigError(
-            f"{run.path}/about.json does not say how the run was held ({missing[0]}); start a new run"
+            f"{run.path}/about.json does not say how the run was simulated ({missing[0]}); start a new run"
         )
-    where = pick_device(about["device_type"] if device == "auto" else device)
+    setup = cast(Setup, about)
+    where = pick_device(setup["device_type"] if device == "auto" else device)
     corpus = checked_corpus(recipe)
     if corpus.tokenizer_sha256 != about.get("tokenizer_sha256"):
         raise ConfigError(
             f"the corpus {recipe.data.corpus} has another tokenizer than when {run.path} began; "
             "put the old one back"
         )
-    plan = SimulatorPlan(about["group"], about["pieces"], about["parked"], about.get("predicted_bytes", 0))
+    plan = SimulatorPlan(setup["group"], setup["pieces"], setup["parked"], about.get("predicted_bytes", 0))
     found = checkpoint.load(run.state_path)
     done, state = found or (0, None)
     run.truncate(done if found else -1)
@@ -125,15 +135,15 @@ def _run(
     state: dict | None,
     first: Mapping[str, torch.Tensor] | None,
 ) -> Results:
-    about = run.about
+    about, setup = run.about, cast(Setup, run.about)
     status, error = "failed", None
     try:
-        fleet = SimulatedFleet(recipe, corpus, device, about["precision"], plan, about["compiled"], first)
+        fleet = SimulatedFleet(recipe, corpus, device, setup["precision"], plan, setup["compiled"], first)
         if state:
             fleet.restore(state, done)
         with open_view(recipe, done, recipe.outer.rounds, rows=run.rows(), quiet=quiet) as view:
             how = plan.describe(recipe.num_replicas)
-            view.note(f"{run.path}: {how} on {about['device']}, {about['precision']}")
+            view.note(f"{run.path}: {how} on {setup['device']}, {setup['precision']}")
             for reason in about.get("auto", ()):
                 view.note(reason)
             passes = fleet.batches.passes(recipe.num_inner_steps)
@@ -150,10 +160,10 @@ def _run(
         error = f"{type(fault).__name__}: {fault}".splitlines()[0]
         raise
     finally:
-        held = {"peak_bytes": peak_bytes(device)}
+        memory = {"peak_bytes": peak_bytes(device)}
         if device.type == "cuda":  # with what its allocator keeps between tensors
-            held["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
-        run.update_about(status=status, error=error, **held)
+            memory["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        run.update_about(status=status, error=error, **memory)
         with contextlib.suppress(OSError, ConfigError):  # a report that fails must not hide why the run did
             write_report(run.path)
     return Results(run.path, run.rows())
@@ -193,7 +203,7 @@ def checked_corpus(recipe: Recipe) -> Corpus:
             f"{recipe.model.vocab}; set model.vocab={corpus.vocab_size}, or "
             f"prepare the corpus with --vocab {recipe.model.vocab}"
         )
-    # Too little text is said here, before a run directory exists.
+    # Too little text is an error here, before a run directory exists.
     Batches(corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context)
     validation_batches(corpus, recipe.inner.batch, recipe.model.context, 1)
     return corpus
@@ -202,7 +212,7 @@ def checked_corpus(recipe: Recipe) -> Corpus:
 def pick_plan(
     recipe: Recipe, device: torch.device, precision: str, compiled: bool, mode: str = "auto"
 ) -> SimulatorPlan:
-    """How the simulator holds this fleet in what is free on the device now."""
+    """How the simulator fits this fleet into the memory that is free on the device now."""
     if device.type == "cuda":
         available = int(torch.cuda.mem_get_info(device)[0] * 0.92)
     else:

@@ -1,0 +1,267 @@
+"""One outer round of a run: a line of metrics.jsonl, however the round was run. Standard library only."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NotRequired, Protocol, Self, TypedDict
+
+from isthmus.config import Member, Recipe
+from isthmus.layout.learning_rate import learning_rate
+from isthmus.layout.traffic import PURPOSES, dense_round_bytes
+from isthmus.planner.cost import round_seconds
+from isthmus.runlog.facts import Facts
+
+# These depend on the clock; two runs of one recipe and seed agree in every other field.
+TIMING_FIELDS = ("seconds", "tokens_per_second", "fleet_seconds", "measured")
+# Of a row's `measured`, lists with one entry for each process; over the replicas of a kind they are
+SUMMED = ("forth_bytes", "back_bytes")
+AVERAGED = ("compute_seconds", "up_seconds", "down_seconds")
+LARGEST = ("peak_bytes",)
+
+
+class Figures(TypedDict):
+    """What the replicas of one [[replicas]] table measured in a round."""
+
+    replicas: int
+    bytes: dict[str, int]  # by purpose
+    seconds: NotRequired[float]
+    trip_seconds: NotRequired[float]
+    forth_bytes: NotRequired[list[float]]
+    back_bytes: NotRequired[list[float]]
+    compute_seconds: NotRequired[list[float]]
+    up_seconds: NotRequired[list[float]]
+    down_seconds: NotRequired[list[float]]
+    peak_bytes: NotRequired[list[float]]
+
+
+class Bias(TypedDict):
+    """What one kind of compressed boundaries costs: see `bias` in the README."""
+
+    outside: list[float]  # the share of energy that each boundary drops
+    drift: float | None
+
+
+class Scores(TypedDict):
+    """The held-out losses of an anchor, and the bias of its boundaries."""
+
+    loss_full: float | None
+    loss_pipelined: float | None
+    loss_mixed: float | None
+    loss_by_kind: dict[str, float]
+    bias: dict[str, Bias]
+
+
+NO_SCORES = Scores(loss_full=None, loss_pipelined=None, loss_mixed=None, loss_by_kind={}, bias={})
+
+
+class EntryOfManifest(Protocol):
+    @property
+    def replica(self) -> str: ...
+    @property
+    def facts(self) -> Facts: ...
+
+
+class SettledManifest(Protocol):
+    """What a row takes from a manifest of the ledger."""
+
+    @property
+    def round(self) -> int: ...
+    @property
+    def entries(self) -> Sequence[EntryOfManifest]: ...
+    @property
+    def refused(self) -> Sequence[tuple[str, str]]: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Row(Mapping[str, Any]):
+    """A round. `row.loss_full` and `row["loss_full"]` are the same; None stands for what was not measured.
+
+    As a mapping it has the keys of metrics.jsonl: the last three only where real processes ran the round.
+    """
+
+    round: int
+    inner_steps: int = 0
+    tokens: int = 0
+    lr: float | None = None
+    loss_train: float | None = None
+    train_by_kind: dict[str, float] = field(default_factory=dict)
+    loss_full: float | None = None
+    loss_pipelined: float | None = None
+    loss_mixed: float | None = None
+    loss_by_kind: dict[str, float] = field(default_factory=dict)
+    bias: dict[str, Bias] = field(default_factory=dict)
+    grad_norm: float | None = None
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    fleet_seconds: float | None = None
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PURPOSES, 0))
+    dense_bytes: dict[str, int] = field(default_factory=lambda: {"stages": 0, "replicas": 0})
+    measured: dict[str, Figures] = field(default_factory=dict)
+    contributors: list[str] | None = None
+    refused: dict[str, str] | None = None
+    anchor: str | None = None
+
+    @classmethod
+    def untrained(cls, recipe: Recipe, scores: Scores | None, seconds: float) -> Self:
+        """Row 0: the model before training."""
+        lr = learning_rate(0, recipe.inner, recipe.num_inner_steps)
+        return cls(round=0, lr=lr, seconds=seconds, fleet_seconds=0.0, **(scores or NO_SCORES))
+
+    @classmethod
+    def from_simulation(
+        cls,
+        recipe: Recipe,
+        round: int,
+        facts: Mapping[str, Facts],
+        scores: Scores | None,
+        *,
+        loss_train: float,
+        grad_norm: float,
+        seconds: float,
+    ) -> Self:
+        """A simulated round, in which every replica took part; `facts` are theirs by name."""
+        step_seconds = _mean([fact.seconds for fact in facts.values()]) or 0.0
+        row = cls._trained(recipe, round, facts, scores, seconds, step_seconds / recipe.outer.inner_steps)
+        row.tokens, row.loss_train, row.grad_norm = round * recipe.round_tokens, loss_train, grad_norm
+        return row
+
+    @classmethod
+    def from_manifest(
+        cls,
+        recipe: Recipe,
+        manifest: SettledManifest,
+        tokens_before: int,
+        scores: Scores | None = None,
+        anchor: str | None = None,
+    ) -> Self:
+        """A settled round of real processes, as the replicas reported it with their updates."""
+        facts = {entry.replica: entry.facts for entry in manifest.entries}
+        step_seconds = manifest.seconds / recipe.outer.inner_steps
+        row = cls._trained(recipe, manifest.round, facts, scores, manifest.seconds, step_seconds)
+        row.tokens = tokens_before + _tokens(recipe, facts)
+        row.loss_train = _mean([fact.loss for fact in facts.values()])
+        row.grad_norm = _mean([fact.grad_norm for fact in facts.values()])
+        row.contributors, row.refused, row.anchor = list(facts), dict(manifest.refused), anchor
+        return row
+
+    @classmethod
+    def _trained(
+        cls,
+        recipe: Recipe,
+        round: int,
+        facts: Mapping[str, Facts],
+        scores: Scores | None,
+        seconds: float,
+        step_seconds: float,
+    ) -> Self:
+        took_part = [member for member in recipe.fleet() if member.name in facts]
+        known = [(m, loss) for m in took_part if (loss := facts[m.name].loss) is not None]
+        step = round * recipe.outer.inner_steps
+        row = cls(
+            round=round,
+            inner_steps=step,
+            lr=learning_rate(step - 1, recipe.inner, recipe.num_inner_steps),
+            train_by_kind=by_kind([m for m, _ in known], [loss for _, loss in known]),
+            seconds=seconds,
+            tokens_per_second=_tokens(recipe, facts) / max(seconds, 1e-9),
+            fleet_seconds=round_seconds(recipe.in_round(round), step_seconds),
+            dense_bytes=dict(dense_round_bytes(recipe, took_part)),
+            measured=measured_by_kind(took_part, facts),
+            **(scores or NO_SCORES),
+        )
+        for fact in facts.values():
+            row._count(fact)
+        return row
+
+    def add_farewells(self, recipe: Recipe, farewells: Mapping[str, Facts]) -> None:
+        """Add what replicas counted after their last commits; `self` is the run's last row."""
+        for fact in farewells.values():
+            self._count(fact)
+        for name, last in measured_by_kind(recipe.fleet(), farewells).items():
+            kind = self.measured.setdefault(name, {"replicas": last["replicas"], "bytes": {}})
+            for purpose, number in last["bytes"].items():
+                kind["bytes"][purpose] = kind["bytes"].get(purpose, 0) + number
+            for key in (*SUMMED, *AVERAGED, *LARGEST):
+                if more := last.get(key):
+                    pairs = zip(kind.get(key) or [0] * len(more), more, strict=False)
+                    kind[key] = [max(pair) if key in LARGEST else sum(pair) for pair in pairs]
+
+    def _count(self, facts: Facts) -> None:
+        for purpose, number in facts.bytes.items():
+            self.bytes[purpose] = self.bytes.get(purpose, 0) + number
+
+    def to_dict(self) -> dict[str, Any]:
+        """As metrics.jsonl has it, keys in order."""
+        return {name: getattr(self, name) for name in self}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Self:
+        """From metrics.jsonl: other keys are left out, and what an older version did not write is None."""
+        known: dict[str, Any] = {name: found[name] for name in FIELDS if found.get(name) is not None}
+        known["round"] = int(known["round"])
+        return cls(**known)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in FIELDS or (key in OPTIONAL and getattr(self, key) is None):
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in FIELDS if name not in OPTIONAL or getattr(self, name) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other}
+
+
+FIELDS = tuple(field.name for field in fields(Row))
+OPTIONAL = ("contributors", "refused", "anchor")
+
+
+def by_kind(members: Sequence[Member], values: Sequence[float]) -> dict[str, float]:
+    """Mean over the replicas of each [[replicas]] table."""
+    kinds: dict[str, list[float]] = {}
+    for member, value in zip(members, values, strict=True):
+        kinds.setdefault(member.config.name, []).append(value)
+    return {name: sum(group) / len(group) for name, group in kinds.items()}
+
+
+def measured_by_kind(members: Sequence[Member], facts: Mapping[str, Facts]) -> dict[str, Figures]:
+    """One round's figures of every [[replicas]] table: bytes are sums over its replicas, seconds means, peaks
+    the largest."""
+    kinds: dict[str, list[Facts]] = {}
+    for member in members:
+        if member.name in facts:
+            kinds.setdefault(member.config.name, []).append(facts[member.name])
+    return {name: _together(group) for name, group in kinds.items()}
+
+
+def _together(facts: Sequence[Facts]) -> Figures:
+    figures: Figures = {"replicas": len(facts), "bytes": {}}
+    for key in ("seconds", "trip_seconds"):
+        if (mean := _mean([getattr(fact, key) or None for fact in facts])) is not None:
+            figures[key] = mean
+    for fact in facts:
+        for purpose, number in fact.bytes.items():
+            figures["bytes"][purpose] = figures["bytes"].get(purpose, 0) + number
+    for key in (*SUMMED, *AVERAGED, *LARGEST):
+        columns = list(zip(*(row for fact in facts if (row := fact.measured.get(key))), strict=False))
+        if not columns:
+            continue
+        if key in AVERAGED:
+            figures[key] = [round(sum(column) / len(column), 5) for column in columns]
+        else:
+            figures[key] = [max(column) if key in LARGEST else sum(column) for column in columns]
+    return figures
+
+
+def _tokens(recipe: Recipe, took_part: Mapping[str, Any]) -> int:
+    return len(took_part) * recipe.outer.inner_steps * recipe.inner.batch * recipe.model.context
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
