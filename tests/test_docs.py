@@ -207,6 +207,24 @@ def test_the_operators_recipe_is_one_and_the_policies_are_json():
         json.loads(policy)
 
 
+def test_every_excerpt_of_the_style_is_in_the_repository():
+    code = "\n".join(text(path) for path in sources("src", "tests"))
+    excerpts = blocks(CONTRIBUTING, "python")
+    assert len(excerpts) > 4
+    for excerpt in excerpts:
+        assert excerpt in code, excerpt
+
+
+def test_every_module_that_the_changelog_says_to_import_is_there():
+    moved = re.findall(r"^\| `.+? \| (`.+) \|$", text(ROOT / "CHANGELOG.md"), re.MULTILINE)
+    modules = [name for cell in moved for name in re.findall(r"`([\w.]+)`", cell)]
+    assert len(modules) > 30
+    for name in modules:
+        root = ROOT if name.startswith("experiments") else ROOT / "src"
+        path = root.joinpath(*name.split("."))
+        assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), name
+
+
 @cache
 def sayings():
     """Every text in the package, with an ellipsis where a value is filled in."""
