@@ -29,7 +29,7 @@ compression = "none"
 """
 
 
-# METHOD section 3: 384 B a token each way, 2 B for its id
+# 384 B a token each way, 2 B for its id
 def test_one_boundary_costs_what_the_paper_counts():
     recipe = parse_recipe(TEXT)
     crossing = inner_step_bytes(recipe, recipe.fleet()[2])
@@ -49,7 +49,7 @@ def test_shards_cover_every_tensor_once_and_each_stage_finds_its_own_whole():
             assert sorted(covered) == sorted(own)
 
 
-def test_a_compressed_stage_also_reads_the_embedding():  # METHOD 0.8
+def test_a_compressed_stage_also_reads_the_embedding():
     recipe = parse_recipe(TEXT)
     at = shards(recipe).index((EMBEDDING,))
     full, edge, pair = recipe.fleet()[0], recipe.fleet()[2], recipe.fleet()[3]
@@ -66,7 +66,7 @@ def test_everybody_uploads_once_and_reads_all_the_others():
     up, down = outer_bytes(recipe, recipe.fleet()[0])
     assert up == sum(sizes)
     assert down == 3 * sum(sizes)
-    assert 5.7e6 < up < 5.9e6  # METHOD 1.6 has 7.01 MB with 12-bit indices
+    assert 5.7e6 < up < 5.9e6  # with 12-bit indices it would be 7.01 MB
 
 
 def test_dense_data_parallelism_is_a_ring_all_reduce_of_fp32_gradients_every_step():

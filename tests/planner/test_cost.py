@@ -1,4 +1,4 @@
-"""The virtual clock: the closed formulas of METHOD section 3."""
+"""The virtual clock, in closed formulas (docs/method.md, The virtual clock)."""
 
 import pytest
 

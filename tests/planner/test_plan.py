@@ -13,10 +13,10 @@ from isthmus.cli import plan as command
 from isthmus.cli.main import Parser
 from isthmus.config import load_recipe, parse_recipe
 from isthmus.errors import ConfigError
-from isthmus.layout.traffic import round_bytes, shard_bytes
+from isthmus.layout.traffic import machine_shards, round_bytes, shard_bytes
 from isthmus.planner.cost import inner_step_seconds
 from isthmus.planner.memory import process_memory
-from isthmus.planner.plan import Prices, machines_of, predict
+from isthmus.planner.plan import Prices, predict
 from isthmus.planner.scale import scale
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +127,7 @@ def test_the_machines_of_a_replica_read_together_what_traffic_counts(path):
     sizes = shard_bytes(recipe)
     for replica, forecast in zip(recipe.replicas, predict(recipe, 100).kinds, strict=True):
         others, total = recipe.num_replicas - 1, 0
-        for writes, reads in machines_of(recipe, replica):
+        for writes, reads in machine_shards(recipe, replica):
             total += sum(sizes[i] * (others + (i not in writes)) for i in reads)
         assert total == forecast.exchange.down_bytes
 

@@ -1,9 +1,9 @@
-"""The closed formula of METHOD section 3, against METHOD's table, and the event simulation beside it."""
+"""The closed formula against the table in docs/plan.md, and the event simulation beside it."""
 
 import pytest
 
 from isthmus.layout.schedule import deep, depths, gpipe, one_f_one_b, simulate_schedule
-from isthmus.planner.cost import closed_form, utilisation
+from isthmus.planner.cost import closed_form
 
 MBPS = (10, 80, 100, 300, 1000, 10_000)
 TABLE = {
@@ -17,11 +17,11 @@ POINT = 0.1 + 1e-9
 
 
 def percent(**assumed):
-    return 100 * utilisation(**assumed)
+    return 100 * closed_form(**assumed).utilisation
 
 
 @pytest.mark.parametrize("ratio", TABLE)
-def test_every_cell_of_methods_table(ratio):
+def test_every_cell_of_the_utilisation_table(ratio):
     for mbps, expected in zip(MBPS, TABLE[ratio], strict=True):
         assert percent(k_over_d=ratio, mbps=mbps) == pytest.approx(expected, abs=POINT), (ratio, mbps)
 
@@ -32,16 +32,16 @@ def test_every_cell_of_methods_table(ratio):
         ({"bits_per_value": 44}, 93.5),  # the values as the paper sent them, in fp32
         ({"downloads": 7}, 84.9),
         ({"outer_mbps": 1e9}, 100),
-        # METHOD counts no token ids in this one: with 16 bits a token it is 19.16.
+        # the stated figure counts no token ids here: with 16 bits a token it is 19.16.
         ({"flops_per_stage": 3.2e15, "id_bits": 0}, 19.3),
         ({"flops_per_stage": 3.2e15, "mbps": 1000}, 98.3),
     ],
 )
-def test_every_sensitivity_that_method_lists(assumed, expected):
+def test_every_sensitivity_that_is_listed(assumed, expected):
     assert percent(**assumed) == pytest.approx(expected, abs=POINT)
 
 
-def test_without_overlap_a_link_costs_its_time_twice():  # METHOD gives whole points: 44 % and 89 %
+def test_without_overlap_a_link_costs_its_time_twice():  # stated in whole points: 44 % and 89 %
     assert round(percent(overlap=False)) == 44
     assert round(percent(overlap=False, mbps=1000)) == 89
 
@@ -68,7 +68,7 @@ def test_the_event_simulation_gives_methods_numbers_for_the_same_step(m, plain, 
         assert round(100 * form.compute_seconds / simulate_schedule(schedule, *times)) == expected
 
 
-def test_latency_hurts_plain_1f1b_and_not_a_deep_warm_up():  # METHOD: 39 % and 93 % at m = 128, 50 ms
+def test_latency_hurts_plain_1f1b_and_not_a_deep_warm_up():  # 39 % and 93 % at m = 128, 50 ms
     form = closed_form(id_bits=0)
     t, link = form.compute_seconds / 128, form.link_seconds / 128
     times = (t / 3, 2 * t / 3, link, 0.05)

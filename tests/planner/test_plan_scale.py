@@ -25,7 +25,7 @@ def test_the_union_of_independent_choices():
 
 
 @pytest.mark.parametrize(("rho", "percent"), [(0.0, 6.1), (0.3, 5.6), (0.6, 4.4), (0.9, 2.3)])
-def test_the_union_has_the_density_that_method_measured(rho, percent):  # METHOD 1.4, M = 8, k = 32
+def test_the_union_has_the_measured_density(rho, percent):  # M = 8, k = 32
     assert 100 * expected_union(8, correlation=rho) / 4096 == pytest.approx(percent, abs=0.05)
 
 

@@ -217,7 +217,8 @@ def figure(args: argparse.Namespace) -> int:
     return 0
 
 
-def scales(args: argparse.Namespace, recipe: Recipe, prices: "Prices | None") -> int:
+def scales(args: argparse.Namespace, recipe: Recipe, prices: "Prices | None") -> None:
+    from isthmus.layout.traffic import codec_settings
     from isthmus.planner import scale as paper
 
     given = {
@@ -225,24 +226,23 @@ def scales(args: argparse.Namespace, recipe: Recipe, prices: "Prices | None") ->
         for name in ("egress_per_gb", "put_per_million", "get_per_million")
         if (value := getattr(args, name)) is not None
     }
-    sizes = sorted({*paper.FLEETS, *([recipe.num_replicas] if recipe.num_replicas > 1 else [])})
+    sizes = sorted({*paper.FLEETS, recipe.num_replicas} - {1})
     if recipe.outer.method == "adamw":
         raise ConfigError('--scale is about updates in a bucket; outer.method is "adamw", which has none')
     given["verify_bytes_per_second"] = args.check_mb_per_second * 1e6
     per_hour = prices.per_hour if prices else {}
     found = [paper.scale(recipe, m, args.tflops, per_hour=per_hour, **given) for m in sizes]
-    keep, values = recipe.outer.keep, recipe.outer.values
-    if recipe.outer.method == "diloco":
-        keep, values = recipe.outer.chunk_side**2, "fp32"
-    how = {"entries": recipe.outer.chunk_side**2, "keep": keep}
-    written = ("2bit", "bf16", "fp32")
+    keep, values = codec_settings(recipe)
+    entries = recipe.outer.chunk_side**2
     pays = {
-        f"{rho:g}": {kind: paper.pays_from(values, kind, correlation=rho, **how) for kind in written}
+        f"{rho:g}": {
+            kind: paper.pays_from(values, kind, entries=entries, keep=keep, correlation=rho)
+            for kind in paper.WRITTEN
+        }
         for rho in paper.CORRELATIONS
     }
     if args.json:
-        body = {"name": recipe.name, "fleets": [row.to_dict() for row in found], "aggregate_pays_from": pays}
+        body = {"name": recipe.name, "fleets": [asdict(row) for row in found], "aggregate_pays_from": pays}
         print(json.dumps(body | {"correlation": paper.CORRELATION}, indent=2))
-        return 0
-    print(scale_table(recipe, found, pays, given, per_hour))
-    return 0
+    else:
+        print(scale_table(recipe, found, pays, given, per_hour))

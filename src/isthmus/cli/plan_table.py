@@ -22,12 +22,12 @@ def table(recipe: Recipe, forecast: "Forecast") -> str:
         f"{forecast.inner_steps} inner steps.",
         "",
         "The whole run",
-        *_rows(_run_rows(forecast)),
+        *_lines(_run_rows(forecast)),
     ]
     for reason in forecast.auto:
         lines += ["", f"Auto: {reason}."]
     for kind in forecast.kinds:
-        lines += ["", _title(kind), *_rows(_kind_rows(recipe, forecast, kind))]
+        lines += ["", _title(kind), *_lines(_kind_rows(recipe, forecast, kind))]
     lines += [
         "",
         "Assumed: 6 N operations per token at the stated rates; links full duplex and at their stated rate, "
@@ -37,84 +37,54 @@ def table(recipe: Recipe, forecast: "Forecast") -> str:
     return "\n".join(lines)
 
 
-def _rows(rows: Sequence[tuple[str, str]]) -> list[str]:
-    return [f"  {label:<18}{text}".rstrip() for label, text in rows]
+def _lines(rows: Mapping[str, str]) -> list[str]:
+    """A label and its text; a text of several lines is indented below its first."""
+    return [f"  {label:<18}{text}".replace("\n", "\n" + " " * 20) for label, text in rows.items()]
 
 
-def _run_rows(forecast: "Forecast") -> list[tuple[str, str]]:
+def _run_rows(forecast: "Forecast") -> dict[str, str]:
     sent, links = forecast.bytes, forecast.link_bytes
-    rows = [
-        (
-            "time",
-            f"{duration(forecast.hours * 3600)}: {_usual_rounds(forecast):,} rounds of "
-            f"{_time(forecast.round_seconds)}"
-            + (f"; {forecast.slowest} sets the pace" if len(forecast.kinds) > 1 else ""),
-        ),
-        *_finish_rows(forecast),
-        ("speed", f"{rate(forecast.tokens_per_second)}, {count(forecast.tokens)} tokens in all"),
-        (
-            "utilisation",
-            f"{forecast.utilisation:.1%} of what the {forecast.num_machines:,} machines can compute is used",
-        ),
-    ]
-    if links["stages"]:
-        parts = [("activations", "activations"), ("gradients", "gradients"), ("tokens", "token ids")]
-        text = ", ".join(f"{name} {size(sent[key])}" for key, name in parts)
-        rows.append(("between stages", f"{size(links['stages'])}: {text}"))
-    if links["to_bucket"]:
-        saved = f", anchors {size(sent['snapshots'])}" if forecast.snapshots else ""
-        rows.append(
-            ("to the bucket", f"{size(links['to_bucket'])}: updates {size(sent['payload_up'])}{saved}")
-        )
-        extra = f", by closers to check them {size(sent['control'])}" if sent["control"] else ""
-        rows.append(
-            (
-                "from the bucket",
-                f"{size(links['from_bucket'])}: updates {size(sent['payload_down'])}{extra}; whoever joins "
-                "late comes on top",
-            )
-        )
-        each = forecast.requests_per_round
-        rows.append(
-            ("requests", f"{each['put']:,} writes and {each['get']:,} reads a round, heartbeats included")
-        )
-        rows.append(("bucket holds", f"{size(forecast.stored_bytes_most)} at the end, if nothing is swept"))
-    if (closing := forecast.closing) is not None:
-        rows.append(
-            (
-                "closing a round",
-                f"{_time(closing.seconds)}: {closing.closer} checks {size(closing.verify_bytes)} of updates, "
-                f"{size(closing.last_bytes)} of them after the last have arrived",
-            )
-        )
-    if forecast.money is not None:
-        parts = ", ".join(
-            f"{key.removeprefix('machines.')} {price:,.2f}"
-            for key, price in forecast.money.items()
-            if key != "total"
-        )
-        rows.append(("money", f"{forecast.money['total']:,.2f}: {parts}"))
-    return rows
-
-
-def _usual_rounds(forecast: "Forecast") -> int:
-    return forecast.rounds - (forecast.finish.rounds if forecast.finish else 0)
-
-
-def _finish_rows(forecast: "Forecast") -> list[tuple[str, str]]:
-    finish = forecast.finish
-    if finish is None:
-        return []
-    way = "opened step by step" if finish.how == "open" else "open at once"
-    many = "round" if finish.rounds == 1 else f"{finish.rounds:,} rounds"
-    return [
-        (
-            "finish",
+    usual_rounds = forecast.rounds - (forecast.finish.rounds if forecast.finish else 0)
+    slowest = f"; {forecast.slowest} sets the pace" if len(forecast.kinds) > 1 else ""
+    rows = {
+        "time": f"{duration(forecast.hours * 3600)}: {usual_rounds:,} rounds of "
+        f"{_time(forecast.round_seconds)}{slowest}"
+    }
+    if (finish := forecast.finish) is not None:
+        way = "opened step by step" if finish.how == "open" else "open at once"
+        many = "round" if finish.rounds == 1 else f"{finish.rounds:,} rounds"
+        rows["finish"] = (
             f"the last {many} of {_time(finish.round_seconds)} each, boundaries {way}: "
             f"{size(finish.stage_bytes_per_round)} between stages in a round instead of "
-            f"{size(finish.usual_stage_bytes_per_round)}; {finish.slowest} sets the pace",
+            f"{size(finish.usual_stage_bytes_per_round)}; {finish.slowest} sets the pace"
         )
-    ]
+    rows["speed"] = f"{rate(forecast.tokens_per_second)}, {count(forecast.tokens)} tokens in all"
+    machines = f"{forecast.num_machines:,} machines"
+    rows["utilisation"] = f"{forecast.utilisation:.1%} of what the {machines} can compute is used"
+    if links["stages"]:
+        parts = {"activations": "activations", "gradients": "gradients", "tokens": "token ids"}
+        text = ", ".join(f"{name} {size(sent[key])}" for key, name in parts.items())
+        rows["between stages"] = f"{size(links['stages'])}: {text}"
+    if links["to_bucket"]:
+        saved = f", anchors {size(sent['snapshots'])}" if forecast.snapshots else ""
+        rows["to the bucket"] = f"{size(links['to_bucket'])}: updates {size(sent['payload_up'])}{saved}"
+        extra = f", by closers to check them {size(sent['control'])}" if sent["control"] else ""
+        rows["from the bucket"] = (
+            f"{size(links['from_bucket'])}: updates {size(sent['payload_down'])}{extra}; whoever joins "
+            "late comes on top"
+        )
+        each = forecast.requests_per_round
+        rows["requests"] = f"{each['put']:,} writes and {each['get']:,} reads a round, heartbeats included"
+        rows["bucket holds"] = f"{size(forecast.stored_bytes_most)} at the end, if nothing is swept"
+    if (closing := forecast.closing) is not None:
+        rows["closing a round"] = (
+            f"{_time(closing.seconds)}: {closing.closer} checks {size(closing.verify_bytes)} of updates, "
+            f"{size(closing.last_bytes)} of them after the last have arrived"
+        )
+    if (money := forecast.money) is not None:
+        prices = [f"{k.removeprefix('machines.')} {price:,.2f}" for k, price in money.items() if k != "total"]
+        rows["money"] = f"{money['total']:,.2f}: {', '.join(prices)}"
+    return rows
 
 
 def _title(kind: "KindForecast") -> str:
@@ -125,77 +95,59 @@ def _title(kind: "KindForecast") -> str:
     return f"{kind.name}: {many}, each in {kind.stages} stages on machines of {machine}"
 
 
-def _kind_rows(recipe: Recipe, forecast: "Forecast", kind: "KindForecast") -> list[tuple[str, str]]:
-    compute, step, link, exchange = kind.compute, kind.step, kind.link, kind.exchange
-    rows = []
-    if link is None:
-        rows.append(("inner step", f"{_time(step.seconds)}, all of it compute"))
-    else:
-        dealt = ", ".join(_time(seconds) for seconds in compute.stage_seconds_per_step)
-        rows += [
-            (
-                "compute",
-                f"{_time(compute.seconds_per_step)} a stage and inner step on average; as the layers fall "
-                f"{dealt}",
-            ),
-            (
-                "link",
-                f"{link.mbps:g} Mb/s, {link.latency_ms:g} ms, k = {link.subspace_dim}: a micro-batch takes "
-                f"{_time(link.forward_seconds_per_micro_batch)} forward "
-                f"({size(link.forward_bytes_per_micro_batch)}) and "
-                f"{_time(link.backward_seconds_per_micro_batch)} back;",
-            ),
-            (
-                "",
-                f"an inner step {_time(link.forward_seconds_per_step)} and "
-                f"{_time(link.backward_seconds_per_step)}; it is busy {link.busy:.0%} of the step, "
-                f"{link.steady_busy:.0%} once the pipeline is full",
-            ),
-            *([("compression", f"k/d = {kind.compression}: {kind.paper_loss}")] if kind.paper_loss else []),
-            (
-                "schedule",
-                f"{step.micro_batches} micro-batches; stages run {', '.join(map(str, step.depths))} of them "
-                "forward before their first backward"
-                + (
-                    ""
-                    if step.in_flight == step.depths
-                    else f", and hold {', '.join(map(str, step.in_flight))}"
-                ),
-            ),
-            (
-                "inner step",
-                f"{_time(step.seconds)} by event simulation ({_time(step.closed_seconds)} by the closed "
-                f"formula); stages idle {step.bubble:.0%} of it",
-            ),
-        ]
+def _kind_rows(recipe: Recipe, forecast: "Forecast", kind: "KindForecast") -> dict[str, str]:
+    exchange, catch_up = kind.exchange, kind.catch_up
+    rows = _step_rows(kind)
     if forecast.num_replicas > 1:
         per = "round" if recipe.outer.method != "adamw" else f"{recipe.outer.inner_steps} inner steps"
-        rows.append(
-            (
-                "exchange",
-                f"every {per} up {size(exchange.up_bytes)} in {_time(exchange.up_seconds)}, down "
-                f"{size(exchange.down_bytes)} in {_time(exchange.down_seconds)}, over {exchange.mbps:g} Mb/s",
-            )
+        rows["exchange"] = (
+            f"every {per} up {size(exchange.up_bytes)} in {_time(exchange.up_seconds)}, down "
+            f"{size(exchange.down_bytes)} in {_time(exchange.down_seconds)}, over {exchange.mbps:g} Mb/s"
         )
-    if kind.catch_up is not None and forecast.num_replicas > 1:
-        catch = kind.catch_up
-        rows.append(
-            (
-                "catching up",
-                f"at most {_time(catch.seconds_most)}: anchor {size(catch.anchor_bytes)}, then up to "
-                f"{catch.replay_rounds_most} rounds of {size(catch.replay_bytes_per_round)}",
+        if catch_up is not None:
+            rows["catching up"] = (
+                f"at most {_time(catch_up.seconds_most)}: anchor {size(catch_up.anchor_bytes)}, then up to "
+                f"{catch_up.replay_rounds_most} rounds of {size(catch_up.replay_bytes_per_round)}"
             )
-        )
-    rows += _memory_rows(kind)
-    busy = f"{kind.utilisation:.1%} of the run its machines compute"
+    rows["memory"] = _memory(kind)
+    rows["utilisation"] = f"{kind.utilisation:.1%} of the run its machines compute"
     if kind.wait_seconds > 0.005 * forecast.round_seconds:
-        busy += f"; {kind.utilisation_alone:.1%} if they had nobody to wait for"
-    rows.append(("utilisation", busy))
-    rows.append(("bottleneck", bottleneck(forecast, kind)))
+        rows["utilisation"] += f"; {kind.utilisation_alone:.1%} if they had nobody to wait for"
+    return rows | {"bottleneck": bottleneck(forecast, kind)}
+
+
+def _step_rows(kind: "KindForecast") -> dict[str, str]:
+    compute, step, link = kind.compute, kind.step, kind.link
+    if link is None:
+        return {"inner step": f"{_time(step.seconds)}, all of it compute"}
+    by_stage = ", ".join(_time(seconds) for seconds in compute.stage_seconds_per_step)
+    rows = {
+        "compute": f"{_time(compute.seconds_per_step)} a stage and inner step on average; as the layers fall "
+        f"{by_stage}",
+        "link": f"{link.mbps:g} Mb/s, {link.latency_ms:g} ms, k = {link.subspace_dim}: a micro-batch takes "
+        f"{_time(link.forward_seconds_per_micro_batch)} forward "
+        f"({size(link.forward_bytes_per_micro_batch)}) and "
+        f"{_time(link.backward_seconds_per_micro_batch)} back;\n"
+        f"an inner step {_time(link.forward_seconds_per_step)} and "
+        f"{_time(link.backward_seconds_per_step)}; it is busy {link.busy:.0%} of the step, "
+        f"{link.steady_busy:.0%} once the pipeline is full",
+    }
+    if kind.paper_loss:
+        rows["compression"] = f"k/d = {kind.compression}: {kind.paper_loss}"
+    rows["schedule"] = (
+        f"{step.micro_batches} micro-batches; stages run {', '.join(map(str, step.depths))} of them "
+        "forward before their first backward"
+    )
+    if step.in_flight != step.depths:
+        rows["schedule"] += f", and hold {', '.join(map(str, step.in_flight))}"
+    rows["inner step"] = (
+        f"{_time(step.seconds)} by event simulation ({_time(step.closed_seconds)} by the closed "
+        f"formula); stages idle {step.bubble:.0%} of it"
+    )
     return rows
 
 
-def _memory_rows(kind: "KindForecast") -> list[tuple[str, str]]:
+def _memory(kind: "KindForecast") -> str:
     names = {
         "weights": "weights",
         "adam": "Adam",
@@ -209,24 +161,19 @@ def _memory_rows(kind: "KindForecast") -> list[tuple[str, str]]:
     top = max(kind.memory, key=lambda process: process["total"])
     parts = ", ".join(f"{name} {size(top[key])}" for key, name in names.items() if top[key])
     if kind.stages == 1:
-        return [("memory", f"{size(top['total'])}: {parts}")]
+        return f"{size(top['total'])}: {parts}"
     totals = ", ".join(size(process["total"]) for process in kind.memory)
-    return [("memory", f"{totals} by stage;"), ("", f"stage {top['stage']}: {parts}")]
+    return f"{totals} by stage;\nstage {top['stage']}: {parts}"
 
 
 def bottleneck(forecast: "Forecast", kind: "KindForecast") -> str:
     """What to change first, in words."""
-    share = {
-        "waiting": kind.wait_seconds,
-        "exchange": kind.exchange.up_seconds
-        + kind.exchange.down_seconds
-        + (forecast.closing.seconds if forecast.closing else 0.0),
-    }
     if kind.bottleneck == "waiting":
-        return f"{forecast.slowest}: every round {_time(share['waiting'])} pass in waiting for it"
+        return f"{forecast.slowest}: every round {_time(kind.wait_seconds)} pass in waiting for it"
     if kind.bottleneck == "exchange":
+        share = (kind.exchange.seconds + forecast.close_seconds) / forecast.round_seconds
         return (
-            f"the exchange: {share['exchange'] / forecast.round_seconds:.0%} of a round; more inner steps, "
+            f"the exchange: {share:.0%} of a round; more inner steps, "
             "fewer kept entries or a faster link to the bucket shorten it"
         )
     if kind.bottleneck == "link":

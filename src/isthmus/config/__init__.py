@@ -1,12 +1,12 @@
-"""Recipes: TOML in, frozen and checked dataclasses out. Standard library only.
+"""The Recipe tree: TOML in, frozen and checked dataclasses out.
 
-May import nothing else.
+May import no other package; standard library only.
 """
 
 from isthmus.config.checks import nearest
 from isthmus.config.fleet import AUTO, BucketConfig, LinkConfig, Member, ReplicaConfig
 from isthmus.config.model import PRESETS, ModelConfig
-from isthmus.config.toml import build_table, dump_recipe, load_recipe, parse_recipe, toml_line
+from isthmus.config.toml import build_table, dump_recipe, load_recipe, parse_recipe, read_toml, toml_line
 from isthmus.config.tree import (
     DataConfig,
     FinishConfig,
@@ -35,5 +35,6 @@ __all__ = [
     "load_recipe",
     "nearest",
     "parse_recipe",
+    "read_toml",
     "toml_line",
 ]

@@ -33,9 +33,7 @@ class ReplicaConfig:
     count: int = 1
     stages: int = 1
     processes: int = 1  # of a full replica: several GPUs of one machine that share every batch
-    compression: str = (
-        "none"  # k/d between stages, as "1/8"; "auto": planner.auto picks it before a run starts
-    )
+    compression: str = "none"  # k/d between stages, as "1/8"; "auto": planner.auto picks it before a run
     wire: str = "bf16"  # what activations and their gradients cross a link as; or "fp32", "fp64"
     backend: str = "gloo"  # between stages; "nccl" where all are GPUs on one fast network
     link: LinkConfig = field(default_factory=LinkConfig)  # between stages
@@ -122,7 +120,7 @@ class BucketConfig:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One replica of the fleet: its place in the run and what it is."""
+    """One replica of the fleet: its number in the run and what it is."""
 
     index: int
     name: str

@@ -68,7 +68,7 @@ def _preset(
     )
 
 
-# 178m, 512m and 1b are the paper's (Tables 6 and 9 of arXiv 2601.02360, with METHOD's corrections).
+# 178m, 512m and 1b are the paper's (Tables 6 and 9 of arXiv 2601.02360, corrected: docs/method.md, Sizes).
 PRESETS: dict[str, ModelConfig] = {
     model.preset: model
     for model in (

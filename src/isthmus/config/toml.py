@@ -19,26 +19,33 @@ from isthmus.errors import ConfigError
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file and apply `key=value` overrides such as `outer.keep=64` or
     `replicas.edge.count=2`."""
+    return _overridden(read_toml(path, "the recipe"), overrides)
+
+
+def parse_recipe(text: str, overrides: Sequence[str] = (), source: str = "recipe") -> Recipe:
+    return _overridden(_parse(text, source), overrides)
+
+
+def read_toml(path: str | Path, what: str) -> dict[str, Any]:
+    """The tables of a file, or one line that says why it cannot be read as TOML."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"cannot read the recipe {path}: {reason}") from None
-    return parse_recipe(text, overrides, source=str(path))
+        raise ConfigError(f"cannot read {what} {path}: {reason}") from None
+    return _parse(text, str(path))
 
 
-def parse_recipe(text: str, overrides: Sequence[str] = (), source: str = "recipe") -> Recipe:
+def _parse(text: str, source: str) -> dict[str, Any]:
     try:
-        table = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not valid TOML: {error}") from None
+
+
+def _overridden(table: dict[str, Any], overrides: Sequence[str]) -> Recipe:
     for override in overrides:
         _override(table, override)
-    return _recipe(table)
-
-
-def _recipe(table: dict[str, Any]) -> Recipe:
-    table = dict(table)
     if "model" in table and isinstance(table["model"], dict):
         table["model"] = _with_preset(table["model"])
     _check_auto(table.get("replicas"))
@@ -94,15 +101,13 @@ def build_table(cls: type, table: Any, where: str) -> Any:
 def _convert(hint: Any, value: Any, where: str) -> Any:
     if isinstance(hint, types.UnionType):  # LinkConfig | None
         hint = typing.get_args(hint)[0]
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return build_table(hint, value, where)
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise ConfigError(f"{where} must be a list of tables ([[{where}]]), not {_kind(value)}")
         item = typing.get_args(hint)[0]
-        if not dataclasses.is_dataclass(item):
-            return tuple(_convert(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
-        return tuple(build_table(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
+        return tuple(_convert(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
     if where.endswith(".compression") and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)  # compression = 0.125 reads as well as "1/8"
     wanted = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[hint]

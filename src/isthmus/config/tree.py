@@ -75,9 +75,7 @@ class OuterConfig:
     keep: int = 32  # kappa
     values: str = "fp32"  # Q: "fp32", "bf16" or "2bit"; "fp64" for float64 runs
     feedback_decay: float = 0.95  # beta
-    feedback_lr_scaled: bool = (
-        False  # scale the pseudo-gradient by lr before the feedback, as public code does
-    )
+    feedback_lr_scaled: bool = False  # lr scales the pseudo-gradient before the feedback, as in public code
     aggregation: str = "contributors"  # or "all": eq. 2 read literally
     clip: str = "none"  # or "median": payloads are scaled down to the round's median norm
     momentum: float = 0.9  # Nesterov, diloco only
@@ -110,9 +108,7 @@ class SubspaceConfig:
 
     basis: str = "global"  # one U for the run; or "replica", "boundary": one for each
     adaptation: bool = True  # eqs. 3-4 after every round; false: T_perp stays at its first value
-    weight_projection: bool = (
-        False  # Table 5b: W_p1, W_p2 of compressed replicas back onto S after every step
-    )
+    weight_projection: bool = False  # Table 5b: compressed W_p1 and W_p2 back onto S after every step
     grassmann_every: int = 0  # Table 5c: inner steps between updates of U; 0: never
     grassmann_lr: float = 0.1
     modified_adamw: bool = False  # Table 5d
@@ -228,8 +224,8 @@ class Recipe:
             )
         if not compressed:
             raise ConfigError(
-                f"finish.rounds is {self.finish.rounds}, but no replica is compressed: nothing is there "
-                "to open; set 0, or give a pipelined replica a compression"
+                f"finish.rounds is {self.finish.rounds}, but no replica is compressed, so there is "
+                "nothing to open; set 0, or give a pipelined replica a compression"
             )
         if self.subspace.weight_projection:
             raise ConfigError(

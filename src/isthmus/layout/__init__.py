@@ -1,4 +1,4 @@
-"""Arithmetic on a recipe: layers to stages, chunks, schedules, bytes on every link. Standard library only.
+"""Arithmetic on a recipe: layers to stages, chunks of a tensor, schedules, bytes per link.
 
-May import config.
+May import config; standard library only.
 """

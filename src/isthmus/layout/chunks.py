@@ -12,7 +12,7 @@ MAX_TENSORS = 2**16
 MAX_NAME_BYTES = 512
 
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "2bit": 0, "fp64": 8}  # whole bytes per kept value
-KINDS = tuple(VALUE_BYTES)  # a kind's place here is its number on the wire
+KINDS = tuple(VALUE_BYTES)  # a kind's position here is its number on the wire
 
 HEADER_BYTES = 12  # magic, version, kind, side, keep, number of tensors
 CRC_BYTES = 4
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     width: int
     down: int
     across: int
-    whole_down: int  # the first so many block rows are full, the others end in one row of padding
+    whole_down: int  # this many block rows come first and are full; the others end in one row of padding
     whole_across: int
     kept: int
 
@@ -88,8 +88,8 @@ def layout(shape: tuple[int, ...], side: int, keep: int) -> Layout:
 
 def chunk_shape(shape: Sequence[int], side: int) -> tuple[int, int]:
     """Rows and columns of one chunk of a tensor of this shape; one row for vectors and scalars."""
-    place = layout(tuple(shape), side, keep=0)
-    return place.height, place.width
+    chunks = layout(tuple(shape), side, keep=0)
+    return chunks.height, chunks.width
 
 
 def check_codec(side: int, keep: int, values: str) -> None:
@@ -117,14 +117,14 @@ class IndexCode(NamedTuple):
 
     low: int
     marks: int
-    bitmap: bool  # one bit per entry of the chunk, where that is no longer
+    bitmap: bool  # one bit per entry of the chunk instead, where that takes no more bits
 
     def bits(self, count: int) -> int:
         return count * self.low + self.marks
 
 
 def index_code(entries: int, count: int) -> IndexCode:
-    """How `count` ascending positions among `entries` are written; nothing when every entry is kept."""
+    """How `count` ascending positions among `entries` are written; no bits where every entry is kept."""
     if count == entries:
         return IndexCode(0, 0, True)
     low = (entries // count).bit_length() - 1
@@ -157,7 +157,7 @@ def packed_many_bytes(
     check_codec(side, keep, values)
     total = HEADER_BYTES + CRC_BYTES
     for name, shape in shapes.items():
-        place = layout(tuple(shape), side, keep)
+        chunks = layout(tuple(shape), side, keep)
         total += 2 + len(name.encode()) + 1 + 4 * len(shape) + (BASE_BYTES if values == "2bit" else 0)
-        total += place.chunks * chunk_bytes(place.entries, place.kept, values)
+        total += chunks.chunks * chunk_bytes(chunks.entries, chunks.kept, values)
     return total

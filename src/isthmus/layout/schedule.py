@@ -40,7 +40,7 @@ class BackwardWeight:
 
 
 Action = Forward | Backward | BackwardInput | BackwardWeight
-Schedule = tuple[tuple[Action, ...], ...]  # [stage][place in its order]
+Schedule = tuple[tuple[Action, ...], ...]  # [stage][position in its order]
 Times = float | Sequence[float]  # the same everywhere, or one for each stage or link
 _HELD = {Forward: 1, Backward: -1, BackwardInput: 0, BackwardWeight: -1}
 PAYS = 0.05  # of an inner step, simulated: less than this and split backwards are not worth their memory
@@ -67,13 +67,14 @@ def depths(
     most = min(num_micro_batches, limit or num_micro_batches)
     pace = max(t_seconds, link_seconds)
     there_and_back = 2 * (link_seconds + latency_seconds)
+    # In micro-batches: how many follow each other while one goes there and back.
     if there_and_back <= 0:
-        boundary_fns = 0
+        round_trip = 0
     elif there_and_back >= pace * num_micro_batches:
-        boundary_fns = num_micro_batches  # also where nothing is known of t
+        round_trip = num_micro_batches  # also where t is not known
     else:
-        boundary_fns = math.ceil(there_and_back / pace)
-    return tuple(min(most, 1 + (num_stages - 1 - s) * (1 + boundary_fns)) for s in range(num_stages))
+        round_trip = math.ceil(there_and_back / pace)
+    return tuple(min(most, 1 + (num_stages - 1 - s) * (1 + round_trip)) for s in range(num_stages))
 
 
 def deep(num_stages: int, num_micro_batches: int, depths: Sequence[int]) -> Schedule:
@@ -201,7 +202,7 @@ def simulate_schedule(
                 line.run(s, order[at[s]])
                 at[s] += 1
                 moved = True
-    if any(place < len(order) for place, order in zip(at, schedule, strict=True)):
+    if any(done < len(order) for done, order in zip(at, schedule, strict=True)):
         raise ValueError(f"this schedule stops for ever, its stages after {at} actions")
     return max(line.clock)
 
@@ -218,10 +219,8 @@ class _Line:
             BackwardInput: [(1 - WEIGHT_SHARE) * seconds for seconds in back],
             BackwardWeight: [WEIGHT_SHARE * seconds for seconds in back],
         }
-        self.link, self.latency = (
-            _each(link, num_stages - 1),
-            _each(latency, num_stages - 1),
-        )  # [s]: s to s + 1
+        # [s]: from stage s to stage s + 1
+        self.link, self.latency = _each(link, num_stages - 1), _each(latency, num_stages - 1)
         self.arrived: dict[tuple[int, int, int], float] = {}  # (stage, way, micro-batch)
         self.free: dict[tuple[int, int], float] = {}  # (link, way)
 
@@ -234,7 +233,9 @@ class _Line:
         return None if arrived is None else max(self.clock[s], arrived)
 
     def run(self, s: int, action: Action) -> None:
-        self.clock[s] = self.start(s, action) + self.compute[type(action)][s]
+        start = self.start(s, action)
+        assert start is not None, f"{action} on stage {s} has no input yet"
+        self.clock[s] = start + self.compute[type(action)][s]
         way = _way(action)
         if way and 0 <= s + way < self.num_stages:
             edge = min(s, s + way)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from isthmus.config import Member, ModelConfig, Recipe
+from isthmus.config import Member, ModelConfig, Recipe, ReplicaConfig
 from isthmus.layout.chunks import packed_many_bytes
 from isthmus.layout.stages import EMBEDDING, boundaries, stage_names, stage_of
 
@@ -16,7 +16,8 @@ GRADIENT_BYTES = 4  # dense data parallelism averages fp32 gradients
 def shards(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
     """How every replica cuts its update: so finely that each stage of each replica finds its own part whole.
 
-    The embedding stands alone where there are stages, because every stage applies its update (METHOD 0.8).
+    The embedding stands alone where there are stages, because every compressed stage applies its update
+    (docs/method.md, The embedding).
     """
     return _shards(recipe.model, frozenset(r.stages for r in recipe.replicas if r.stages > 1))
 
@@ -27,8 +28,10 @@ def _shards(model: ModelConfig, stages: frozenset[int]) -> tuple[tuple[str, ...]
         return (tuple(model.shapes()),)
     parts: dict[tuple[int, ...], list[str]] = {}
     for name in model.shapes():
-        place = (-1,) if name == EMBEDDING else tuple(stage_of(name, model.layers, s) for s in sorted(stages))
-        parts.setdefault(place, []).append(name)
+        owners = (
+            (-1,) if name == EMBEDDING else tuple(stage_of(name, model.layers, s) for s in sorted(stages))
+        )
+        parts.setdefault(owners, []).append(name)
     return tuple(tuple(names) for names in parts.values())
 
 
@@ -50,13 +53,27 @@ def codec_settings(recipe: Recipe) -> tuple[int, str]:
     return outer.chunk_side**2, "fp64" if recipe.inner.precision == "fp64" else "fp32"
 
 
+def machine_shards(recipe: Recipe, replica: ReplicaConfig) -> tuple[tuple[list[int], list[int]], ...]:
+    """(shards it writes, shards it reads) of every machine of a replica, as the exchange has them."""
+    return _machine_shards(shards(recipe), recipe.model, replica.stages, replica.compressed)
+
+
+@lru_cache(maxsize=256)
+def _machine_shards(
+    parts: tuple[tuple[str, ...], ...], model: ModelConfig, num_stages: int, compressed: bool
+) -> tuple[tuple[list[int], list[int]], ...]:
+    found = []
+    for own in map(set, stage_names(model, num_stages)):
+        writes = [i for i, names in enumerate(parts) if own.issuperset(names)]
+        extra = [i for i, names in enumerate(parts) if names == (EMBEDDING,) and compressed]
+        found.append((writes, sorted({*writes, *extra})))
+    return tuple(found)
+
+
 def shards_read(recipe: Recipe, member: Member) -> tuple[int, ...]:
     """How many machines of this replica read each shard of every other replica's update."""
-    stages = stage_names(recipe.model, member.config.stages)
-    return tuple(
-        sum(set(names) <= set(own) or (names == (EMBEDDING,) and member.config.compressed) for own in stages)
-        for names in shards(recipe)
-    )
+    machines = machine_shards(recipe, member.config)
+    return tuple(sum(i in reads for _, reads in machines) for i in range(len(shards(recipe))))
 
 
 def inner_step_bytes(recipe: Recipe, member: Member, subspace_dim: int | None = None) -> dict[str, int]:
@@ -71,10 +88,19 @@ def inner_step_bytes(recipe: Recipe, member: Member, subspace_dim: int | None = 
     return {"activations": stream, "gradients": stream, "tokens": ids}
 
 
+def micro_batch_bytes(recipe: Recipe, member: Member) -> tuple[int, int]:
+    """(forward, backward): what one micro-batch puts on one link between two stages."""
+    crossing, shares = (
+        inner_step_bytes(recipe, member),
+        (member.config.stages - 1) * recipe.inner.micro_batches,
+    )
+    return (crossing["activations"] + crossing["tokens"]) // shares, crossing["gradients"] // shares
+
+
 def round_bytes(recipe: Recipe, round_number: int = 1) -> dict[str, int]:
     """All bytes of one outer round, over all replicas, by purpose; finishing rounds carry whole streams."""
     recipe = recipe.in_round(round_number)
-    total = dict.fromkeys(PURPOSES, 0)
+    total: dict[str, int] = dict.fromkeys(PURPOSES, 0)
     steps, sizes = recipe.outer.inner_steps, shard_bytes(recipe)
     for member in recipe.fleet():
         for purpose, count in inner_step_bytes(recipe, member).items():
@@ -111,7 +137,7 @@ def _ring_bytes(recipe: Recipe, num_replicas: int | None = None) -> int:
 def dense_round_bytes(recipe: Recipe, took_part: Sequence[Member] | None = None) -> Mapping[str, int]:
     """What the same round costs with open stage boundaries, and with gradients averaged every inner step.
 
-    `took_part`: the replicas whose bytes it is held against, where some of the fleet were missing.
+    `took_part`: the replicas that it is compared with, where some of the fleet were absent.
     """
     steps, members = recipe.outer.inner_steps, recipe.fleet() if took_part is None else took_part
     stages = sum(

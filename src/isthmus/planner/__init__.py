@@ -1,4 +1,4 @@
-"""What a run will take, from a recipe alone: seconds, bytes, memory, money. Standard library only.
+"""Forecasts: seconds, bytes, memory and money of a run before it starts, and recipes for a list of machines.
 
-May import config and layout.
+May import config and layout; standard library only, so `isthmus plan` needs no torch.
 """

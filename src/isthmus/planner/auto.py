@@ -1,10 +1,9 @@
 """`compression = "auto"`: the mildest k/d at which the link between stages is not the bottleneck.
 
-Standard library only. The rule, in figures that a run can measure: once the pipeline is full, the link is
-busy for less than 95 % of the time: its seconds for a micro-batch, one way, over the seconds between
-micro-batches, which come from the event simulation of the schedule. `inner.in_flight` is left out of it:
-where it makes stages wait for round trips, the link is idle, and more compression would cost loss and gain
-little.
+The rule, in figures that a run can measure: once the pipeline is full, the link is busy for less than 95 % of
+the time. That share is the link's seconds for a micro-batch, one way, over the seconds between micro-batches,
+which come from the event simulation of the schedule. `inner.in_flight` plays no part: where it makes stages
+wait for round trips, the link is idle, and more compression would cost loss and gain little.
 """
 
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from fractions import Fraction
 
 from isthmus.config import AUTO, Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
-from isthmus.layout.traffic import inner_step_bytes
+from isthmus.layout.traffic import micro_batch_bytes
 from isthmus.planner.paper_loss import penalty
 from isthmus.planner.step import compute_of, steady_pace
 
@@ -45,7 +44,7 @@ class Pick:
     replica: str
     mbps: float
     rung: Rung
-    milder: Rung | None  # the next milder one, which did not do; None where nothing milder exists
+    milder: Rung | None  # the next milder one, which is not enough; None where nothing milder exists
 
     @property
     def compression(self) -> str:
@@ -115,9 +114,7 @@ def rungs(recipe: Recipe, replica: ReplicaConfig, tflops: float) -> Iterator[Run
         if compression != "none" and recipe.model.width * Fraction(compression) < 1:
             return
         member = Member(0, replica.name, replace(replica, compression=compression))
-        crossing = inner_step_bytes(recipe, member)
-        forward = (crossing["activations"] + crossing["tokens"]) / (replica.stages - 1) / m
-        link = forward * 8 / (replica.link.mbps * 1e6)
-        # A full pipeline is deep enough for the latency: that shifts every arrival and changes no distance.
+        link = micro_batch_bytes(recipe, member)[0] * 8 / (replica.link.mbps * 1e6)
+        # A full pipeline is deep enough for the latency, which delays all arrivals by the same time.
         pace = steady_pace(each, link, 0.0)
         yield Rung(compression=compression, link_seconds=link, pace_seconds=pace)

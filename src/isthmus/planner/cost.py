@@ -1,9 +1,9 @@
-"""Recipe -> seconds on that fleet: the closed formulas of METHOD section 3. Standard library only."""
+"""Recipe -> seconds on that fleet, in closed formulas (docs/method.md, The virtual clock)."""
 
 from dataclasses import dataclass
 
 from isthmus.config import Member, Recipe
-from isthmus.layout.traffic import inner_step_bytes, outer_bytes
+from isthmus.layout.traffic import micro_batch_bytes, outer_bytes
 
 
 def step_flops(recipe: Recipe) -> float:
@@ -28,8 +28,7 @@ def inner_step_seconds(recipe: Recipe, member: Member, measured_seconds: float) 
         compute = measured_seconds / stages
     if stages == 1:
         return compute
-    crossing = inner_step_bytes(recipe, member)
-    forward = (crossing["activations"] + crossing["tokens"]) / (stages - 1) / m
+    forward, _ = micro_batch_bytes(recipe, member)
     t, latency = compute / m, replica.link.latency_ms / 1e3
     link = forward * 8 / (replica.link.mbps * 1e6)
     return m * max(t, link) + (stages - 1) * (t + 2 * (link + latency))
@@ -58,7 +57,7 @@ def exchange_seconds(recipe: Recipe, member: Member) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ClosedForm:
-    """One stage of a pipelined replica, in seconds: what figures 2 and 3 of arXiv 2601.02360 are made of."""
+    """One stage of a pipelined replica, in seconds: the data of figures 2 and 3 of arXiv 2601.02360."""
 
     compute_seconds: float  # t_c, of an inner step
     link_seconds: float  # t_l, of an inner step, each way
@@ -95,16 +94,16 @@ def closed_form(
     overlap: bool = True,
     outer_mbps: float | None = None,
 ) -> ClosedForm:
-    """The formula of METHOD section 3 that reproduces the paper's stated utilisation.
+    """The formula that reproduces the paper's stated utilisation (docs/plan.md, The paper's utilisation).
 
         tokens = b L
         t_c = 6 (N/S) tokens / F        F: FLOP/s of one stage (4e14: one H100 at 40 %)
         t_l = tokens (k wire_bits + id_bits) / B
         t_o = (N/S) density bits_per_value (1 + downloads) / B_outer
 
-    Links are full duplex, transfers overlap compute perfectly and the pipeline never fills or drains. Ids
-    are 16 bits a token on a compressed boundary and none on an open one unless `id_bits` says otherwise. The
-    paper counts uploads only (`downloads` = 0); all-read-all has M - 1 downloads.
+    Links are full duplex, transfers overlap compute perfectly and the pipeline never fills or drains. A
+    token's id is 16 bits on a compressed boundary and is not sent on an open one, unless `id_bits` says
+    otherwise. The paper counts uploads only (`downloads` = 0); all-read-all has M - 1 downloads.
     """
     tokens = batch * context
     k = width if k_over_d >= 1 else max(1, int(width * k_over_d + 1e-9))
@@ -115,8 +114,3 @@ def closed_form(
     outer = payload_bits * (1 + downloads) / ((outer_mbps or mbps) * 1e6)
     step = max(compute, link) if overlap else compute + 2 * link
     return ClosedForm(compute, link, outer, step, inner_steps)
-
-
-def utilisation(*args: float, **kwargs: float | bool | None) -> float:
-    """`closed_form(...).utilisation`: the share of time in which a stage computes."""
-    return closed_form(*args, **kwargs).utilisation

@@ -1,6 +1,6 @@
-"""Training rates of well-known devices, for plans made before the machine is at hand. Standard library only.
+"""Training rates of well-known devices, for plans made before the machine is at hand.
 
-An assumption, and printed as one: `isthmus doctor` on the machine measures what it really does.
+They are assumptions and printed as such: `isthmus doctor` on the machine measures its rate.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from isthmus.config import nearest
 from isthmus.errors import ConfigError
 
-SHARE = 0.4  # of the stated peak; METHOD section 3 counts one H100 so
+SHARE = 0.4  # of the stated peak, as docs/plan.md counts one H100
 # TFLOP/s in bf16 as the makers state it: matrix units, dense, accumulated in fp32.
 PEAK = {
     "b200": 2250.0,
@@ -43,7 +43,7 @@ def device_tflops(name: str) -> float:
 
 
 def assume(given: Sequence[str]) -> tuple[float, list[str], list[str]]:
-    """`h100` for every machine of no stated rate, `edge=l4` for those of one table:
+    """`h100` for every machine without a stated rate, `edge=l4` for those of one table:
 
     (the rate of the former or 0, settings for the latter, sentences that say what was assumed).
     """

@@ -1,23 +1,21 @@
 """The end of a round: what every machine sends to and reads from the bucket, and who closes it.
 
-Standard library only. Sizes are the codec's own arithmetic (`traffic`); requests go one after another.
+Sizes are the codec's own arithmetic (`layout.traffic`); requests go one after another.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
-from isthmus.config import LinkConfig, Member, ModelConfig, Recipe, ReplicaConfig
-from isthmus.layout.stages import EMBEDDING, stage_names
-from isthmus.layout.traffic import outer_bytes, shards
+from isthmus.config import LinkConfig, Member, Recipe, ReplicaConfig
+from isthmus.layout.traffic import machine_shards, outer_bytes, shards
 from isthmus.planner.cost import exchange_seconds
 from isthmus.planner.memory import MASTER_BYTES
 
-POLL_SECONDS = 0.5  # a settled round is seen so much later on average: processes look once a second
-# Judging a payload: hash, unpack, squared norm. 6 to 9 MB/s of packed 2bit on one core of a busy machine.
+POLL_SECONDS = 0.5  # the average delay until a closed round is seen: processes look once a second
+# Checking a payload: hash, unpack, squared norm. 6 to 9 MB/s of packed 2bit on one core of a busy machine.
 VERIFY_BYTES_PER_SECOND = 10e6
-TOGETHER = 0.98  # kinds whose rounds are so nearly equally long deliver at the same moment
+TOGETHER = 0.98  # kinds whose rounds are at least this share of the longest deliver at the same moment
 COMMIT_BYTES, SHARD_LINE_BYTES = 600, 80  # about, in commits and manifests: a replica's facts; one shard
 
 
@@ -33,6 +31,10 @@ class OuterExchange:
     down_seconds: float
     gets: int  # of payloads, all machines
     puts: int
+
+    @property
+    def seconds(self) -> float:
+        return self.up_seconds + self.down_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,52 +60,31 @@ class Closing:
     manifest_bytes: int
 
 
-def machines_of(recipe: Recipe, replica: ReplicaConfig) -> list[tuple[list[int], list[int]]]:
-    """(shards it writes, shards it reads) of every machine of a replica, as the exchange has them."""
-    return [
-        (list(w), list(r))
-        for w, r in _machines(shards(recipe), recipe.model, replica.stages, replica.compressed)
-    ]
-
-
-@lru_cache(maxsize=256)
-def _machines(
-    parts: tuple[tuple[str, ...], ...], model: ModelConfig, stages: int, compressed: bool
-) -> list[tuple[list[int], list[int]]]:
-    found = []
-    for own in map(set, stage_names(model, stages)):
-        writes = [i for i, names in enumerate(parts) if own.issuperset(names)]
-        extra = [i for i, names in enumerate(parts) if names == (EMBEDDING,) and compressed]
-        found.append((writes, sorted({*writes, *extra})))
-    return found
+def has_bucket(recipe: Recipe) -> bool:
+    """AdamW averages gradients instead, and one replica has no one to exchange with."""
+    return recipe.outer.method != "adamw" and recipe.num_replicas > 1
 
 
 def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> OuterExchange:
     """Every machine over its own link, one request after another; the slowest machine counts."""
-    replica, link = member.config, member.config.outer_link
-    others = recipe.num_replicas - 1
+    link, others = member.config.outer_link, recipe.num_replicas - 1
     up, down = outer_bytes(recipe, member, sizes)
-    if recipe.outer.method == "adamw" or not others:
-        half = exchange_seconds(recipe, member) / 2
-        return OuterExchange(
-            mbps=link.mbps,
-            latency_ms=link.latency_ms,
-            up_bytes=up,
-            down_bytes=down,
-            up_seconds=half,
-            down_seconds=half,
-            gets=0,
-            puts=0,
+    if has_bucket(recipe):
+        machines = machine_shards(recipe, member.config)
+        up_seconds = max(
+            _transfer(link, sum(sizes[i] for i in w), len(w) + (n == 0)) for n, (w, _) in enumerate(machines)
         )
-    machines = machines_of(recipe, replica)
-    up_seconds = max(
-        _transfer(link, sum(sizes[i] for i in w), len(w) + (n == 0)) for n, (w, _) in enumerate(machines)
-    )
-    # All the others' shards, and of its own replica's those that another machine sent: the embedding's.
-    read = [{i: others + (i not in w) for i in r} for w, r in machines]  # how many of each shard
-    down_seconds = max(
-        _transfer(link, sum(n * sizes[i] for i, n in counts.items()), sum(counts.values())) for counts in read
-    )
+        # All the others' shards, and of its own replica's those that another machine sent: the embedding's.
+        read = [{i: others + (i not in w) for i in r} for w, r in machines]  # how many of each shard
+        down_seconds = max(
+            _transfer(link, sum(n * sizes[i] for i, n in counts.items()), sum(counts.values()))
+            for counts in read
+        )
+        gets = sum(sum(counts.values()) for counts in read)
+        puts = sum(len(w) for w, _ in machines) + 1
+    else:
+        up_seconds = down_seconds = exchange_seconds(recipe, member) / 2
+        gets = puts = 0
     return OuterExchange(
         mbps=link.mbps,
         latency_ms=link.latency_ms,
@@ -111,8 +92,8 @@ def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> Outer
         down_bytes=down,
         up_seconds=up_seconds,
         down_seconds=down_seconds,
-        gets=sum(sum(counts.values()) for counts in read),
-        puts=sum(len(w) for w, _ in machines) + 1,
+        gets=gets,
+        puts=puts,
     )
 
 
@@ -124,9 +105,8 @@ def _transfer(link: LinkConfig, num_bytes: float, num_requests: float) -> float:
 def closing_of(
     recipe: Recipe, turns: Mapping[str, float], sizes: tuple[int, ...], verify_rate: float
 ) -> Closing | None:
-    """Full replicas close where there are some. What came before the last kind is judged by then."""
-    others = recipe.num_replicas - 1
-    if recipe.outer.method == "adamw" or not others:
+    """Full replicas close where there are some. What arrived before the last kind is already checked."""
+    if not has_bucket(recipe):
         return None
     closer = min(recipe.replicas, key=lambda r: (r.stages > 1, -r.outer_link.mbps))
     payload, latest = sum(sizes), max(turns.values())
@@ -136,7 +116,7 @@ def closing_of(
     reading = _transfer(closer.outer_link, num_last * payload, num_last * len(sizes) + looks)
     return Closing(
         closer=closer.name,
-        verify_bytes=others * payload,
+        verify_bytes=(recipe.num_replicas - 1) * payload,
         last_bytes=num_last * payload,
         commit_gets=recipe.num_replicas,
         seconds=reading + num_last * payload / verify_rate + POLL_SECONDS,
@@ -151,7 +131,7 @@ def catch_up_of(recipe: Recipe, replica: ReplicaConfig, sizes: tuple[int, ...]) 
     shapes, parts, link = recipe.model.shapes(), shards(recipe), replica.outer_link
     rounds = min(recipe.bucket.anchor_every, recipe.outer.rounds) - 1
     anchor = [_anchor_bytes(recipe, sum(prod(shapes[name]) for name in names)) for names in parts]
-    reads = [r for _, r in machines_of(recipe, replica)]
+    reads = [r for _, r in machine_shards(recipe, replica)]
     replay = [recipe.num_replicas * sum(sizes[i] for i in r) for r in reads]
     seconds = max(
         _transfer(
@@ -179,15 +159,14 @@ def _anchor_bytes(recipe: Recipe, num_parameters: int) -> int:
 
 def snapshot_of(recipe: Recipe) -> tuple[int, int]:
     """Bytes of one anchor in the bucket, and how many a run writes."""
-    if recipe.outer.method == "adamw" or recipe.num_replicas == 1:
+    if not has_bucket(recipe):
         return 0, 0
-    return _anchor_bytes(
-        recipe, recipe.model.num_parameters
-    ), recipe.outer.rounds // recipe.bucket.anchor_every
+    each = _anchor_bytes(recipe, recipe.model.num_parameters)
+    return each, recipe.outer.rounds // recipe.bucket.anchor_every
 
 
 def stored_bytes(recipe: Recipe, sizes: tuple[int, ...], snapshot: int, num_snapshots: int) -> int:
     """What lies in the bucket at the end if nothing is swept."""
-    if recipe.outer.method == "adamw" or recipe.num_replicas == 1:
+    if not has_bucket(recipe):
         return 0
     return recipe.outer.rounds * recipe.num_replicas * sum(sizes) + num_snapshots * snapshot

@@ -1,8 +1,8 @@
-"""Machines -> replicas: who trains the whole model, and who shares one in stages. Standard library only.
+"""Machines -> replicas: which machines train the whole model, and which share one in stages.
 
-Machines that are alike (one [[machines]] table) are dealt with together: each as a full replica, in pipelined
-replicas of so many stages, mixed with what is left over elsewhere, or left out. The planner's own forecast
-decides. All replicas wait for the slowest, so leaving out a slow machine can be a gain.
+Machines that are alike (one [[machines]] table) are treated alike: each is a full replica, or they form
+pipelined replicas of so many stages, or they are mixed with what is left over elsewhere, or left out. The
+planner's own forecast decides. All replicas wait for the slowest: leaving out a slow machine can be a gain.
 """
 
 from collections import Counter
@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice, pairwise
 
-from isthmus.config import AUTO, LinkConfig, Recipe, ReplicaConfig
+from isthmus.config import AUTO, Recipe, ReplicaConfig
 from isthmus.planner.auto import Pick, pick
 from isthmus.planner.machines import MachineList, worst
 from isthmus.planner.memory import process_memory
 from isthmus.planner.plan import Forecast, predict
 from isthmus.planner.step import compute_of, inner_step
 
-SPARE = 0.10  # of a machine's memory that stays free: the prediction of memory is good to about so much
-GAIN = 1.01  # a more complicated fleet must be so much faster
+SPARE = 0.10  # of a machine's memory that stays free: the prediction of memory errs by about as much
+GAIN = 1.01  # a more complicated fleet must be faster by this factor
 EXCHANGE_SHARE = 0.05  # of a round that may pass in the outer exchange
 INNER_STEPS = range(15, 251, 5)  # H: the range that SparseLoCo was tried in
 MOST_STAGES = 16
@@ -29,15 +29,15 @@ FULL, MIX, OUT = 1, 0, -1  # what is done with a table of machines; 2 and more: 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`count` replicas on the same kinds of machines: the one that holds each stage, by place in the list."""
+    """`count` replicas on the same kinds of machines: the machine of each stage, by its index in the list."""
 
     stages: tuple[int, ...]
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One replica on its machines, with what each of them needs."""
+class Assignment:
+    """One replica on its machines, with the memory that each of them needs."""
 
     replica: ReplicaConfig
     pick: Pick | None
@@ -45,7 +45,7 @@ class Seat:
 
 
 class Grouping:
-    """All ways to deal one list of machines into replicas of one model, for one setting of the inner step."""
+    """All ways to make replicas of one model of a list of machines, for one setting of the inner step."""
 
     def __init__(
         self,
@@ -58,69 +58,72 @@ class Grouping:
         inner = replace(base.inner, micro_batches=micro_batches, in_flight=in_flight)
         self.base, self.list = replace(base, inner=inner), machines
         self.machines, self.inner_steps = machines.machines, inner_steps
-        self.seats: dict[tuple[int, ...], Seat | None] = {}
-        self.found: dict[frozenset, tuple[int, ...] | None] = {}
+        self.assignments: dict[tuple[int, ...], Assignment | None] = {}
+        self.orders: dict[frozenset[tuple[int, int]], tuple[int, ...] | None] = {}
         self.scores: dict[tuple[Group, ...], Forecast] = {}
 
     def usable(self, i: int) -> float:
         """Bytes of machine i that a process may take."""
         return (1 - SPARE) * self.machines[i].memory_gb * 1e9
 
-    def seat(self, stages: tuple[int, ...]) -> Seat | None:
+    def assignment(self, stages: tuple[int, ...]) -> Assignment | None:
         """The replica whose stages lie on these machines, in this order; None where two have no link."""
-        if stages not in self.seats:
-            self.seats[stages] = self._seat(stages)
-        return self.seats[stages]
+        if stages not in self.assignments:
+            self.assignments[stages] = self._assignment(stages)
+        return self.assignments[stages]
 
-    def _seat(self, stages: tuple[int, ...]) -> Seat | None:
+    def assigned(self, stages: tuple[int, ...]) -> Assignment:
+        """`assignment` of machines that are linked."""
+        found = self.assignment(stages)
+        assert found is not None, f"machines {stages} have no link"
+        return found
+
+    def _assignment(self, stages: tuple[int, ...]) -> Assignment | None:
         own = [self.machines[i] for i in stages]
         bucket = worst([self.list.site(machine.site).bucket_link for machine in own])
         rate = min(machine.tflops for machine in own)
-        common = {"name": own[0].name, "tflops": rate, "bucket_link": bucket}
+        replica = ReplicaConfig(name=own[0].name, tflops=rate, bucket_link=bucket)
         if len(stages) == 1:
-            replica = ReplicaConfig(**common)
-            return Seat(replica, None, (process_memory(self._alone(replica), replica, 0, 1).total,))
-        links = [self.list.between(a.site, b.site) for a, b in pairwise(own)]
-        if None in links:
+            return Assignment(replica, None, (process_memory(self._alone(replica), replica, 0, 1).total,))
+        links = [link for a, b in pairwise(own) if (link := self.list.between(a.site, b.site))]
+        if len(links) < len(stages) - 1:
             return None
-        replica = ReplicaConfig(
-            **common, kind="pipelined", stages=len(stages), compression=AUTO, link=worst(links)
-        )
+        replica = replace(replica, kind="pipelined", stages=len(stages), compression=AUTO, link=worst(links))
         chosen = pick(self._alone(replica), replica)
         replica = replace(replica, compression=chosen.compression)
         recipe = self._alone(replica)
         _, step = inner_step(recipe, recipe.fleet()[0], compute_of(recipe, replica, rate))
         needs = [process_memory(recipe, replica, s, step.in_flight[s]).total for s in range(len(stages))]
-        return Seat(replica, chosen, tuple(needs))
+        return Assignment(replica, chosen, tuple(needs))
 
     def _alone(self, replica: ReplicaConfig) -> Recipe:
         return replace(self.base, replicas=(replica,))
 
     def fits(self, stages: tuple[int, ...]) -> bool:
-        seat = self.seat(stages)
-        return seat is not None and all(
-            need <= self.usable(i) for need, i in zip(seat.needs, stages, strict=True)
+        found = self.assignment(stages)
+        return found is not None and all(
+            need <= self.usable(i) for need, i in zip(found.needs, stages, strict=True)
         )
 
-    def place(self, units: Sequence[int]) -> tuple[int, ...] | None:
-        """An order of these machines as stages that fits: sites in one piece each, large stages on large
+    def order(self, units: Sequence[int]) -> tuple[int, ...] | None:
+        """An order of these machines as stages that fits: each site in one piece, large stages on large
         machines; None where there is none."""
         key = frozenset(Counter(units).items())
-        if key not in self.found:
-            self.found[key] = next(filter(self.fits, self._orders(units)), None)
-        return self.found[key]
+        if key not in self.orders:
+            self.orders[key] = next(filter(self.fits, self._orders(units)), None)
+        return self.orders[key]
 
     def _orders(self, units: Sequence[int]) -> Iterator[tuple[int, ...]]:
         sites = list(dict.fromkeys(self.machines[i].site for i in units))
         for order in (sites, sites[::-1]) if len(sites) > 1 else (sites,):
             blocks = [[i for i in units if self.machines[i].site == site] for site in order]
             flat = tuple(i for block in blocks for i in block)
-            if (seat := self.seat(flat)) is None:
+            if (found := self.assignment(flat)) is None:
                 continue
-            stages, start = list(flat), 0
+            stages, start, needs = list(flat), 0, found.needs
             for block in blocks:
-                places = sorted(range(start, start + len(block)), key=lambda s: -seat.needs[s])
-                for s, i in zip(places, sorted(block, key=lambda i: -self.usable(i)), strict=True):
+                heaviest = sorted(range(start, start + len(block)), key=lambda s: -needs[s])
+                for s, i in zip(heaviest, sorted(block, key=lambda i: -self.usable(i)), strict=True):
                     stages[s] = i
                 start += len(block)
             yield tuple(stages)
@@ -134,7 +137,7 @@ class Grouping:
         """Simplest first: full, the fewest stages that fit and a few more, mixed with others, left out."""
         found = [FULL] if self.fits((i,)) else []
         stages = range(2, 1 + min(self.most_stages(), self.machines[i].count))
-        fitting = islice((s for s in stages if self.place((i,) * s)), 1 + MORE_STAGES)
+        fitting = islice((s for s in stages if self.order((i,) * s)), 1 + MORE_STAGES)
         return [*found, *fitting, *([MIX] if not found else []), OUT]
 
     def groups(self, choices: Sequence[int]) -> tuple[Group, ...]:
@@ -146,7 +149,9 @@ class Grouping:
             if choice == FULL:
                 groups.append(Group((i,), count))
             elif choice >= 2:
-                groups.append(Group(self.place((i,) * choice), count // choice))
+                stages = self.order((i,) * choice)
+                assert stages is not None, "options offers only numbers of stages that fit"
+                groups.append(Group(stages, count // choice))
                 left[i] = count % choice
             elif choice == MIX:
                 left[i] = count
@@ -155,19 +160,15 @@ class Grouping:
 
     def _mixed(self, left: Counter[int]) -> Iterator[tuple[int, ...]]:
         """What is left over, along the fastest links: first inside a site, then across two."""
-        sites = [(site.name,) for site in self.list.sites if site.link is not None]
-        pairs = [
-            pair
-            for pair in combinations([site.name for site in self.list.sites], 2)
-            if self.list.between(*pair) is not None
-        ]
-        rate = {where: self.list.between(where[0], where[-1]).mbps for where in [*sites, *pairs]}
-        for where in [*sorted(sites, key=lambda w: -rate[w]), *sorted(pairs, key=lambda w: -rate[w])]:
-            while stages := self._fewest(left, where):
-                yield stages
-                left.subtract(stages)
+        names = [site.name for site in self.list.sites]
+        for pairs in (zip(names, names, strict=True), combinations(names, 2)):
+            linked = [(link.mbps, pair) for pair in pairs if (link := self.list.between(*pair))]
+            for _, pair in sorted(linked, key=lambda each: -each[0]):
+                while stages := self._fewest(left, set(pair)):
+                    yield stages
+                    left.subtract(stages)
 
-    def _fewest(self, left: Counter[int], sites: tuple[str, ...]) -> tuple[int, ...] | None:
+    def _fewest(self, left: Counter[int], sites: set[str]) -> tuple[int, ...] | None:
         """The fewest of the machines left at these sites that hold a replica; similar rates go together."""
         units = [
             i
@@ -179,9 +180,8 @@ class Grouping:
         for num_stages in range(2, 1 + min(self.most_stages(), len(units))):
             for first in range(len(units) - num_stages + 1):
                 window = units[first : first + num_stages]
-                if len({self.machines[i].site for i in window}) == len(sites) and (
-                    found := self.place(window)
-                ):
+                every_site = {self.machines[i].site for i in window} == sites
+                if every_site and (found := self.order(window)):
                     return found
         return None
 
@@ -196,7 +196,7 @@ class Grouping:
             while name in names:
                 name += "-more"
             names.add(name)
-            replicas.append(replace(self.seat(group.stages).replica, name=name, count=group.count))
+            replicas.append(replace(self.assigned(group.stages).replica, name=name, count=group.count))
         return replace(self.base, replicas=tuple(replicas))
 
     def forecast(self, groups: tuple[Group, ...]) -> Forecast:
@@ -229,7 +229,7 @@ class Grouping:
         return choices
 
     def _trials(self, choices: list[int], options: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """One table dealt otherwise; then the slowest tables left out together, the slowest first."""
+        """One table treated otherwise; then the slowest tables left out together, the slowest first."""
         for i, own in enumerate(options):
             for option in own:
                 if option != choices[i]:
@@ -252,8 +252,8 @@ def steps_and_speed(
 
     From the forecast of another H, closing taken to last as long.
     """
-    close = forecast.closing.seconds if forecast.closing else 0.0
-    ends = [kind.exchange.up_seconds + kind.exchange.down_seconds for kind in forecast.kinds]
+    close = forecast.close_seconds
+    ends = [kind.exchange.seconds for kind in forecast.kinds]
     steps = [kind.step.seconds for kind in forecast.kinds]
     for h in allowed:
         seconds = close + max(end + h * step for end, step in zip(ends, steps, strict=True))
@@ -265,18 +265,14 @@ def steps_and_speed(
 def lacking(grouping: Grouping, i: int) -> tuple[int, int, float]:
     """(stages, bytes needed, bytes lacking) of machine i where it lacks least: as a full replica, or as the
     lightest stage of a pipelined one."""
-    link = grouping.list.between(grouping.machines[i].site, grouping.machines[i].site) or LinkConfig()
     found = []
     for num_stages in range(1, 1 + grouping.most_stages()):
-        stages = (i,) * num_stages
-        if (seat := grouping.seat(stages)) is None:
-            machine = grouping.machines[i]
-            replica = ReplicaConfig(
-                name=machine.name, kind="pipelined", stages=num_stages, compression="1/8", link=link
-            )
+        if known := grouping.assignment((i,) * num_stages):
+            needs = known.needs
+        else:  # machines of this site have no link
+            name = grouping.machines[i].name
+            replica = ReplicaConfig(name=name, kind="pipelined", stages=num_stages, compression="1/8")
             recipe = replace(grouping.base, replicas=(replica,))
             needs = [process_memory(recipe, replica, s, 1).total for s in range(num_stages)]
-        else:
-            needs = seat.needs
         found.append((num_stages, min(needs), min(needs) - grouping.usable(i)))
     return min(found, key=lambda each: each[2])

@@ -1,16 +1,15 @@
 """A list of machines and the links between them: what `isthmus plan --suggest` starts from.
 
-Standard library only. Machines stand at sites; all machines of a site see each other over the site's link,
-two sites over a link that is named, and every machine the bucket over its site's bucket link. A machine that
-is alone at its site makes this a plain list of pairs.
+Machines stand at sites. Machines of one site see each other over the site's link, machines of two sites over
+a link that is named, and every machine sees the bucket over its site's bucket link. Where every machine has a
+site of its own, this is a plain list of pairs.
 """
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from isthmus.config import LinkConfig, build_table, nearest
+from isthmus.config import LinkConfig, build_table, nearest, read_toml
 from isthmus.errors import ConfigError
 
 MOST_MACHINES = 5_000
@@ -18,10 +17,10 @@ MOST_MACHINES = 5_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A place whose machines share a network."""
+    """Machines that share a network."""
 
     name: str
-    link: LinkConfig | None = None  # between any two of its machines; none: they cannot reach each other
+    link: LinkConfig | None = None  # between any two of its machines; None: they cannot reach each other
     bucket_link: LinkConfig  # of each machine to the bucket
 
 
@@ -91,7 +90,7 @@ class MachineList:
     def _check_site(what: str, name: str, sites: Sequence[str]) -> None:
         if name not in sites:
             hint = nearest(name, sites) or f"; there is {', '.join(sites)}"
-            raise ConfigError(f'{what} is "{name}", which is no site{hint}')
+            raise ConfigError(f'{what} is "{name}", which is not a site{hint}')
 
     def site(self, name: str) -> Site:
         return next(site for site in self.sites if site.name == name)
@@ -106,14 +105,7 @@ class MachineList:
 
 def load_machines(path: str | Path) -> MachineList:
     """Read and check the file; every fault is one line that names the key."""
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"cannot read the machines {path}: {reason}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    return build_table(MachineList, table, "")
+    return build_table(MachineList, read_toml(path, "the machines"), "")
 
 
 def worst(links: Sequence[LinkConfig]) -> LinkConfig:

@@ -1,9 +1,7 @@
-"""Bytes of memory that a simulated fleet, or a process of a real one, needs before it is started.
-
-Standard library only.
-"""
+"""Bytes of memory that a simulated fleet, or a process of a real one, will need."""
 
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from isthmus.config import Recipe, ReplicaConfig
@@ -16,10 +14,10 @@ RUNTIME_BYTES = 410 * 10**6  # the simulator
 PROCESS_BYTES = 412 * 10**6  # a full replica or a first stage of a real fleet
 LATER_STAGE_BYTES = 354 * 10**6  # which reads no corpus
 # Work copies of the weights at a round's end, measured. DiLoCo sends every entry, and a real process also
-# judges, stores and reads them: the allocator keeps much of that.
+# checks, stores and reads them: the allocator keeps much of that.
 CODEC_COPIES = {"sparseloco": 3.0, "diloco": 7.0, "adamw": 0.0}
 BUCKET_COPIES = {"sparseloco": 0.0, "diloco": 4.0, "adamw": 0.0}
-PAYLOAD_COPIES = 2.5  # of the entries that every replica sends: as bytes, as values, as places
+PAYLOAD_COPIES = 2.5  # of the entries that every replica sends: as bytes, as values, as positions
 STREAM_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 
@@ -60,9 +58,9 @@ def activation_bytes(recipe: Recipe, precision: str, num_sequences: int, compile
     """What one forward keeps for its backward.
 
     A layer keeps about 9 tensors of the stream's width (input, two normed inputs, q, k, v before and after
-    RoPE, attention, the second input) and 5 of the FFN's, and the wide copies of both norms. The head keeps
-    logits, their wide copy and log-probabilities; their gradient comes on top. Compiled code computes again
-    what is cheap: 8 and 2, and of the head little more than logits and their gradient.
+    RoPE, attention, the second input) and 5 of the FFN's, and the fp32 copies of both norms. The head keeps
+    logits, their fp32 copy and log-probabilities; their gradient comes on top. Compiled code recomputes
+    what is cheap: 8 and 2 remain, and of the head little more than logits and their gradient.
     """
     num_tokens = num_sequences * recipe.model.context
     per_layer, logits = _token_bytes(recipe, precision, compiled)
@@ -119,17 +117,13 @@ def plan_simulator(
     elif mode == "turns":
         groups = [1]
     splits = [p for p in range(1, batch + 1) if batch % p == 0]
-    least = None
-    for parked in (False, True) if can_park else (False,):
-        for group in groups:
-            for grad_accum_steps in splits:
-                needed = simulator_bytes(recipe, precision, group, grad_accum_steps, parked, compiled)
-                plan = SimulatorPlan(group, grad_accum_steps, parked and group < replicas, needed)
-                if needed <= available_bytes:
-                    return plan
-                if least is None or needed < least.predicted_bytes:
-                    least = plan
-    return least
+    tried: list[SimulatorPlan] = []
+    for parked, group, steps in product((False, True) if can_park else (False,), groups, splits):
+        needed = simulator_bytes(recipe, precision, group, steps, parked, compiled)
+        tried.append(SimulatorPlan(group, steps, parked and group < replicas, needed))
+        if needed <= available_bytes:
+            return tried[-1]
+    return min(tried, key=lambda plan: plan.predicted_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +137,11 @@ class ProcessMemory:
     feedback: int  # e of eq. 2; none under DiLoCo
     anchor: int  # theta^(t-1); a compressed stage also holds the embedding's
     outer: int  # the momentum of DiLoCo
-    embedding_copy: int  # the table of the boundary of every compressed stage (METHOD 0.8)
+    embedding_copy: int  # the table in the boundary of every compressed stage
     low_precision: int  # the half-width weights that autograd keeps under bf16
     activations: int  # of all the micro-batches in flight
     slack: int  # what the allocator keeps between micro-batches: half of one's activations, measured on a CPU
-    exchange: int  # work copies of the codec at the end of a round, when no activations are held
+    exchange: int  # work copies of the codec at the end of a round, when there are no activations
     runtime: int
 
     @property
@@ -169,7 +163,7 @@ def process_memory(recipe: Recipe, replica: ReplicaConfig, stage: int, depth: in
     shapes = model.shapes()
     own = sum(prod(shapes[name]) for name in stage_names(model, replica.stages)[stage])
     table = prod(shapes[EMBEDDING]) if replica.compressed else 0
-    held = own + (table if stage else 0)
+    anchored = own + (table if stage else 0)
     last = stage == replica.stages - 1
     num_layers = layers_per_stage(model.layers, replica.stages)[stage] if replica.stages > 1 else model.layers
     per_layer, logits = _token_bytes(recipe, precision, compiled=False)
@@ -183,12 +177,12 @@ def process_memory(recipe: Recipe, replica: ReplicaConfig, stage: int, depth: in
         adam=2 * own * size,
         gradients=own * size,
         feedback=own * size if method == "sparseloco" else 0,
-        anchor=0 if method == "adamw" else held * size,
-        outer=held * size if method == "diloco" else 0,
+        anchor=0 if method == "adamw" else anchored * size,
+        outer=anchored * size if method == "diloco" else 0,
         embedding_copy=table * size,
         low_precision=own * 2 if precision == "bf16" else 0,
         activations=depth * micro_batch + head,
         slack=(micro_batch + head) // 2 if replica.stages > 1 else 0,
-        exchange=int((exchange_copies(recipe) + BUCKET_COPIES[method]) * held * size),
+        exchange=int((exchange_copies(recipe) + BUCKET_COPIES[method]) * anchored * size),
         runtime=PROCESS_BYTES if stage == 0 else LATER_STAGE_BYTES,
     )

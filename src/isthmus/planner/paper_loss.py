@@ -1,7 +1,7 @@
-"""What compression costs in loss: Tables 1 and 2 of arXiv 2601.02360. Standard library only.
+"""What compression costs in loss: Tables 1 and 2 of arXiv 2601.02360.
 
-These are the paper's numbers for its 512M model on 10 B tokens, single runs. Another model and other text
-lose something else; they are shown so that a k/d is not chosen by seconds alone.
+These are the paper's numbers for its 512M model on 10 B tokens, single runs. Other models and other text lose
+other amounts; the numbers are shown so that a k/d is not chosen by seconds alone.
 """
 
 from fractions import Fraction

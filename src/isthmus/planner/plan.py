@@ -1,6 +1,6 @@
 """Recipe -> forecast: what a run will take, per replica kind and per link, before anything is rented.
 
-Standard library only. `step` has one inner step, `exchange` the end of a round, `memory` the processes.
+`step` has one inner step, `exchange` the end of a round, `memory` the processes.
 """
 
 import json
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError
-from isthmus.layout.traffic import inner_step_bytes, shard_bytes
+from isthmus.layout.traffic import STAGE_PURPOSES, inner_step_bytes, machine_shards, shard_bytes
 from isthmus.planner.auto import resolve
 from isthmus.planner.exchange import (
     VERIFY_BYTES_PER_SECOND,
@@ -19,7 +19,7 @@ from isthmus.planner.exchange import (
     catch_up_of,
     closing_of,
     exchange_of,
-    machines_of,
+    has_bucket,
     snapshot_of,
     stored_bytes,
 )
@@ -30,7 +30,7 @@ from isthmus.planner.step import Compute, StageLink, Step, compute_of, inner_ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What a run is paid with; nothing is assumed where nothing is given."""
+    """What things cost. What has no price here is left out of the sum."""
 
     per_hour: Mapping[str, float] = field(default_factory=dict)  # of one machine, by replica name
     egress_per_gb: float | None = None  # of reading from the bucket
@@ -47,19 +47,17 @@ class KindForecast:
     count: int
     stages: int
     compression: str  # k/d between stages, or "none"
-    paper_loss: (
-        str | None
-    )  # what the paper's 512M model came to at this k/d; None where nothing is compressed
+    paper_loss: str | None  # of the paper's 512M model at this k/d; None where nothing is compressed
     compute: Compute
     link: StageLink | None
     step: Step
     exchange: OuterExchange
     catch_up: CatchUp | None
     memory: tuple[dict[str, int], ...]  # one for each process of one replica
-    round_seconds: float  # H steps and its own exchange, if it waited for nobody
+    round_seconds: float  # H steps and its own exchange, without waiting
     wait_seconds: float  # in every round, for slower replicas
     utilisation: float  # share of the whole run in which its machines compute
-    utilisation_alone: float  # the same if it waited for nobody
+    utilisation_alone: float  # the same without waiting
     bottleneck: str  # "compute", "link", "bubble", "exchange" or "waiting"
     bytes: dict[str, int]  # of the whole run, all replicas of this kind, by purpose
 
@@ -72,8 +70,8 @@ class Finishing:
     how: str
     round_seconds: float
     slowest: str
-    stage_bytes_per_round: int  # all replicas; the others' rounds carry `usual_stage_bytes_per_round`
-    usual_stage_bytes_per_round: int
+    stage_bytes_per_round: int  # all replicas
+    usual_stage_bytes_per_round: int  # of the rounds before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +90,7 @@ class Forecast:
     num_shards: int
     closing: Closing | None
     finish: Finishing | None  # None where no round opens boundaries
-    round_seconds: float  # of a round that is not a finishing one; so are all figures of one round or step
+    round_seconds: float  # of a usual round, not a finishing one, like all figures of one round or step
     slowest: str
     utilisation: float  # over all machines, weighted by their rate
     tokens: int
@@ -107,6 +105,10 @@ class Forecast:
     requests: dict[str, int]
     money: dict[str, float] | None
 
+    @property
+    def close_seconds(self) -> float:
+        return self.closing.seconds if self.closing else 0.0
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
 
@@ -120,53 +122,27 @@ def predict(
     """The forecast of a run. `tflops` is the rate of machines whose own the recipe does not state."""
     recipe, picks = resolve(recipe, tflops)
     rates = {replica.name: rate_of(replica, tflops) for replica in recipe.replicas}
-    members = _first_of_each(recipe)
-    sizes = shard_bytes(recipe)
-    paces = {name: _pace(recipe, member, rates[name], sizes) for name, member in members.items()}
-    # From one settled round to a replica's next delivery; then all wait for the slowest, and for the closer.
-    turns = _turns(recipe, paces)
-    closing = closing_of(recipe, turns, sizes, verify_bytes_per_second)
-    close_seconds = closing.seconds if closing else 0.0
-    slowest = max(turns, key=turns.__getitem__)
-    round_seconds = turns[slowest] + close_seconds
-    rounds, last = recipe.outer.rounds, recipe.in_round(recipe.outer.rounds)
-    last_paces = paces
-    if last is not recipe:
-        last_paces = {
-            name: _pace(last, member, rates[name], sizes) for name, member in _first_of_each(last).items()
-        }
-    finish = _finish(recipe, last_paces, sizes, verify_bytes_per_second)
-    seconds = round_seconds * rounds
-    if finish:
-        seconds += finish.rounds * (finish.round_seconds - round_seconds)
-    kinds = tuple(
-        _kind(
-            recipe,
-            members[r.name],
-            paces[r.name],
-            last_paces[r.name],
-            round_seconds,
-            close_seconds,
-            sizes,
-            closing,
-            seconds / rounds,
-        )
-        for r in recipe.replicas
-    )
+    rounds, sizes = recipe.outer.rounds, shard_bytes(recipe)
+    usual = _round_of(recipe, rates, sizes, verify_bytes_per_second)
+    last = usual
+    if recipe.finish.rounds:
+        last = _round_of(recipe.in_round(rounds), rates, sizes, verify_bytes_per_second)
+    seconds = usual.seconds * rounds + recipe.finish.rounds * (last.seconds - usual.seconds)
+    kinds = tuple(_kind(usual, last, r.name, sizes, seconds / rounds) for r in recipe.replicas)
     sent = {key: sum(kind.bytes[key] for kind in kinds) for key in kinds[0].bytes}
     snapshot, num_snapshots = snapshot_of(recipe)
     sent["snapshots"] = snapshot * num_snapshots
-    per_round = _requests(recipe, kinds, round_seconds)
-    hours = seconds / 3600
-    machine_rate = {r.name: r.count * r.stages * rates[r.name] for r in recipe.replicas}
-    busy = sum(kind.utilisation * machine_rate[kind.name] for kind in kinds) / sum(machine_rate.values())
-    forecast_bytes = {
-        "stages": sent["activations"] + sent["gradients"] + sent["tokens"],
+    link_bytes = {
+        "stages": sum(sent[purpose] for purpose in STAGE_PURPOSES),
         "to_bucket": sent["payload_up"] + sent["snapshots"],
         "from_bucket": sent["payload_down"] + sent["control"],
     }
+    per_round = _requests(recipe, kinds, usual.seconds)
     requests = {verb: number * rounds for verb, number in per_round.items()}
     requests["put"] += num_snapshots * (len(sizes) + 1)
+    machine_rate = {r.name: r.count * r.stages * rates[r.name] for r in recipe.replicas}
+    busy = sum(kind.utilisation * machine_rate[kind.name] for kind in kinds) / sum(machine_rate.values())
+    hours = seconds / 3600
     return Forecast(
         name=recipe.name,
         num_parameters=recipe.model.num_parameters,
@@ -178,104 +154,100 @@ def predict(
         auto=tuple(pick.choice for pick in picks),
         payload_bytes=sum(sizes),
         num_shards=len(sizes),
-        closing=closing,
-        finish=finish,
-        round_seconds=round_seconds,
-        slowest=slowest,
+        closing=usual.closing,
+        finish=_finishing(usual, last) if recipe.finish.rounds else None,
+        round_seconds=usual.seconds,
+        slowest=usual.slowest,
         utilisation=busy,
         tokens=rounds * recipe.round_tokens,
         tokens_per_second=rounds * recipe.round_tokens / seconds,
         hours=hours,
         bytes=sent,
-        link_bytes=forecast_bytes,
+        link_bytes=link_bytes,
         snapshot_bytes=snapshot,
         snapshots=num_snapshots,
         stored_bytes_most=stored_bytes(recipe, sizes, snapshot, num_snapshots),
         requests_per_round=per_round,
         requests=requests,
-        money=_money(recipe, prices, hours, forecast_bytes["from_bucket"], requests) if prices else None,
+        money=_money(recipe, prices, hours, link_bytes["from_bucket"], requests) if prices else None,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
+    """One replica of a kind, by itself."""
+
+    member: Member
     compute: Compute
     link: StageLink | None
     step: Step
     exchange: OuterExchange
 
 
-def _first_of_each(recipe: Recipe) -> dict[str, Member]:
-    """A replica of every kind, in the recipe's order."""
-    members = {member.config.name: member for member in reversed(recipe.fleet())}
-    return {replica.name: members[replica.name] for replica in recipe.replicas}
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One outer round of the whole fleet: a usual one, or one in which whole streams cross between stages."""
+
+    recipe: Recipe
+    paces: dict[str, _Pace]  # by [[replicas]] table
+    closing: Closing | None
+    slowest: str
+    seconds: float
+
+    @property
+    def stage_bytes(self) -> int:
+        each = [inner_step_bytes(self.recipe, member) for member in self.recipe.fleet()]
+        return self.recipe.outer.inner_steps * sum(sum(purposes.values()) for purposes in each)
 
 
-def _pace(recipe: Recipe, member: Member, tflops: float, sizes: tuple[int, ...]) -> _Pace:
-    compute = compute_of(recipe, member.config, tflops)
-    link, step = inner_step(recipe, member, compute)
-    return _Pace(compute, link, step, exchange_of(recipe, member, sizes))
-
-
-def _turns(recipe: Recipe, paces: Mapping[str, _Pace]) -> dict[str, float]:
-    steps = recipe.outer.inner_steps
-    return {
-        name: pace.exchange.down_seconds + steps * pace.step.seconds + pace.exchange.up_seconds
-        for name, pace in paces.items()
-    }
-
-
-def _finish(
-    recipe: Recipe, paces: Mapping[str, _Pace], sizes: tuple[int, ...], verify_rate: float
-) -> Finishing | None:
-    """`paces`: of the last round, which is a finishing one if any is."""
-    if not recipe.finish.rounds:
-        return None
-    last = recipe.in_round(recipe.outer.rounds)
-    turns = _turns(last, paces)
-    closing = closing_of(last, turns, sizes, verify_rate)
+def _round_of(
+    recipe: Recipe, rates: Mapping[str, float], sizes: tuple[int, ...], verify_rate: float
+) -> _Round:
+    paces, turns = {}, {}
+    first = {member.config.name: member for member in reversed(recipe.fleet())}
+    for replica in recipe.replicas:
+        member, compute = first[replica.name], compute_of(recipe, replica, rates[replica.name])
+        link, step = inner_step(recipe, member, compute)
+        exchange = exchange_of(recipe, member, sizes)
+        paces[replica.name] = _Pace(member, compute, link, step, exchange)
+        # From one closed round to the replica's next delivery; then all wait for the slowest and the closer.
+        steps = recipe.outer.inner_steps * step.seconds
+        turns[replica.name] = exchange.down_seconds + steps + exchange.up_seconds
+    closing = closing_of(recipe, turns, sizes, verify_rate)
     slowest = max(turns, key=turns.__getitem__)
-    usual, opened = (
-        recipe.outer.inner_steps * sum(sum(inner_step_bytes(r, m).values()) for m in r.fleet())
-        for r in (recipe, last)
-    )
+    return _Round(recipe, paces, closing, slowest, turns[slowest] + (closing.seconds if closing else 0.0))
+
+
+def _finishing(usual: _Round, last: _Round) -> Finishing:
     return Finishing(
-        rounds=recipe.finish.rounds,
-        how=recipe.finish.how,
-        round_seconds=turns[slowest] + (closing.seconds if closing else 0.0),
-        slowest=slowest,
-        stage_bytes_per_round=opened,
-        usual_stage_bytes_per_round=usual,
+        rounds=usual.recipe.finish.rounds,
+        how=usual.recipe.finish.how,
+        round_seconds=last.seconds,
+        slowest=last.slowest,
+        stage_bytes_per_round=last.stage_bytes,
+        usual_stage_bytes_per_round=usual.stage_bytes,
     )
 
 
 def _kind(
-    recipe: Recipe,
-    member: Member,
-    pace: _Pace,
-    last_pace: _Pace,
-    round_seconds: float,
-    close_seconds: float,
-    sizes: tuple[int, ...],
-    closing: Closing | None,
-    mean_round_seconds: float,
+    usual: _Round, last: _Round, name: str, sizes: tuple[int, ...], mean_round_seconds: float
 ) -> KindForecast:
-    replica, steps = member.config, recipe.outer.inner_steps
-    exchange = pace.exchange.up_seconds + close_seconds + pace.exchange.down_seconds
+    recipe, pace, closing = usual.recipe, usual.paces[name], usual.closing
+    replica, steps = pace.member.config, recipe.outer.inner_steps
+    exchange = pace.exchange.up_seconds + (closing.seconds if closing else 0.0) + pace.exchange.down_seconds
     alone = steps * pace.step.seconds + exchange
     compute = steps * pace.compute.seconds_per_step
-    wait = max(0.0, round_seconds - alone)
-    times = recipe.outer.rounds * replica.count
-    last = recipe.in_round(recipe.outer.rounds).fleet()[member.index]
-    opened, usual = inner_step_bytes(recipe, last), inner_step_bytes(recipe, member)
-    finishing = recipe.finish.rounds * replica.count
-    sent = {key: steps * ((times - finishing) * usual[key] + finishing * opened[key]) for key in usual}
+    wait = max(0.0, usual.seconds - alone)
+    times, finishing = recipe.outer.rounds * replica.count, recipe.finish.rounds * replica.count
+    closed = inner_step_bytes(recipe, pace.member)
+    opened = inner_step_bytes(recipe, last.paces[name].member)
+    sent = {key: steps * ((times - finishing) * closed[key] + finishing * opened[key]) for key in closed}
     sent["payload_up"] = times * pace.exchange.up_bytes
     sent["payload_down"] = times * pace.exchange.down_bytes
     sent["control"] = 0
-    if closing and closing.closer == replica.name:
-        # A pipelined closer's first machine also reads the shards that it has no use for, to judge them.
-        reads = machines_of(recipe, replica)[0][1]
+    if closing and closing.closer == name:
+        # A pipelined closer's first machine also reads the shards that it does not train, to check them.
+        reads = machine_shards(recipe, replica)[0][1]
         unread = sum(size for i, size in enumerate(sizes) if i not in reads)
         sent["control"] = recipe.outer.rounds * recipe.num_replicas * unread
     losses = {
@@ -285,11 +257,11 @@ def _kind(
         "waiting": wait,
     }
     worst = max(losses, key=losses.__getitem__)
-    # A slower link keeps more micro-batches in flight: finishing rounds may hold the most.
-    most = [max(held) for held in zip(pace.step.in_flight, last_pace.step.in_flight, strict=True)]
-    processes = [process_memory(recipe, replica, s, held) for s, held in enumerate(most)]
+    # A slower link keeps more micro-batches in flight: finishing rounds may have the most.
+    most = map(max, pace.step.in_flight, last.paces[name].step.in_flight)
+    processes = [process_memory(recipe, replica, s, in_flight) for s, in_flight in enumerate(most)]
     return KindForecast(
-        name=replica.name,
+        name=name,
         kind=replica.kind,
         count=replica.count,
         stages=replica.stages,
@@ -305,21 +277,17 @@ def _kind(
         wait_seconds=wait,
         utilisation=compute / mean_round_seconds,
         utilisation_alone=compute / alone,
-        bottleneck=worst if losses[worst] > 0.1 * round_seconds else "compute",
+        bottleneck=worst if losses[worst] > 0.1 * usual.seconds else "compute",
         bytes=sent,
     )
 
 
-def _requests(
-    recipe: Recipe,
-    kinds: tuple[KindForecast, ...],
-    round_seconds: float,
-) -> dict[str, int]:
+def _requests(recipe: Recipe, kinds: tuple[KindForecast, ...], round_seconds: float) -> dict[str, int]:
     """GETs and PUTs of one round, as the exchange makes them; every replica may close (a private run).
 
     While it waits, every process looks for the manifest once a second, and every closer for all the commits.
     """
-    if recipe.outer.method == "adamw" or recipe.num_replicas == 1:
+    if not has_bucket(recipe):
         return {"get": 0, "put": 0}
     gets = puts = 0
     for kind in kinds:
@@ -332,7 +300,7 @@ def _requests(
 
 
 def check_names(recipe: Recipe, per_hour: Mapping[str, float]) -> None:
-    """Every price is of replicas that there are."""
+    """ConfigError for the price of a replica that the recipe does not have."""
     known = [replica.name for replica in recipe.replicas]
     for name in per_hour:
         if name not in known:
@@ -340,7 +308,7 @@ def check_names(recipe: Recipe, per_hour: Mapping[str, float]) -> None:
 
 
 def machine_dollars(recipe: Recipe, per_hour: Mapping[str, float], hours: float) -> dict[str, float]:
-    """So long, of the machines that have a price, by [[replicas]] table."""
+    """What that many hours of the machines cost, by [[replicas]] table; only of those that have a price."""
     return {
         f"machines.{replica.name}": hours * per_hour[replica.name] * replica.count * replica.stages
         for replica in recipe.replicas

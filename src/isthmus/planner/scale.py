@@ -1,22 +1,23 @@
 """Beyond one machine, on paper: what grows with M, and when an aggregated update object would pay.
 
-Standard library only. Every replica reads every other's payload, so a round's egress grows like M (M - 1). An
+Every replica reads every other's payload, so a round's egress grows like M (M - 1). An
 aggregator could read them once and write one object for all; its size depends on how far replicas agree on
 which entries they keep.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import erf, exp, pi, sqrt
 from statistics import NormalDist
 
 from isthmus.config import Recipe
 from isthmus.layout.chunks import chunk_bytes
 from isthmus.layout.traffic import codec_settings
-from isthmus.planner.plan import VERIFY_BYTES_PER_SECOND, Forecast, check_names, machine_dollars, predict
+from isthmus.planner.plan import VERIFY_BYTES_PER_SECOND, check_names, machine_dollars, predict
 
 FLEETS = (8, 64, 1000)
 CORRELATIONS = (0.0, 0.3, 0.6, 0.9)
+WRITTEN = ("2bit", "bf16", "fp32")  # how the values of an aggregated object may be written
 CORRELATION = 0.3  # between two replicas' feedback, where nothing else is said
 EGRESS_PER_GB, PUT_PER_MILLION, GET_PER_MILLION = 0.09, 5.0, 0.40  # stated, as common list prices in USD
 
@@ -27,7 +28,7 @@ def expected_union(num_replicas: int, entries: int = 4096, keep: int = 32, corre
     Independent: entries (1 - (1 - keep/entries)^M). With correlation rho an entry of replica m is
     sqrt(rho) c + sqrt(1 - rho) z_m, all normal; it is kept where it exceeds the threshold that keeps
     keep/entries of them, and given c the replicas are independent: the union is an integral over c. At M = 8
-    it gives the densities that METHOD 1.4 measured, 6.1 / 5.6 / 4.4 / 2.3 % for rho = 0 / .3 / .6 / .9.
+    it gives the densities that were measured, 6.1 / 5.6 / 4.4 / 2.3 % for rho = 0 / .3 / .6 / .9.
     """
     share = keep / entries
     if keep >= entries:
@@ -73,8 +74,10 @@ def pays_from(
     """
 
     def pays(m: int) -> bool:
-        how = {"entries": entries, "keep": keep, "correlation": correlation}
-        return m - 1 > aggregate_ratio(m, values, aggregate_values, **how)
+        ratio = aggregate_ratio(
+            m, values, aggregate_values, entries=entries, keep=keep, correlation=correlation
+        )
+        return m - 1 > ratio
 
     low, high = 1, 2  # the union grows ever slower with M, so they cross once
     while not pays(high):
@@ -111,9 +114,6 @@ class Scale:
     aggregate_bytes: dict[str, int]  # of the one object instead, by how its values are written
     aggregate_down_bytes: dict[str, int]  # a round's reading with it
 
-    def to_dict(self) -> dict:
-        return asdict(self)
-
 
 def with_replicas(recipe: Recipe, num_replicas: int) -> Recipe:
     """The same mixture in a fleet of this size, by largest remainders; kinds may vanish from a small one."""
@@ -141,7 +141,7 @@ def scale(
     """The recipe's mixture of replicas at this M, one round of it; machines cost where they have a price."""
     check_names(recipe, per_hour or {})  # of the whole mixture: a small fleet may lack a kind
     fleet = with_replicas(recipe, num_replicas)
-    forecast: Forecast = predict(fleet, tflops, verify_bytes_per_second=verify_bytes_per_second)
+    forecast = predict(fleet, tflops, verify_bytes_per_second=verify_bytes_per_second)
     machines = machine_dollars(fleet, per_hour or {}, forecast.round_seconds / 3600)
     keep, values = codec_settings(recipe)
     entries = recipe.outer.chunk_side**2
@@ -150,9 +150,11 @@ def scale(
     down = sum(kind.count * kind.exchange.down_bytes for kind in forecast.kinds)
     requests = forecast.requests_per_round
     sizes = {}
-    for written in ("2bit", "bf16", "fp32"):
-        how = {"entries": entries, "keep": keep, "correlation": correlation}
-        sizes[written] = round(payload * aggregate_ratio(num_replicas, values, written, **how))
+    for kind in WRITTEN:
+        ratio = aggregate_ratio(
+            num_replicas, values, kind, entries=entries, keep=keep, correlation=correlation
+        )
+        sizes[kind] = round(payload * ratio)
     closing = forecast.closing
     return Scale(
         num_replicas=num_replicas,
@@ -168,12 +170,10 @@ def scale(
         machine_dollars=sum(machines.values()) if per_hour else None,
         verify_bytes=closing.verify_bytes if closing else 0,
         verify_seconds=closing.verify_bytes / verify_bytes_per_second if closing else 0.0,
-        close_seconds=closing.seconds if closing else 0.0,
+        close_seconds=forecast.close_seconds,
         manifest_bytes=closing.manifest_bytes if closing else 0,
         round_seconds=forecast.round_seconds,
         utilisation=forecast.utilisation,
         aggregate_bytes=sizes,
-        aggregate_down_bytes={
-            written: (num_replicas - 1) * (payload + size) for written, size in sizes.items()
-        },
+        aggregate_down_bytes={kind: (num_replicas - 1) * (payload + n) for kind, n in sizes.items()},
     )

@@ -1,7 +1,7 @@
-"""One inner step of a replica: compute, links and schedule -> seconds. Standard library only.
+"""One inner step of a replica: compute, links and schedule -> seconds.
 
-Bytes come from `traffic`, schedules from `replica.schedule` (the data that the stages execute), seconds from
-METHOD section 3: the closed ceiling and an event simulation of the same schedule.
+Bytes come from `layout.traffic`, schedules from `layout.schedule` (the data that the stages execute). Seconds
+come twice: from the closed ceiling of `cost`, and from an event simulation of the same schedule.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
 from isthmus.layout.schedule import Schedule, deep, depths, filled_if_it_pays, in_flight, simulate_schedule
 from isthmus.layout.stages import EMBEDDING, stage_names
-from isthmus.layout.traffic import inner_step_bytes
+from isthmus.layout.traffic import micro_batch_bytes
 from isthmus.planner.cost import inner_step_seconds, step_flops
 
 FORWARD_SHARE = 1 / 3  # of a micro-batch's 6 N: 2 N forward, 4 N backward
@@ -46,11 +46,11 @@ class StageLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One inner step, by both levels of METHOD section 3."""
+    """One inner step, by the closed formula and by the event simulation."""
 
     micro_batches: int
     depths: tuple[int, ...]  # micro-batches that each stage runs forward before its first backward
-    in_flight: tuple[int, ...]  # the most that each holds; as `depths` unless backwards are split
+    in_flight: tuple[int, ...]  # the most at a time; as `depths` unless backwards are split
     closed_seconds: float  # m max(t, l) + (S-1)(t + 2 (l + latency))
     seconds: float  # the event simulation of the schedule with these depths
     linkless_seconds: float  # the same if links took no time: what compute and the pipeline's flush need
@@ -95,10 +95,8 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
             linkless_seconds=mean,
             bubble=0.0,
         )
-    crossing = inner_step_bytes(recipe, member)
-    num_links, rate = replica.stages - 1, replica.link.mbps * 1e6 / 8
-    forward = (crossing["activations"] + crossing["tokens"]) // num_links // m
-    backward = crossing["gradients"] // num_links // m
+    rate = replica.link.mbps * 1e6 / 8
+    forward, backward = micro_batch_bytes(recipe, member)
     latency, t = replica.link.latency_ms / 1e3, mean / m
     each = tuple(seconds / m for seconds in compute.stage_seconds_per_step)
     pace = steady_pace(each, forward / rate, latency, recipe.inner.in_flight)
@@ -107,17 +105,17 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
         there = FORWARD_SHARE * t
         whole, limit = deep(replica.stages, m, chosen), recipe.inner.in_flight
         split = filled_if_it_pays(whole, there, t - there, forward / rate, latency, limit)
-        held = tuple(in_flight(order) for order in split)
+        most = tuple(in_flight(order) for order in split)
         seconds, linkless = _run(each, split, forward / rate, latency), _run(each, split, 0.0, 0.0)
     else:
-        held = chosen
+        most = chosen
         seconds = _simulated(each, m, chosen, forward / rate, latency)
         linkless = _simulated(each, m, chosen, 0.0, 0.0)
     link = StageLink(
         mbps=replica.link.mbps,
         latency_ms=replica.link.latency_ms,
         subspace_dim=replica.subspace_dim(recipe.model.width),
-        num_links=num_links,
+        num_links=replica.stages - 1,
         forward_bytes_per_micro_batch=forward,
         backward_bytes_per_micro_batch=backward,
         forward_seconds_per_micro_batch=forward / rate,
@@ -131,7 +129,7 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
     step = Step(
         micro_batches=m,
         depths=chosen,
-        in_flight=held,
+        in_flight=most,
         closed_seconds=closed,
         seconds=seconds,
         linkless_seconds=linkless,

@@ -1,8 +1,8 @@
 """`isthmus plan --suggest`: from a list of machines to a recipe that runs, with the reasons in it.
 
-Standard library only. `grouping` deals the machines into replicas; here H, k/d, micro-batches and their limit
-in flight are chosen, and everything is written down. The order: the grouping with the finest micro-batches
-(they need the least memory), then the coarsest micro-batches that lose little, then H.
+`grouping` makes replicas of the machines; here H, k/d, micro-batches and their limit in flight are chosen,
+with reasons. The order: the grouping with the finest micro-batches (they need the least memory), then the
+coarsest micro-batches that lose little, then H.
 """
 
 from collections import Counter
@@ -12,30 +12,20 @@ from dataclasses import dataclass, replace
 from isthmus.config import FinishConfig, Recipe, SubspaceConfig
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import Pick
-from isthmus.planner.grouping import (
-    EXCHANGE_SHARE,
-    FULL,
-    INNER_STEPS,
-    OUT,
-    Group,
-    Grouping,
-    lacking,
-)
+from isthmus.planner.grouping import EXCHANGE_SHARE, FULL, INNER_STEPS, OUT, Group, Grouping, lacking
 from isthmus.planner.machines import Machine, MachineList
 from isthmus.planner.plan import Forecast, predict
 
 SLACK = 0.02  # of speed that larger micro-batches may cost
 LIMITS = (16, 8, 4, 2)  # of micro-batches in flight, where memory needs one
-STRAGGLER = 1.5  # a replica whose round is so many times the others' is named
+STRAGGLER = 1.5  # a replica is named whose round takes this many times as long as the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seated:
+class SuggestedReplica:
     """One [[replicas]] table of the suggestion."""
 
-    name: str
     machines: tuple[Machine, ...]  # of each stage
-    needs: tuple[int, ...]  # bytes of each stage
     pick: Pick | None
     why: tuple[str, ...]
 
@@ -46,7 +36,7 @@ class Suggestion:
 
     recipe: Recipe
     forecast: Forecast
-    seated: tuple[Seated, ...]
+    replicas: tuple[SuggestedReplica, ...]
     why: dict[str, str]  # by key of the recipe: "outer.inner_steps" and so on
     left_out: dict[str, str]  # by machine name
 
@@ -54,7 +44,7 @@ class Suggestion:
 def suggest(base: Recipe, machines: MachineList, pinned: Collection[str] = ()) -> Suggestion:
     """The fleet that trains the most tokens a second by the planner's own forecast.
 
-    Of the base, model, data and optimisers stay; its replicas do not matter. `pinned` keys (of
+    Model, data and optimisers are those of the base; its replicas do not matter. `pinned` keys (of
     inner.micro_batches, inner.in_flight, outer.inner_steps) keep the base's values.
     """
     if base.outer.method == "adamw":
@@ -66,14 +56,20 @@ def suggest(base: Recipe, machines: MachineList, pinned: Collection[str] = ()) -
         raise ConfigError(_nothing_fits(grouping))
     fine = grouping
     grouping, groups, why = _micro_batches(base, machines, grouping, groups, pinned)
-    recipe, forecast, reason = _inner_steps(grouping.recipe(groups), base, pinned)
-    why["outer.inner_steps"] = reason
+    recipe, why["outer.inner_steps"] = _inner_steps(grouping.recipe(groups), base, pinned)
     recipe = _compressing(recipe, given)
     forecast = predict(recipe)
-    seated = tuple(_seated(grouping, g, r.name) for g, r in zip(groups, recipe.replicas, strict=True))
-    left_out = _left_out(fine, choices, groups, forecast)
     why["fleet"] = _slowest(forecast)
-    return Suggestion(recipe=recipe, forecast=forecast, seated=seated, why=why, left_out=left_out)
+    replicas = tuple(
+        SuggestedReplica(
+            machines=tuple(grouping.machines[i] for i in group.stages),
+            pick=grouping.assigned(group.stages).pick,
+            why=tuple(_reasons(grouping, group)),
+        )
+        for group in groups
+    )
+    left_out = _left_out(fine, choices, groups)
+    return Suggestion(recipe=recipe, forecast=forecast, replicas=replicas, why=why, left_out=left_out)
 
 
 def _compressing(recipe: Recipe, base: Recipe) -> Recipe:
@@ -84,17 +80,6 @@ def _compressing(recipe: Recipe, base: Recipe) -> Recipe:
     subspace = replace(base.subspace, grassmann_every=-(-turn // steps) * steps)  # a multiple of H
     finish = replace(base.finish, rounds=min(base.finish.rounds, recipe.outer.rounds))
     return replace(recipe, subspace=subspace, finish=finish)
-
-
-def _seated(grouping: Grouping, group: Group, name: str) -> Seated:
-    seat = grouping.seat(group.stages)
-    return Seated(
-        name=name,
-        machines=tuple(grouping.machines[i] for i in group.stages),
-        needs=seat.needs,
-        pick=replace(seat.pick, replica=name) if seat.pick else None,
-        why=tuple(_reasons(grouping, group)),
-    )
 
 
 def _divisors(number: int) -> list[int]:
@@ -144,60 +129,47 @@ def _micro_batches(
             if limit >= m and limit not in (0, inner.in_flight):
                 continue
             trial = Grouping(base, machines, m, limit, grouping.inner_steps)
-            placed = [
-                trial.place(group.stages) if len(group.stages) > 1 else group.stages for group in groups
-            ]
-            if None in placed:
-                continue
-            dealt = tuple(Group(stages, g.count) for stages, g in zip(placed, groups, strict=True))
-            found.append((trial.fleet_speed(dealt), m, limit, trial, dealt))
+            ordered = tuple(
+                Group(stages, group.count)
+                for group in groups
+                if (stages := trial.order(group.stages) if len(group.stages) > 1 else group.stages)
+            )
+            if len(ordered) == len(groups):
+                found.append((trial.fleet_speed(ordered), m, limit, trial, ordered))
     best = max(speed for speed, *_ in found)
     good = [each for each in found if each[0] >= (1 - SLACK) * best]
-    speed, m, limit, trial, dealt = min(good, key=lambda each: (each[1], each[2] != 0, -each[2]))
+    speed, m, limit, trial, ordered = min(good, key=lambda each: (each[1], each[2] != 0, -each[2]))
     why = {
-        "inner.micro_batches": (
-            "kept as it was set"
-            if "inner.micro_batches" in pinned
-            else f"the fewest that fit the memory and reach {1 - SLACK:.0%} of the best speed "
-            f"({speed / best:.1%} of it); {inner.batch // m} of {inner.batch} sequences in each"
-        ),
-        "inner.in_flight": (
-            "kept as it was set"
-            if "inner.in_flight" in pinned
-            else "no limit needed: memory holds what the links ask for"
-            if not limit
-            else "more activations would not fit the memory of every stage"
-        ),
+        "inner.micro_batches": f"the fewest that fit the memory and reach {1 - SLACK:.0%} of the best speed "
+        f"({speed / best:.1%} of it); {inner.batch // m} of {inner.batch} sequences in each",
+        "inner.in_flight": "more activations would not fit the memory of every stage"
+        if limit
+        else "no limit needed: memory holds what the links ask for",
     }
-    return trial, dealt, why
+    return trial, ordered, why | dict.fromkeys(why.keys() & set(pinned), "kept as it was set")
 
 
-def _inner_steps(recipe: Recipe, base: Recipe, pinned: Collection[str]) -> tuple[Recipe, Forecast, str]:
+def _inner_steps(recipe: Recipe, base: Recipe, pinned: Collection[str]) -> tuple[Recipe, str]:
     """The smallest H at which the exchange takes a small share of a round; as many inner steps in all."""
-    if recipe.num_replicas == 1 or "outer.inner_steps" in pinned:
-        forecast = predict(recipe)
-        alone = (
-            "one replica has nobody to exchange with" if recipe.num_replicas == 1 else "kept as it was set"
-        )
-        return recipe, forecast, alone
+    if recipe.num_replicas == 1:
+        return recipe, "one replica has nobody to exchange with"
+    if "outer.inner_steps" in pinned:
+        return recipe, "kept as it was set"
     for steps in INNER_STEPS:
         rounds = max(1, round(base.num_inner_steps / steps))
-        outer = replace(base.outer, inner_steps=steps, rounds=rounds)
-        trial = replace(recipe, outer=outer)
-        forecast = predict(trial)
-        if (share := exchange_share(forecast)) <= EXCHANGE_SHARE:
+        trial = replace(recipe, outer=replace(base.outer, inner_steps=steps, rounds=rounds))
+        if (share := exchange_share(predict(trial))) <= EXCHANGE_SHARE:
             break
     within = f"the smallest multiple of 5 with at most {EXCHANGE_SHARE:.0%}"
     if share > EXCHANGE_SHARE:
         within = f"the most that SparseLoCo was tried with; {EXCHANGE_SHARE:.0%} would need more"
-    return trial, forecast, f"H: the exchange takes {share:.1%} of a round; {within}"
+    return trial, f"H: the exchange takes {share:.1%} of a round; {within}"
 
 
 def exchange_share(forecast: Forecast) -> float:
     """The largest share of a round that any kind of replica spends in upload, closing and download."""
-    close = forecast.closing.seconds if forecast.closing else 0.0
-    each = [kind.exchange.up_seconds + kind.exchange.down_seconds + close for kind in forecast.kinds]
-    return max(each) / forecast.round_seconds
+    longest = max(kind.exchange.seconds for kind in forecast.kinds)
+    return (longest + forecast.close_seconds) / forecast.round_seconds
 
 
 # The reasons
@@ -210,7 +182,7 @@ def gb(num_bytes: float) -> str:
 def _reasons(grouping: Grouping, group: Group) -> list[str]:
     first = group.stages[0]
     machine = grouping.machines[first]
-    whole = grouping.seat((first,)).needs[0]
+    whole = grouping.assigned((first,)).needs[0]
     if len(group.stages) == 1:
         return [f"the whole model on each: it needs {gb(whole)} of {gb(machine.memory_gb * 1e9)}"]
     lines = []
@@ -223,8 +195,8 @@ def _reasons(grouping: Grouping, group: Group) -> list[str]:
             f"a full replica would need {gb(whole)} on one machine{_smaller_batch(grouping, first)}; "
             f"of the numbers of stages that fit, {len(group.stages)} trains fastest"
         )
-    seat = grouping.seat(group.stages)
-    for s, (i, need) in enumerate(zip(group.stages, seat.needs, strict=True)):
+    needs = grouping.assigned(group.stages).needs
+    for s, (i, need) in enumerate(zip(group.stages, needs, strict=True)):
         own = grouping.machines[i]
         lines.append(f"stage {s}: {own.name} at {own.site}, {gb(need)} of {gb(own.memory_gb * 1e9)}")
     return lines
@@ -270,9 +242,7 @@ def _role(stages: int) -> str:
     return "a full replica" if stages == 1 else f"the lightest of {stages} stages"
 
 
-def _left_out(
-    grouping: Grouping, choices: list[int], groups: tuple[Group, ...], forecast: Forecast
-) -> dict[str, str]:
+def _left_out(grouping: Grouping, choices: list[int], groups: tuple[Group, ...]) -> dict[str, str]:
     """Every machine that has no part, and why."""
     reasons = {}
     for i, (machine, idle) in enumerate(zip(grouping.machines, _idle(grouping, groups), strict=True)):
@@ -305,10 +275,10 @@ def _too_slow(grouping: Grouping, choices: list[int], i: int, option: int) -> st
     with_it = [*choices[:i], option, *choices[i + 1 :]]
     now, then = (grouping.groups(each) for each in (choices, with_it))
     how = (
-        "as full replicas"
-        if option == FULL
-        else f"in {option} stages"
+        f"in {option} stages"
         if option > 1
+        else "as full replicas"
+        if option == FULL
         else "in a mixed replica"
     )
     times = [grouping.forecast(groups).round_seconds for groups in (now, then)]

@@ -2,15 +2,16 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 from isthmus.config import PRESETS, FinishConfig, LinkConfig, Recipe, ReplicaConfig, SubspaceConfig, toml_line
-from isthmus.planner.auto import LADDER, rungs
+from isthmus.planner.auto import LADDER, Pick, rungs
+from isthmus.planner.machines import Machine
 from isthmus.planner.paper_loss import LABEL, loss_at
 from isthmus.planner.plan import Forecast, predict
-from isthmus.planner.suggest import Seated, Suggestion
+from isthmus.planner.suggest import SuggestedReplica, Suggestion
 
 SHOWN = ("micro_batches", "in_flight", "inner_steps", "rounds", "batch")  # even where they are the defaults
 
@@ -39,8 +40,8 @@ def recipe_text(suggestion: Suggestion, source: str) -> str:
         if field.default_factory is not dataclasses.MISSING:  # a section, every key of which has a default
             own = list(_section(field.name, getattr(recipe, field.name), _default(field), suggestion.why))
             lines += ["", f"[{field.name}]", *own] if own else []
-    for replica, seated in zip(recipe.replicas, suggestion.seated, strict=True):
-        lines += ["", *_replica(recipe, forecast, replica, seated)]
+    for replica, suggested in zip(recipe.replicas, suggestion.replicas, strict=True):
+        lines += ["", *_replica(recipe, forecast, replica, suggested)]
     return "\n".join(lines) + "\n"
 
 
@@ -65,15 +66,17 @@ def _section(section: str, config: Any, default: Any, why: dict[str, str]) -> It
             yield toml_line(key, value)
 
 
-def _replica(recipe: Recipe, forecast: Forecast, replica: ReplicaConfig, seated: Seated) -> Iterator[str]:
-    for reason in seated.why:
+def _replica(
+    recipe: Recipe, forecast: Forecast, replica: ReplicaConfig, suggested: SuggestedReplica
+) -> Iterator[str]:
+    for reason in suggested.why:
         yield from _comment(reason)
-    if seated.pick is not None:
-        yield from _comment(_link_words(seated))
+    if suggested.pick is not None:
+        yield from _comment(_link_words(suggested.machines))
         kind = next(kind for kind in forecast.kinds if kind.name == replica.name)
         deep = ", ".join(map(str, kind.step.depths))
         yield from _comment(f"warm-up: stages run {deep} micro-batches forward before their first backward")
-        yield from _ladder(recipe, replica, seated)
+        yield from _ladder(recipe, replica, suggested.pick)
     yield "[[replicas]]"
     for field in dataclasses.fields(replica):
         value = getattr(replica, field.name)
@@ -86,31 +89,30 @@ def _default(field: dataclasses.Field) -> Any:
     return field.default_factory() if callable(field.default_factory) else field.default
 
 
-def _link_words(seated: Seated) -> str:
-    sites = list(dict.fromkeys(machine.site for machine in seated.machines))
-    rates = {machine.tflops for machine in seated.machines}
+def _link_words(machines: Sequence[Machine]) -> str:
+    sites = list(dict.fromkeys(machine.site for machine in machines))
+    rates = {machine.tflops for machine in machines}
     where = f"inside {sites[0]}" if len(sites) == 1 else f"from {sites[0]} to {sites[1]}"
     text = f"link: {where}, the slowest between two stages"
     return text + ("; tflops: of the slowest of its machines" if len(rates) > 1 else "")
 
 
-def _ladder(recipe: Recipe, replica: ReplicaConfig, seated: Seated) -> Iterator[str]:
+def _ladder(recipe: Recipe, replica: ReplicaConfig, pick: Pick) -> Iterator[str]:
     """The picked k/d between its neighbours, with what each takes and what the paper lost with it."""
-    at = LADDER.index(seated.pick.compression)
+    at = LADDER.index(pick.compression)
     near = LADDER[max(0, at - 1) : at + 2]
     yield f"#   {'k/d':<6}{'link busy':>10}{'inner step':>12}   loss ({LABEL})"
     for rung in rungs(recipe, replica, replica.tflops):
         if rung.compression not in near:
             continue
         alone = dataclasses.replace(replica, compression=rung.compression, count=1)
-        plain = {
-            "replicas": (alone,),
-            "subspace": SubspaceConfig(),
-            "finish": FinishConfig(),
-        }  # also for "none"
-        seconds = predict(dataclasses.replace(recipe, **plain)).kinds[0].step.seconds
+        # Settings of compression go: a recipe may have none where the rung is "none".
+        plain = dataclasses.replace(
+            recipe, replicas=(alone,), subspace=SubspaceConfig(), finish=FinishConfig()
+        )
+        seconds = predict(plain).kinds[0].step.seconds
         loss = loss_at(None if rung.compression == "none" else Fraction(rung.compression))
-        mark = "  <- the mildest under 95 %" if rung.compression == seated.pick.compression else ""
-        if mark and not seated.pick.rung.enough:
+        mark = "  <- the mildest under 95 %" if rung.compression == pick.compression else ""
+        if mark and not pick.rung.enough:
             mark = "  <- the strongest; the link stays the bottleneck"
         yield f"#   {rung.compression:<6}{rung.busy:>10.0%}{seconds:>10.3g} s   {loss}{mark}"
