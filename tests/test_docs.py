@@ -69,8 +69,10 @@ def headings(page):
 @PAGES
 def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(page):
     assert links(page)
-    for _, target in links(page):
+    for label, target in links(page):
         path, _, anchor = target.partition("#")
+        if label.endswith(".py"):
+            assert path.endswith(label), f"{label} is called {path}"
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), target
         if anchor:

@@ -202,3 +202,29 @@ def test_every_command_and_option_is_still_taken():
     }
     for command, options in json.loads((HERE / "commands.json").read_text(encoding="utf-8")).items():
         assert set(options) <= now[command], command
+
+
+def test_the_names_that_other_programs_rely_on_are_where_they_were():
+    import isthmus
+    from isthmus.config import load_recipe
+    from isthmus.model import Llama, presets
+    from isthmus.outer import aggregate
+    from isthmus.sparse import pack, unpack
+    from isthmus.subspace import SubspaceBoundary, random_basis, reproject, split
+
+    assert {"178m", "512m", "1b", "20m", "10m", "nano"} <= presets.keys()
+    assert all(map(callable, (load_recipe, Llama, isthmus.simulate, isthmus.train)))
+
+    table, basis = torch.randn(50, 16), random_basis(width=16, dim=4, seed=0).float()
+    t_s, t_perp = reproject(*split(table, basis), basis)
+    assert torch.allclose(t_s + t_perp, table, atol=1e-6)
+    boundary, tokens = SubspaceBoundary(basis, t_perp), torch.arange(6).reshape(2, 3)
+    assert boundary.expand(boundary.compress(table[tokens], tokens), tokens).shape == (2, 3, 16)
+
+    codec = TopK(side=64, keep=32, values="2bit")
+    payload = unpack(pack(codec.encode(table)))
+    mean = aggregate([payload, payload], how="contributors")
+    assert torch.equal(mean, codec.decode(payload))
+    assert torch.equal(aggregate([codec.decode(payload)], how="all"), mean)
+    with pytest.raises(ValueError, match="payload"):
+        unpack(b"nothing")
