@@ -1,5 +1,5 @@
-"""What code that runs on a GPU shares: whether Triton kernels can run, work launched as one graph, and how
-far the host may run ahead of it."""
+"""What all code for a GPU shares: whether Triton kernels can run, work launched as one graph, and how far the
+host may run ahead."""
 
 import importlib.util
 import warnings
@@ -12,21 +12,21 @@ from torch import Tensor
 
 
 @lru_cache(maxsize=1)
-def _triton_is_here() -> bool:
+def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
 def usable(device: torch.device) -> bool:
     """Whether kernels can run on tensors of this device."""
-    return device.type == "cuda" and torch.version.hip is None and _triton_is_here()
+    return device.type == "cuda" and torch.version.hip is None and _triton_is_installed()
 
 
 class Replayed:
-    """Work that a GPU does over and over: recorded once as a CUDA graph, then launched as one.
+    """Work that a GPU repeats: recorded once as a CUDA graph, then launched as one.
 
     A small model's step is hundreds of short kernels, and launching them one by one takes longer than running
-    them. The work takes and gives tensors; besides them it may read and write only tensors that stay where
-    they are, and it may not wait for the device. What it allocates stays allocated.
+    them. The work takes and returns tensors; besides them it may read and write only tensors that are not
+    moved, and it may not wait for the device. What it allocates stays allocated.
     """
 
     WARM = 2  # calls before the recording: compile, load kernels, find algorithms
@@ -52,7 +52,7 @@ class Replayed:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what the calls before held, the graph will hold
+            torch.cuda.empty_cache()  # the graph will hold as much as the calls before it
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread reads ahead
                 self.outputs = self.work(*self.inputs)
         except RuntimeError as error:  # nothing has run yet: the call goes on as those before it
@@ -65,8 +65,8 @@ class Replayed:
 
 
 class Pace:
-    """Holds the host a few steps ahead of a GPU and no more: left alone it would launch a round of recorded
-    steps at once, and what it says of its progress would mean nothing."""
+    """Keeps the host at most a few steps ahead of a GPU. Left alone it would launch a round of recorded steps
+    at once, and the progress that it reports would mean nothing."""
 
     LEAD = 4  # enough for the host to prepare what follows the last one
 
@@ -75,7 +75,7 @@ class Pace:
         self.marks: deque[torch.cuda.Event] = deque()
 
     def launched(self) -> None:
-        """Another step is: wait until the one that is LEAD behind it is done."""
+        """Another step was launched: wait until the one LEAD steps before it is done."""
         if not self.on:
             return
         self.marks.append(torch.cuda.Event(blocking=True))

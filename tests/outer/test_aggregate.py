@@ -93,6 +93,7 @@ def test_dense_zeros_do_not_count_as_sent():
     items = [torch.tensor([2.0, 0.0, 3.0]), torch.tensor([4.0, 0.0, 0.0])]
     assert aggregate(items).tolist() == [3.0, 0.0, 3.0]
     assert aggregate(items, "all").tolist() == [3.0, 0.0, 1.5]
+    assert aggregate([torch.tensor(1.0), torch.tensor(0.0)], "all").item() == 0.5
 
 
 def test_a_generator_is_taken_one_replica_at_a_time():

@@ -1,11 +1,14 @@
 """Outer methods against what a reader would write with torch's own optimisers."""
 
+import pytest
 import torch
 from torch.testing import assert_close
 
 from isthmus.config import OuterConfig
+from isthmus.layout.chunks import KINDS
+from isthmus.outer import outer_method
 from isthmus.outer.baselines import DiLoCo
-from isthmus.outer.sparseloco import SparseLoCo
+from isthmus.outer.sparseloco import SparseLoCo, plain_round
 
 SHAPES = {"w": (8, 12), "b": (5,)}
 
@@ -62,6 +65,39 @@ def test_sparseloco_is_eq_2_line_by_line():
             assert_close(anchor[name], plain[name])
             for ours, reference in zip(feedback, errors, strict=True):
                 assert_close(ours[name], reference[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("aggregation", ["contributors", "all"])
+@pytest.mark.parametrize("clip", ["none", "median"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_round_through_the_codec_has_the_bits_of_the_plain_round(kind, aggregation, clip, scaled):  # eq. 2
+    config = OuterConfig(
+        keep=40, values=kind, aggregation=aggregation, clip=clip, feedback_lr_scaled=scaled, lr=0.8
+    )
+    shapes = {"w": (128, 192), "norm": (192,), "odd": (67, 131), "scalar": ()}
+    dtype = torch.float64 if kind == "fp64" else torch.float32
+
+    def random(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+
+    anchor, theta = random(0), random(0)
+    feedback, plain = ([random(m) for m in (1, 2, 3)] for _ in range(2))
+    method = outer_method(config, anchor)
+    for t in range(3):
+        params = [random(10 * (t + 1) + m) for m in range(3)]
+        packed = method.codec.pack_all(method.contribute_all(params, feedback))
+        method.apply(method.codec.unpack_all(packed))
+        plain_round(theta, params, plain, config)
+        for name in shapes:
+            assert torch.equal(anchor[name], theta[name])
+            assert all(torch.equal(ours[name], e[name]) for ours, e in zip(feedback, plain, strict=True))
+
+
+def test_a_recipe_names_its_outer_method():
+    assert type(outer_method(OuterConfig(), tensors(0))) is SparseLoCo
+    assert type(outer_method(OuterConfig(method="diloco"), tensors(0))) is DiLoCo
 
 
 def test_a_payload_that_missed_its_round_returns_to_the_feedback():  # docs/method.md, Error feedback

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from isthmus.sparse import fused
+from isthmus.layout.chunks import Layout
 from isthmus.sparse.bundle import Bundle, Shapes, SparseChunks, arrange, owners
 from isthmus.sparse.topk import add_at, flat_positions, origins
 
@@ -61,19 +61,20 @@ class RunningMean:
             raise ValueError(f"replicas sent {name or 'tensors'} in different shapes, chunks or dtypes")
         arrangement = arrange(*self.key)
         for names, group, start in zip(arrangement.groups, bundle.groups, self.starts, strict=True):
-            places = [arrangement.layouts[name] for name in names]
+            layouts = [arrangement.layouts[name] for name in names]
             values = group.values
             if factors is not None:
                 factor = torch.stack([factors[name] for name in names]).to(values.dtype)
-                values = values * factor[owners(tuple(p.chunks for p in places), values.device)][:, None]
-            if fused.usable(values.device) and fused.fits(places[0]) and values.dtype == torch.float32:
-                fused.add(self.total, self.count, *start, places[0].width, group.index, values)
-                continue
-            position = flat_positions(group.index, places[0].width, start[0], start[1][:, None])
-            add_at(self.total, position, values)
-            if self.count is not None:
-                add_at(self.count, position, values != 0)
+                values = values * factor[owners(tuple(p.chunks for p in layouts), values.device)][:, None]
+            self._add_group(group.index, values, layouts[0], *start)
         self.num_added += 1
+
+    def _add_group(self, index: Tensor, values: Tensor, layout: Layout, origin: Tensor, skip: Tensor) -> None:
+        """Add a group's chunks, which start at `origin` and whose rows are `skip` entries apart."""
+        position = flat_positions(index, layout.width, origin, skip[:, None])
+        add_at(self.total, position, values)
+        if self.count is not None:
+            add_at(self.count, position, values != 0)
 
     @torch.no_grad()
     def step(self, anchor: Mapping[str, Tensor], step_size: float) -> None:
@@ -82,16 +83,8 @@ class RunningMean:
         Divided, scaled, then subtracted, each rounded: a fused multiply-add on one device could round
         differently on another.
         """
-        if not self.num_added:
-            raise ValueError("there is nothing to aggregate")
-        tensors = [self.total, *(anchor[name] for name in self.shapes)]
-        if not fused.usable(self.total.device) or not all(
-            tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors
-        ):
-            for name, mean in self.result().items():
-                anchor[name].sub_(mean * step_size)
-            return
-        fused.apply(tensors[1:], self.total, self.count, self.num_added, step_size)
+        for name, mean in self.result().items():
+            anchor[name].sub_(mean * step_size)
 
     def result(self) -> dict[str, Tensor]:
         """The mean, by name: views of one buffer. The accumulator is used up."""
@@ -118,12 +111,10 @@ def aggregate(items: Sequence[Item], how: str = "contributors", clip: str | None
         raise ValueError(
             f"items to aggregate differ in shape: {sorted({tuple(item.shape) for item in items})}"
         )
-    factors = _clip_factors([[item] for item in items], clip)
-    if all(isinstance(item, SparseChunks) for item in items):
-        mean = RunningMean(how)
-        for i, item in enumerate(items):
-            mean.add({"": item}, None if factors is None else {"": factors[i, 0]})
-        return mean.result()[""]
+    payloads = [{"": item} for item in items if isinstance(item, SparseChunks)]
+    if len(payloads) == len(items):
+        return aggregate_many(payloads, how, clip)[""]
+    factors = None if clip is None else _clip_factors([[item] for item in items], clip)
     return _aggregate_dense(items, how, factors)
 
 
@@ -136,15 +127,13 @@ def aggregate_many(
     `replicas` may be a generator, and then no more than one replica's payloads are held at a time; clipping
     has to see all of them first.
     """
-    return sum_many(replicas, how, clip).result()
+    return add_all(RunningMean(how), replicas, clip).result()
 
 
-@torch.no_grad()
-def sum_many(
-    replicas: Iterable[Mapping[str, SparseChunks]], how: str = "contributors", clip: str | None = None
+def add_all(
+    mean: RunningMean, replicas: Iterable[Mapping[str, SparseChunks]], clip: str | None = None
 ) -> RunningMean:
-    """`aggregate_many` before its division."""
-    mean = RunningMean(how)
+    """Add the payloads of all replicas, in the order given, clipped if asked for."""
     if clip is None:
         for payloads in replicas:
             mean.add(payloads)
@@ -155,38 +144,9 @@ def sum_many(
         if payloads.keys() != replicas[0].keys():
             raise ValueError("replicas sent different tensors")
     factors = _clip_factors([[payloads[name] for name in names] for payloads in replicas], clip)
-    for i, payloads in enumerate(replicas):
-        mean.add(payloads, dict(zip(names, factors[i], strict=True)))
+    for payloads, own in zip(replicas, factors, strict=True):
+        mean.add(payloads, dict(zip(names, own, strict=True)))
     return mean
-
-
-@torch.no_grad()
-def step_many(
-    anchor: Mapping[str, Tensor],
-    replicas: Sequence[Mapping[str, SparseChunks]],
-    step_size: float,
-    how: str = "contributors",
-    clip: str | None = None,
-) -> None:
-    """anchor -= step_size * mean (eq. 2 of arXiv 2601.02360); every holder of the anchor reaches the same
-    bits. On a GPU a few replicas' payloads move the anchor directly, without an accumulator."""
-    bundles = [Bundle.of(payloads) for payloads in replicas if payloads]
-    device = next(iter(anchor.values())).device
-    if fused.usable(device) and clip is None and 0 < len(bundles) == len(replicas) <= fused.MAX_REPLICAS:
-        layouts, groups, _ = arrange(*bundles[0].key)
-        tensors = [anchor[name] for name in bundles[0]]
-        tensors += [group.values for bundle in bundles for group in bundle.groups]
-        if (
-            all(bundle.key == bundles[0].key for bundle in bundles)
-            and all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
-            and all(map(fused.fits, layouts.values()))
-        ):
-            for i, names in enumerate(groups):
-                parts = [bundle.groups[i] for bundle in bundles]
-                places = [layouts[name] for name in names]
-                fused.step([anchor[name] for name in names], parts, places, step_size, how == "contributors")
-            return
-    sum_many(replicas, how, clip).step(anchor, step_size)
 
 
 def _aggregate_dense(items: list[Item], how: str, factors: Tensor | None) -> Tensor:
@@ -200,9 +160,9 @@ def _aggregate_dense(items: list[Item], how: str, factors: Tensor | None) -> Ten
     for i, item in enumerate(items):
         factor = None if factors is None else factors[i, 0]
         if isinstance(item, SparseChunks):
-            place = item.layout
+            layout = item.layout
             position = flat_positions(
-                item.index, place.width, origins(place, total.device), place.cols - place.width
+                item.index, layout.width, origins(layout, total.device), layout.cols - layout.width
             )
             values = _scaled(item.values, factor)
             add_at(total.view(-1), position, values)
@@ -219,7 +179,7 @@ def _aggregate_dense(items: list[Item], how: str, factors: Tensor | None) -> Ten
 
 def _divide(total: Tensor, count: Tensor | None, number: int) -> None:
     if count is None:
-        total.div_(torch.full((1,), number, dtype=total.dtype, device=total.device))
+        total.view(-1).div_(torch.full((1,), number, dtype=total.dtype, device=total.device))
     else:
         total.div_(count.clamp_(min=1))
 
@@ -245,14 +205,12 @@ def _starts(shapes: Shapes, side: int, keep: int, device: torch.device) -> tuple
     return tuple(starts)
 
 
-def _clip_factors(replicas: list[list[Item]], clip: str | None) -> Tensor | None:
-    """What each replica's items are multiplied by, (replicas, items), or None."""
-    if clip is None:
-        return None
+def _clip_factors(replicas: Sequence[Sequence[Item]], clip: str) -> Tensor:
+    """What each replica's items are multiplied by: (replicas, items)."""
     if clip != "median":
         raise ValueError(f"clip is {clip!r}; it is 'median' or None")
     if not replicas:
-        return None
+        raise ValueError("there is nothing to aggregate")
     norms = torch.stack([torch.stack([_norm(item) for item in items]) for items in replicas])
     median = norms.sort(0).values[(len(norms) - 1) // 2]  # the lower one, as torch.median has it
     return (median / (norms + 1e-8)).clamp(max=1)

@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from isthmus.config import OuterConfig
-from isthmus.outer.aggregate import aggregate_many
-from isthmus.outer.sparseloco import Payload, SparseLoCo
-from isthmus.sparse import TopK
-from isthmus.sparse.bundle import Bundle
+from isthmus.outer.codec import Payloads, codec_for
+from isthmus.outer.sparseloco import SparseLoCo
+from isthmus.sparse import Bundle
 
 
 class DiLoCo(SparseLoCo):
     """The dense baseline: every entry is sent, the mean goes through Nesterov momentum."""
 
-    def __init__(self, anchor: dict[str, Tensor], config: OuterConfig) -> None:
+    def __init__(self, anchor: Mapping[str, Tensor], config: OuterConfig) -> None:
         super().__init__(anchor, config)
-        wide = next(iter(anchor.values())).dtype == torch.float64
-        self.codec = TopK(config.chunk_side, config.chunk_side**2, "fp64" if wide else "fp32")
+        first = next(iter(anchor.values()))
+        values = "fp64" if first.dtype == torch.float64 else "fp32"
+        self.codec = codec_for(first.device, config.chunk_side, config.chunk_side**2, values)
         self.velocity = {name: torch.zeros_like(tensor) for name, tensor in anchor.items()}
 
     @torch.no_grad()
@@ -32,15 +32,15 @@ class DiLoCo(SparseLoCo):
         ]
 
     @torch.no_grad()
-    def apply(self, payloads: Sequence[Payload]) -> None:
+    def apply(self, payloads: Sequence[Payloads]) -> None:
         mu = self.config.momentum
-        for name, mean in aggregate_many(payloads, "all", None).items():
+        for name, mean in self.codec.mean(payloads, "all").items():
             velocity = self.velocity[name]
             velocity.mul_(mu).add_(mean)
             update = (mean + velocity * mu) * self.config.step_size
             self.anchor[name].sub_(update)
 
-    def take_back(self, sent: Payload, feedback: Mapping[str, Tensor]) -> None:
+    def take_back(self, sent: Payloads, feedback: Mapping[str, Tensor]) -> None:
         """DiLoCo keeps no feedback: a missed round is work lost."""
 
     def state(self) -> dict[str, Tensor]:

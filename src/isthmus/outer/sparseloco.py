@@ -1,57 +1,82 @@
-"""Error feedback and one outer round: from pseudo-gradients to payloads, from all payloads to the next
-anchor."""
+"""Eq. 2 of arXiv 2601.02360: from pseudo-gradients to payloads, from all payloads to the next anchor.
 
-from collections.abc import Mapping, Sequence
+`plain_round` is the equation as it is written, one tensor after the other. `SparseLoCo` does the same for a
+whole model in the two halves between which payloads travel; a codec chosen by the anchor's device does the
+work. tests/outer/test_methods.py compares the two, bit by bit.
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
 
 from isthmus.config import OuterConfig
-from isthmus.outer.aggregate import step_many
-from isthmus.outer.feedback import contribute_all
-from isthmus.sparse import SparseChunks, TopK
-from isthmus.sparse.bundle import Bundle
+from isthmus.outer.aggregate import aggregate
+from isthmus.outer.codec import Payloads, codec_for
+from isthmus.sparse import Bundle, TopK, pack, unpack
 from isthmus.sparse.topk import add_payload
 
-Payload = Mapping[str, SparseChunks]
+
+@torch.no_grad()
+def plain_round(
+    anchor: Mapping[str, Tensor],
+    params: Sequence[Mapping[str, Tensor]],
+    feedback: Sequence[MutableMapping[str, Tensor]],
+    config: OuterConfig,
+) -> None:
+    """Take the anchor from theta^(t-1) to theta^(t), and every replica's feedback from e^(t) to e^(t+1)."""
+    top_k = TopK(config.chunk_side, config.keep, config.values)
+    scale = config.step_size if config.feedback_lr_scaled else 1.0  # 1 in eq. 2
+    clip = None if config.clip == "none" else config.clip  # none in eq. 2
+    for name, theta in anchor.items():
+        received = []
+        for own, e in zip(params, feedback, strict=True):  # on replica m
+            pseudo_grad = (theta - own[name]) * scale
+            carried = e[name] * config.feedback_decay + pseudo_grad
+            sent = top_k.encode(carried)  # Q(TOP-kappa(.))
+            e[name] = carried - top_k.decode(sent)  # what was rounded off stays in the feedback, too
+            received.append(pack(sent))  # the exchange carries bytes
+        # In the manifest's order, and scaled before it is subtracted: every replica reaches the same bits.
+        mean = aggregate([unpack(data, theta.device) for data in received], config.aggregation, clip)
+        theta.sub_(mean * config.step_size)
 
 
 class SparseLoCo:
-    """Eq. 2 of arXiv 2601.02360 on named tensors; it has not heard of replicas or stages.
+    """Eq. 2 on named tensors; it knows nothing of replicas or stages.
 
-    One anchor, and a feedback for every contributor: the caller keeps it, because it moves with the
+    It holds one anchor. Each contributor's feedback is kept by the caller, because it moves with the
     contributor.
     """
 
-    def __init__(self, anchor: dict[str, Tensor], config: OuterConfig) -> None:
+    def __init__(self, anchor: Mapping[str, Tensor], config: OuterConfig) -> None:
         self.anchor, self.config = anchor, config
-        self.codec = TopK(config.chunk_side, config.keep, config.values)
+        device = next(iter(anchor.values())).device
+        self.codec = codec_for(device, config.chunk_side, config.keep, config.values)
 
     def contribute(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> Bundle:
-        """Delta and e of eq. 2; `feedback` is brought to e^(t+1) in place."""
+        """What one contributor sends; its feedback is brought from e^(t) to e^(t+1) in place."""
         return self.contribute_all([params], [feedback])[0]
 
-    @torch.no_grad()
     def contribute_all(
         self, params: Sequence[Mapping[str, Tensor]], feedback: Sequence[Mapping[str, Tensor]]
     ) -> list[Bundle]:
-        """The same of several contributors that stand on this anchor."""
+        """The same for several contributors that start from this anchor."""
         scale = self.config.step_size if self.config.feedback_lr_scaled else 1.0
-        return contribute_all(self.anchor, params, feedback, self.codec, self.config.feedback_decay, scale)
+        return self.codec.contribute_all(self.anchor, params, feedback, self.config.feedback_decay, scale)
 
-    @torch.no_grad()
-    def apply(self, payloads: Sequence[Payload]) -> None:
+    def apply(self, payloads: Sequence[Payloads]) -> None:
         """theta^(t) = theta^(t-1) - eta mean; every holder of the anchor reaches the same bits."""
         clip = None if self.config.clip == "none" else self.config.clip
-        step_many(self.anchor, payloads, self.config.step_size, self.config.aggregation, clip)
+        self.codec.step(self.anchor, payloads, self.config.step_size, self.config.aggregation, clip)
 
     @torch.no_grad()
-    def take_back(self, sent: Payload, feedback: Mapping[str, Tensor]) -> None:
-        """A payload that missed its round returns to the feedback (docs/method.md, Error feedback)."""
+    def take_back(self, sent: Payloads, feedback: Mapping[str, Tensor]) -> None:
+        """A payload that missed its round returns to the feedback, so that nothing is lost."""
         for name, payload in sent.items():
             add_payload(feedback[name], payload)
 
     def state(self) -> dict[str, Tensor]:
+        """What the method carries from round to round beside the anchor."""
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -15,13 +15,11 @@ from isthmus.layout.stages import EMBEDDING
 from isthmus.layout.traffic import shards
 from isthmus.model.inner import learning_rate
 from isthmus.model.llama import forward, init_params, token_losses
-from isthmus.outer.baselines import DiLoCo
+from isthmus.outer import outer_method
 from isthmus.outer.exchange import Contribution
-from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.planner.memory import SimulatorPlan
 from isthmus.replica.evaluate import Scorer
 from isthmus.replica.stack import Stack
-from isthmus.sparse import pack_all, unpack_all
 from isthmus.subspace import grassmann_step
 from isthmus.subspace.boundaries import BasisSet, boundary_functions
 
@@ -69,8 +67,7 @@ class SimulatedFleet:
         table = self.anchor[EMBEDDING] if recipe.subspace.adaptation else self.anchor[EMBEDDING].clone()
         self.table = table
         self.shared = recipe.outer.method == "adamw"
-        outer = {"sparseloco": SparseLoCo, "diloco": DiLoCo, "adamw": None}[recipe.outer.method]
-        self.outer = outer(self.anchor, recipe.outer) if outer else None
+        self.outer = None if self.shared else outer_method(recipe.outer, self.anchor)
         forwards: dict | None = {} if compiled else None
         self.stacks = [
             Stack(
@@ -159,7 +156,7 @@ class SimulatedFleet:
         except ValueError as error:
             raise RunError(f"replica {names}: {error}") from error
         packed = [
-            pack_all([bundle.part(shard) for bundle in sent]) for shard in self.shards
+            self.outer.codec.pack_all([bundle.part(shard) for bundle in sent]) for shard in self.shards
         ]  # [shard][replica]
         return [
             Contribution(stack.members[i].name, {s: shard[r] for s, shard in enumerate(packed)})
@@ -171,7 +168,8 @@ class SimulatedFleet:
         if self.outer:
             # Shard by shard, as the machines of a pipelined replica would: each sums what it holds.
             for i in range(len(self.shards)):
-                self.outer.apply(unpack_all([one.shards[i] for one in contributions], self.device))
+                packed = [one.shards[i] for one in contributions]
+                self.outer.apply(self.outer.codec.unpack_all(packed))
         self._turn_basis(round_number * self.recipe.outer.inner_steps - 1)
 
     def _turn_basis(self, inner_step: int) -> None:

@@ -1,33 +1,27 @@
-"""TOP-kappa of eq. 2 of arXiv 2601.02360: chunks, quantised values, and their bytes.
+"""TOP-kappa and Q of eq. 2 of arXiv 2601.02360: chunks, quantised values, and their bytes; kernels for a GPU.
 
-May import config and layout.
-
-Names load on first use: reading a packed size pulls in no torch.
-
+May import layout.
 """
 
-from importlib import import_module
+from isthmus.layout.chunks import chunk_shape, kept, packed_bytes, packed_many_bytes
+from isthmus.sparse.bundle import Bundle, SparseChunks
+from isthmus.sparse.topk import TopK, from_chunks, to_chunks
+from isthmus.sparse.wire import pack, pack_all, pack_many, unpack, unpack_all, unpack_many
 
-_HOME = {
-    "SparseChunks": "sparse.topk",
-    "TopK": "sparse.topk",
-    "chunk_shape": "layout.chunks",
-    "from_chunks": "sparse.topk",
-    "kept": "layout.chunks",
-    "pack": "sparse.wire",
-    "pack_all": "sparse.wire",
-    "pack_many": "sparse.wire",
-    "packed_bytes": "layout.chunks",
-    "packed_many_bytes": "layout.chunks",
-    "to_chunks": "sparse.topk",
-    "unpack": "sparse.wire",
-    "unpack_all": "sparse.wire",
-    "unpack_many": "sparse.wire",
-}
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"isthmus.{_HOME[name]}"), name)
+__all__ = [
+    "Bundle",
+    "SparseChunks",
+    "TopK",
+    "chunk_shape",
+    "from_chunks",
+    "kept",
+    "pack",
+    "pack_all",
+    "pack_many",
+    "packed_bytes",
+    "packed_many_bytes",
+    "to_chunks",
+    "unpack",
+    "unpack_all",
+    "unpack_many",
+]

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isthmus.layout.chunks import Layout, check_codec, check_shape, layout
+from isthmus.layout.chunks import Layout, check_codec, check_shape
+from isthmus.layout.chunks import layout as layout_of
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -33,7 +34,7 @@ class SparseChunks:
 
     @property
     def layout(self) -> Layout:
-        return layout(tuple(self.shape), self.side, self.keep)
+        return layout_of(tuple(self.shape), self.side, self.keep)
 
 
 class Group(NamedTuple):
@@ -44,12 +45,28 @@ class Group(NamedTuple):
     scale: Tensor | None = None  # (C,) int32, only for 2bit
     base: Tensor | None = None  # (T,) fp32, only for 2bit
 
+    @staticmethod
+    def join(groups: Sequence["Group"]) -> "Group":
+        """Several replicas' groups, one after the other; `row` takes one out again."""
+        if len(groups) == 1:
+            return groups[0]
+        scales = [group.scale for group in groups if group.scale is not None]
+        bases = [group.base for group in groups if group.base is not None]
+        return Group(
+            torch.cat([group.index for group in groups]),
+            torch.cat([group.values for group in groups]),
+            torch.cat(scales) if scales else None,
+            torch.cat(bases) if bases else None,
+        )
+
     def row(self, r: int, rows: int) -> "Group":
         """The part of replica r where `rows` replicas' groups lie one after the other."""
-        return Group(*(None if tensor is None else tensor.chunk(rows)[r] for tensor in self))
+        scale = None if self.scale is None else self.scale.chunk(rows)[r]
+        base = None if self.base is None else self.base.chunk(rows)[r]
+        return Group(self.index.chunk(rows)[r], self.values.chunk(rows)[r], scale, base)
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a tensor is found: its group, its number there, and its chunks."""
 
     group: int
@@ -61,23 +78,23 @@ class Place(NamedTuple):
 class Arrangement(NamedTuple):
     layouts: dict[str, Layout]
     groups: tuple[tuple[str, ...], ...]  # names, in order of first appearance
-    places: dict[str, Place]
+    locations: dict[str, Location]
 
 
 @lru_cache(maxsize=512)
 def arrange(shapes: Shapes, side: int, keep: int) -> Arrangement:
     """How tensors of these names and shapes fall into groups."""
-    layouts = {name: layout(tuple(shape), side, keep) for name, shape in shapes}
+    layouts = {name: layout_of(tuple(shape), side, keep) for name, shape in shapes}
     groups: dict[tuple[int, int, int], list[str]] = {}
-    for name, own in layouts.items():
-        groups.setdefault(own.group, []).append(name)
-    places = {}
+    for name, layout in layouts.items():
+        groups.setdefault(layout.group, []).append(name)
+    locations = {}
     for number, names in enumerate(groups.values()):
         first = 0
         for i, name in enumerate(names):
-            places[name] = Place(number, i, first, first + layouts[name].chunks)
+            locations[name] = Location(number, i, first, first + layouts[name].chunks)
             first += layouts[name].chunks
-    return Arrangement(layouts, tuple(map(tuple, groups.values())), places)
+    return Arrangement(layouts, tuple(map(tuple, groups.values())), locations)
 
 
 @lru_cache(maxsize=256)
@@ -101,11 +118,19 @@ class Bundle(Mapping[str, SparseChunks]):
         return tuple(self.shapes.items()), self.side, self.keep
 
     def __getitem__(self, name: str) -> SparseChunks:
-        at = arrange(*self.key).places[name]
+        at = arrange(*self.key).locations[name]
         group, cut = self.groups[at.group], slice(at.first, at.stop)
-        levels = (None, None) if group.scale is None else (group.scale[cut], group.base[at.number])
+        scale = None if group.scale is None else group.scale[cut]
+        base = None if group.base is None else group.base[at.number]
         return SparseChunks(
-            group.values[cut], group.index[cut], self.shapes[name], self.side, self.keep, self.kind, *levels
+            group.values[cut],
+            group.index[cut],
+            self.shapes[name],
+            self.side,
+            self.keep,
+            self.kind,
+            scale,
+            base,
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -120,7 +145,7 @@ class Bundle(Mapping[str, SparseChunks]):
         whole = arrange(*self.key)
         groups = []
         for chosen in arrange(tuple(shapes.items()), self.side, self.keep).groups:
-            at = [whole.places[name] for name in chosen]
+            at = [whole.locations[name] for name in chosen]
             group = self.groups[at[0].group]
             if all(a.stop == b.first for a, b in pairwise(at)):
                 cut = slice(at[0].first, at[-1].stop)
@@ -128,7 +153,7 @@ class Bundle(Mapping[str, SparseChunks]):
                 base = None if group.base is None else group.base[at[0].number : at[-1].number + 1]
                 groups.append(Group(group.index[cut], group.values[cut], scale, base))
             else:
-                groups.append(_join([self[name] for name in chosen]))
+                groups.append(_group([self[name] for name in chosen]))
         return Bundle(shapes, self.side, self.keep, self.kind, groups)
 
     @staticmethod
@@ -145,26 +170,32 @@ class Bundle(Mapping[str, SparseChunks]):
         check_codec(side, keep, kind)
         shapes = {name: payload.shape for name, payload in payloads.items()}
         arrangement = arrange(tuple(shapes.items()), side, keep)
-        for name, own in arrangement.layouts.items():
-            _check(name, payloads[name], own)
-        groups = [_join([payloads[name] for name in names]) for names in arrangement.groups]
+        for name, layout in arrangement.layouts.items():
+            _check(name, payloads[name], layout)
+        groups = [_group([payloads[name] for name in names]) for names in arrangement.groups]
         return Bundle(shapes, side, keep, kind, groups)
 
 
-def _check(name: str, payload: SparseChunks, own: Layout) -> None:
+def _check(name: str, payload: SparseChunks, layout: Layout) -> None:
     check_shape(payload.shape)
-    fits = payload.values.shape == payload.index.shape == (own.chunks, own.kept)
+    fits = payload.values.shape == payload.index.shape == (layout.chunks, layout.kept)
     if payload.kind == "2bit":
         fits = fits and payload.scale is not None and payload.base is not None
     if not fits:
         raise ValueError(f"{name or 'the payload'} does not fit its own shape {tuple(payload.shape)}")
 
 
-def _join(payloads: Sequence[SparseChunks]) -> Group:
+def _group(payloads: Sequence[SparseChunks]) -> Group:
+    """The payloads of a group's tensors, one after the other."""
+
     def joined(parts: list[Tensor]) -> Tensor:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    levels = (None, None)
-    if payloads[0].scale is not None:
-        levels = joined([p.scale for p in payloads]), torch.stack([p.base for p in payloads])
-    return Group(joined([p.index for p in payloads]), joined([p.values for p in payloads]), *levels)
+    scales = [payload.scale for payload in payloads if payload.scale is not None]
+    bases = [payload.base for payload in payloads if payload.base is not None]
+    return Group(
+        joined([payload.index for payload in payloads]),
+        joined([payload.values for payload in payloads]),
+        joined(scales) if scales else None,
+        torch.stack(bases) if bases else None,
+    )

@@ -1,5 +1,6 @@
-"""The codec's inner loops as Triton kernels, launched by `fused`. The plain torch form (topk, quantize, wire,
-outer.aggregate) is the reference that they are tested against.
+"""The inner loops of eq. 2 as Triton kernels, started by `launch`.
+
+The plain torch form (topk, quantize, bits, outer.aggregate) is the reference that they are tested against.
 
 One chunk of up to 64 x 64 entries lives in the registers of one program, so that anchor, parameters and
 feedback are read once and the feedback is written once. Kernels run with fused multiply-add off: what is
@@ -27,8 +28,9 @@ def select_kernel(
     anchor = tl.load(pointers + 3 * tensor).to(tl.pointer_type(tl.float32)) + start
     params = tl.load(pointers + 3 * tensor + 1).to(tl.pointer_type(tl.float32)) + start
     feedback = tl.load(pointers + 3 * tensor + 2).to(tl.pointer_type(tl.float32)) + start
-    place = tl.arange(0, HEIGHT * WIDTH)
-    at = (place // WIDTH) * tl.load(cols + tensor).to(tl.int32) + place % WIDTH  # 64 rows stay below 2^31
+    position = tl.arange(0, HEIGHT * WIDTH)
+    row_size = tl.load(cols + tensor).to(tl.int32)  # 64 rows stay below 2^31
+    at = (position // WIDTH) * row_size + position % WIDTH
     carried = tl.load(feedback + at) * decay + (tl.load(anchor + at) - tl.load(params + at)) * scale
     key = tl.abs(carried).to(tl.int32, bitcast=True)
     top = tl.max(key, 0)
@@ -55,7 +57,7 @@ def select_kernel(
         sent = sent.to(tl.bfloat16).to(tl.float32)
     else:
         sent = carried
-    tl.store(index_out + chunk * KEEP + rank, place.to(tl.int16), mask=kept)
+    tl.store(index_out + chunk * KEEP + rank, position.to(tl.int16), mask=kept)
     tl.store(values_out + chunk * KEEP + rank, sent, mask=kept)
     if KIND == "2bit":  # rounded later, when the levels are known
         tl.store(feedback + at, carried)
@@ -66,11 +68,11 @@ def select_kernel(
 @triton.jit
 def levels_kernel(
     values, low_out, high_out, zeros_out, num_chunks,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr,
+    KEEP: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """`quantize.two_levels` of chunks' values in any order: each is tried as the last above the cut."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    j = tl.arange(0, WIDE)
+    j = tl.arange(0, POW2)
     there = (chunk < num_chunks)[:, None] & (j < KEEP)[None, :]
     at = chunk.to(tl.int64)[:, None] * KEEP + j[None, :]
     size = tl.where(there, tl.abs(tl.load(values + at, mask=there, other=0.0)), -1.0)  # (B, J)
@@ -105,12 +107,12 @@ def levels_kernel(
 @triton.jit
 def round_kernel(
     pointers, owner, origin, cols, index, values, scale, low, high, num_chunks,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    KEEP: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Round every kept value to its chunk's low or high level as decoded, and take it out of the feedback."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mine = chunk < num_chunks
-    j = tl.arange(0, WIDE)
+    j = tl.arange(0, POW2)
     there = mine[:, None] & (j < KEEP)[None, :]
     at = chunk[:, None] * KEEP + j[None, :]
     value = tl.load(values + at, mask=there, other=0.0)
@@ -124,30 +126,30 @@ def round_kernel(
     tl.store(values + at, sent, mask=there)
     tensor = tl.load(owner + chunk, mask=mine, other=0).to(tl.int64)
     feedback = tl.load(pointers + 3 * tensor + 2, mask=mine, other=0).to(tl.pointer_type(tl.float32))
-    place = tl.load(index + at, mask=there, other=0).to(tl.int64)
+    position = tl.load(index + at, mask=there, other=0).to(tl.int64)
     step = tl.load(cols + tensor, mask=mine, other=0)[:, None]
     start = tl.load(origin + chunk, mask=mine, other=0)[:, None]
-    slot = feedback[:, None] + (start + (place // WIDTH) * step + place % WIDTH)
+    slot = feedback[:, None] + (start + (position // WIDTH) * step + position % WIDTH)
     tl.store(slot, value - sent, mask=there)
 
 
 @triton.jit
 def write_bits_kernel(
     bits, index, values, low, num_chunks, width,
-    MARKS: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    MARKS: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
     SIGNED: tl.constexpr,
 ):  # fmt: skip
     """Positions (Elias-Fano), signs and magnitudes of chunks, a byte for each bit, into zeroed `bits`."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    j = tl.arange(0, WIDE)
+    j = tl.arange(0, POW2)
     there = (chunk < num_chunks)[:, None] & (j < KEEP)[None, :]
     at = chunk[:, None] * KEEP + j[None, :]
-    place = tl.load(index + at, mask=there, other=0).to(tl.int32)
+    position = tl.load(index + at, mask=there, other=0).to(tl.int32)
     row = bits + chunk[:, None] * width
-    one = tl.full((BLOCK, WIDE), 1, tl.uint8)
-    tl.store(row + (place >> LOW) + j[None, :], one, mask=there)
+    one = tl.full((BLOCK, POW2), 1, tl.uint8)
+    tl.store(row + (position >> LOW) + j[None, :], one, mask=there)
     for bit in tl.static_range(LOW):
-        tl.store(row + MARKS + bit * KEEP + j[None, :], ((place >> bit) & 1).to(tl.uint8), mask=there)
+        tl.store(row + MARKS + bit * KEEP + j[None, :], ((position >> bit) & 1).to(tl.uint8), mask=there)
     if SIGNED:
         value = tl.load(values + at, mask=there, other=0.0)
         level = tl.load(low + chunk, mask=chunk < num_chunks, other=0.0)[:, None]
@@ -165,16 +167,16 @@ def _bit(row, at, WIDTH: tl.constexpr, there):
 @triton.jit
 def read_kernel(
     data, low, high, index_out, values_out, odd, num_chunks,
-    WIDTH: tl.constexpr, MARKS: tl.constexpr, WIDE: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr,
+    WIDTH: tl.constexpr, MARKS: tl.constexpr, POW2: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr,
     BLOCK: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """Positions and, for 2bit, values of packed chunks; `odd` is set where a bit string is malformed."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mine = chunk < num_chunks
-    b = tl.arange(0, WIDE)
+    b = tl.arange(0, POW2)
     there = mine[:, None] & (b < MARKS)[None, :]
     row = data + chunk[:, None] * WIDTH
-    mark = _bit(row, tl.broadcast_to(b[None, :], (BLOCK, WIDE)), WIDTH, there)
+    mark = _bit(row, tl.broadcast_to(b[None, :], (BLOCK, POW2)), WIDTH, there)
     j = tl.cumsum(mark, 1) - 1
     number = tl.sum(mark, 1)
     bad = mine & (number != KEEP)
@@ -183,11 +185,11 @@ def read_kernel(
     if tl.max(bad.to(tl.int32), 0) > 0:
         tl.atomic_or(odd, 1)
     kept = there & (mark == 1) & (j < KEEP)
-    place = (b[None, :] - j) << LOW
+    position = (b[None, :] - j) << LOW
     for bit in tl.static_range(LOW):
-        place += _bit(row, MARKS + bit * KEEP + j, WIDTH, kept) << bit
+        position += _bit(row, MARKS + bit * KEEP + j, WIDTH, kept) << bit
     out = chunk[:, None] * KEEP + j
-    tl.store(index_out + out, place.to(tl.int16), mask=kept)
+    tl.store(index_out + out, position.to(tl.int16), mask=kept)
     if SIGNED:
         negative = _bit(row, MARKS + LOW * KEEP + j, WIDTH, kept)
         large = _bit(row, MARKS + (LOW + 1) * KEEP + j, WIDTH, kept)
@@ -202,10 +204,10 @@ def check_kernel(index, values, odd, size, entries, KEEP: tl.constexpr, BLOCK: t
     """`odd` is set where a chunk's positions do not ascend below `entries`, or a value is not finite."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
-    place = tl.load(index + at, mask=there, other=0)
+    position = tl.load(index + at, mask=there, other=0)
     before = tl.load(index + at - 1, mask=there & (at % KEEP != 0), other=-1)
     value = tl.load(values + at, mask=there, other=0.0)
-    good = (place > before) & (place < entries) & (tl.abs(value) < float("inf"))
+    good = (position > before) & (position < entries) & (tl.abs(value) < float("inf"))
     if tl.max((there & (good == 0)).to(tl.int32), 0) > 0:
         tl.atomic_or(odd, 1)
 
@@ -213,19 +215,19 @@ def check_kernel(index, values, odd, size, entries, KEEP: tl.constexpr, BLOCK: t
 @triton.jit
 def add_kernel(
     total, count, origin, skip, index, values, num_chunks,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, COUNTED: tl.constexpr,
+    KEEP: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """total[position] += value; count[position] += 1 if it is not zero. Positions do not repeat."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mine = chunk < num_chunks
-    j = tl.arange(0, WIDE)
+    j = tl.arange(0, POW2)
     there = mine[:, None] & (j < KEEP)[None, :]
     at = chunk[:, None] * KEEP + j[None, :]
-    place = tl.load(index + at, mask=there, other=0).to(tl.int64)
+    position = tl.load(index + at, mask=there, other=0).to(tl.int64)
     value = tl.load(values + at, mask=there, other=0.0)
     start = tl.load(origin + chunk, mask=mine, other=0)[:, None]
     step = tl.load(skip + chunk, mask=mine, other=0)[:, None]
-    slot = start + place + (place // WIDTH) * step
+    slot = start + position + (position // WIDTH) * step
     tl.store(total + slot, tl.load(total + slot, mask=there, other=0.0) + value, mask=there)
     if COUNTED:
         sent = there & (value != 0)
@@ -257,33 +259,33 @@ def apply_kernel(
 @triton.jit
 def step_kernel(
     pointers, owner, origin, cols, anchors, num_replicas, number, step_size,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, LOG: tl.constexpr, REPLICAS: tl.constexpr, WIDTH: tl.constexpr,
+    KEEP: tl.constexpr, POW2: tl.constexpr, LOG: tl.constexpr, REPLICAS: tl.constexpr, WIDTH: tl.constexpr,
     COUNTED: tl.constexpr,
 ):  # fmt: skip
     """anchor -= step_size * mean for one chunk, straight from the payloads of some replicas.
 
-    `pointers` are those of each replica's positions and values. Every entry looks its place up in the
+    `pointers` are those of each replica's positions and values. Every entry looks its position up in the
     ascending positions of all replicas, in order, and adds what was sent there; the first of those that share
-    a place moves the anchor. The roundings are those of adding payload after payload into an accumulator.
+    a position moves the anchor. The roundings are those of adding payload after payload into an accumulator.
     """
     chunk = tl.program_id(0).to(tl.int64)
     tensor = tl.load(owner + chunk).to(tl.int64)
-    entry = tl.arange(0, REPLICAS * WIDE)
-    replica, j = entry // WIDE, entry % WIDE
+    entry = tl.arange(0, REPLICAS * POW2)
+    replica, j = entry // POW2, entry % POW2
     there = (replica < num_replicas) & (j < KEEP)
     index = tl.load(pointers + 2 * replica, mask=there, other=0).to(tl.pointer_type(tl.int16))
-    place = tl.load(index + chunk * KEEP + j, mask=there, other=-1).to(tl.int32)  # (E,)
-    total = tl.zeros((REPLICAS * WIDE,), tl.float32)
-    count = tl.zeros((REPLICAS * WIDE,), tl.int32)
+    position = tl.load(index + chunk * KEEP + j, mask=there, other=-1).to(tl.int32)  # (E,)
+    total = tl.zeros((REPLICAS * POW2,), tl.float32)
+    count = tl.zeros((REPLICAS * POW2,), tl.int32)
     for r in range(num_replicas):
         indices = tl.load(pointers + 2 * r).to(tl.pointer_type(tl.int16)) + chunk * KEEP
         values = tl.load(pointers + 2 * r + 1).to(tl.pointer_type(tl.float32)) + chunk * KEEP
-        at = tl.zeros((REPLICAS * WIDE,), tl.int32)  # the last position that is not past the place
+        at = tl.zeros((REPLICAS * POW2,), tl.int32)  # of the last entry that is not past the position
         for bit in tl.static_range(LOG):
-            further = at + (WIDE >> (bit + 1))
+            further = at + (POW2 >> (bit + 1))
             there_too = tl.load(indices + further, mask=further < KEEP, other=32767).to(tl.int32)
-            at = tl.where(there_too <= place, further, at)
-        found = tl.load(indices + at).to(tl.int32) == place
+            at = tl.where(there_too <= position, further, at)
+        found = tl.load(indices + at).to(tl.int32) == position
         value = tl.load(values + at, mask=found, other=0.0)
         total += value
         count += (value != 0).to(tl.int32)
@@ -291,11 +293,11 @@ def step_kernel(
     if COUNTED:
         many = tl.maximum(count, 1).to(tl.float32)
     else:
-        many = tl.zeros((REPLICAS * WIDE,), tl.float32) + number
+        many = tl.zeros((REPLICAS * POW2,), tl.float32) + number
     update = tl.div_rn(total, many) * step_size
     start = tl.load(origin + chunk)
     anchor = tl.load(anchors + tensor).to(tl.pointer_type(tl.float32)) + start
-    slot = anchor + (place // WIDTH) * tl.load(cols + tensor).to(tl.int32) + place % WIDTH
+    slot = anchor + (position // WIDTH) * tl.load(cols + tensor).to(tl.int32) + position % WIDTH
     there = there & (total != 0)
     tl.store(slot, tl.load(slot, mask=there, other=0.0) - update, mask=there)
 

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from isthmus.layout.chunks import Layout, check_codec, check_shape, chunk_shape, kept, layout
+from isthmus.layout.chunks import Layout, check_codec, check_shape
+from isthmus.layout.chunks import layout as layout_of
 from isthmus.sparse.bundle import Bundle, Group, SparseChunks, arrange, owners
 from isthmus.sparse.quantize import quantize
-
-__all__ = ["SparseChunks", "TopK", "chunk_shape", "from_chunks", "kept", "to_chunks"]
 
 # Entries copied out and searched at a time: few enough to stay in the cache of a CPU's core, enough to fill a
 # GPU, and on both a bound on the memory that encoding takes beside the tensors themselves.
@@ -31,55 +30,55 @@ def _shrink(matrix: Tensor, dim: int, size: int, whole: int) -> Tensor:
     return torch.cat([head, tail.narrow(dim + 1, 0, size - 1).flatten(dim, dim + 1)], dim)
 
 
-def _grid(dense: Tensor, place: Layout) -> Tensor:
+def _grid(dense: Tensor, layout: Layout) -> Tensor:
     """The chunks as a view where there is no padding: (Y, X, h, w)."""
-    matrix = dense.reshape(place.rows, place.cols)
-    if place.whole_down < place.down:
-        matrix = _stretch(matrix, 0, place.height, place.whole_down)
-    if place.whole_across < place.across:
-        matrix = _stretch(matrix, 1, place.width, place.whole_across)
+    matrix = dense.reshape(layout.rows, layout.cols)
+    if layout.whole_down < layout.down:
+        matrix = _stretch(matrix, 0, layout.height, layout.whole_down)
+    if layout.whole_across < layout.across:
+        matrix = _stretch(matrix, 1, layout.width, layout.whole_across)
     return (
-        matrix.unflatten(0, (place.down, place.height))
-        .unflatten(2, (place.across, place.width))
+        matrix.unflatten(0, (layout.down, layout.height))
+        .unflatten(2, (layout.across, layout.width))
         .transpose(1, 2)
     )
 
 
 def to_chunks(dense: Tensor, side: int) -> Tensor:
     """All chunks of a tensor, one a row (C, P), in the order (y, x) of blocks and (h, w) inside them."""
-    place = layout(tuple(dense.shape), side, keep=0)
-    return _grid(dense, place).reshape(place.chunks, place.entries)
+    layout = layout_of(tuple(dense.shape), side, keep=0)
+    return _grid(dense, layout).reshape(layout.chunks, layout.entries)
 
 
 def from_chunks(chunks: Tensor, shape: torch.Size | tuple[int, ...], side: int) -> Tensor:
     """The inverse of `to_chunks`; what lies in padding is dropped."""
-    place = layout(tuple(shape), side, keep=0)
-    grid = chunks.reshape(place.down, place.across, place.height, place.width)
-    matrix = grid.transpose(1, 2).reshape(place.down * place.height, place.across * place.width)
-    if place.whole_across < place.across:
-        matrix = _shrink(matrix, 1, place.width, place.whole_across)
-    if place.whole_down < place.down:
-        matrix = _shrink(matrix, 0, place.height, place.whole_down)
+    layout = layout_of(tuple(shape), side, keep=0)
+    grid = chunks.reshape(layout.down, layout.across, layout.height, layout.width)
+    matrix = grid.transpose(1, 2).reshape(layout.down * layout.height, layout.across * layout.width)
+    if layout.whole_across < layout.across:
+        matrix = _shrink(matrix, 1, layout.width, layout.whole_across)
+    if layout.whole_down < layout.down:
+        matrix = _shrink(matrix, 0, layout.height, layout.whole_down)
     return matrix.reshape(shape)
 
 
-def in_padding(index: Tensor, place: Layout) -> Tensor:
+def in_padding(index: Tensor, layout: Layout) -> Tensor:
     """Which positions (C, J) lie in padding: the last row or column of a block past the whole ones."""
-    chunk = torch.arange(place.chunks, device=index.device)[:, None]  # (C, 1)
-    short_down = chunk // place.across >= place.whole_down
-    short_across = chunk % place.across >= place.whole_across
-    last_row = index // place.width == place.height - 1
-    last_col = index % place.width == place.width - 1
+    chunk = torch.arange(layout.chunks, device=index.device)[:, None]  # (C, 1)
+    short_down = chunk // layout.across >= layout.whole_down
+    short_across = chunk % layout.across >= layout.whole_across
+    last_row = index // layout.width == layout.height - 1
+    last_col = index % layout.width == layout.width - 1
     return (short_down & last_row) | (short_across & last_col)
 
 
-def origins(place: Layout, device: torch.device) -> Tensor:
+def origins(layout: Layout, device: torch.device) -> Tensor:
     """Where the first entry of each chunk lies in the flattened tensor: (C,)."""
-    y = torch.arange(place.down, device=device)
-    x = torch.arange(place.across, device=device)
-    row = y * place.height - (y - place.whole_down).clamp(min=0)
-    col = x * place.width - (x - place.whole_across).clamp(min=0)
-    return (row[:, None] * place.cols + col).flatten()
+    y = torch.arange(layout.down, device=device)
+    x = torch.arange(layout.across, device=device)
+    row = y * layout.height - (y - layout.whole_down).clamp(min=0)
+    col = x * layout.width - (x - layout.whole_across).clamp(min=0)
+    return (row[:, None] * layout.cols + col).flatten()
 
 
 def flat_positions(index: Tensor, width: int, origin: Tensor, skip: Tensor | int) -> Tensor:
@@ -100,9 +99,9 @@ def add_at(flat: Tensor, position: Tensor, values: Tensor) -> None:
 
 def add_payload(dense: Tensor, payload: SparseChunks, sign: int = 1) -> None:
     """Add (or, with sign -1, subtract) what a payload decodes to, touching only the entries it holds."""
-    place = payload.layout
+    layout = payload.layout
     position = flat_positions(
-        payload.index, place.width, origins(place, payload.index.device), place.cols - place.width
+        payload.index, layout.width, origins(layout, payload.index.device), layout.cols - layout.width
     )
     add_at(dense.view(-1), position, payload.values if sign > 0 else -payload.values)
 
@@ -124,9 +123,9 @@ def largest(magnitude: Tensor, count: int) -> tuple[Tensor, Tensor]:
     lists = entries // fold
     top = magnitude.unflatten(1, (fold, lists)).amax(1).topk(count, dim=1, sorted=False).indices  # (C, J)
     start = torch.arange(0, entries, lists, device=magnitude.device)[:, None]
-    place = (top[:, None, :] + start).flatten(1)  # (C, fold * J)
-    found = magnitude.gather(1, place).topk(count, dim=1)
-    return found.values, place.gather(1, found.indices)
+    position = (top[:, None, :] + start).flatten(1)  # (C, fold * J)
+    found = magnitude.gather(1, position).topk(count, dim=1)
+    return found.values, position.gather(1, found.indices)
 
 
 class TopK:
@@ -175,17 +174,17 @@ class TopK:
         self,
         names: Sequence[str],
         dense: Mapping[str, Tensor],
-        places: Mapping[str, Layout],
+        layouts: Mapping[str, Layout],
         finite: list[Tensor],
     ) -> Group:
-        parts = [_select(slab, pads, places[names[0]]) for slab, pads in _slabs(names, dense, places)]
+        parts = [_select(slab, pads, layouts[names[0]]) for slab, pads in _slabs(names, dense, layouts)]
         index, values, magnitude = (
             torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True)
         )
         finite.append(values.isfinite().all())
         if self.values != "2bit":
             return Group(index, as_sent(values, self.values))
-        owner = owners(tuple(places[name].chunks for name in names), index.device)
+        owner = owners(tuple(layouts[name].chunks for name in names), index.device)
         return Group(index, *quantize(values, magnitude, owner, len(names)))
 
 
@@ -211,42 +210,42 @@ def as_sent(values: Tensor, kind: str) -> Tensor:
 
 
 def _slabs(
-    names: Sequence[str], dense: Mapping[str, Tensor], places: Mapping[str, Layout]
+    names: Sequence[str], dense: Mapping[str, Tensor], layouts: Mapping[str, Layout]
 ) -> Iterator[tuple[Tensor, list[tuple[slice, Layout, int]]]]:
     """A group's chunks in order, some (C, P) at a time, and which rows have padding, from which y on."""
     device = dense[names[0]].device
     limit = ENTRIES_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else ENTRIES_PER_GPU
-    entries = places[names[0]].entries
-    pieces: list[tuple[Tensor, Layout, int]] = []
+    entries = layouts[names[0]].entries
+    bands: list[tuple[Tensor, Layout, int]] = []
     size = 0
 
     def slab() -> tuple[Tensor, list[tuple[slice, Layout, int]]]:
         rows = torch.empty(size // entries, entries, dtype=dense[names[0]].dtype, device=device)
         pads, start = [], 0
-        for grid, place, y in pieces:
+        for grid, layout, y in bands:
             at = slice(start, start + grid.shape[0] * grid.shape[1])
             rows[at].view(grid.shape).copy_(grid)
-            if place.padded:
-                pads.append((at, place, y))
+            if layout.padded:
+                pads.append((at, layout, y))
             start = at.stop
         return rows, pads
 
     for name in names:
-        place = places[name]
-        grid = _grid(dense[name].detach(), place)  # (Y, X, h, w)
-        step = max(1, limit // max(1, place.across * entries))
-        for y in range(0, place.down, step):
-            piece = grid[y : y + step]
-            if pieces and size + piece.numel() > limit:
+        layout = layouts[name]
+        grid = _grid(dense[name].detach(), layout)  # (Y, X, h, w)
+        step = max(1, limit // max(1, layout.across * entries))
+        for y in range(0, layout.down, step):
+            band = grid[y : y + step]
+            if bands and size + band.numel() > limit:
                 yield slab()
-                pieces, size = [], 0
-            pieces.append((piece, place, y))
-            size += piece.numel()
+                bands, size = [], 0
+            bands.append((band, layout, y))
+            size += band.numel()
     yield slab()
 
 
 def _select(
-    chunks: Tensor, pads: list[tuple[slice, Layout, int]], place: Layout
+    chunks: Tensor, pads: list[tuple[slice, Layout, int]], layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Positions kept (C, J) int16, ascending; the values there; and their magnitudes, descending."""
     magnitude = chunks.abs()  # (C, P)
@@ -256,9 +255,9 @@ def _select(
             grid[max(0, padded.whole_down - y) :, :, -1, :] = -1
         if padded.whole_across < padded.across:
             grid[:, padded.whole_across :, :, -1] = -1
-    if place.kept == place.entries:
-        index = torch.arange(place.entries, device=chunks.device).expand(chunks.shape[0], -1)
+    if layout.kept == layout.entries:
+        index = torch.arange(layout.entries, device=chunks.device).expand(chunks.shape[0], -1)
         return index.short(), chunks, magnitude.sort(1, descending=True).values
-    magnitude, index = largest(magnitude, place.kept)
+    magnitude, index = largest(magnitude, layout.kept)
     index = index.sort(1).values
     return index.short(), chunks.gather(1, index), magnitude
