@@ -98,12 +98,12 @@ def measure(text: str, mbps: float, seconds: float = 300.0) -> Measured:
         ledger = open_ledger(str(folder / "bucket"))
         steps = ledger.run.recipe.outer.inner_steps
         facts = [ledger.manifest(t).entries[0].facts for t in range(1, ledger.last_round() + 1)]
-    fastest = min(facts, key=lambda round_: round_["seconds"])
+    fastest = min(facts, key=lambda round_: round_.seconds)
     return Measured(
-        step_seconds=fastest["seconds"] / steps,
-        stage_seconds=[each / steps for each in fastest["measured"]["compute_seconds"]],
+        step_seconds=fastest.seconds / steps,
+        stage_seconds=[each / steps for each in fastest.measured["compute_seconds"]],
         wire_bytes=sent / steps / len(facts),
-        run_bytes=sum(round_["bytes"][purpose] for round_ in facts for purpose in PURPOSES),
+        run_bytes=sum(round_.bytes[purpose] for round_ in facts for purpose in PURPOSES),
     )
 
 

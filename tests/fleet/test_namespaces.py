@@ -74,8 +74,8 @@ rounds = [ledger.manifest(t) for t in range(1, ledger.last_round() + 1)]
 facts = {e.replica: [] for e in rounds[0].entries}
 for manifest in rounds:
     for entry in manifest.entries:
-        facts[entry.replica].append(entry.facts)
-farewells = {name: ledger.heartbeat(name)[0] for name in facts}
+        facts[entry.replica].append(entry.facts.to_dict())
+farewells = {name: ledger.heartbeat(name)[0].to_dict() for name in facts}
 print(json.dumps({"facts": facts, "farewells": farewells}))
 """
 

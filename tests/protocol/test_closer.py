@@ -5,14 +5,15 @@ import time
 from pathlib import Path
 
 import pytest
-from little import RECIPE, Little, Replica, rounds
+from little import RECIPE, Clock, Little, Replica
 from little import hasty as hasty
 
 from isthmus.errors import Diverged
 from isthmus.protocol import closer as closer_module
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.ledger import Ledger
-from isthmus.store.objects import open_store
+from isthmus.protocol.shards import ShardReader
+from isthmus.store import open_store
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -24,11 +25,24 @@ def run(folder_url: str, tmp_path: Path) -> list[Replica]:
 
 
 def started(url: str, folder: Path, recipe: str = RECIPE, closers: tuple[str, ...] = ("a",)) -> list[Replica]:
-    replicas = Little(url, folder, recipe, closers).replicas()
-    rounds(replicas, [1])
+    replicas = Little(url, folder, recipe, closers).replicas(Clock())
     for each in replicas:
         each.beat()
+    settle(1, *replicas)
     return replicas
+
+
+def settle(round_number: int, *replicas: Replica) -> None:
+    """A round to which all of them give, closed by the first in line."""
+    give(round_number, *replicas)
+    able = [each for each in replicas if each.exchange.closer]
+    assert closes(min(able, key=lambda each: each.exchange.closer._turn(round_number)), round_number)
+    apply(round_number, *replicas)
+
+
+def apply(round_number: int, *replicas: Replica) -> None:
+    for each in replicas:
+        each.apply(round_number, each.exchange.closed(round_number))
 
 
 def ago(replica: Replica, key: str, seconds: float) -> None:
@@ -43,14 +57,15 @@ def give(round_number: int, *replicas: Replica) -> None:
 
 
 def closes(replica: Replica, round_number: int = 2) -> bool:
-    replica.exchange.closer.beats.clear()  # else an answer is kept for a heartbeat's time
+    replica.exchange.closer.answers.clear()  # else an answer is kept for a heartbeat's time
     return replica.exchange.closer.attempt(round_number, replica.exchange.anchor)
 
 
 def closes_after_listening(replica: Replica, round_number: int = 2) -> bool:
-    """Silence is believed when it has lasted for two heartbeats under our ears."""
-    assert not closes(replica, round_number)
-    time.sleep(2 * replica.recipe.bucket.heartbeat_seconds + 0.05)
+    """Silence is believed when the closer has watched it for two heartbeats, a second at a time."""
+    for _ in range(int(2 * replica.recipe.bucket.heartbeat_seconds)):
+        assert not closes(replica, round_number)
+        replica.exchange.closer.clock.now += 1
     return closes(replica, round_number)
 
 
@@ -83,8 +98,9 @@ def test_who_comes_back_first_after_an_outage_does_not_take_the_others_for_dead(
     assert not closes(run[0])
     for each in run[1:]:
         each.beat()
-    time.sleep(2 * run[0].recipe.bucket.heartbeat_seconds + 0.05)
-    assert not closes(run[0])
+    for _ in range(20):  # heartbeats, as before
+        run[0].exchange.closer.clock.now += 1
+        assert not closes(run[0])
     give(2, *run[1:])
     assert closes(run[0])
     assert contributors(run[0]) == "abc"
@@ -120,7 +136,8 @@ def test_a_live_straggler_is_waited_for_until_the_deadline_of_the_stores_clock(r
 def started_again(replica: Replica) -> Closer:
     """The closer of a new process of this replica."""
     ledger = Ledger(open_store(replica.ledger.store.url), replica.ledger.run, replica.ledger.signer)
-    return Closer(ledger, replica.exchange.fetch, replica.exchange.log)
+    reader = ShardReader(ledger, range(len(ledger.shards)))
+    return Closer(ledger, reader, replica.exchange.log, Clock())
 
 
 def test_a_closer_that_comes_to_an_open_round_gives_it_a_whole_deadline(run: list[Replica]):
@@ -211,16 +228,16 @@ def test_a_stated_quorum_is_waited_for_even_when_the_others_are_gone(folder_url:
 
 
 def test_the_recipes_deadline_goes_before_the_measured_one(folder_url: str, tmp_path: Path):
-    run = started(folder_url, tmp_path, RECIPE.replace("[bucket]", "[bucket]\ndeadline_seconds = 7"))
+    run = started(folder_url, tmp_path, RECIPE.replace("[bucket]", "[bucket]\ndeadline_seconds = 70"))
     give(2, *run[:2])
-    ago(run[0], "manifests/000001.json", 4)
+    ago(run[0], "manifests/000001.json", 40)
     assert not closes(run[0])
-    ago(run[0], "manifests/000001.json", 8)
+    ago(run[0], "manifests/000001.json", 71)
     assert closes(run[0])
 
 
 def test_the_first_round_waits_for_those_who_have_not_started_yet(folder_url: str, tmp_path: Path):
-    a, b, _ = Little(folder_url, tmp_path, closers=["a"]).replicas()
+    a, b, _ = Little(folder_url, tmp_path, closers=["a"]).replicas(Clock())
     give(1, a, b)
     assert not closes(a, 1)
     ago(a, "run.json", 100)
@@ -292,22 +309,21 @@ def test_one_who_lives_and_never_gives_does_not_stretch_the_deadlines(run: list[
 def test_closers_take_turns_and_full_replicas_come_first(folder_url: str, tmp_path: Path):
     run = Little(folder_url, tmp_path).replicas()
     for t in range(1, 9):
-        places = {each.name: each.exchange.closer._place_in_line(t) for each in run}
+        places = {each.name: each.exchange.closer._turn(t) for each in run}
         assert sorted(places.values()) == [0, 1, 2]
         assert places["c"] == 2  # pipelined: it would read more than it applies
         assert (places["a"] == 0) is (t % 2 == 0)
 
 
-def test_the_next_in_line_steps_in_when_the_first_does_not_close(
-    folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(closer_module, "STEP_IN_SECONDS", 0.4)
-    a, b, c = Little(folder_url, tmp_path).replicas()
+def test_the_next_in_line_steps_in_when_the_first_does_not_close(folder_url: str, tmp_path: Path):
+    clock = Clock()
+    a, b, c = Little(folder_url, tmp_path).replicas(clock)
     give(1, a, b, c)
-    began = time.monotonic()
-    while not a.exchange.closer.attempt(1, a.exchange.anchor):
-        time.sleep(0.05)
-    assert 0.4 <= time.monotonic() - began < 2
+    assert not closes(a, 1)
+    clock.now += closer_module.STEP_IN_SECONDS - 0.1
+    assert not closes(a, 1)
+    clock.now += 0.2
+    assert closes(a, 1)
     assert not b.exchange.closer.attempt(1, b.exchange.anchor)  # too late, and no harm done
     assert {each.ledger.manifest(1).closer for each in (a, b, c)} == {"a"}
 
@@ -326,9 +342,9 @@ def test_a_closer_that_diverged_stands_aside_and_is_refused_by_the_others(folder
     with pytest.raises(Diverged, match="replica a holds another anchor than 2 of those who gave to round 2"):
         closes(a)
     assert a.ledger.manifest(2) is None
-    b.exchange.closer.could_since = -1e9  # as if it had waited for its turn
-    b.exchange.closer.round = 2
-    assert closes(b)
+    closes(b)
+    b.exchange.closer.clock.now += closer_module.STEP_IN_SECONDS  # its turn, if it was not the first
+    assert b.ledger.manifest(2) or closes(b)
     manifest = b.ledger.manifest(2)
     assert contributors(b) == "bc"
     assert dict(manifest.refused) == {"a": "the update starts from another anchor than this round's"}
@@ -351,7 +367,7 @@ def test_a_commit_is_judged_once_and_a_new_one_again(run: list[Replica]):
     assert closes(a)
     listed = {entry.replica: entry for entry in a.ledger.manifest(2).entries}
     assert set(listed) == {"a", "b"}
-    assert {shard.digest for shard in listed["b"].shards} <= set(b.exchange.cache)
+    assert {("b", shard.digest) for shard in listed["b"].shards} <= set(b.exchange.reader.cache)
 
 
 def test_what_a_round_counted_follows_the_recipes_order_not_arrival(run: list[Replica]):

@@ -15,10 +15,10 @@ from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError
 from isthmus.layout.traffic import outer_bytes
 from isthmus.protocol import closer as closer_module
-from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.trust import MAX_DOCUMENT_BYTES
 from isthmus.runtime.create import create
-from isthmus.store.objects import open_store
+from isthmus.store import open_store
 
 pytestmark = pytest.mark.usefixtures("hasty")
 one_server = pytest.mark.parametrize("bad_network", ["seaweed"], indirect=True)  # where it takes seconds
@@ -51,7 +51,6 @@ def test_sixteen_closers_race_for_a_manifest_and_one_wins(any_store_url: str, tm
     assert len(run.names) == 16
     signers = [run.signer(name) for name in run.names]
     root = open_store(any_store_url)
-    body = {"anchor": "", "refused": [], "members": run.names, "deadline_seconds": 1.0, "seconds": 1.0}
     # Twenty buckets at a time: SeaweedFS lets those who wait for a key's lock sleep for a second each.
     for start in range(0, 20 if any_store_url.startswith("s3") else 200, 20):
         races = [
@@ -60,10 +59,11 @@ def test_sixteen_closers_race_for_a_manifest_and_one_wins(any_store_url: str, tm
         gate = threading.Barrier(16 * 20)
 
         def create_one(ledger: Ledger, gate: threading.Barrier = gate) -> bool:
-            rows = [[i, "0" * 64, size] for i, size in enumerate(ledger.sizes)]
-            mine = {"replica": ledger.signer.replica, "shards": rows, "norm": 1.0, "facts": {}}
+            shards = tuple(Shard(i, "0" * 64, size) for i, size in enumerate(ledger.sizes))
+            entries = (Entry(ledger.signer.replica, shards, 1.0),)
+            rest = {"anchor": "", "refused": (), "members": (), "deadline_seconds": 1.0, "seconds": 1.0}
             gate.wait()
-            return ledger.create_manifest(1, body | {"entries": [mine]})
+            return ledger.create_manifest(Manifest(round=1, entries=entries, **rest))
 
         everyone = [ledger for race in races for ledger in race]
         won = at_once(*(lambda each=each: create_one(each) for each in everyone))
@@ -86,10 +86,12 @@ def test_bytes_that_the_exchange_counts_are_those_that_traffic_predicts(folder_u
     replicas = Little(folder_url, tmp_path).replicas()
     rounds(replicas, [1])
     for each, member in zip(replicas, replicas[0].recipe.fleet(), strict=True):
-        counts = each.exchange.pop_counts()
+        down = each.exchange.pop_facts().bytes
         up = outer_bytes(each.recipe, member)[0]
-        assert (counts["payload_up"], counts["payload_down"]) == (up, 2 * up)
-        assert each.exchange.pop_counts() == dict.fromkeys(counts, 0)
+        (entry,) = (e for e in each.ledger.manifest(1).entries if e.replica == each.name)
+        assert entry.facts.bytes["payload_up"] == up  # the commit states it
+        assert (down["payload_up"], down["payload_down"]) == (0, 2 * up)
+        assert each.exchange.pop_facts().bytes == dict.fromkeys(down, 0)
 
 
 def test_delivering_again_after_a_crash_changes_nothing(folder_url: str, tmp_path: Path):

@@ -17,11 +17,13 @@ from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.model.llama import init_params
 from isthmus.outer.sparseloco import SparseLoCo
-from isthmus.protocol.closer import checked_payloads
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, RunInfo, read_run
 from isthmus.protocol.replay import Replay
+from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused, Signer, canonical, new_secret, sha256
-from isthmus.store.objects import open_store
+from isthmus.runlog.facts import Facts
+from isthmus.store import open_store
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -157,7 +159,7 @@ def test_a_rewritten_history_is_found_out_by_the_manifest_after_it(history: str)
 
 def test_what_a_closer_passes_on_of_others_is_plain_too(history: str):
     as_entries(history, lambda rows: [rows[0] | {"facts": {"loss": "\x1b[2J", "bytes": 5, "seconds": 1.5}}])
-    assert ledger_of(history).manifest(3).entries[0].facts == {"seconds": 1.5}
+    assert ledger_of(history).manifest(3).entries[0].facts == Facts(seconds=1.5)
 
 
 def test_a_long_run_is_opened_without_deep_recursion(folder_url: str, tmp_path: Path):
@@ -184,7 +186,7 @@ def test_a_long_run_is_opened_without_deep_recursion(folder_url: str, tmp_path: 
 def test_a_reader_never_skips_a_listed_payload_on_its_own(history: str, spoil: str):
     reader = Replica(history, "c", signer_of(history, "c"))
     shard = reader.ledger.manifest(1).entries[1].shards[2]
-    path = Path(history, reader.ledger._shard_key("b", 1, shard))
+    path = Path(history, reader.ledger.shard_key("b", 1, shard))
     if spoil == "delete":
         path.unlink()
     else:
@@ -272,8 +274,8 @@ def test_a_broken_heartbeat_breaks_nobody_else(
     run = Little(folder_url, tmp_path, closers=["a"])
     a, b, c = run.replicas()
     spoil(c, b)
-    said_by_c = a.ledger.heartbeat("c")
-    assert said_by_c is None or said_by_c[0] == {"incarnation": "1"}
+    found = a.ledger.heartbeat("c")
+    assert found is None or found[0] == Heartbeat(incarnation="1")
     for each in (a, b, c):
         each.exchange.deliver(1, each.update())
     assert a.exchange.closer.attempt(1, a.exchange.anchor)
@@ -302,7 +304,7 @@ def test_show_tells_who_gave_what_to_every_round(history: str, capsys):
             square = 0.0
             for shard in entry.shards:
                 packed = ledger.get_shard(entry.replica, row["round"], shard)
-                for payload in checked_payloads(ledger, packed, shard.index).values():
+                for payload in unpack_shards(ledger, {shard.index: packed}).values():
                     square += payload.values.double().square().sum().item()
             assert row["contributors"][entry.replica] == pytest.approx(square**0.5, rel=1e-4)
     assert "closed by" in said(capsys, "ledger", "show", history)[1]
@@ -320,7 +322,7 @@ def test_verify_replays_every_round_and_compares_anchors(history: str, capsys):
 def a_payload(history: str) -> None:
     ledger = ledger_of(history)
     entry = ledger.manifest(3).entries[1]
-    path = Path(history, ledger._shard_key("b", 3, entry.shards[2]))
+    path = Path(history, ledger.shard_key("b", 3, entry.shards[2]))
     path.write_bytes(path.read_bytes()[:-1] + b"x")
 
 
@@ -397,7 +399,7 @@ def test_rebuild_without_a_replica_applies_the_others_alone(told, tmp_path: Path
         for entry in ledger.manifest(t).entries:
             for shard in entry.shards if entry.replica != "b" else ():
                 packed = ledger.get_shard(entry.replica, t, shard)
-                for name, payload in checked_payloads(ledger, packed, shard.index).items():
+                for name, payload in unpack_shards(ledger, {shard.index: packed}).items():
                     dense = SparseLoCo(theta, ledger.run.recipe.outer).codec.decode(payload)
                     total[name] += dense
                     count[name] += dense != 0
@@ -480,5 +482,5 @@ def test_run_json_fixes_recipe_keys_and_closers(folder_url: str, tmp_path: Path)
 def test_get_shard_refuses_an_index_that_is_not_there(history: str):
     ledger = ledger_of(history)
     shard = ledger.manifest(1).entries[0].shards[0]
-    with pytest.raises(Refused, match="other sizes"):
+    with pytest.raises(Refused, match="not a size of this run"):
         ledger.get_shard("a", 1, type(shard)(7, shard.digest, shard.size))

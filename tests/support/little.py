@@ -22,14 +22,16 @@ from isthmus.model.digest import shard_digest
 from isthmus.model.llama import init_params
 from isthmus.outer.exchange import Contribution
 from isthmus.outer.sparseloco import SparseLoCo
-from isthmus.protocol.closer import checked_payloads
+from isthmus.protocol.closer import Closer
 from isthmus.protocol.exchange import LedgerExchange
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard, read_run
+from isthmus.protocol.shards import ShardReader, unpack_shards
 from isthmus.protocol.trust import Signer, load_signer, sha256
 from isthmus.replica.control_group import SingleProcess
 from isthmus.runtime.create import create
 from isthmus.sparse import pack_many
-from isthmus.store.objects import Store, open_store
+from isthmus.store import Store, open_store
 
 RECIPE = """
 name = "little"
@@ -41,6 +43,8 @@ layers = 2
 ffn = 64
 heads = 2
 context = 16
+[data]
+corpus = "not-here"
 [inner]
 batch = 4
 micro_batches = 2
@@ -50,7 +54,7 @@ rounds = 6
 keep = 8
 [bucket]
 anchor_every = 2
-heartbeat_seconds = 0.2
+heartbeat_seconds = 5
 [[replicas]]
 name = "a"
 [[replicas]]
@@ -59,7 +63,7 @@ name = "b"
 name = "c"
 kind = "pipelined"
 stages = 2
-"""  # the stages cut every update into three shards
+"""  # the stages cut every update into three shards; the text is not needed
 
 
 @pytest.fixture
@@ -68,10 +72,22 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
+class Clock:
+    """A closer's clock that moves when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Replica:
     """One member in this process: its ledger, its exchange, its anchor, its own random pseudo-gradients."""
 
-    def __init__(self, url: str | Store, name: str, signer: Signer) -> None:
+    def __init__(
+        self, url: str | Store, name: str, signer: Signer, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         store = open_store(url) if isinstance(url, str) else url
         self.name, self.ledger = name, Ledger(store, read_run(store), signer)
         self.recipe: Recipe = self.ledger.run.recipe
@@ -81,9 +97,10 @@ class Replica:
         self.random = torch.Generator().manual_seed(sum(name.encode()))
         every = range(len(self.ledger.shards))
         self.said: list[str] = []
-        self.exchange = LedgerExchange(
-            self.ledger, SingleProcess(), every, every, os.urandom(8).hex(), self.said.append
-        )
+        reader, log = ShardReader(self.ledger, every), self.said.append
+        closer = Closer(self.ledger, reader, log, clock) if name in self.ledger.run.closers else None
+        incarnation = os.urandom(8).hex()
+        self.exchange = LedgerExchange(self.ledger, SingleProcess(), every, reader, closer, incarnation, log)
         self.hold(0)
 
     def hold(self, round_number: int) -> str:
@@ -104,13 +121,7 @@ class Replica:
         return Contribution(self.name, {i: pack_many({n: sent[n] for n in part}) for i, part in names})
 
     def apply(self, round_number: int, counted: Sequence[Contribution]) -> None:
-        payloads = []
-        for each in counted:
-            tensors: dict[str, Any] = {}
-            for index, data in each.shards.items():
-                tensors |= checked_payloads(self.ledger, data, index)
-            payloads.append(tensors)
-        self.outer.apply(payloads)
+        self.outer.apply([unpack_shards(self.ledger, each.shards) for each in counted])
         self.hold(round_number)
         if round_number % self.recipe.bucket.anchor_every == 0:
             self.write_anchor(round_number)
@@ -124,7 +135,9 @@ class Replica:
             self.ledger.complete_anchor(round_number, self.exchange.anchor, files)
 
     def beat(self, state: str = "training", **more: Any) -> None:
-        self.ledger.beat({"incarnation": "1", "state": state, "round": 1, **more})
+        body = Heartbeat(incarnation="1", state=state, round=1).to_dict() | more
+        sealed = self.ledger.signer.seal("heartbeat", self.ledger.run.run_id, body)
+        self.ledger.store.put(f"members/{self.name}/live.json", sealed)
 
     def round(self, round_number: int, mine: Contribution | None = None) -> None:
         own = [self.update() if mine is None else mine]
@@ -132,7 +145,7 @@ class Replica:
 
     def entry(self, mine: Contribution, **changed: Any) -> Entry:
         rows = tuple(Shard(i, sha256(data), len(data)) for i, data in sorted(mine.shards.items()))
-        return dataclasses.replace(Entry(self.name, rows, 0.0, {}), **changed)
+        return dataclasses.replace(Entry(self.name, rows), **changed)
 
     def deliver_as(self, round_number: int, mine: Contribution, entry: Entry | None = None) -> None:
         """Shards and commit as `deliver` puts them, with whatever the caller changed in them."""
@@ -144,9 +157,9 @@ class Replica:
     def commit_key(self, round_number: int = 1) -> str:
         return f"payloads/{self.name}/{round_number:06d}/commit.json"
 
-    def sealed(self, round_number: int, entry: Entry, **changed: Any) -> bytes:
-        body = entry.body() | {"round": round_number, "anchor": self.exchange.anchor, "incarnation": "1"}
-        return self.ledger.signer.seal("commit", self.ledger.run.run_id, body | changed)
+    def sealed(self, round_number: int, entry: Entry, by: Signer | None = None, **changed: Any) -> bytes:
+        body = entry.to_dict() | {"round": round_number, "anchor": self.exchange.anchor, "incarnation": "1"}
+        return (by or self.ledger.signer).seal("commit", self.ledger.run.run_id, body | changed)
 
 
 class Little:
@@ -162,11 +175,11 @@ class Little:
     def signer(self, name: str) -> Signer:
         return load_signer(self.keys / f"{name}.key", name)
 
-    def replica(self, name: str, store: Store | None = None) -> Replica:
-        return Replica(store or self.url, name, self.signer(name))
+    def replica(self, name: str, clock: Callable[[], float] = time.monotonic) -> Replica:
+        return Replica(self.url, name, self.signer(name), clock)
 
-    def replicas(self, *names: str) -> list[Replica]:
-        return [self.replica(name) for name in names or self.names]
+    def replicas(self, clock: Callable[[], float] = time.monotonic) -> list[Replica]:
+        return [self.replica(name, clock) for name in self.names]
 
     def ledger(self, name: str | None = None) -> Ledger:
         store = open_store(self.url)
@@ -176,7 +189,7 @@ class Little:
         return self.ledger().manifest(round_number)
 
 
-def at_once(*calls: Callable[[], Any], timeout_seconds: float = 60.0) -> list[Any]:
+def at_once(*calls: Callable[[], Any], timeout_seconds: float = 240.0) -> list[Any]:
     """What each returned, or the first exception: every call in a thread of its own."""
     results: list[Any] = [None] * len(calls)
     faults: list[BaseException] = []
@@ -209,17 +222,16 @@ def rounds(replicas: Sequence[Replica], numbers: Sequence[int]) -> None:
 
 @contextmanager
 def beating(replicas: Sequence[Replica]) -> Iterator[None]:
-    """Their hearts beat meanwhile, as those of real processes do, also while the store is away."""
+    """They send heartbeats meanwhile, as real processes do, also while the store is away."""
     ended = threading.Event()
 
-    def heart(replica: Replica) -> None:
+    def beat(replica: Replica) -> None:
         while not ended.wait(0.15):
             with suppress(RunError):
                 replica.beat()
 
-    hearts = [threading.Thread(target=heart, args=(each,), daemon=True) for each in replicas]
-    for each in hearts:
-        each.start()
+    for each in replicas:
+        threading.Thread(target=beat, args=(each,), daemon=True).start()
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from isthmus.protocol.trust import load_signer
 from isthmus.replica.control_group import SingleProcess
 from isthmus.replica.full import FullReplica
 from isthmus.runtime.create import create
-from isthmus.runtime.trainer import HeartbeatThread, RealFleet
+from isthmus.runtime.trainer import HeartbeatThread, Trainer
 from isthmus.store.objects import open_store
 
 
@@ -23,7 +23,7 @@ def rounds_in_a_bucket(recipe: Recipe, folder: Path, settle: int) -> list[float]
     create(recipe, str(folder / "bucket"), folder / "keys")
     seats = [_seat(recipe, folder, member) for member in recipe.fleet() if member.config.kind == "full"]
     for fleet in seats:
-        fleet.come_up()
+        fleet.resume()
         HeartbeatThread(fleet, "seat", 1.0).beat()
     before, closer.STEP_IN_SECONDS = closer.STEP_IN_SECONDS, 0.0
     losses = []
@@ -32,7 +32,7 @@ def rounds_in_a_bucket(recipe: Recipe, folder: Path, settle: int) -> list[float]
             for fleet in seats:
                 (own,) = fleet.train_round(t - 1, lambda h: None)
                 fleet.exchange.deliver(t, own)
-            losses.append(sum(fleet.told.loss for fleet in seats) / len(seats))
+            losses.append(sum(fleet.status.loss for fleet in seats) / len(seats))
             for fleet in seats:
                 fleet.apply(t, fleet.exchange.close(t, []))
     finally:
@@ -40,7 +40,7 @@ def rounds_in_a_bucket(recipe: Recipe, folder: Path, settle: int) -> list[float]
     return losses
 
 
-def _seat(recipe: Recipe, folder: Path, member) -> RealFleet:
+def _seat(recipe: Recipe, folder: Path, member) -> Trainer:
     store = open_store(str(folder / "bucket"))
     ledger = Ledger(store, read_run(store), load_signer(folder / "keys" / f"{member.name}.key", member.name))
     corpus, inner = open_corpus(recipe.data.corpus), recipe.inner
@@ -49,4 +49,4 @@ def _seat(recipe: Recipe, folder: Path, member) -> RealFleet:
     replica = FullReplica(recipe, member, batches, device=cpu, precision=inner.precision)
     work = folder / "work" / member.name
     control, name = SingleProcess(), os.urandom(8).hex()
-    return RealFleet(recipe, member, replica, ledger, control, cpu, work, name, lambda text: None)
+    return Trainer(recipe, member, replica, ledger, control, cpu, work, name, lambda text: None)

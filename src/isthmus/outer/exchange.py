@@ -1,8 +1,10 @@
 """What replicas hand to each other in an outer round, and the protocol by which a round is closed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from isthmus.runlog.facts import Facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +16,7 @@ class Contribution:
 
     replica: str
     shards: Mapping[int, bytes]
+    facts: Facts = field(default_factory=Facts)  # what this process measured, for the run log
 
 
 class Exchange(Protocol):
@@ -25,3 +28,4 @@ class Exchange(Protocol):
 
     def close(self, round_number: int, own: Sequence[Contribution]) -> Sequence[Contribution]:
         """Deliver, wait until the round is settled, and return what counts in it."""
+        ...

@@ -1,7 +1,7 @@
 """What a replica says of itself every few seconds, and how long a silence may last."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from isthmus.config import Recipe
@@ -25,7 +25,7 @@ class Heartbeat:
     loss: float | None = None
     tokens_per_second: float | None = None
     awaiting: str = ""
-    farewell: Facts = Facts()  # counted since the last commit, once the replica has ended
+    farewell: Facts = field(default_factory=Facts)  # what it counted after its last commit
     pid: int = 0
 
     @property

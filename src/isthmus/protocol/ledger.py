@@ -13,17 +13,17 @@ and size are checked, and nothing is ever unpickled.
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from isthmus.config import Recipe, dump_recipe, parse_recipe
 from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.layout.traffic import shard_bytes, shards
+from isthmus.protocol.documents import Entry, Manifest, RunInfo, Shard
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.trust import (
     MAX_DOCUMENT_BYTES,
     OtherAnchor,
@@ -31,69 +31,16 @@ from isthmus.protocol.trust import (
     Signer,
     canonical,
     open_sealed,
-    plain_words,
     sha256,
 )
-from isthmus.store.objects import Store
-from isthmus.store.retry import StoreRefused
+from isthmus.store import Store, StoreRefused
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 1
 MAX_HEARTBEAT_BYTES = 2**16
-
-
-@dataclass(frozen=True, slots=True)
-class RunInfo:
-    """What run.json fixes for good."""
-
-    run_id: str
-    recipe: Recipe
-    keys: Mapping[str, str]  # replica -> public key
-    closers: tuple[str, ...]  # in the order in which they step in
-    digest: str  # of run.json itself: the first manifest is chained to it
-    corpus: str = ""  # digest of the text, where `init` had it: all must train on the same
-    start: str = ""  # digest of theta^(0), where it is no draw from the seed but an anchor in the bucket
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    index: int
-    digest: str
-    size: int
-
-    def row(self) -> list[Any]:
-        return [self.index, self.digest, self.size]
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One contribution as a manifest lists it."""
-
-    replica: str
-    shards: tuple[Shard, ...]
-    norm: float
-    facts: Mapping[str, Any] = field(default_factory=dict)  # losses, seconds, bytes: told by the contributor
-
-    def body(self) -> dict[str, Any]:
-        rows = [shard.row() for shard in self.shards]
-        return {"replica": self.replica, "shards": rows, "norm": self.norm, "facts": dict(self.facts)}
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """Round `round` as it is settled for everyone."""
-
-    round: int
-    anchor: str  # digest of theta^(round - 1)
-    entries: tuple[Entry, ...]
-    refused: tuple[tuple[str, str], ...]
-    members: tuple[str, ...]  # whom the next round waits for
-    deadline_seconds: float  # of the next round
-    seconds: float  # by the store's clock, since the manifest before
-    closer: str
-    digest: str  # of the manifest as stored
+MAX_FACTS_BYTES = 4096
 
 
 def create_run(
@@ -133,7 +80,7 @@ def read_run(store: Store) -> RunInfo:
         keys = {str(name): str(key) for name, key in body["keys"].items()}
         closers = tuple(str(name) for name in body["closers"])
         recipe, corpus = parse_recipe(body["recipe"]), str(body["corpus"])
-        start = str(body.get("start", ""))  # runs of before there was a start have none
+        start = str(body.get("start", ""))  # older runs have none
         return RunInfo(str(body["run_id"]), recipe, keys, closers, sha256(data), corpus, start)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
@@ -145,27 +92,30 @@ class Ledger:
     """Reads and writes one run's documents, checking all that it reads."""
 
     def __init__(self, store: Store, run: RunInfo, signer: Signer | None = None) -> None:
-        self.store, self.run, self.signer = store, run, signer
+        self.store, self.run, self._signer = store, run, signer
         self.shards = shards(run.recipe)
         self.sizes = shard_bytes(run.recipe)
         self.manifests: dict[int, Manifest] = {}
         self.chain: dict[int, str] = {0: run.digest}  # digest of each settled manifest; run.json stands for 0
 
+    @property
+    def signer(self) -> Signer:
+        assert self._signer is not None, "a ledger without a key only reads"
+        return self._signer
+
     # Payloads and commits
 
     def put_shard(self, round_number: int, index: int, data: bytes) -> Shard:
         shard = Shard(index, sha256(data), len(data))
-        self.store.put(self._shard_key(self.signer.replica, round_number, shard), data)
+        self.store.put(self.shard_key(self.signer.replica, round_number, shard), data)
         return shard
 
     def get_shard(self, replica: str, round_number: int, shard: Shard) -> bytes:
         """The shard's bytes, or Refused when it is missing, oversized, or not what its commit says."""
         if not 0 <= shard.index < len(self.sizes) or shard.size != self.sizes[shard.index]:
-            raise Refused(
-                f"shard {shard.index} is said to have {shard.size} bytes; this run's have other sizes"
-            )
+            raise Refused(f"shard {shard.index} is said to have {shard.size} bytes: not a size of this run")
         try:
-            data = self.store.get(self._shard_key(replica, round_number, shard), max_bytes=shard.size)
+            data = self.store.get(self.shard_key(replica, round_number, shard), max_bytes=shard.size)
         except ValueError as error:
             raise Refused(f"shard {shard.index}: {error}") from None
         if data is None:
@@ -175,7 +125,7 @@ class Ledger:
         return data
 
     def commit(self, round_number: int, incarnation: str, anchor: str, entry: Entry) -> None:
-        body = entry.body() | {"round": round_number, "anchor": anchor, "incarnation": incarnation}
+        body = entry.to_dict() | {"round": round_number, "anchor": anchor, "incarnation": incarnation}
         sealed = self.signer.seal("commit", self.run.run_id, body)
         self.store.put(self._commit_key(self.signer.replica, round_number), sealed)
 
@@ -194,7 +144,9 @@ class Ledger:
             raise Refused(f"the commit is for round {body.get('round')!r:.20}, not {round_number}")
         if body.get("anchor") != anchor:
             raise OtherAnchor("the update starts from another anchor than this round's")
-        entry = _entry(body)
+        entry = Entry.from_dict(body)
+        if len(canonical(body["facts"])) > MAX_FACTS_BYTES:
+            raise Refused("the facts of the commit are too long")
         if entry.replica != replica:
             raise Refused(f"the commit of {replica} speaks of {entry.replica!r:.80}")
         self._check_shards(entry)
@@ -205,24 +157,23 @@ class Ledger:
             raise Refused("it does not list every shard once")
         for shard, size in zip(entry.shards, self.sizes, strict=True):
             if shard.size != size:
-                raise Refused(
-                    f"shard {shard.index} is said to have {shard.size} bytes; this run's have {size}"
-                )
+                words = f"shard {shard.index} is said to have {shard.size} bytes; this run's have {size}"
+                raise Refused(words)
 
     # Manifests
 
-    def create_manifest(self, round_number: int, body: Mapping[str, Any]) -> bool:
-        """True when ours is the manifest of this round; only the bucket decides."""
-        body = {**body, "round": round_number, "previous": self.chain[round_number - 1]}
+    def create_manifest(self, manifest: Manifest) -> bool:
+        """True when ours is the manifest of its round; only the bucket decides."""
+        body = manifest.to_dict(self.chain[manifest.round - 1])
         sealed = self.signer.seal("manifest", self.run.run_id, body)
-        return self.store.create(_manifest_key(round_number), sealed)
+        return self.store.create(_manifest_key(manifest.round), sealed)
 
     def manifest(self, round_number: int) -> Manifest | None:
-        """Round `round_number` as settled, or None while it is open. A forged one stops the run, by name."""
+        """Round `round_number` as it was settled, or None while it is open. A forged one stops the run."""
         if round_number in self.manifests:
             return self.manifests[round_number]
         known = round_number - 1
-        while known not in self.chain:  # back to what is known already: run.json, or an anchor's round
+        while known not in self.chain:  # back to run.json, or to the round of an anchor that was read
             known -= 1
         for t in range(known + 1, round_number + 1):
             try:
@@ -247,7 +198,7 @@ class Ledger:
                 raise Refused(f"it is for round {body['round']!r:.20}")
             if body["previous"] != self.chain[round_number - 1]:
                 raise Refused(f"it is not chained to manifest {round_number - 1}")
-            manifest = _manifest(body, closer, sha256(data))
+            manifest = Manifest.from_dict(body, closer, sha256(data))
             if self.chain.get(round_number, manifest.digest) != manifest.digest:
                 raise Refused("it is not the one that the anchor of its round belongs to")
             names = [entry.replica for entry in manifest.entries]
@@ -259,9 +210,8 @@ class Ledger:
             words = f"manifest {round_number} of this run is not to be trusted: {reason}; the run stops here"
             raise RunStopped(words) from None
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise RunStopped(
-                f"manifest {round_number} of this run is malformed; the run stops here"
-            ) from None
+            words = f"manifest {round_number} of this run is malformed; the run stops here"
+            raise RunStopped(words) from None
         return manifest
 
     def last_round(self, at_least: int = 0) -> int:
@@ -280,22 +230,17 @@ class Ledger:
     # Anchors
 
     def put_anchor_shard(self, round_number: int, index: int, tensors: "Mapping[str, Tensor]") -> str:
-        from safetensors.torch import save  # torch: only anchors are tensors, and `status` reads none
+        from safetensors.torch import save  # loads torch, which `status` does without
 
         data = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
         self.store.put(f"anchors/{round_number:06d}/{index}.safetensors", data)
         return sha256(data)
 
     def complete_anchor(self, round_number: int, digest: str, files: Sequence[str]) -> None:
-        body = {
-            "round": round_number,
-            "digest": digest,
-            "files": list(files),
-            "manifest": self.chain[round_number],
-        }
-        self.store.put(
-            f"anchors/{round_number:06d}/complete.json", self.signer.seal("anchor", self.run.run_id, body)
-        )
+        manifest = self.chain[round_number]
+        body = {"round": round_number, "digest": digest, "files": list(files), "manifest": manifest}
+        sealed = self.signer.seal("anchor", self.run.run_id, body)
+        self.store.put(f"anchors/{round_number:06d}/complete.json", sealed)
 
     def anchor_rounds(self) -> list[int]:
         """Rounds with a complete anchor, oldest first."""
@@ -304,8 +249,7 @@ class Ledger:
         return sorted(int(name) for name in done if name.isdigit())
 
     def read_anchor(self, round_number: int, wanted: Sequence[int]) -> "tuple[str, dict[str, Tensor]]":
-        """(digest of the whole, tensors of the wanted shards) of theta^(round); every file's hash is
-        checked."""
+        """(digest of the whole, tensors of the wanted shards) of theta^(round), every file checked."""
         from safetensors.torch import load
 
         folder = f"anchors/{round_number:06d}"
@@ -327,11 +271,11 @@ class Ledger:
                 data = self.store.get(f"{folder}/{index}.safetensors", max_bytes=limit)
                 if data is None or sha256(data) != body["files"][index]:
                     raise Refused(f"file {index} is missing or not what complete.json says")
-                held = load(data)
+                loaded = load(data)
                 for name in self.shards[index]:
-                    if name not in held or tuple(held[name].shape) != shapes[name]:
-                        raise Refused(f"file {index} does not hold {name} as this run's model has it")
-                tensors |= held
+                    if name not in loaded or tuple(loaded[name].shape) != shapes[name]:
+                        raise Refused(f"file {index} does not hold {name} in the shape of this run's model")
+                tensors |= loaded
             self.chain[round_number] = str(body["manifest"])
             return str(body["digest"]), tensors
         except (Refused, KeyError, IndexError, TypeError, ValueError, SafetensorError) as error:
@@ -339,23 +283,23 @@ class Ledger:
 
     # Heartbeats
 
-    def beat(self, body: Mapping[str, Any]) -> None:
-        sealed = self.signer.seal("heartbeat", self.run.run_id, body)
+    def beat(self, heartbeat: Heartbeat) -> None:
+        sealed = self.signer.seal("heartbeat", self.run.run_id, heartbeat.to_dict())
         self.store.put(f"members/{self.signer.replica}/live.json", sealed)
 
-    def heartbeat(self, replica: str) -> tuple[dict[str, Any], float] | None:
-        """(what the replica last said of itself, when by the store's clock), or None."""
+    def heartbeat(self, replica: str) -> tuple[Heartbeat, float] | None:
+        """(the replica's last heartbeat, when it was written by the store's clock), or None."""
         key = f"members/{replica}/live.json"
         try:
             info, data = self.store.head(key), self.store.get(key, max_bytes=MAX_HEARTBEAT_BYTES)
             if info is None or data is None:
                 return None
             signer, body = open_sealed(data, "heartbeat", self.run.run_id, self.run.keys)
-        except (Refused, StoreRefused):  # who beats otherwise than agreed is not there
+        except (Refused, StoreRefused):  # a heartbeat that breaks the rules counts as none
             return None
-        return (plain_words(body), info.modified_unix_seconds) if signer == replica else None
+        return (Heartbeat.from_dict(body), info.modified_unix_seconds) if signer == replica else None
 
-    def _shard_key(self, replica: str, round_number: int, shard: Shard) -> str:
+    def shard_key(self, replica: str, round_number: int, shard: Shard) -> str:
         return f"payloads/{replica}/{round_number:06d}/{shard.index}-{shard.digest}"
 
     def _commit_key(self, replica: str, round_number: int) -> str:
@@ -368,27 +312,3 @@ def _manifest_key(round_number: int) -> str:
 
 def _stem(key: str) -> str:
     return key.rsplit("/", 1)[-1].removesuffix(".json")
-
-
-def _entry(body: Mapping[str, Any]) -> Entry:
-    try:
-        rows = tuple(Shard(int(i), str(digest), int(size)) for i, digest, size in body["shards"])
-        if not all(re.fullmatch("[0-9a-f]{64}", shard.digest) for shard in rows):
-            raise ValueError
-        return Entry(str(body["replica"]), rows, float(body["norm"]), dict(body["facts"]))
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise Refused("the commit is malformed") from None
-
-
-def _manifest(body: Mapping[str, Any], closer: str, digest: str) -> Manifest:
-    return Manifest(
-        round=int(body["round"]),
-        anchor=str(body["anchor"]),
-        entries=tuple(replace(e, facts=plain_words(e.facts)) for e in map(_entry, body["entries"])),
-        refused=tuple((str(name), str(reason)) for name, reason in body["refused"]),
-        members=tuple(str(name) for name in body["members"]),
-        deadline_seconds=float(body["deadline_seconds"]),
-        seconds=float(body["seconds"]),
-        closer=closer,
-        digest=digest,
-    )

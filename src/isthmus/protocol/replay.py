@@ -1,5 +1,4 @@
-"""theta^(t) from the bucket alone, round by round, bit for bit: for joiners' eyes, auditors and the run
-log."""
+"""theta^(t) from the bucket alone, round by round, bit for bit: for joiners, auditors and the run log."""
 
 from collections.abc import Collection
 
@@ -8,25 +7,22 @@ import torch
 from isthmus.errors import RunError
 from isthmus.model.digest import anchor_digest, shard_digest
 from isthmus.model.llama import init_params
-from isthmus.outer.baselines import DiLoCo
-from isthmus.outer.sparseloco import SparseLoCo
-from isthmus.protocol.closer import checked_payloads
+from isthmus.outer import outer_method
 from isthmus.protocol.ledger import Ledger, Manifest
+from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused
 
 
 class Replay:
-    """Holds the whole anchor after `round`; `step` takes it one round further, as every replica did."""
+    """The whole anchor after `round`; `step` takes it one round further, as every replica did."""
 
     def __init__(self, ledger: Ledger, start: int = 0, without: Collection[str] = ()) -> None:
-        """From the newest complete anchor at or before `start`. `without`: as if these had not
-        contributed."""
+        """From the newest complete anchor at or before `start`, as if `without` had not contributed."""
         self.ledger, self.recipe, self.without = ledger, ledger.run.recipe, frozenset(without)
-        wide = torch.float64 if self.recipe.inner.precision == "fp64" else torch.float32
+        master_dtype = torch.float64 if self.recipe.inner.precision == "fp64" else torch.float32
         first = init_params(self.recipe.model, self.recipe.seed)
-        self.anchor = {name: tensor.to(wide) for name, tensor in first.items()}
-        method = {"sparseloco": SparseLoCo, "diloco": DiLoCo}[self.recipe.outer.method]
-        self.outer = method(self.anchor, self.recipe.outer)
+        self.anchor = {name: tensor.to(master_dtype) for name, tensor in first.items()}
+        self.outer = outer_method(self.recipe.outer, self.anchor)
         anchors = [t for t in ledger.anchor_rounds() if t <= start]
         self.round = anchors[-1] if anchors and not self.without else 0
         if self.round or ledger.run.start:
@@ -55,17 +51,15 @@ class Replay:
         for entry in manifest.entries:
             if entry.replica in self.without:
                 continue
-            tensors = {}
-            for shard in entry.shards:
-                try:
-                    packed = self.ledger.get_shard(entry.replica, manifest.round, shard)
-                    tensors |= checked_payloads(self.ledger, packed, shard.index)
-                except Refused as reason:
-                    raise RunError(
-                        f"round {manifest.round} counts {entry.replica}, but {reason}; payloads before the "
-                        "second-newest anchor may have been swept"
-                    ) from None
-            payloads.append(tensors)
+            try:
+                get, t = self.ledger.get_shard, manifest.round
+                packed = {shard.index: get(entry.replica, t, shard) for shard in entry.shards}
+                payloads.append(unpack_shards(self.ledger, packed))
+            except Refused as reason:
+                raise RunError(
+                    f"round {manifest.round} counts {entry.replica}, but {reason}; payloads before the "
+                    "second-newest anchor may have been swept"
+                ) from None
         if payloads:
             self.outer.apply(payloads)
         self.round = manifest.round

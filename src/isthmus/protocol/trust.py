@@ -8,7 +8,6 @@ cannot be passed off as a manifest, nor a document of one run as another's.
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -104,38 +103,3 @@ def open_sealed(data: bytes, kind: str, run_id: str, keys: Mapping[str, str]) ->
     except (InvalidSignature, ValueError):
         raise Refused(f"the {kind} does not carry {replica}'s signature for this run") from None
     return replica, body
-
-
-# What a replica says of itself is printed and reckoned with by others, so it has to be of the right type.
-_WORDS = ("incarnation", "kind", "state", "awaiting")
-_COUNTS = ("stages", "round", "inner_step", "pid")
-_NUMBERS = ("loss", "grad_norm", "seconds", "trip_seconds", "tokens_per_second")
-MOST_PROCESSES = 32  # of one replica, whose figures a commit tells
-
-
-def plain_words(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What is fit to be printed and reckoned with of a heartbeat or of a commit's facts; the rest is left
-    out."""
-    said = {key: body[key] for key in _WORDS if isinstance(body.get(key), str)}
-    said = {key: word for key, word in said.items() if len(word) <= 200 and word.isprintable()}
-    said |= {key: body[key] for key in _COUNTS if _is_number(body.get(key), int)}
-    said |= {key: body[key] for key in _NUMBERS if _is_number(body.get(key), int | float)}
-    if isinstance(counts := body.get("bytes"), dict):
-        named = {str(name): count for name, count in counts.items() if _is_number(count, int) and count >= 0}
-        said["bytes"] = {name: count for name, count in named.items() if re.fullmatch("[a-z_]{1,40}", name)}
-    if isinstance(figures := body.get("measured"), dict):
-        said["measured"] = {name: row for name, row in figures.items() if _is_figures(name, row)}
-    if isinstance(farewell := body.get("farewell"), dict):
-        said["farewell"] = plain_words(farewell | {"farewell": None})
-    return said
-
-
-def _is_figures(name: Any, row: Any) -> bool:
-    """One number for each process of a replica."""
-    named = isinstance(name, str) and re.fullmatch("[a-z_]{1,40}", name)
-    short = isinstance(row, list) and len(row) <= MOST_PROCESSES
-    return bool(named and short and all(_is_number(n, int | float) and n >= 0 for n in row))
-
-
-def _is_number(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 2**63

@@ -1,15 +1,13 @@
-"""One process of a real fleet: a full replica, or one stage of a pipelined one. Join, train, leave, come
-back."""
+"""One process of a real fleet, with a full replica or one stage of a pipelined one: train, save, resume."""
 
 import json
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,27 +19,29 @@ from isthmus.layout.stages import EMBEDDING
 from isthmus.model import checkpoint
 from isthmus.model.digest import shard_digest
 from isthmus.model.llama import init_tensor
-from isthmus.outer.baselines import DiLoCo
+from isthmus.outer import outer_method
 from isthmus.outer.exchange import Contribution
-from isthmus.outer.sparseloco import SparseLoCo
-from isthmus.protocol.closer import checked_payloads
+from isthmus.protocol.closer import Closer
 from isthmus.protocol.exchange import LedgerExchange
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger
-from isthmus.protocol.trust import Refused, canonical, sha256
+from isthmus.protocol.shards import ShardReader, unpack_shards
+from isthmus.protocol.trust import Refused, canonical
 from isthmus.replica.base import Replica
 from isthmus.replica.control_group import ControlGroup, agree, all_true, collect
 from isthmus.replica.meter import Meter
-from isthmus.sparse import pack_many
-from isthmus.store.retry import StoreError
+from isthmus.runlog import finite
+from isthmus.runlog.facts import Facts
+from isthmus.store import StoreError
 from isthmus.subspace.boundaries import BasisSet, as_sent
 
 Log = Callable[[str], None]
-TOLD = ("loss", "grad_norm", "seconds")  # of a round: saved with its update
+SAVED = ("loss", "grad_norm", "seconds")  # of a status: saved with the round's update
 
 
 @dataclass
 class WorkerStatus:
-    """What this process says of itself: heartbeats and commits are made of it."""
+    """What this process knows of itself: heartbeats and commits are made of it."""
 
     state: str = "starting"
     round: int = 0
@@ -50,11 +50,11 @@ class WorkerStatus:
     tokens_per_second: float | None = None
     seconds: float | None = None
     grad_norm: float | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    farewell: Facts = field(default_factory=Facts)
 
 
-class RealFleet:
-    """The fleet as this process sees it: itself. The loop drives it as it drives the simulator's."""
+class Trainer:
+    """This process's replica in the outer-round loop, which drives it as it drives a simulated fleet."""
 
     def __init__(
         self,
@@ -69,53 +69,53 @@ class RealFleet:
         log: Log,
     ) -> None:
         self.recipe, self.member, self.replica, self.ledger = recipe, member, replica, ledger
-        self.control, self.device, self.work_dir, self.log = control, device, work_dir, log
-        self.told = WorkerStatus()
+        self.control, self.device, self.log = control, device, log
+        self.state_dir = work_dir / "state"
+        self.status = WorkerStatus()
         own = replica.named_parameters()
-        self.wide = next(iter(own.values())).dtype
-        # Every stage of a compressed replica holds the embedding, and applies its update like stage 0 does.
-        self.held = dict.fromkeys([*own, *([EMBEDDING] if member.config.compressed else [])])
-        self.writes = [i for i, names in enumerate(ledger.shards) if set(names) <= set(own)]
-        self.reads = [i for i, names in enumerate(ledger.shards) if set(names) <= set(self.held)]
+        master_dtype = next(iter(own.values())).dtype
+        # Every stage of a compressed replica keeps the embedding, and applies its update as stage 0 does.
+        names = [*own, *({EMBEDDING} - own.keys() if member.config.compressed else ())]
+        self.writes = [i for i, shard in enumerate(ledger.shards) if own.keys() >= set(shard)]
+        self.reads = [i for i, shard in enumerate(ledger.shards) if set(names) >= set(shard)]
         shapes = recipe.model.shapes()
         self.anchor = {
-            name: init_tensor(name, shapes[name], recipe.model, recipe.seed).to(device, self.wide)
-            for name in self.held
+            name: init_tensor(name, shapes[name], recipe.model, recipe.seed).to(device, master_dtype)
+            for name in names
         }
-        self.bases = BasisSet(recipe, device, self.wide)
-        self.outer = {"sparseloco": SparseLoCo, "diloco": DiLoCo}[recipe.outer.method](
-            self.anchor, recipe.outer
-        )
+        self.bases = BasisSet(recipe, device, master_dtype)
+        self.outer = outer_method(recipe.outer, self.anchor)
         with_feedback = recipe.outer.method == "sparseloco"
         self.feedback = {name: torch.zeros_like(p) for name, p in own.items()} if with_feedback else {}
-        self.exchange = LedgerExchange(ledger, control, self.writes, self.reads, incarnation, log)
-        self.exchange.facts = self._facts
+        reader = ShardReader(ledger, self.reads)
+        closes = control.rank == 0 and member.name in ledger.run.closers
+        closer = Closer(ledger, reader, log) if closes else None
+        self.exchange = LedgerExchange(ledger, control, self.writes, reader, closer, incarnation, log)
         self.meter = Meter(replica, device)
         self.pending: Contribution | None = None
         self.step_count = 0  # inner steps that the optimiser has taken
-        self.round_started = time.monotonic()
 
     # What the loop calls
 
     def train_round(self, round_index: int, progress: Callable[[int], None]) -> list[Contribution]:
         """H inner steps, then this replica's update on disk before any of it is sent."""
-        steps = self.recipe.outer.inner_steps
-        self.told.state, self.told.round = "training", round_index + 1
+        steps, status = self.recipe.outer.inner_steps, self.status
+        status.state, status.round = "training", round_index + 1
         self.replica.begin_round(self.anchor)
         started, losses = time.monotonic(), []
         for h in range(steps):
             losses.append(self.replica.inner_step(round_index * steps + h))
             self.meter.step()
-            self.told.inner_step = round_index * steps + h + 1
+            status.inner_step = round_index * steps + h + 1
             if self.device.type == "cpu":
-                self.told.loss = float(losses[-1])
+                status.loss = float(losses[-1])
             progress(h + 1)
-        self.told.loss = float(torch.stack([loss.double().cpu() for loss in losses]).mean())
-        self.told.seconds = time.monotonic() - started
+        status.loss = float(torch.stack([loss.double().cpu() for loss in losses]).mean())
+        status.seconds = time.monotonic() - started
         tokens = steps * self.recipe.inner.batch * self.recipe.model.context
-        self.told.tokens_per_second = tokens / self.told.seconds
-        self.told.grad_norm = float(self.replica.grad_norm)
-        if not math.isfinite(self.told.loss):  # the same at every stage
+        status.tokens_per_second = tokens / status.seconds
+        status.grad_norm = float(self.replica.grad_norm)
+        if not math.isfinite(status.loss):  # the same at every stage
             self._roll_back(round_index + 1)
             return []
         self.step_count += steps
@@ -125,23 +125,20 @@ class RealFleet:
             sent = self.outer.contribute(params, self.feedback)
         except ValueError as error:
             raise RunError(f"replica {self.member.name}: {error}") from error
-        packed = {i: pack_many(sent.part(self.ledger.shards[i])) for i in self.writes}
-        self.pending = Contribution(self.member.name, packed)
-        self.save(round_index + 1)
-        self.told.state = "delivering"
+        packed = {i: self.outer.codec.pack_many(sent.part(self.ledger.shards[i])) for i in self.writes}
+        self.pending = Contribution(self.member.name, packed, self.pop_facts())
+        self._save(round_index + 1, packed)
+        status.state = "delivering"
         return [self.pending]
 
-    def apply(self, round_number: int, counted: Sequence[Contribution]) -> None:
-        """theta^(t-1) -> theta^(t); a payload of ours that does not count returns to the feedback."""
+    def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
+        """theta^(t-1) -> theta^(t); an update of ours that does not count returns to the feedback."""
         payloads = []
-        for contribution in counted:
-            tensors = {}
-            for index, packed in contribution.shards.items():
-                try:
-                    tensors |= checked_payloads(self.ledger, packed, index, self.device)
-                except Refused as reason:
-                    raise RunError(f"round {round_number} counts {contribution.replica}: {reason}") from None
-            payloads.append(tensors)
+        for contribution in contributions:
+            try:
+                payloads.append(unpack_shards(self.ledger, contribution.shards, self.outer.codec.unpack_many))
+            except Refused as reason:
+                raise RunError(f"round {round_number} counts {contribution.replica}: {reason}") from None
         self.outer.apply(payloads)
         self._settle_pending(round_number)
         self._hold(round_number)
@@ -150,23 +147,19 @@ class RealFleet:
 
     def _settle_pending(self, round_number: int) -> None:
         """Only the manifest says whether our update counted, by the hashes of its shards."""
-        if self.pending is None:
+        pending, self.pending = self.pending, None
+        manifest = self.ledger.manifest(round_number)
+        if pending is None or manifest is None or self.exchange.counts_in(manifest, pending):
             return
-        hashes = {index: sha256(packed) for index, packed in self.pending.shards.items()}
-        if not self.exchange.counts_in(self.ledger.manifest(round_number), hashes):
-            sent = {}
-            for index, packed in self.pending.shards.items():
-                sent |= checked_payloads(self.ledger, packed, index, self.device)
-            self.outer.take_back(sent, self.feedback)
-            self.log(
-                f"round {round_number} was settled without our update; it returned to the error feedback"
-            )
-        self.pending = None
+        self.outer.take_back(
+            unpack_shards(self.ledger, pending.shards, self.outer.codec.unpack_many), self.feedback
+        )
+        self.log(f"round {round_number} was settled without our update; it returned to the error feedback")
 
     def _hold(self, round_number: int) -> None:
-        self.digests = {i: shard_digest(self.anchor, self.ledger.shards[i]) for i in self.reads}
-        digest = self.exchange.hold_anchor(round_number, self.digests)
-        self.told.round = round_number
+        digests = {i: shard_digest(self.anchor, self.ledger.shards[i]) for i in self.reads}
+        digest = self.exchange.hold_anchor(round_number, digests)
+        self.status.round = round_number
         self.log(f"round {round_number}: anchor {digest[:16]}")
 
     def _write_anchor(self, round_number: int) -> None:
@@ -184,56 +177,55 @@ class RealFleet:
             self.ledger.complete_anchor(round_number, self.exchange.anchor, names)
 
     def _roll_back(self, round_number: int) -> None:
-        """A loss that is not finite: this round goes without us, and the optimiser returns to before it."""
+        """A loss that is not finite: we skip this round, and the optimiser returns to its start."""
         self.log(
-            f"round {round_number}: the loss is {self.told.loss}; rolled back to the round's start, no "
+            f"round {round_number}: the loss is {self.status.loss}; rolled back to the round's start, no "
             "update of ours. If it happens again, lower inner.lr"
         )
-        rounds = checkpoint.saved_rounds(self.work_dir / "state")
+        rounds = checkpoint.saved_rounds(self.state_dir)
         if rounds:
-            files = checkpoint.load_round(self.work_dir / "state", rounds[-1])
+            files = checkpoint.load_round(self.state_dir, rounds[-1])
             self.replica.restore(files["optimiser"], self.step_count)
         else:
             self.replica.restore({k: torch.zeros_like(t) for k, t in self.replica.state().items()}, 0)
             self.step_count = 0
         self.pending = None
 
-    # Coming back
+    # Saving and resuming
 
-    def save(self, round_number: int) -> None:
+    def _save(self, round_number: int, packed: Mapping[int, bytes]) -> None:
         """State with a round's update in it, before the PUT: a crash from here on loses nothing."""
-        facts = {"step_count": torch.tensor(self.step_count), "round": torch.tensor(round_number)}
-        # The commit tells these; made again after a crash, it tells the same.
-        for name in TOLD:
-            facts[f"told-{name}"] = torch.tensor(float(getattr(self.told, name) or 0.0), dtype=torch.float64)
-        shards = {
-            f"shard-{i}": torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            for i, data in self.pending.shards.items()
+        pending = {
+            f"shard-{i}": torch.frombuffer(bytearray(data), dtype=torch.uint8) for i, data in packed.items()
         }
+        pending |= {"step_count": torch.tensor(self.step_count), "round": torch.tensor(round_number)}
+        # The commit reports these; made again after a crash, it reports the same.
+        for name in SAVED:
+            value = float(getattr(self.status, name) or 0.0)
+            pending[f"told-{name}"] = torch.tensor(value, dtype=torch.float64)
         files = {
             "anchor": self.anchor,
             "optimiser": self.replica.state(),
             "feedback": self.feedback,
             "outer": self.outer.state(),
-            "pending": shards | facts,
+            "pending": pending,
         }
-        checkpoint.save(self.work_dir / "state", round_number, files, keep=2)
+        checkpoint.save(self.state_dir, round_number, files, keep=2)
 
-    def come_up(self) -> int:
-        """Take up what is on this disk, or start from the bucket; the number of rounds that lie behind us."""
-        state = self.work_dir / "state"
-        rounds = set(checkpoint.saved_rounds(state))
+    def resume(self) -> int:
+        """Restore what is on this disk, or start from the bucket; how many rounds are done."""
+        rounds = set(checkpoint.saved_rounds(self.state_dir))
         for data in self.control.share(canonical(sorted(rounds))):
             rounds &= set(json.loads(data))
         for round_number in sorted(rounds, reverse=True):
             files = self._readable(round_number)
-            if not all_true(self.control, files is not None):
-                self.log(f"the private state of round {round_number} is spoilt; trying what was before it")
+            if not all_true(self.control, files is not None) or files is None:
+                self.log(f"the private state of round {round_number} is spoilt; trying the round before it")
                 continue
-            # Beyond it lies only what some stages saved and others did not: to be trained again.
-            for newer in checkpoint.saved_rounds(state):
+            # Later rounds were saved by some stages and not by others, and are trained again.
+            for newer in checkpoint.saved_rounds(self.state_dir):
                 if newer > round_number:
-                    checkpoint.drop_round(state, newer)
+                    checkpoint.drop_round(self.state_dir, newer)
             return self._restore(round_number, files)
         last = self._agreed_last_round()
         start = self._from_bucket(last)
@@ -245,15 +237,17 @@ class RealFleet:
         return start
 
     def _readable(self, round_number: int) -> dict[str, dict[str, Tensor]] | None:
-        """A saved round's files, or None where a disk has spoilt them."""
+        """A saved round's files, or None where they are not whole."""
         try:
-            files = checkpoint.load_round(self.work_dir / "state", round_number)
-            whole = self.anchor.keys() == files["anchor"].keys() and self.feedback.keys() <= (
-                files.get("feedback", {}).keys()
-            )
+            files = checkpoint.load_round(self.state_dir, round_number)
             wanted = {f"shard-{i}" for i in self.writes} | {"step_count"}
-            whole = whole and wanted <= files["pending"].keys()
-            return files if whole and "optimiser" in files else None
+            whole = (
+                self.anchor.keys() == files["anchor"].keys()
+                and self.feedback.keys() <= files.get("feedback", {}).keys()
+                and wanted <= files["pending"].keys()
+                and "optimiser" in files
+            )
+            return files if whole else None
         except (OSError, ValueError, KeyError, SafetensorError):
             return None
 
@@ -267,14 +261,10 @@ class RealFleet:
             self.outer.restore(files.get("outer", {}))
         self.step_count = int(files["pending"]["step_count"])
         self.replica.restore(files["optimiser"], self.step_count)
-        for name in TOLD:
-            setattr(self.told, name, float(files["pending"].get(f"told-{name}", 0.0)))
-        shards = {
-            int(name.removeprefix("shard-")): bytes(t.numpy())
-            for name, t in files["pending"].items()
-            if name.startswith("shard-")
-        }
-        self.pending = Contribution(self.member.name, shards)
+        for name in SAVED:
+            setattr(self.status, name, float(files["pending"].get(f"told-{name}", 0.0)))
+        shards = {i: bytes(files["pending"][f"shard-{i}"].numpy()) for i in self.writes}
+        self.pending = Contribution(self.member.name, shards, self.pop_facts())
         if self._swept(round_number):
             self._settle_pending(round_number)
             last = self._agreed_last_round()
@@ -289,7 +279,7 @@ class RealFleet:
         return round_number
 
     def _swept(self, round_number: int) -> bool:
-        """Was so long ago that its payloads may be gone: rounds up to the second-newest anchor are swept."""
+        """May the round's payloads be gone? Those up to the second-newest anchor are swept."""
         anchors = self.ledger.anchor_rounds() if self.control.rank == 0 else []
         return agree(self.control, len(anchors) > 1 and round_number <= anchors[-2])
 
@@ -324,64 +314,57 @@ class RealFleet:
         try:
             return self.ledger.read_anchor(round_number, self.reads)
         except StoreError:
-            raise  # it may be whole: we cannot reach it
+            raise  # it may be whole, and only out of reach
         except RunError as error:
             self.log(f"{error}; trying the one before")
             return "", {}
 
-    def _facts(self) -> dict[str, Any]:
+    def pop_facts(self) -> Facts:
+        """What this process has measured since the last call."""
         counts = self.replica.pop_counts()
-        for purpose, count in self.exchange.pop_counts().items():
-            counts[purpose] = counts.get(purpose, 0) + count
-        trip, figures = self.meter.take()
-        return {
-            "loss": finite(self.told.loss),
-            "grad_norm": finite(self.told.grad_norm),
-            "seconds": round(self.told.seconds or 0.0, 4),
-            "trip_seconds": trip,
-            "bytes": counts,
-            "measured": figures | self.exchange.pop_seconds(),
-        }
-
-
-def finite(number: float | None) -> float | None:
-    """JSON has no NaN."""
-    return number if number is not None and math.isfinite(number) else None
+        trip, figures = self.meter.pop(counts)
+        return Facts(
+            loss=finite(self.status.loss),
+            grad_norm=finite(self.status.grad_norm),
+            seconds=round(self.status.seconds or 0.0, 4),
+            trip_seconds=trip,
+            bytes=counts,
+            measured={name: [figure] for name, figure in figures.items()},
+        )
 
 
 class HeartbeatThread(threading.Thread):
-    """Heartbeats of the lead, in the bucket, and a file that tells the launcher that this process still
-    runs."""
+    """Heartbeats of a replica, in the bucket; its first process sends them."""
 
-    def __init__(self, fleet: RealFleet, incarnation: str, every_seconds: float) -> None:
-        super().__init__(daemon=True, name="heart")
-        self.fleet, self.incarnation, self.every = fleet, incarnation, every_seconds
+    def __init__(self, trainer: Trainer, incarnation: str, every_seconds: float) -> None:
+        super().__init__(daemon=True, name="heartbeat")
+        self.trainer, self.incarnation, self.every = trainer, incarnation, every_seconds
         self.ended = threading.Event()
 
     def beat(self) -> None:
-        told, member = self.fleet.told, self.fleet.member
-        self.fleet.ledger.beat(
-            {
-                "incarnation": self.incarnation,
-                "kind": member.config.kind,
-                "stages": member.config.stages,
-                "state": told.state,
-                "round": told.round,
-                "inner_step": told.inner_step,
-                "loss": finite(told.loss),
-                "tokens_per_second": told.tokens_per_second,
-                "awaiting": self.fleet.exchange.awaiting,
-                "farewell": told.extra,
-                "pid": os.getpid(),
-            }
+        status, member = self.trainer.status, self.trainer.member
+        self.trainer.ledger.beat(
+            Heartbeat(
+                incarnation=self.incarnation,
+                kind=member.config.kind,
+                stages=member.config.stages,
+                state=status.state,
+                round=status.round,
+                inner_step=status.inner_step,
+                loss=finite(status.loss),
+                tokens_per_second=status.tokens_per_second,
+                awaiting=self.trainer.exchange.awaiting,
+                farewell=status.farewell,
+                pid=os.getpid(),
+            )
         )
 
     def run(self) -> None:
         while not self.ended.wait(self.every):
             try:
                 self.beat()
-            except Exception as error:  # the next one may pass; the run itself finds out what is wrong
-                self.fleet.log(f"no heartbeat: {str(error).splitlines()[0]}")
+            except Exception as error:  # the next one may get through; the run itself finds out what is wrong
+                self.trainer.log(f"no heartbeat: {str(error).splitlines()[0]}")
 
     def end(self) -> None:
         self.ended.set()

@@ -1,0 +1,77 @@
+"""Shards of updates: read from the bucket once, checked, and unpacked."""
+
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from isthmus.layout.traffic import codec_settings
+from isthmus.protocol.ledger import Ledger, Shard
+from isthmus.protocol.trust import Refused
+from isthmus.sparse import SparseChunks, unpack_many
+
+Unpack = Callable[[bytes], Mapping[str, SparseChunks]]  # raises ValueError
+
+
+class ShardReader:
+    """Reads the shards of one round after another, each of them once.
+
+    `applies` are the shards that this process applies. Only they count as payload: a pipelined closer reads
+    the others as well, to check them.
+    """
+
+    def __init__(self, ledger: Ledger, applies: Collection[int]) -> None:
+        self.ledger, self.applies = ledger, tuple(applies)
+        # By name too: bytes that one replica has put need not lie under another's name.
+        self.cache: dict[tuple[str, str], bytes] = {}
+        self.payload_bytes, self.seconds = 0, 0.0
+
+    def keep(self, replica: str, shard: Shard, data: bytes) -> None:
+        """A shard that need not be read, because this process has just written it."""
+        self.cache[replica, shard.digest] = data
+
+    def forget(self) -> None:
+        """Another round begins."""
+        self.cache.clear()
+
+    def read(self, replica: str, round_number: int, shard: Shard) -> bytes:
+        """A shard's bytes, or Refused with the reason."""
+        key = replica, shard.digest
+        if key not in self.cache:
+            started = time.monotonic()
+            self.cache[key] = self.ledger.get_shard(replica, round_number, shard)
+            if shard.index in self.applies:
+                self.payload_bytes += shard.size
+                self.seconds += time.monotonic() - started
+        return self.cache[key]
+
+    def pop_counts(self) -> tuple[int, float]:
+        """Payload bytes, and the seconds they took, since the last call."""
+        counts, self.payload_bytes, self.seconds = (self.payload_bytes, self.seconds), 0, 0.0
+        return counts
+
+
+def unpack_shards(
+    ledger: Ledger, shards: Mapping[int, bytes], unpack: Unpack = unpack_many
+) -> dict[str, SparseChunks]:
+    """Payloads by tensor name; Refused unless names, shapes and codec are this run's."""
+    payloads: dict[str, SparseChunks] = {}
+    for index, packed in shards.items():
+        payloads |= _unpack(ledger, index, packed, unpack)
+    return payloads
+
+
+def _unpack(ledger: Ledger, index: int, packed: bytes, unpack: Unpack) -> Mapping[str, SparseChunks]:
+    recipe = ledger.run.recipe
+    try:
+        payloads = unpack(packed)
+    except ValueError as error:
+        raise Refused(f"shard {index} is malformed: {error}") from None
+    codec = recipe.outer.chunk_side, *codec_settings(recipe)
+    shapes = recipe.model.shapes()
+    if tuple(payloads) != ledger.shards[index]:
+        raise Refused(f"shard {index} does not hold the tensors it should")
+    for name, payload in payloads.items():
+        if tuple(payload.shape) != shapes[name]:
+            raise Refused(f"shard {index}: {name} has the shape {tuple(payload.shape)}, not {shapes[name]}")
+        if (payload.side, payload.keep, payload.kind) != codec:
+            raise Refused(f"shard {index}: {name} is not coded as this run's recipe says")
+    return payloads
