@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from isthmus.config import Recipe, parse_recipe
 from isthmus.protocol.access import open_ledger
@@ -106,7 +107,7 @@ def processes(folder: Path) -> Iterator[Process]:
             if not any(str(folder) in word for word in words):
                 continue
             if "isthmus.runtime.worker" in words:
-                replica = json.loads(words[words.index("isthmus.runtime.worker") + 1])["replica"]
+                replica = config_of(words)["replica"]
                 environment = dict(
                     item.split("=", 1)
                     for item in (entry / "environ").read_text(errors="replace").split("\0")
@@ -115,12 +116,23 @@ def processes(folder: Path) -> Iterator[Process]:
                 whole = environment.get("WORLD_SIZE") == "1"
                 name = replica if whole else f"{replica} stage {environment.get('RANK')}"
                 yield Process(int(entry.name), "full" if whole else "stage", replica, name)
+            elif "isthmus.runtime.launcher" in words:
+                config = config_of(words)
+                stage = "" if config["stage"] is None else f" stage {config['stage']}"
+                yield Process(
+                    int(entry.name), "launcher", config["replica"], f"launcher of {config['replica']}{stage}"
+                )
             elif "isthmus.cli.main" in words and "join" in words:
                 replica = words[words.index("--replica") + 1]
                 stage = f" stage {words[words.index('--stage') + 1]}" if "--stage" in words else ""
                 yield Process(int(entry.name), "launcher", replica, f"launcher of {replica}{stage}")
         except (OSError, ValueError, KeyError):
             continue  # it ended while we looked
+
+
+def config_of(words: list[str]) -> dict[str, Any]:
+    """The JSON that follows `-m MODULE`."""
+    return json.loads(words[words.index("-m") + 2])
 
 
 def stopped(pid: int) -> bool:
@@ -313,8 +325,8 @@ def ordeal(
             folder,
             device="cpu",
             quiet=True,
-            join_options=["--link-timeout", "10", "--stall-timeout", "8"],
             apart=APART,
+            link_timeout_seconds=10.0,
             stall_seconds=8.0,
         )
     except (Exception, KeyboardInterrupt) as error:

@@ -13,9 +13,10 @@ import servers
 from small_recipes import pipelined, recipe_text, replicas
 
 from isthmus.cli.main import main
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.trust import load_signer, new_secret
-from isthmus.runtime import launcher
+from isthmus.runtime import agent
 from isthmus.store.objects import open_store
 
 RECIPE = recipe_text(
@@ -48,7 +49,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def start(*args: object, **kwargs: object) -> int:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr(launcher, "run_replica", start)
+    monkeypatch.setattr(agent, "run_agent", start)
     return tmp_path / "here"
 
 
@@ -123,7 +124,7 @@ PLAIN = {
     ),
     "join: no machine": (
         (*JOIN, "edge", "--stage", "0", "--master", "0.0.0.0:29500"),
-        "no machine's address",
+        "not the address of one machine",
     ),
     **{
         f"join: master {master}": (
@@ -195,8 +196,8 @@ def test_a_master_that_does_not_answer_is_one_line(here: Path, said: Said):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     before = everything_in(here)
-    answer = said(*JOIN, "edge", "--stage", "1", "--master", f"127.0.0.1:{port}", "--wait", "1")
-    is_refused(answer, f"replica edge: no stage 0 at 127.0.0.1:{port} within 1 s")
+    answer = said(*JOIN, "edge", "--stage", "1", "--master", f"127.0.0.1:{port}", "--wait", "0.1")
+    is_refused(answer, f"replica edge: no stage 0 at 127.0.0.1:{port} within 0.1 s")
     assert everything_in(here) == before
 
 
@@ -205,13 +206,13 @@ def test_a_name_taken_by_a_live_member_is_refused_until_it_has_gone(
 ):
     store = open_store("bucket")
     ledger = Ledger(store, read_run(store), load_signer(here / "keys/tiny/rack.key", "rack"))
-    ledger.beat({"incarnation": "1", "state": "training", "round": 0})
+    ledger.beat(Heartbeat(incarnation="1", state="training"))
     is_refused(said(*JOIN, "rack"), "replica rack is live in this run (heartbeat")
     assert not (here / "work").exists()
     started: list[str] = []
-    monkeypatch.setattr(launcher, "run_replica", lambda config, **rest: started.append(config.replica) or 0)
+    monkeypatch.setattr(agent, "run_agent", lambda config, *rest: started.append(config.replica) or 0)
     assert said(*JOIN, "edge")[0] == 0
-    ledger.beat({"incarnation": "1", "state": "left", "round": 0})
+    ledger.beat(Heartbeat(incarnation="1", state="left"))
     assert said(*JOIN, "rack")[0] == 0
     assert started == ["edge", "rack"]
 
@@ -220,7 +221,9 @@ def test_a_public_master_is_taken_where_the_network_is_trusted(
     here: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ):
     started: list[str] = []
-    monkeypatch.setattr(launcher, "run_replica", lambda config, **rest: started.append(rest["host"]) or 0)
+    monkeypatch.setattr(
+        agent, "run_agent", lambda config, workers, host, *rest: started.append(host) or 0
+    )
     command = (*JOIN, "edge", "--stage", "0", "--master", "8.8.8.8:29500", "--trust-network")
     assert said(*command)[0] == 0
     assert started == ["8.8.8.8"]
@@ -250,7 +253,7 @@ def test_status_tells_who_is_there_and_whom_the_round_awaits(here: Path, said: S
     assert [member["state"] for member in facts["members"]] == ["not seen", "not seen"]
     store = open_store("bucket")
     ledger = Ledger(store, read_run(store), load_signer(here / "keys/tiny/rack.key", "rack"))
-    ledger.beat({"state": "training", "round": 1, "inner_step": 1, "loss": 6.5, "tokens_per_second": 100.0})
+    ledger.beat(Heartbeat(state="training", round=1, inner_step=1, loss=6.5, tokens_per_second=100.0))
     store.put("payloads/edge/000001/commit.json", bytes(5 << 20))  # whatever it is, it was delivered
     facts = json.loads(said("status", "bucket", "--json")[1])
     rack, edge = facts["members"]

@@ -15,7 +15,8 @@ from isthmus.export.source import open_trained
 from isthmus.model.hf import read_config, read_params
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.replay import Replay
-from isthmus.runtime.create import check_start, create
+from isthmus.runtime.checks import check_start
+from isthmus.runtime.create import create
 from isthmus.store.objects import open_store
 
 
@@ -215,9 +216,9 @@ def bucket(folder, recipe, tmp_path):
     return tmp_path / "bucket"
 
 
-def ledger_of(bucket):
+def ledger_of(bucket, signer=None):
     store = open_store(str(bucket), create=False)
-    return Ledger(store, read_run(store))
+    return Ledger(store, read_run(store), signer)
 
 
 def test_theta_0_is_in_the_bucket_and_needs_no_folder(folder, bucket):
@@ -255,8 +256,7 @@ def test_another_theta_0_is_not_taken_even_if_a_closer_signed_it(bucket, recipe,
     """run.json names the digest: a closer's signature is not enough."""
     from isthmus.protocol.trust import load_signer
 
-    ledger = ledger_of(bucket)
-    ledger.signer = load_signer(tmp_path / "keys" / "rack.key", "rack")
+    ledger = ledger_of(bucket, load_signer(tmp_path / "keys" / "rack.key", "rack"))
     params = {name: t + 1 for name, t in read_params(folder, read_config(folder)).items()}
     files = [
         ledger.put_anchor_shard(0, i, {name: params[name] for name in names})

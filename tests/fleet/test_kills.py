@@ -18,6 +18,7 @@ from faults import kills
 from small_recipes import EDGE, recipe_text, replicas
 from torch.testing import assert_close
 
+from isthmus.cli.main import main
 from isthmus.config import Recipe, parse_recipe
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.data.tokens import Batches
@@ -25,13 +26,15 @@ from isthmus.errors import ConfigError, RunError
 from isthmus.model import checkpoint
 from isthmus.outer.rounds import run_rounds
 from isthmus.protocol import closer
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.trust import load_signer
 from isthmus.replica.control_group import SingleProcess
 from isthmus.replica.full import FullReplica
-from isthmus.runtime.create import check_not_taken, create
+from isthmus.runtime.checks import check_not_taken
+from isthmus.runtime.create import create
 from isthmus.runtime.liveness import Watchdog
-from isthmus.runtime.trainer import RealFleet
+from isthmus.runtime.trainer import Trainer
 from isthmus.store.objects import open_store
 
 ROUNDS = 4
@@ -63,7 +66,7 @@ def the_corpus(name: str) -> Corpus:
 
 @pytest.fixture(autouse=True)
 def _no_turns(monkeypatch):
-    """Closers that step in at once: in one process there is nobody to wait for."""
+    """Closers step in at once: in one process there is no other to wait for."""
     monkeypatch.setattr(closer, "STEP_IN_SECONDS", 0.0)
 
 
@@ -74,7 +77,7 @@ class Seat:
         self.recipe, self.folder, self.name = recipe, folder, name
         self.said: list[str] = []
 
-    def come(self, control=None) -> RealFleet:
+    def come(self, control=None) -> Trainer:
         store = open_store(str(self.folder / "bucket"))
         ledger = Ledger(
             store, read_run(store), load_signer(self.folder / "keys" / f"{self.name}.key", self.name)
@@ -86,7 +89,7 @@ class Seat:
         cpu = torch.device("cpu")
         replica = FullReplica(self.recipe, member, batches, device=cpu, precision=inner.precision)
         work = self.folder / "work" / self.name
-        return RealFleet(
+        return Trainer(
             self.recipe,
             member,
             replica,
@@ -98,10 +101,10 @@ class Seat:
             self.said.append,
         )
 
-    def run(self, until: int, before: Callable[[RealFleet], None] = lambda fleet: None) -> RealFleet:
+    def run(self, until: int, before: Callable[[Trainer], None] = lambda fleet: None) -> Trainer:
         fleet = self.come()
         before(fleet)
-        rounds = range(fleet.come_up() + 1, until + 1)
+        rounds = range(fleet.resume() + 1, until + 1)
         run_rounds(fleet, fleet.exchange, rounds, lambda h: None, lambda t, seconds: None)
         return fleet
 
@@ -146,7 +149,7 @@ def test_a_kill_at_any_point_changes_no_bit(where, what, undisturbed, tmp_path):
     for after in (False, True):
         left = [2]  # the second time that it comes by
 
-        def strike(fleet: RealFleet, left=left, after=after) -> None:
+        def strike(fleet: Trainer, left=left, after=after) -> None:
             owner = {"checkpoint": checkpoint, "ledger": fleet.ledger, "outer": fleet.outer}[where]
             plain = getattr(owner, what)
 
@@ -176,7 +179,7 @@ def test_a_stragglers_payload_returns_to_its_feedback_and_nothing_is_lost(tmp_pa
     recipe = small(**LATE)
     late, quick = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
     straggler = late.come()
-    assert straggler.come_up() == 0
+    assert straggler.resume() == 0
     own = straggler.train_round(0, lambda h: None)
     trained = {name: p.detach().clone() for name, p in straggler.replica.named_parameters().items()}
     start = {name: anchor.clone() for name, anchor in straggler.anchor.items()}
@@ -189,7 +192,7 @@ def test_a_stragglers_payload_returns_to_its_feedback_and_nothing_is_lost(tmp_pa
     assert any("returned to the error feedback" in line for line in late.said)
 
     again = late.come()  # killed before it saved anything later: the same is settled again
-    assert again.come_up() == 1
+    assert again.resume() == 1
     for name, feedback in again.feedback.items():
         assert torch.equal(feedback, straggler.feedback[name])
         assert torch.equal(again.anchor[name], straggler.anchor[name])
@@ -201,7 +204,7 @@ def test_a_replica_away_for_several_rounds_replays_them_and_keeps_its_own_state(
     before = away.run(1)
     there.run(4)
     back = away.come()
-    assert back.come_up() == 1
+    assert back.resume() == 1
     rounds = range(2, 5)
     assert run_rounds(back, back.exchange, rounds, lambda h: None, lambda t, seconds: None)
     assert away.anchors() == there.anchors()
@@ -219,7 +222,7 @@ def test_old_state_survives_a_sweep(tmp_path):
         if int(key.split("/")[2]) <= 4:  # of the anchors 2, 4 and 6 the second-newest
             store.delete(key)
     back = away.come()
-    assert back.come_up() == 6
+    assert back.resume() == 6
     assert back.step_count == 3
     assert any(bool(feedback.any()) for feedback in back.feedback.values())
     assert away.anchors()[6] == there.anchors()[6]
@@ -250,7 +253,7 @@ def test_spoilt_state_falls_back_to_the_round_before(tmp_path, harm):
 
 
 class Echo:
-    """A crew of two whose other half has what we have, except for the first thing it is asked."""
+    """A control group of two: the other process shares what we share, except for the first time."""
 
     rank, size = 0, 2
 
@@ -271,28 +274,29 @@ def test_stages_whose_newest_rounds_differ_take_up_the_newest_that_both_have(tmp
     state = tmp_path / "work" / "rack" / "state"
     assert checkpoint.saved_rounds(state) == [2, 3]
     fleet = alone.come(Echo(b"[1,2]"))
-    assert fleet.come_up() == 2
+    assert fleet.resume() == 2
     assert checkpoint.saved_rounds(state) == [2]  # what one had beyond it would push it out of the two kept
 
 
-def test_a_watch_tells_silence_from_a_new_start_and_from_its_own_sleep(tmp_path, monkeypatch):
+def test_a_watchdog_tells_silence_from_a_new_start_and_from_its_own_sleep(tmp_path):
     now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    pulse, watch = tmp_path / "alive", Watchdog()
-    pulse.write_text("7")
-    assert watch.look({pulse: 7}) == {pulse: 0.0}
+    alive, watchdog = tmp_path / "alive", Watchdog(clock=lambda: now[0])
+    alive.write_text("7")
+    assert watchdog.look({alive: 7}) == {alive: 0.0}
     now[0] += 4
-    assert watch.look({pulse: 7}) == {pulse: 4.0}
-    assert watch.look({pulse: 8}) == {pulse: 0.0}  # another process in its place
+    assert watchdog.look({alive: 7}) == {alive: 4.0}
+    assert watchdog.look({alive: 8}) == {alive: 0.0}  # another process instead of it
     now[0] += 3
-    assert watch.look({pulse: 8}) == {pulse: 3.0}  # and no beat from it yet
-    now[0] += 60  # we were stopped, perhaps it was too
-    assert watch.look({pulse: 8}) == {pulse: 3.0}
-    pulse.write_text("8")
-    assert watch.look({pulse: 8}) == {pulse: 0.0}
+    assert watchdog.look({alive: 8}) == {alive: 3.0}  # which has not written anything yet
+    now[0] += 60  # we were stopped, and perhaps it was too
+    assert watchdog.look({alive: 8}) == {alive: 3.0}
+    alive.write_text("8")
+    assert watchdog.look({alive: 8}) == {alive: 0.0}
 
 
-# Real processes
+# Real processes. Limits are for a machine that does much else; nothing waits for one.
+
+LIMIT_SECONDS = 180.0
 
 
 def isthmus(*words: object) -> list[str]:
@@ -321,8 +325,8 @@ class Joined:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
-    def wait_for(self, name: str, pattern: str, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_for(self, name: str, pattern: str) -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
         while not re.search(pattern, self.log(name)):
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.log(name)}"
             time.sleep(0.1)
@@ -333,8 +337,8 @@ class Joined:
 
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory) -> Iterator[Joined]:
-    """Three full replicas and one of two stages, in a run that has no end."""
-    recipe = small(rounds=100_000, full=3, more=EDGE, precision="fp32")
+    """Two full replicas and one of two stages, in a run that does not end by itself."""
+    recipe = small(rounds=100_000, more=EDGE, precision="fp32")
     folder = tmp_path_factory.mktemp("joined")
     create(recipe, str(folder / "bucket"), folder / "keys")
     fleet = Joined(folder)
@@ -352,57 +356,51 @@ def joined(tmp_path_factory) -> Iterator[Joined]:
 
 
 def test_join_is_refused_while_the_name_is_live(joined):
-    words = joined.words("rack-2", "elsewhere")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    words = joined.words("rack-1", "elsewhere")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     assert done.returncode == 2
-    assert re.fullmatch(r"isthmus: replica rack-2 is live in this run .*\n", done.stderr)
+    assert re.fullmatch(r"isthmus: replica rack-1 is live in this run .*\n", done.stderr)
 
 
-def test_leave_by_file(joined):
-    (joined.folder / "work" / "rack-0" / "leave").touch()
-    assert joined.running["rack-0"].wait(30) == 0
-    assert joined.left_over("rack-0") == []
-    assert re.search(r"left after round \d+", joined.log("rack-0"))
-
-
-def test_ctrl_c_leaves_at_the_rounds_edge_with_all_stages(joined):
+def test_ctrl_c_leaves_at_the_end_of_the_round_with_all_stages(joined):
     joined.running["edge"].send_signal(signal.SIGINT)
-    assert joined.running["edge"].wait(30) == 0
+    assert joined.running["edge"].wait(LIMIT_SECONDS) == 0
     assert joined.left_over("edge") == []
     assert "leaving at the end of this round" in joined.log("edge")
     assert len(re.findall(r"left after round \d+", joined.log("edge"))) == 2
 
 
-def test_leave_by_command_from_anywhere(joined):
-    words = ["leave", joined.url, "--replica", "rack-1", "--key", joined.folder / "keys" / "rack-1.key"]
-    asked = subprocess.run(isthmus(*words), capture_output=True, text=True, timeout=60, check=False)
-    assert asked.returncode == 0, asked.stderr
-    assert joined.running["rack-1"].wait(30) == 0
-    assert joined.left_over("rack-1") == []
-    again = subprocess.run(isthmus(*words), capture_output=True, text=True, timeout=60, check=False)
-    assert (again.returncode, again.stderr) == (2, "isthmus: replica rack-1 is not in the run now\n")
+def test_leave_by_command_from_anywhere(joined, capsys):
+    words = ["leave", joined.url, "--replica", "rack-0", "--key", str(joined.folder / "keys" / "rack-0.key")]
+    assert main(words) == 0
+    assert joined.running["rack-0"].wait(LIMIT_SECONDS) == 0
+    assert joined.left_over("rack-0") == []
+    assert re.search(r"left after round \d+", joined.log("rack-0"))
+    capsys.readouterr()
+    assert main(words) == 2
+    assert capsys.readouterr().err == "isthmus: replica rack-0 is not in the run now\n"
 
 
 def test_after_a_crash_the_same_command_goes_on_and_two_ctrl_c_leave_now(joined):
-    joined.running["rack-2"].kill()
-    joined.running["rack-2"].wait()
-    assert joined.left_over("rack-2") == []  # its worker went with it
-    shutil.rmtree(joined.folder / "work" / "rack-2" / "whole")
-    process = joined.join("rack-2")
-    joined.wait_for("rack-2", "no private state here: joining at round .* fresh optimiser")
-    joined.wait_for("rack-2", r"fresh optimiser(.|\n)*round \d+: anchor")
-    worker = next(p for p in kills.processes(joined.folder / "work" / "rack-2") if p.role == "full")
-    os.kill(worker.pid, signal.SIGSTOP)  # it will not come to a round's edge
+    joined.running["rack-1"].kill()
+    joined.running["rack-1"].wait()
+    assert joined.left_over("rack-1") == []  # its worker went with it
+    shutil.rmtree(joined.folder / "work" / "rack-1" / "whole")
+    process = joined.join("rack-1")
+    joined.wait_for("rack-1", "no private state here: joining at round .* fresh optimiser")
+    joined.wait_for("rack-1", r"fresh optimiser(.|\n)*round \d+: anchor")
+    worker = next(p for p in kills.processes(joined.folder / "work" / "rack-1") if p.role == "full")
+    os.kill(worker.pid, signal.SIGSTOP)  # it does not reach the end of the round
     process.send_signal(signal.SIGINT)
-    joined.wait_for("rack-2", "leaving at the end of this round")
+    joined.wait_for("rack-1", "leaving at the end of this round")
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 130
-    assert joined.left_over("rack-2") == []
+    assert process.wait(LIMIT_SECONDS) == 130
+    assert joined.left_over("rack-1") == []
 
 
 def test_a_fleet_under_fire_finishes_with_one_history(tmp_path):
     outcome = kills.ordeal(
-        tmp_path / "run", rounds=15, every_seconds=2.5, seed=0, most=7, limit_seconds=240, inner_steps=2
+        tmp_path / "run", rounds=15, every_seconds=2.5, seed=0, most=7, limit_seconds=600, inner_steps=2
     )
     print(outcome.table())
     assert outcome.problems == []
@@ -415,7 +413,7 @@ def test_a_fleet_under_fire_finishes_with_one_history(tmp_path):
 def test_a_live_name_of_another_machine_is_not_ours_to_take(tmp_path):
     alone = seat(small(full=1), tmp_path)
     fleet = alone.run(1)
-    fleet.ledger.beat({"incarnation": "feed", "state": "training"})
+    fleet.ledger.beat(Heartbeat(incarnation="feed", state="training"))
     work = tmp_path / "work" / "rack"
     (work / "incarnation").write_text("beef")
     clock = fleet.ledger.store.head("members/rack/clock")

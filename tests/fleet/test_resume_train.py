@@ -19,23 +19,26 @@ from isthmus import train
 from isthmus.cli.main import main
 from isthmus.config import parse_recipe
 from isthmus.protocol.access import bucket_of, open_ledger
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.runlog import TIMING_FIELDS, RunDir
-from isthmus.runtime.launcher import hold
+from isthmus.runtime.process import LauncherConfig, lock_file
 from isthmus.runtime.recorder import Recorder
-from isthmus.runtime.resume import StartingHeartbeats, keys_of
+from isthmus.runtime.resume import TIMEOUT_SECONDS, StartingHeartbeats, keys_of
 from isthmus.runtime.supervisor import LocalSupervisor
 
-ROUNDS = 5
+ROUNDS = 6
+INNER_STEPS = 60
 ALONE = recipe_text(
     RACK,
     name="again",
     model={"layers": 2},
     inner={"batch": 2, "lr": 1e-2, "precision": "fp32"},
-    outer={"inner_steps": 40, "rounds": ROUNDS, "keep": 8, "values": "2bit"},
-    bucket={"heartbeat_seconds": 0.5, "anchor_every": 3, "quorum": 1},
+    outer={"inner_steps": INNER_STEPS, "rounds": ROUNDS, "keep": 8, "values": "2bit"},
+    bucket={"heartbeat_seconds": 1, "anchor_every": 3, "quorum": 1, "deadline_seconds": 3600},
 )
 RECIPE = ALONE + EDGE
-NUM_PROCESSES = 3
+REPLICAS = ("rack", "edge")
+LIMIT_SECONDS = 300.0  # for a machine that does much else; nothing waits for it
 ANCHOR = re.compile(r"\] round (\d+): anchor (\w+)")
 
 
@@ -61,20 +64,47 @@ class Fleet:
         )
         return self.started[-1]
 
-    def end(self, process: subprocess.Popen, seconds: float = 150.0) -> int:
+    def end(self, process: subprocess.Popen) -> int:
         try:
-            self.said, _ = process.communicate(timeout=seconds)
+            self.said, _ = process.communicate(timeout=LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             logs = "".join(path.read_text() for path in (self.run / "logs").glob("*.log"))
-            pytest.fail(f"it did not end within {seconds:g} s: {process.communicate()[0]}{logs}")
+            pytest.fail(f"it did not end within {LIMIT_SECONDS:g} s: {process.communicate()[0]}{logs}")
         return process.returncode
 
-    def until(self, there: Callable[[], bool], seconds: float = 90.0) -> None:
-        deadline = time.monotonic() + seconds
+    def until(self, there: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
         while not there():
             assert time.monotonic() < deadline, "it did not come so far"
             time.sleep(0.01)
+
+    def signal_workers(self, number: signal.Signals, *replicas: str) -> None:
+        for process in kills.processes(self.run):
+            if process.role != "launcher" and process.replica in replicas:
+                os.kill(process.pid, number)
+
+    def heartbeat(self, replica: str) -> Heartbeat | None:
+        found = open_ledger(str(self.run / "bucket")).heartbeat(replica)
+        return found and found[0]
+
+    def stop_in_a_round(self, after: int) -> int:
+        """SIGSTOP all workers while all of them train the same round, a later one than `after`; its number.
+
+        Between two rounds they look whether to leave, and Ctrl-C there could part them.
+        """
+
+        def all_train(t: int) -> bool:
+            beats = [self.heartbeat(replica) for replica in REPLICAS]
+            return all(b and b.state == "training" and b.inner_step > (t - 1) * INNER_STEPS for b in beats)
+
+        for t in range(after + 1, ROUNDS):
+            self.until(lambda t=t: all_train(t) or self.delivered(t) > 0)
+            self.signal_workers(signal.SIGSTOP, *REPLICAS)
+            if all_train(t) and not self.delivered(t):
+                return t
+            self.signal_workers(signal.SIGCONT, *REPLICAS)
+        pytest.fail("every round was over before it was seen")
 
     def settled(self, round_number: int) -> bool:
         return (self.run / "bucket" / "manifests" / f"{round_number:06d}.json").exists()
@@ -105,20 +135,26 @@ class Fleet:
             for row in RunDir.open(self.run).rows()
         ]
 
-    def slow_start(self, replica: str, seconds: float) -> None:
-        """Let a replica that is just starting come up so much later than the others."""
+    def slow_start(self, replica: str, heartbeats: int) -> None:
+        """Let a replica come up so many heartbeats later than the other."""
 
         def launchers() -> list[int]:
             return [p.pid for p in kills.processes(self.run) if (p.role, p.replica) == ("launcher", replica)]
 
-        log = self.run / "logs" / "rack.log"
+        log, live = self.run / "logs" / "rack.log", self.run / "bucket" / "members" / "rack" / "live.json"
         before = log.read_text().count("back with the state")
+        seen: set[int] = set()
+
+        def heard() -> int:
+            seen.add(live.stat().st_mtime_ns)
+            return len(seen)
+
         self.until(lambda: bool(launchers()))
         (launcher,) = launchers()
         os.kill(launcher, signal.SIGSTOP)
         try:
             self.until(lambda: log.read_text().count("back with the state") > before)
-            time.sleep(seconds)
+            self.until(lambda: heard() > heartbeats)
         finally:
             os.kill(launcher, signal.SIGCONT)
 
@@ -159,52 +195,45 @@ def same_end(fleet: Fleet, straight: Fleet) -> None:
     assert kills.check_left_over(fleet.run) == []
 
 
-def training(fleet: Fleet, round_number: int) -> bool:
-    """All of them, in the newest start: Ctrl-C while some are at the round's edge would part them there."""
-    logs = [path.read_text() for path in (fleet.run / "logs").glob("*.log")]
-    held = sum(text.count(f"] round {round_number - 1}: anchor") for text in logs)
-    if held < NUM_PROCESSES * len(fleet.started):
-        return False
-    time.sleep(0.2)  # now they are behind the edge, where they look whether to leave
-    return not fleet.settled(round_number)
-
-
-def partly_delivered(fleet: Fleet, round_number: int) -> bool:
-    return fleet.delivered(round_number) == 1 and not fleet.settled(round_number)
-
-
 def test_ended_in_every_way_and_resumed_it_ends_in_the_same_bits(straight, fleet):
     """By Ctrl-C, by a second one, by a kill in the middle of a round; the last line is the command that goes
     on."""
+    leave_files = [fleet.run / "work" / name / "leave" for name in REPLICAS]
     process = fleet.start()
-    fleet.until(lambda: training(fleet, 2))
+    first = fleet.stop_in_a_round(1)
     process.send_signal(signal.SIGINT)
+    fleet.until(lambda: all(path.exists() for path in leave_files))
+    fleet.signal_workers(signal.SIGCONT, *REPLICAS)
     assert fleet.end(process) == 0, fleet.said
     last = fleet.said.splitlines()[-1]
     assert last == "isthmus: go on with: isthmus train --resume run"
     assert RunDir.open(fleet.run).about["status"] == "interrupted"
-    assert fleet.settled(2)
-    assert not fleet.settled(3)
+    assert fleet.settled(first)
+    assert not fleet.settled(first + 1)
 
     process = fleet.start(*shlex.split(last.partition(": isthmus ")[2]))
-    fleet.until(lambda: training(fleet, 3))
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)  # the second: now, not at the round's edge
-        time.sleep(0.1)
+    second = fleet.stop_in_a_round(first)
+    process.send_signal(signal.SIGINT)
+    fleet.until(lambda: all(path.exists() for path in leave_files))
+    process.send_signal(signal.SIGINT)  # now, not at the end of the round
     assert fleet.end(process) == 130
     assert fleet.said.splitlines()[-1] == "isthmus: interrupted; go on with: isthmus train --resume run"
+    assert not fleet.settled(second)
 
     process = fleet.start("train", "--resume", "run")
-    fleet.until(lambda: partly_delivered(fleet, 4))
+    third = fleet.stop_in_a_round(second)
+    fleet.signal_workers(signal.SIGCONT, "rack")
+    fleet.until(lambda: fleet.delivered(third) == 1)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     process.stdout.close()
-    fleet.until(lambda: kills.check_left_over(fleet.run) == [], 5)  # the replicas went with it
+    fleet.until(lambda: kills.check_left_over(fleet.run) == [])  # the replicas went with it
+    assert not fleet.settled(third)
     assert RunDir.open(fleet.run).about["status"] == "running"
     fleet.a_night_later()
 
     process = fleet.start("train", "--resume", "run")
-    fleet.slow_start("edge", 6.0)  # the other neither takes it for gone nor counts the night
+    fleet.slow_start("edge", 7)  # the other neither takes it for gone nor counts the night
     assert fleet.end(process) == 0, fleet.said
     same_end(fleet, straight)
     about, rows = RunDir.open(fleet.run).about, RunDir.open(fleet.run).rows()
@@ -237,7 +266,7 @@ def here(straight, tmp_path, monkeypatch) -> Path:
     RunDir.open(tmp_path / "run").update_about(status="running")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "isthmus.runtime.supervisor.LocalSupervisor.start_all", lambda machines: pytest.fail("started")
+        "isthmus.runtime.supervisor.LocalSupervisor.start_all", lambda supervisor: pytest.fail("started")
     )
     return tmp_path
 
@@ -287,10 +316,10 @@ def as_it_is(folder: Path) -> None:
         (
             simulated,
             [],
-            "run is no run of `isthmus train`; go on with `isthmus simulate --resume run`",
+            "run is not a run of `isthmus train`; go on with `isthmus simulate --resume run`",
         ),
-        (without_a_bucket, [], "run cannot be taken up: "),
-        (without_a_run_in_it, [], "run cannot be taken up: there is no run in this bucket"),
+        (without_a_bucket, [], "run cannot be resumed: "),
+        (without_a_run_in_it, [], "run cannot be resumed: there is no run in this bucket"),
         (without_a_key, [], "no key for replica edge at run/keys/edge.key"),
         (of_another_recipe, [], "run/recipe.toml is not the recipe that "),
         (no_folder, [], "run does not exist; give the folder of a run"),
@@ -313,11 +342,11 @@ def test_what_cannot_be_resumed_is_refused_in_one_line_and_left_alone(here, caps
 
 
 def test_a_run_that_still_runs_is_not_started_twice(here, capsys):
-    with hold(here / "run" / "work" / "train.lock"):
+    with lock_file(here / "run" / "work" / "train.lock"):
         assert main(["train", "--resume", "run"]) == 2
     said = f"isthmus: run still runs (process {os.getpid()}); Ctrl-C there ends it, "
     assert capsys.readouterr().err.startswith(said)
-    with hold(here / "run" / "work" / "edge" / "launcher.lock"):  # one that was joined by hand
+    with lock_file(here / "run" / "work" / "edge" / "launcher.lock"):  # one that was joined by hand
         assert main(["train", "--resume", "run"]) == 2
     error = capsys.readouterr().err
     assert re.fullmatch(
@@ -325,34 +354,42 @@ def test_a_run_that_still_runs_is_not_started_twice(here, capsys):
     )
 
 
-def test_nobody_speaks_for_a_replica_that_is_up_or_has_left_nor_longer_than_said(here, monkeypatch):
+def test_a_starting_replica_gets_heartbeats_until_it_is_up_has_left_or_takes_too_long(here):
     run, ledger = RunDir.open("run"), open_ledger("run")
-    machines = LocalSupervisor(run.recipe, bucket_of(run), run.path.resolve())
+    template = LauncherConfig(url=bucket_of(run), replica="")
+    supervisor = LocalSupervisor(run.recipe, run.path.resolve(), template)
+    rack, edge = supervisor.launchers
+    now = [0.0]
 
-    def spoken() -> dict[str, tuple]:
-        return {name: ledger.heartbeat(name) for name in ("rack", "edge")}
+    def heartbeats() -> StartingHeartbeats:
+        return StartingHeartbeats(ledger, supervisor, keys_of(run), clock=lambda: now[0])
 
-    def said(part: str) -> bool:
-        before = spoken()[part]
-        time.sleep(1.5)  # three heartbeats
-        return spoken()[part] != before
+    def sent(sender: StartingHeartbeats) -> set[str]:
+        """The replicas in whose name the next heartbeats go out."""
+        before = {name: ledger.heartbeat(name) for name in REPLICAS}
+        sender.send()
+        return {name for name in REPLICAS if ledger.heartbeat(name) != before[name]}
 
-    with StartingHeartbeats(ledger, machines, keys_of(run)) as voice:
-        assert {beat[0]["state"] for beat in spoken().values()} == {"starting"}
-        assert said("edge")
-        (machines.work(machines.parts[0]) / "incarnation").write_text("of its own")
-        machines.processes["edge"] = subprocess.Popen(["true"])
-        machines.processes["edge"].wait()
-        voice.join(5)
-        assert not voice.is_alive()
-    monkeypatch.setattr("isthmus.runtime.resume.TIMEOUT_SECONDS", 1.0)
-    machines.processes["edge"] = subprocess.Popen(["false"])  # it fails, and will be started again
-    machines.processes["edge"].wait()
-    with StartingHeartbeats(ledger, machines, keys_of(run)) as voice:
-        assert said("edge")
-        voice.join(5)
-        assert list(voice.starting) == machines.parts
-        assert not said("edge")
+    with heartbeats() as sender:
+        assert {ledger.heartbeat(name)[0].state for name in REPLICAS} == {"starting"}
+        sender.ended.set()  # from here on they are sent by hand
+        sender.join()
+        assert sent(sender) == {"rack", "edge"}
+        (rack.work / "incarnation").write_text("of its own")
+        assert sent(sender) == {"edge"}
+        edge.process = subprocess.Popen(["false"])  # it failed, and will be started again
+        edge.process.wait()
+        assert sent(sender) == {"edge"}
+        edge.process = subprocess.Popen(["true"])
+        edge.process.wait()
+        assert sent(sender) == set()
+    edge.process = None
+    with heartbeats() as sender:
+        assert sender.is_alive()
+        now[0] += TIMEOUT_SECONDS
+        sender.join(LIMIT_SECONDS)
+        assert not sender.is_alive()
+        assert list(sender.starting) == [rack, edge]
 
 
 def test_simulate_names_the_command_for_it(here, capsys):
@@ -373,11 +410,7 @@ def test_a_run_directory_stands_for_its_bucket(here, capsys):
     assert capsys.readouterr().err.startswith("isthmus: run has no bucket, as a simulated run; ")
 
 
-def test_help_tells_it():
-    done = subprocess.run(
-        [sys.executable, "-m", "isthmus.cli.main", "train", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "isthmus train --resume runs/long" in done.stdout
+def test_help_tells_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "isthmus train --resume runs/long" in capsys.readouterr().out

@@ -59,7 +59,7 @@ def init(args: argparse.Namespace) -> int:
 
 
 def check_keys_folder(keys: Path) -> None:
-    """A run whose keys cannot be saved would hold its bucket for nothing."""
+    """Before the run is created: a run whose keys cannot be saved is of no use, and occupies its bucket."""
     if keys.exists() and not keys.is_dir():
         raise ConfigError(f"{keys} is a file; give --keys a folder")
     there = next(path for path in (keys, *keys.absolute().parents) if path.exists())

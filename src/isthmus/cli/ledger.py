@@ -4,9 +4,12 @@ import argparse
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from isthmus.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from isthmus.protocol.ledger import Ledger, Manifest
 
 EPILOG = """examples:
   isthmus ledger show runs/demo/bucket
@@ -64,20 +67,19 @@ def show(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import open_ledger
 
     ledger = open_ledger(args.url)
-    rows = []
-    for t in range(1, ledger.last_round() + 1):
-        manifest = ledger.manifest(t)
-        rows.append(
-            {
-                "round": t,
-                "seconds": manifest.seconds,
-                "closer": manifest.closer,
-                "contributors": {e.replica: round(e.norm, 6) for e in manifest.entries},
-                "refused": dict(manifest.refused),
-                "payload_bytes": sum(s.size for e in manifest.entries for s in e.shards),
-                "anchor_before": manifest.anchor,
-            }
-        )
+    rounds = [settled(ledger, t) for t in range(1, ledger.last_round() + 1)]
+    rows = [
+        {
+            "round": manifest.round,
+            "seconds": manifest.seconds,
+            "closer": manifest.closer,
+            "contributors": {entry.replica: round(entry.norm, 6) for entry in manifest.entries},
+            "refused": dict(manifest.refused),
+            "payload_bytes": sum(shard.size for entry in manifest.entries for shard in entry.shards),
+            "anchor_before": manifest.anchor,
+        }
+        for manifest in rounds
+    ]
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -93,6 +95,12 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
+def settled(ledger: "Ledger", t: int) -> "Manifest":
+    manifest = ledger.manifest(t)
+    assert manifest is not None, "rounds are settled one after another"
+    return manifest
+
+
 def verify(args: argparse.Namespace) -> int:
     from isthmus.model.digest import anchor_digest, shard_digest
     from isthmus.protocol.access import open_ledger
@@ -104,15 +112,15 @@ def verify(args: argparse.Namespace) -> int:
         raise ConfigError("no round of this run is settled yet; there is nothing to verify")
     if not 0 <= args.start <= last:
         raise ConfigError(f"round {args.start} is not settled; this run has the rounds 0 to {last}")
-    first_kept = next((t for t in range(1, last + 1) if _has_payloads(ledger, t)), last + 1)
-    replay = Replay(ledger, max(args.start, first_kept - 1))
+    first_with_payloads = next((t for t in range(1, last + 1) if _has_payloads(ledger, t)), last + 1)
+    replay = Replay(ledger, max(args.start, first_with_payloads - 1))
     start = replay.round
     anchors = set(ledger.anchor_rounds())
     while replay.step() is not None:
         if replay.round in anchors:
             stated, tensors = ledger.read_anchor(replay.round, range(len(ledger.shards)))
-            held = anchor_digest([shard_digest(tensors, names) for names in ledger.shards])
-            if not stated == held == replay.digest():
+            computed = anchor_digest([shard_digest(tensors, names) for names in ledger.shards])
+            if not stated == computed == replay.digest():
                 raise RunError(f"the anchor of round {replay.round} is not what replaying gives")
     facts = {"from": start, "to": replay.round, "digest": replay.digest(), "anchors": sorted(anchors)}
     text = (
@@ -122,10 +130,9 @@ def verify(args: argparse.Namespace) -> int:
     return 0
 
 
-def _has_payloads(ledger: Any, t: int) -> bool:
-    manifest = ledger.manifest(t)
-    entry = manifest.entries[0]
-    return ledger.store.head(ledger._shard_key(entry.replica, t, entry.shards[0])) is not None
+def _has_payloads(ledger: "Ledger", t: int) -> bool:
+    entry = settled(ledger, t).entries[0]
+    return ledger.store.head(ledger.shard_key(entry.replica, t, entry.shards[0])) is not None
 
 
 def rebuild(args: argparse.Namespace) -> int:
@@ -155,22 +162,22 @@ def rebuild(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sound_anchors(ledger: Any, count: int) -> list[int]:
-    """The newest anchors that can be read whole: what is deleted for their sake does not come back."""
-    sound: list[int] = []
+def _complete_anchors(ledger: "Ledger", count: int) -> list[int]:
+    """The newest anchors that can be read whole: the payloads that they replace do not come back."""
+    complete: list[int] = []
     for t in reversed(ledger.anchor_rounds()):
-        if t and len(sound) < count and ledger.manifest(t) is not None:
+        if t and len(complete) < count and ledger.manifest(t) is not None:
             with contextlib.suppress(RunError):
                 ledger.read_anchor(t, range(len(ledger.shards)))
-                sound.append(t)
-    return sound
+                complete.append(t)
+    return complete
 
 
 def sweep(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import open_ledger
 
     ledger = open_ledger(args.url)
-    anchors = _sound_anchors(ledger, 2)
+    anchors = _complete_anchors(ledger, 2)
     if len(anchors) < 2:
         raise ConfigError(
             f"this run has {len(anchors)} complete anchor{'s' * (len(anchors) != 1)}; sweeping needs two, to "

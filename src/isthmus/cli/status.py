@@ -1,17 +1,49 @@
-"""`isthmus status`: who is in a run, how far it is, and whom it waits for."""
+"""`isthmus status`: which replicas are in a run, how far it is, and which of them it waits for."""
 
 import argparse
 import json
 import time
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from isthmus.protocol.ledger import Ledger
+    from isthmus.store.objects import Store
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    replica: str
+    kind: str
+    stages: int
+    state: str
+    heartbeat_age_seconds: float | None
+    round: int | None
+    inner_step: int | None
+    loss: float | None
+    tokens_per_second: float | None
+    delivered: bool  # its update of the open round
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    run: str
+    run_id: str
+    round: int
+    rounds: int
+    last_round_seconds: float | None
+    deadline_seconds: float | None
+    refused: dict[str, str]
+    awaited: list[str]
+    members: list[MemberStatus]
 
 
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "status",
         help="members, round, who is awaited, rates and losses of a run",
-        description="Read a run's bucket and say how it stands: its round, every replica's state, rate "
-        "and loss, and whom the open round waits for.",
+        description="Read a run's bucket and print how it stands: its round, every replica's state, rate "
+        "and loss, and the replicas that the open round waits for.",
         epilog="examples:\n  isthmus status s3://my-runs/first\n  isthmus status runs/demo --json\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -23,65 +55,57 @@ def register(commands: argparse._SubParsersAction) -> None:
 def status(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import open_ledger
 
-    facts = gather(open_ledger(args.url))
-    print(json.dumps(facts, indent=2) if args.json else table(facts))
+    found = gather(open_ledger(args.url))
+    print(json.dumps(asdict(found), indent=2) if args.json else table(found))
     return 0
 
 
-def gather(ledger: Any) -> dict[str, Any]:
-    recipe, store = ledger.run.recipe, ledger.store
+def gather(ledger: "Ledger") -> RunStatus:
+    from isthmus.protocol.heartbeat import GONE, silent_after
+
+    recipe = ledger.run.recipe
     last = ledger.last_round()
+    over = last >= recipe.outer.rounds
     manifest = ledger.manifest(last) if last else None
-    members = []
-    now = clock(store)
+    members, now = [], clock(ledger.store)
     for member in recipe.fleet():
-        beat = ledger.heartbeat(member.name)
-        body, age = ({}, None) if beat is None else (beat[0], max(0.0, now - beat[1]))
-        state = body.get("state", "not seen")
-        if (
-            age is not None
-            and age > 5 * recipe.bucket.heartbeat_seconds
-            and state not in ("left", "finished")
-        ):
+        heartbeat, written_at = ledger.heartbeat(member.name) or (None, now)
+        state, age = heartbeat.state if heartbeat else "not seen", max(0.0, now - written_at)
+        if heartbeat and not heartbeat.gone and age > silent_after(recipe):
             state = "silent"
-        delivered = last < recipe.outer.rounds and ledger.has_commit(member.name, last + 1)
         members.append(
-            {
-                "replica": member.name,
-                "kind": member.config.kind,
-                "stages": member.config.stages,
-                "state": state,
-                "heartbeat_age_seconds": age,
-                "round": body.get("round"),
-                "inner_step": body.get("inner_step"),
-                "loss": body.get("loss"),
-                "tokens_per_second": body.get("tokens_per_second"),
-                "delivered": delivered,
-            }
+            MemberStatus(
+                replica=member.name,
+                kind=member.config.kind,
+                stages=member.config.stages,
+                state=state,
+                heartbeat_age_seconds=age if heartbeat else None,
+                round=heartbeat and heartbeat.round,
+                inner_step=heartbeat and heartbeat.inner_step,
+                loss=heartbeat and heartbeat.loss,
+                tokens_per_second=heartbeat and heartbeat.tokens_per_second,
+                delivered=not over and ledger.has_commit(member.name, last + 1),
+            )
         )
-    expected = manifest.members if manifest else [m["replica"] for m in members]
+    expected = manifest.members if manifest else [m.replica for m in members]
     awaited = [
-        m["replica"]
-        for m in members
-        if m["replica"] in expected and not m["delivered"] and m["state"] not in ("left", "finished")
+        m.replica for m in members if m.replica in expected and not m.delivered and m.state not in GONE
     ]
-    return {
-        "run": recipe.name,
-        "run_id": ledger.run.run_id,
-        "round": last,
-        "rounds": recipe.outer.rounds,
-        "last_round_seconds": manifest.seconds if manifest else None,
-        "deadline_seconds": (recipe.bucket.deadline_seconds or manifest.deadline_seconds)
-        if manifest
-        else None,
-        "refused": dict(manifest.refused) if manifest else {},
-        "awaited": awaited if last < recipe.outer.rounds else [],
-        "members": members,
-    }
+    return RunStatus(
+        run=recipe.name,
+        run_id=ledger.run.run_id,
+        round=last,
+        rounds=recipe.outer.rounds,
+        last_round_seconds=manifest.seconds if manifest else None,
+        deadline_seconds=(recipe.bucket.deadline_seconds or manifest.deadline_seconds) if manifest else None,
+        refused=dict(manifest.refused) if manifest else {},
+        awaited=[] if over else awaited,
+        members=members,
+    )
 
 
-def clock(store: Any) -> float:
-    """The store's, or this machine's for those who may only read."""
+def clock(store: "Store") -> float:
+    """The store's clock, or this machine's where the credentials only allow reading."""
     from isthmus.store.retry import StoreError
 
     try:
@@ -90,27 +114,27 @@ def clock(store: Any) -> float:
         return time.time()
 
 
-def table(facts: dict[str, Any]) -> str:
+def table(found: RunStatus) -> str:
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    settled = f"round {facts['round']}" if facts["round"] else "none"
-    lines = [f'run "{facts["run"]}" ({facts["run_id"]}): {settled} of {facts["rounds"]} is settled']
-    if facts["last_round_seconds"] is not None:
-        lines[0] += f", the last took {facts['last_round_seconds']:.1f} s"
+    settled = f"round {found.round}" if found.round else "none"
+    lines = [f'run "{found.run}" ({found.run_id}): {settled} of {found.rounds} is settled']
+    if found.last_round_seconds is not None:
+        lines[0] += f", the last took {found.last_round_seconds:.1f} s"
     lines.append(
         f"{'replica':<16}{'kind':<11}{'state':<14}{'seen':>7}{'step':>8}{'loss':>8}{'tok/s':>10}  this round"
     )
-    for m in facts["members"]:
-        kind = m["kind"] if m["stages"] == 1 else f"{m['stages']} stages"
-        seen = "-" if m["heartbeat_age_seconds"] is None else f"{m['heartbeat_age_seconds']:.0f} s"
+    for m in found.members:
+        kind = m.kind if m.stages == 1 else f"{m.stages} stages"
+        seen = "-" if m.heartbeat_age_seconds is None else f"{m.heartbeat_age_seconds:.0f} s"
         lines.append(
-            f"{m['replica']:<16}{kind:<11}{m['state']:<14}{seen:>7}{number(m['inner_step'], 'd'):>8}"
-            f"{number(m['loss'], '.3f'):>8}{number(m['tokens_per_second'], ',.0f'):>10}"
-            f"  {'delivered' if m['delivered'] else '-'}"
+            f"{m.replica:<16}{kind:<11}{m.state:<14}{seen:>7}{number(m.inner_step, 'd'):>8}"
+            f"{number(m.loss, '.3f'):>8}{number(m.tokens_per_second, ',.0f'):>10}"
+            f"  {'delivered' if m.delivered else '-'}"
         )
-    if facts["awaited"]:
-        lines.append(f"round {facts['round'] + 1} waits for {', '.join(facts['awaited'])}")
-    for name, reason in facts["refused"].items():
-        lines.append(f"round {facts['round']} refused {name}: {reason}")
+    if found.awaited:
+        lines.append(f"round {found.round + 1} waits for {', '.join(found.awaited)}")
+    for name, reason in found.refused.items():
+        lines.append(f"round {found.round} refused {name}: {reason}")
     return "\n".join(lines)

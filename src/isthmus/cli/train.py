@@ -21,9 +21,10 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "train",
         help="run the whole fleet as real processes on this machine",
-        description="Start every replica of a recipe as processes of its own, every stage of a pipelined one "
-        "too, joined only by gloo inside a replica and by a bucket (a folder, if the recipe names none) "
-        "across them. What dies is started again. Writes the same run directory as `simulate`.",
+        description="Start every replica of a recipe as processes of its own, and every stage of a pipelined "
+        "one too. They are joined only by gloo inside a replica and by a bucket (a folder, if the recipe "
+        "names none) across replicas. A process that dies is started again. Writes the same run directory as "
+        "`simulate`.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -37,22 +38,22 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Run or resume, then say in words what happened, and how to go on where it did not come to its end."""
+    """Run or resume, then print what happened, and how to go on with a run that was interrupted."""
     if bool(args.recipe) == bool(args.resume):
         raise ConfigError("give a recipe to start a run, or --resume RUN to go on with one")
     if args.resume and (args.set or args.run_dir):
         raise ConfigError("--resume goes on with the run as it was; --set and --run are for a new one")
-    recipe = load_recipe(args.recipe, args.set) if args.recipe else None
+    recipe = args.recipe and load_recipe(args.recipe, args.set)
     from isthmus.cli.simulate import tell
     from isthmus.runtime.train import how_to_go_on, resume
     from isthmus.runtime.train import train as start
 
-    if args.resume:
-        results = resume(args.resume, device=args.device, quiet=args.quiet)
-    else:
+    if recipe:
         results = start(recipe, args.run_dir, device=args.device, quiet=args.quiet)
+    else:
+        results = resume(args.resume, device=args.device, quiet=args.quiet)
     tell(results, args.json)
     run = RunDir.open(results.run_dir)
-    if run.about["status"] == "interrupted":
+    if run.about.get("status") == "interrupted":
         print(f"isthmus: {how_to_go_on(run)}", file=sys.stderr)
     return 0

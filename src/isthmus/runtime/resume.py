@@ -1,37 +1,38 @@
-"""A run of `isthmus train` that ended before its last round: may it be taken up again, and how its replicas
-find each other when they are."""
+"""A run of `isthmus train` that ended before its last round: may it go on, and how its replicas find each
+other when it does."""
 
 import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Self
 
 from isthmus.config import dump_recipe
 from isthmus.errors import ConfigError
 from isthmus.protocol.access import check_key, open_ledger
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.trust import load_signer
-from isthmus.runlog import RunDir
-from isthmus.runtime.create import check_corpus, check_not_taken, check_start, held
-from isthmus.runtime.launcher import NOTES, hold
-from isthmus.runtime.supervisor import LocalSupervisor, Part
-from isthmus.simulator.run import REAL
+from isthmus.runlog import REAL, RunDir
+from isthmus.runtime.checks import check_corpus, check_not_taken, check_start
+from isthmus.runtime.process import NOTES, is_running, lock_file
+from isthmus.runtime.supervisor import LocalLauncher, LocalSupervisor
 from isthmus.store.retry import StoreError
 
-TIMEOUT_SECONDS = 120.0  # so long a replica may take to start; then the others go on without it
+TIMEOUT_SECONDS = 120.0  # a replica may take so long to start; then the others go on without it
 
 
 def keys_of(run: RunDir) -> Path:
     return run.path / "keys"
 
 
-def hold_run(run: RunDir) -> IO[str]:
-    """The lock of who tends this run's replicas, as long as it lives."""
+def lock_run(run: RunDir) -> IO[str]:
+    """Only one process supervises a run's replicas."""
     path = run.path / "work" / "train.lock"
     try:
-        return hold(path)
+        return lock_file(path)
     except ConfigError:
         raise ConfigError(
             f"{run.path} still runs (process {path.read_text().strip() or 'unknown'}); Ctrl-C there ends it, "
@@ -44,62 +45,69 @@ def check_resumable(run: RunDir) -> None:
     about, rounds = run.about, run.recipe.outer.rounds
     if about.get("mode") != REAL:
         hint = f"; go on with `isthmus simulate --resume {run.path}`" if run.state_path.exists() else ""
-        raise ConfigError(f"{run.path} is no run of `isthmus train`{hint}")
+        raise ConfigError(f"{run.path} is not a run of `isthmus train`{hint}")
     if about.get("status") == "finished":
         raise ConfigError(f"{run.path} is finished: all of its {rounds} rounds are done")
 
 
-def checked_ledger(run: RunDir, machines: LocalSupervisor) -> Ledger:
-    """The run's ledger, once bucket, keys and text are this run's and none of its replicas is alive."""
+def checked_ledger(run: RunDir, supervisor: LocalSupervisor) -> Ledger:
+    """The run's ledger, once bucket, keys and text are this run's and none of its replicas runs."""
     try:
-        ledger = open_ledger(machines.url)
+        ledger = open_ledger(supervisor.url)
     except ConfigError as error:
-        raise ConfigError(f"{run.path} cannot be taken up: {error}") from None
+        raise ConfigError(f"{run.path} cannot be resumed: {error}") from None
     if dump_recipe(ledger.run.recipe) != dump_recipe(run.recipe):
         raise ConfigError(
-            f"{run.recipe_path} is not the recipe that {machines.url} has of this run; put it back as it was"
+            f"{run.recipe_path} is not the recipe that {supervisor.url} has of this run; "
+            "put it back as it was"
         )
     check_start(ledger)
     check_corpus(ledger.run)
-    for part in machines.parts:
-        name, work = part.member.name, machines.work(part)
+    for launcher in supervisor.launchers:
+        name, work = launcher.member.name, launcher.work
         check_key(ledger.run, name, keys_of(run) / f"{name}.key")
-        if held(work):
-            raise ConfigError(f"replica {part.name} of {run.path} still runs, in {work}; stop it first")
-        if part.stage in (None, 0):
+        if is_running(work):
+            raise ConfigError(f"replica {launcher.name} of {run.path} still runs, in {work}; stop it first")
+        if launcher.leads:
             check_not_taken(ledger, name, work)
     return ledger
 
 
 class StartingHeartbeats(threading.Thread):
-    """Heartbeats in the name of replicas that are still starting, by their own keys.
+    """Heartbeats in the name of replicas that are still starting, signed with their own keys.
 
-    Their last ones say that they left, or are as old as the kill: whoever is up first would take them for
-    gone, and settle the open round without them. A replica that writes down its incarnation speaks for
-    itself from then on; for one that left before it was up nobody does.
+    Their last heartbeats say that they left, or are as old as the kill: the first replica that is up would
+    take the others for gone, and settle the open round without them. A replica that writes its incarnation
+    sends its own heartbeats from then on. A replica that left before it was up gets none.
     """
 
-    def __init__(self, ledger: Ledger, machines: LocalSupervisor, keys: Path) -> None:
-        super().__init__(daemon=True, name="voice")
-        self.machines, self.every = machines, ledger.run.recipe.bucket.heartbeat_seconds
+    def __init__(
+        self,
+        ledger: Ledger,
+        supervisor: LocalSupervisor,
+        keys: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(daemon=True, name="starting-heartbeats")
+        self.supervisor, self.every = supervisor, ledger.run.recipe.bucket.heartbeat_seconds
         self.incarnation = os.urandom(8).hex()
+        self.clock, self.deadline = clock, clock() + TIMEOUT_SECONDS
         self.ended = threading.Event()
-        self.starting: dict[Part, Ledger] = {}
-        for part in machines.parts:
-            if part.stage in (None, 0):
-                name = part.member.name
+        self.starting: dict[LocalLauncher, Ledger] = {}
+        for launcher in supervisor.launchers:
+            if launcher.leads:
+                name = launcher.member.name
                 signer = load_signer(keys / f"{name}.key", name)
-                self.starting[part] = Ledger(ledger.store, ledger.run, signer)
+                self.starting[launcher] = Ledger(ledger.store, ledger.run, signer)
 
     def __enter__(self) -> Self:
-        for part in self.machines.parts:
-            work = self.machines.work(part)
-            work.mkdir(parents=True, exist_ok=True)
-            for note in NOTES:  # a wish to leave was of the last time
-                (work / note).unlink(missing_ok=True)
-        for part in self.starting:
-            (self.machines.work(part) / "incarnation").write_text(self.incarnation)
-        self.speak()
+        for launcher in self.supervisor.launchers:
+            launcher.work.mkdir(parents=True, exist_ok=True)
+            for note in NOTES:  # a request to leave was for the last start
+                (launcher.work / note).unlink(missing_ok=True)
+        for launcher in self.starting:
+            (launcher.work / "incarnation").write_text(self.incarnation)
+        self.send()
         self.start()
         return self
 
@@ -108,24 +116,23 @@ class StartingHeartbeats(threading.Thread):
         self.join(timeout=10)
 
     def run(self) -> None:
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while self.starting and time.monotonic() < deadline and not self.ended.wait(self.every):
+        while self.starting and self.clock() < self.deadline and not self.ended.wait(self.every):
             with contextlib.suppress(StoreError, OSError):  # the next one may pass
-                self.speak()
+                self.send()
 
-    def speak(self) -> None:
-        for part, ledger in list(self.starting.items()):
-            up = (self.machines.work(part) / "incarnation").read_text() != self.incarnation
-            if up or self.machines.left(part):
-                del self.starting[part]
+    def send(self) -> None:
+        for launcher, ledger in list(self.starting.items()):
+            up = (launcher.work / "incarnation").read_text() != self.incarnation
+            if up or self.supervisor.has_left(launcher):
+                del self.starting[launcher]
                 continue
-            config = part.member.config
+            config = launcher.member.config
             ledger.beat(
-                {
-                    "incarnation": self.incarnation,
-                    "kind": config.kind,
-                    "stages": config.stages,
-                    "state": "starting",
-                    "pid": os.getpid(),
-                }
+                Heartbeat(
+                    incarnation=self.incarnation,
+                    kind=config.kind,
+                    stages=config.stages,
+                    state="starting",
+                    pid=os.getpid(),
+                )
             )

@@ -1,190 +1,177 @@
-"""All the machines of a fleet on this one: a launcher for each, watched and started again."""
+"""A whole fleet on this machine: a launcher process for each part, watched and restarted."""
 
 import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError
-from isthmus.runtime.launcher import STALL_SECONDS, ending
-from isthmus.runtime.liveness import Watchdog, alive_stamp, launcher_alive_file
+from isthmus.runtime.liveness import Watchdog, alive_stamp
+from isthmus.runtime.process import LauncherConfig, describe_exit
 from isthmus.runtime.rendezvous import free_port
 
-START_SECONDS = 30.0  # a launcher without a first beat: Python itself is starting
-REFUSED_SECONDS = 180.0  # a launcher that was up and now refuses its input
+START_SECONDS = 30.0  # for a launcher that has not written its alive file yet: Python itself is starting
+REFUSED_SECONDS = 180.0  # for a launcher that was up and now refuses its input
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one machine runs: a whole replica, or one stage of it."""
+class LocalLauncher:
+    """One launcher on this machine: for a whole replica, or for one stage of it."""
 
-    member: Member
-    stage: int | None = None
-    master: str = ""
+    def __init__(self, member: Member, config: LauncherConfig, log: Path) -> None:
+        self.member, self.config, self.log = member, config, log
+        self.work = Path(config.work_dir)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.refused_since, self.refused_at = 0.0, float("-inf")
+        self.not_before = 0.0
 
     @property
     def name(self) -> str:
-        return self.member.name if self.stage is None else f"{self.member.name}.{self.stage}"
+        stage = self.config.stage
+        return self.member.name if stage is None else f"{self.member.name}.{stage}"
+
+    @property
+    def leads(self) -> bool:
+        """Does the leader of its replica run here?"""
+        return self.config.stage in (None, 0)
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "isthmus.runtime.launcher", self.config.to_json()]
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def status(self) -> int | None:
+        """Its exit status; None while it runs, or before it was started."""
+        return self.process.poll() if self.process else None
+
+    def kill(self) -> None:
+        if self.process and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def was_up(self) -> bool:
+        """Its input was right once: a launcher locks its folder after it has checked everything."""
+        return any(self.work.glob("launcher*.lock"))
+
+    def note(self, text: str) -> None:
+        with open(self.log, "a", encoding="utf-8") as log:
+            log.write(f"{time.strftime('%H:%M:%S')} [{self.name}] {text}\n")
+
+    def last_line(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = self.log.read_text(errors="replace").splitlines()
+            return lines[-1].removeprefix("isthmus: ") if lines else ""
+        return ""
 
 
 class LocalSupervisor:
-    """All the machines of a fleet on this one: a launcher for each, started again when it dies or stops.
+    """All launchers of a fleet, on this machine; a launcher that dies or hangs is started again.
 
-    `extra` goes to every `isthmus join`. The replicas in `apart` have a launcher for every stage, as if each
+    `template` is what their configs share. A replica in `apart` has a launcher for every stage, as if each
     stage were on a machine of its own.
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        url: str,
-        folder: Path,
-        extra: Sequence[str] = (),
-        *,
-        apart: Collection[str] = (),
-        stall_seconds: float = STALL_SECONDS,
+        self, recipe: Recipe, folder: Path, template: LauncherConfig, apart: Collection[str] = ()
     ) -> None:
-        self.recipe, self.url, self.folder, self.extra = recipe, url, folder, tuple(extra)
-        self.parts: list[Part] = []
-        for member in recipe.fleet():
-            if member.name in apart:
-                master = f"127.0.0.1:{free_port('127.0.0.1')}"
-                self.parts += [Part(member, stage, master) for stage in range(member.config.stages)]
-            else:
-                self.parts.append(Part(member))
-        self.stall_seconds = stall_seconds
-        self.processes: dict[str, subprocess.Popen] = {}
+        self.url, self.stall_seconds = template.url, template.stall_seconds
         self.restarts = 0
         self.leaving = False
-        self.watch = Watchdog()
-        self.refused: dict[str, tuple[float, float]] = {}  # part -> since when, and when last
-        self.not_before: dict[str, float] = {}
-        workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
-        self.threads = max(1, (os.cpu_count() or 1) // workers)
+        self.watchdog = Watchdog()
+        self.num_workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
+        threads = template.num_threads or max(1, (os.cpu_count() or 1) // self.num_workers)
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-
-    def work(self, part: Part) -> Path:
-        return self.folder / "work" / part.name
-
-    def pulse(self, part: Part) -> Path:
-        return self.work(part) / launcher_alive_file(part.stage)
-
-    def was_up(self, part: Part) -> bool:
-        """Its input was right once: a launcher takes its lock after it has checked everything."""
-        return any(self.work(part).glob("launcher*.lock"))
-
-    def command(self, part: Part) -> list[str]:
-        options = {
-            "--replica": part.member.name,
-            "--key": self.folder / "keys" / f"{part.member.name}.key",
-            "--work": self.work(part),
-            "--threads": self.threads,
-            "--supervised": os.getpid(),
-        }
-        if part.stage is not None:
-            options |= {"--stage": part.stage, "--master": part.master}
-        flat = [str(word) for pair in options.items() for word in pair]
-        return [sys.executable, "-m", "isthmus.cli.main", "join", self.url, *flat, *self.extra]
-
-    def log(self, part: Part) -> Path:
-        return self.folder / "logs" / f"{part.name}.log"
-
-    def start(self, part: Part) -> None:
-        with open(self.log(part), "ab") as log:
-            self.processes[part.name] = subprocess.Popen(
-                self.command(part), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+        self.launchers: list[LocalLauncher] = []
+        for member in recipe.fleet():
+            key = str(folder / "keys" / f"{member.name}.key")
+            common = replace(template, replica=member.name, key=key, num_threads=threads, parent=os.getpid())
+            stages, master = [None], ""
+            if member.name in apart:
+                stages, master = range(member.config.stages), f"127.0.0.1:{free_port('127.0.0.1')}"
+            for stage in stages:
+                name = member.name if stage is None else f"{member.name}.{stage}"
+                work = str(folder / "work" / name)
+                config = replace(common, work_dir=work, stage=stage, master=master)
+                self.launchers.append(LocalLauncher(member, config, folder / "logs" / f"{name}.log"))
 
     def start_all(self) -> None:
-        for part in self.parts:
-            self.start(part)
+        for launcher in self.launchers:
+            launcher.start()
 
-    def tend(self) -> None:
-        """Start again what died, kill and start again what does not stir.
+    def restart_dead(self) -> None:
+        """Start again every launcher that died; kill those that hang, and start them again.
 
-        A launcher that refuses its input is no fault to heal but one to report; not, though, when it was up
-        before, since then it may be the store that is away: it gets some minutes.
+        A launcher that refuses its input raises ConfigError here, unless it was up before: then the store may
+        be away, and it gets some minutes.
         """
-        self.kill_silent()
-        for part in self.parts:
-            status, now = self.processes[part.name].poll(), time.monotonic()
-            if status in (None, 0, 130) or self.leaving or now < self.not_before.get(part.name, 0.0):
+        self.kill_hung()
+        for launcher in self.launchers:
+            status, now = launcher.status(), time.monotonic()
+            if status in (None, 0, 130) or self.leaving or now < launcher.not_before:
                 continue
             if status == 2:
-                since, last = self.refused.get(part.name, (now, now))
-                since = now if now - last > 60 else since  # it was up in between
-                self.refused[part.name] = (since, now)
-                if not self.was_up(part) or now - since > REFUSED_SECONDS:
-                    raise ConfigError(self.last_line(part) or f"replica {part.name} could not start")
+                if now - launcher.refused_at > 60:  # it was up in between
+                    launcher.refused_since = now
+                launcher.refused_at = now
+                if not launcher.was_up() or now - launcher.refused_since > REFUSED_SECONDS:
+                    raise ConfigError(launcher.last_line() or f"replica {launcher.name} could not start")
             if status > 0:  # not killed: the next start may end the same way
-                self.not_before[part.name] = now + 5.0
-            self.tell(part, f"its launcher ended ({ending(status)}); starting it again")
+                launcher.not_before = now + 5.0
+            launcher.note(f"its launcher ended ({describe_exit(status)}); starting it again")
             self.restarts += 1
-            self.start(part)
+            launcher.start()
 
-    def kill_silent(self) -> None:
-        """A launcher that was stopped does not tend its workers, and would never end."""
-        running = {part: self.processes[part.name] for part in self.parts if self._runs(part)}
-        silent = self.watch.look({self.pulse(part): process.pid for part, process in running.items()})
-        for part, process in running.items():
-            seconds, beats = silent[self.pulse(part)], alive_stamp(self.pulse(part), process.pid)
-            if seconds > (self.stall_seconds if beats else START_SECONDS):
-                self.tell(part, f"its launcher has not stirred for {seconds:.0f} s; killing it")
-                process.kill()
-                process.wait()
+    def kill_hung(self) -> None:
+        """A launcher that was stopped (SIGSTOP) does not watch its workers, and would never end."""
+        running = {
+            launcher.config.alive_file: (launcher, launcher.process.pid)
+            for launcher in self.launchers
+            if launcher.process and launcher.status() is None
+        }
+        silent = self.watchdog.look({path: pid for path, (_, pid) in running.items()})
+        for path, (launcher, pid) in running.items():
+            if silent[path] > (self.stall_seconds if alive_stamp(path, pid) else START_SECONDS):
+                launcher.note(f"its launcher has made no progress for {silent[path]:.0f} s; killing it")
+                launcher.kill()
 
-    def tell(self, part: Part, text: str) -> None:
-        with open(self.log(part), "a", encoding="utf-8") as log:
-            log.write(f"{time.strftime('%H:%M:%S')} [{part.name}] {text}\n")
-
-    def _runs(self, part: Part) -> bool:
-        return self.processes[part.name].poll() is None
-
-    def left(self, part: Part) -> bool:
-        """It ended and is not to be started again; killed, it has not left."""
-        status = self.processes[part.name].poll() if part.name in self.processes else None
+    def has_left(self, launcher: LocalLauncher) -> bool:
+        """It ended and will not be started again. One that was killed has not left."""
+        status = launcher.status()
         return status is not None and (self.leaving or status in (0, 130))
 
     def all_left(self) -> bool:
-        return all(self.left(part) for part in self.parts)
+        return all(self.has_left(launcher) for launcher in self.launchers)
 
     def all_ended(self) -> bool:
-        return all(process.poll() is not None for process in self.processes.values())
-
-    def last_line(self, part: Part) -> str:
-        with contextlib.suppress(OSError):
-            lines = self.log(part).read_text(errors="replace").splitlines()
-            return lines[-1].removeprefix("isthmus: ") if lines else ""
-        return ""
+        return all(launcher.process is None or launcher.status() is not None for launcher in self.launchers)
 
     def leave(self) -> None:
-        """Everybody leaves at the round's edge; what dies from now on has left."""
+        """Ask all replicas to leave at the end of the round. From here on, an exit counts as leaving."""
         self.leaving = True
-        for part in self.parts:
-            self.work(part).mkdir(parents=True, exist_ok=True)
-            (self.work(part) / "leave").touch()
+        for launcher in self.launchers:
+            launcher.work.mkdir(parents=True, exist_ok=True)
+            (launcher.work / "leave").touch()
 
     def finish(self, timeout_seconds: float = 60.0) -> None:
-        """After the last round: who fell behind, or falls even now, still comes to its end."""
+        """After the last round: wait for replicas that fell behind, and restart those that die even now."""
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             if self.all_left():
                 return
-            self.tend()
+            self.restart_dead()
             time.sleep(0.2)
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
-        """End what is still running: politely, then not."""
+        """Wait for launchers that are ending, then kill what still runs."""
         deadline = time.monotonic() + timeout_seconds
         while not self.all_ended() and time.monotonic() < deadline:
-            self.kill_silent()
+            self.kill_hung()
             time.sleep(0.1)
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        for launcher in self.launchers:
+            launcher.kill()

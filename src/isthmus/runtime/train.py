@@ -1,4 +1,4 @@
-"""`isthmus train`: every replica of a recipe as real processes on this machine, followed from the bucket."""
+"""`isthmus train`: every replica of a recipe as real processes on this machine, recorded from the bucket."""
 
 import contextlib
 import datetime
@@ -6,8 +6,9 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,14 +22,15 @@ from isthmus.page.report import write_report
 from isthmus.planner.auto import resolve
 from isthmus.protocol.access import bucket_of
 from isthmus.protocol.ledger import Ledger
-from isthmus.runlog import RunDir, next_run_dir
+from isthmus.runlog import REAL, About, RunDir, next_run_dir
 from isthmus.runlog.live import View, open_view
-from isthmus.runtime.create import check_trainable, create
-from isthmus.runtime.launcher import STALL_SECONDS
+from isthmus.runtime.checks import check_trainable
+from isthmus.runtime.create import create
+from isthmus.runtime.process import LauncherConfig
 from isthmus.runtime.recorder import Recorder
-from isthmus.runtime.resume import StartingHeartbeats, check_resumable, checked_ledger, hold_run, keys_of
+from isthmus.runtime.resume import StartingHeartbeats, check_resumable, checked_ledger, keys_of, lock_run
 from isthmus.runtime.supervisor import LocalSupervisor
-from isthmus.simulator.run import REAL, Results, checked_corpus, pick_device, pick_precision
+from isthmus.simulator.run import Results, checked_corpus, pick_device, pick_precision
 from isthmus.store.objects import open_store
 
 
@@ -38,25 +40,24 @@ def train(
     *,
     device: str = "auto",
     quiet: bool = False,
-    join_options: Sequence[str] = (),
     apart: Collection[str] = (),
-    stall_seconds: float = STALL_SECONDS,
+    **launcher: Any,
 ) -> Results:
-    """Start the fleet, tend it, write down its rounds; the run directory holds bucket, keys and logs.
+    """Start the fleet, watch it, record its rounds; the run directory holds bucket, keys and logs.
 
-    `join_options` go to every `isthmus join`; `apart` and `stall_seconds` as in `LocalSupervisor`.
+    `apart` as in LocalSupervisor; `launcher` are further fields of every LauncherConfig.
     """
     recipe, picks = resolve(recipe)
     check_trainable(recipe)
-    where = pick_device(device)
+    used = pick_device(device)
     corpus = checked_corpus(recipe)
     first = checked_first(recipe, corpus)
-    about = {
+    about: About = {
         "isthmus": __version__,
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
-        "device_used": str(where),  # for a resume: another one could mean another precision
-        "precision": pick_precision(recipe, where),
+        "device": torch.cuda.get_device_name(used) if used.type == "cuda" else "cpu",
+        "device_used": str(used),  # for a resume: another one could mean another precision
+        "precision": pick_precision(recipe, used),
         "mode": REAL,
         "parameters": recipe.model.num_parameters,
         "auto": [pick.reason for pick in picks],
@@ -67,81 +68,66 @@ def train(
         "status": "running",
     }
     run = RunDir.create(run_dir or next_run_dir("runs", recipe.name), recipe, about)
-    machines = _machines(run, device, join_options, apart, stall_seconds)
+    supervisor = _supervisor(run, device, apart, **launcher)
 
     def begin() -> Ledger:
-        return Ledger(open_store(machines.url), create(recipe, machines.url, keys_of(run), first=first))
+        return Ledger(open_store(supervisor.url), create(recipe, supervisor.url, keys_of(run), first=first))
 
-    with hold_run(run):
-        return _run(run, corpus, machines, begin, quiet)
+    with lock_run(run):
+        return _run(run, corpus, supervisor, begin, quiet)
 
 
-def resume(
-    run_dir: str | Path,
-    *,
-    device: str = "auto",
-    quiet: bool = False,
-) -> Results:
+def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) -> Results:
     """Go on with a run that was stopped or killed: every replica from its own state and the bucket."""
     run = RunDir.open(run_dir)
     check_resumable(run)
     device = run.about.get("device_used", "auto") if device == "auto" else device
     pick_device(device)
-    with hold_run(run):
-        machines = _machines(run, device)
-        ledger = checked_ledger(run, machines)
+    with lock_run(run):
+        supervisor = _supervisor(run, device)
+        ledger = checked_ledger(run, supervisor)
         last = ledger.last_round()
-        away = last + 1, ledger.store.now() - ledger.settled_at(last)
-        with StartingHeartbeats(ledger, machines, keys_of(run)):
+        settled_at = ledger.settled_at(last)
+        assert settled_at is not None, "a settled round has a manifest"
+        pause = last + 1, ledger.store.now() - settled_at
+        with StartingHeartbeats(ledger, supervisor, keys_of(run)):
             run.truncate(last)
             run.update_about(status="running", error=None)
-            return _run(run, open_corpus(run.recipe.data.corpus), machines, lambda: ledger, quiet, away)
+            return _run(run, open_corpus(run.recipe.data.corpus), supervisor, lambda: ledger, quiet, pause)
 
 
-def _machines(
-    run: RunDir,
-    device: str,
-    join_options: Sequence[str] = (),
-    apart: Collection[str] = (),
-    stall_seconds: float = STALL_SECONDS,
-) -> LocalSupervisor:
-    return LocalSupervisor(
-        run.recipe,
-        bucket_of(run),
-        run.path.resolve(),
-        ["--device", device, *join_options],
-        apart=apart,
-        stall_seconds=stall_seconds,
-    )
+def _supervisor(run: RunDir, device: str, apart: Collection[str] = (), **launcher: Any) -> LocalSupervisor:
+    template = LauncherConfig(url=bucket_of(run), replica="", device=device, **launcher)
+    return LocalSupervisor(run.recipe, run.path.resolve(), template, apart)
 
 
 def _run(
     run: RunDir,
     corpus: Corpus,
-    machines: LocalSupervisor,
+    supervisor: LocalSupervisor,
     begin: Callable[[], Ledger],
     quiet: bool,
-    away: tuple[int, float] = (0, 0.0),
+    pause: tuple[int, float] = (0, 0.0),
 ) -> Results:
     recipe, about, rows = run.recipe, run.about, run.rows()
-    done = rows[-1]["round"] if rows else 0
+    done = rows[-1].round if rows else 0
     status, error, ledger = "failed", None, None
     try:
         ledger = begin()
         torch.set_num_threads(1)  # the replicas need the cores more
-        machines.start_all()
+        supervisor.start_all()
         with open_view(recipe, done, recipe.outer.rounds, rows=rows, quiet=quiet) as view:
-            workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
-            fleet = f"{recipe.num_replicas} replicas, {workers} processes, bucket {machines.url}"
-            view.note(f"{run.path}: {fleet}" + (f", going on after round {away[0] - 1}" if away[0] else ""))
+            fleet = f"{recipe.num_replicas} replicas, {supervisor.num_workers} processes"
+            resumed = f", going on after round {pause[0] - 1}" if pause[0] else ""
+            view.note(f"{run.path}: {fleet}, bucket {supervisor.url}{resumed}")
             for reason in about.get("auto", ()):
                 view.note(reason)
-            recorder = Recorder(ledger, corpus, run, view, away)
-            asked = _follow(recorder, machines, view)
-            recorder.farewell(machines.all_ended)
-        if not asked:
-            machines.finish()
-        # Asked to leave from elsewhere, all of them may be gone before the last round.
+            recorder = Recorder(ledger, corpus, run, view, pause)
+            interrupted = _record(recorder, supervisor, view)
+            recorder.add_farewells(supervisor.all_ended)
+        if not interrupted:
+            supervisor.finish()
+        # `isthmus leave` may have ended all replicas before the last round.
         status = "finished" if recorder.replay.round == recipe.outer.rounds else "interrupted"
         checkpoint.save_tensors(run.model_path, recorder.replay.anchor)
     except KeyboardInterrupt:
@@ -151,8 +137,8 @@ def _run(
         error = f"{type(fault).__name__}: {fault}".splitlines()[0]
         raise
     finally:
-        machines.stop(5.0)
-        restarts = about.get("restarts", 0) + machines.restarts
+        supervisor.stop(5.0)
+        restarts = about.get("restarts", 0) + supervisor.restarts
         run.update_about(status=status, error=error, restarts=restarts)
         with contextlib.suppress(OSError, ConfigError):
             write_report(run.path)
@@ -163,36 +149,37 @@ def how_to_go_on(run: RunDir) -> str:
     return f"go on with: isthmus train --resume {shlex.quote(str(run.path))}"
 
 
-def _follow(recorder: Recorder, machines: LocalSupervisor, view: View) -> bool:
-    """Until the last round; True when Ctrl-C asked the fleet to leave before it.
+def _record(recorder: Recorder, supervisor: LocalSupervisor, view: View) -> bool:
+    """Record rounds until the last one; True when Ctrl-C asked the fleet to leave before it.
 
-    The first Ctrl-C is heard between two rounds: one that is half applied and not yet a row must not be lost.
+    The first Ctrl-C takes effect between two rounds: a round that is half applied and not yet a row must not
+    be lost.
     """
-    asked = told = False
-    tended = time.monotonic()
+    asked = noted = False
+    checked = time.monotonic()
 
     def interrupted(signum: int, frame: object) -> None:
         nonlocal asked
         if asked:
             raise KeyboardInterrupt
         asked = True
-        machines.leave()
+        supervisor.leave()
 
     def stop() -> bool:
-        nonlocal tended, told
-        if asked and not told:
-            told = True
+        nonlocal checked, noted
+        if asked and not noted:
+            noted = True
             view.note("leaving at the end of this round; Ctrl-C again stops now")
-        if time.monotonic() - tended > 1:
-            machines.tend()
-            tended = time.monotonic()
-        return machines.all_left()
+        if time.monotonic() - checked > 1:
+            supervisor.restart_dead()
+            checked = time.monotonic()
+        return supervisor.all_left()
 
-    here = threading.current_thread() is threading.main_thread()  # elsewhere no signal comes
-    before = signal.signal(signal.SIGINT, interrupted) if here else None
+    in_main = threading.current_thread() is threading.main_thread()  # no other thread gets signals
+    before = signal.signal(signal.SIGINT, interrupted) if in_main else None
     try:
-        recorder.follow(stop)
+        recorder.record(stop)
     finally:
-        if here:
+        if in_main:
             signal.signal(signal.SIGINT, before)
     return asked

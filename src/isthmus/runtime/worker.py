@@ -1,62 +1,61 @@
 """The process that trains: `python -m isthmus.runtime.worker JSON`, started and restarted by the elastic
 agent."""
 
-import ctypes
-import json
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import ConfigError, Diverged, RunError, RunStopped
+from isthmus.files import replace_file
 from isthmus.runtime.liveness import AliveFile
+from isthmus.runtime.process import LauncherConfig, Log, die_with_parent, logger
 
-CONTROL_TIMEOUT_FACTOR = (
-    30  # link time-outs: between inner steps a stage may be uploading, so it is waited for longer
-)
+if TYPE_CHECKING:
+    import torch
+
+    from isthmus.config import Member
+    from isthmus.data.tokens import Batches
+    from isthmus.protocol.ledger import RunInfo
+    from isthmus.replica.base import Replica
+    from isthmus.replica.control_group import ControlGroup
+    from isthmus.store.objects import Store
+
+# Of a link's time-out: between inner steps a stage may be uploading, so the others wait longer for it.
+CONTROL_TIMEOUT_FACTOR = 30
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """What a worker is told; the agent adds its place among the stages."""
+class Assignment:
+    """What the elastic agent assigns to a worker, by environment variables; nothing else reads them."""
 
-    url: str
-    replica: str
-    key: str
-    work_dir: str
-    device: str = "auto"
-    num_threads: int = 0
-    trust_network: bool = False
-    compiled: bool = False  # a full replica's forward and backward
-    link_timeout_seconds: float = 60.0
-    launcher: int = 0  # its process id
+    rank: int
+    size: int
+    master: str
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    @classmethod
+    def from_environment(cls) -> "Assignment":
+        get = os.environ.get
+        master = f"{get('MASTER_ADDR', '127.0.0.1')}:{get('MASTER_PORT', '0')}"
+        return cls(int(get("RANK", "0")), int(get("WORLD_SIZE", "1")), master)
 
 
 def main(argv: list[str]) -> int:
-    config = WorkerConfig(**json.loads(argv[0]))
-    die_with_parent(config.launcher)
-    # The agent gives a process its place by these; nothing below reads them.
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    master = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '0')}"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's: it asks us to leave at the edge
-    log = logger(config.replica, rank, size)
-    AliveFile(Path(config.work_dir) / f"alive-{rank}").start()
-    work = Path(config.work_dir)
+    config = LauncherConfig.from_json(argv[0])
+    die_with_parent(config.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C, and asks us to leave
+    at, work = Assignment.from_environment(), Path(config.work_dir)
+    log = logger(config.replica if at.size == 1 else f"{config.replica}/{at.rank}")
+    AliveFile(work / f"alive-{at.rank}").start()
     try:
-        return take_part(config, rank, size, master, log)
-    except (ConfigError, RunStopped) as error:  # no restart would mend it: the launcher reads this and ends
-        part = work / f"fatal-{rank}.part"
-        part.write_text(f"{2 if isinstance(error, ConfigError) else 1} {error}")
-        part.rename(work / "fatal")
+        return run_worker(config, at, log)
+    except (ConfigError, RunStopped) as error:  # a restart would not help: the launcher reads this and ends
+        replace_file(work / "fatal", f"{2 if isinstance(error, ConfigError) else 1} {error}")
         return 3
     except Diverged as error:
         log(f"{error}; its private state is put aside")
@@ -67,23 +66,26 @@ def main(argv: list[str]) -> int:
     except RunError as error:
         log(str(error))
         return 1
-    except Exception as error:  # a full disk, no memory on the device: one line, and another try in a while
+    except Exception as error:  # a full disk, no memory on the device: one line, and a restart after a while
         log(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
         traceback.print_exc(limit=-3)
         time.sleep(5)
         return 1
 
 
-def take_part(config: WorkerConfig, rank: int, size: int, master: str, log: Callable[[str], None]) -> int:
-    """Build this process's part of the replica, take up its state, and run rounds to the end."""
+def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
+    """Build this process's part of the replica, restore its state, and run rounds to the end."""
     import torch
 
+    from isthmus.data.tokens import Batches
     from isthmus.outer.rounds import run_rounds
+    from isthmus.protocol.access import find_member
     from isthmus.protocol.ledger import Ledger, read_run
     from isthmus.protocol.trust import load_signer
     from isthmus.replica.control_group import any_true
+    from isthmus.replica.full import FullReplica
     from isthmus.replica.leader import follow_leader
-    from isthmus.runtime.trainer import HeartbeatThread, RealFleet
+    from isthmus.runtime.trainer import HeartbeatThread, Trainer
     from isthmus.simulator.run import checked_corpus, pick_device, pick_precision
     from isthmus.store.objects import open_store
 
@@ -94,74 +96,70 @@ def take_part(config: WorkerConfig, rank: int, size: int, master: str, log: Call
         run = read_run(store)
     except ConfigError as error:  # the launcher found both: the store is away for now
         raise RunError(str(error)) from None
-    recipe = run.recipe
-    member = next(m for m in recipe.fleet() if m.name == config.replica)
+    recipe, member = run.recipe, find_member(run, config.replica)
     ledger = Ledger(store, run, load_signer(Path(config.key), config.replica))
     device = pick_device(config.device)
-    precision = pick_precision(recipe, device)
-    work_dir = Path(config.work_dir) / ("whole" if member.config.kind == "full" else f"stage-{rank}")
     whole = member.config.kind == "full"
-    corpus = checked_corpus(recipe) if rank == 0 or whole else None
-    if whole and size > 1 and device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", rank)
+    if whole and at.size > 1 and device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", at.rank)
+    precision, batches = pick_precision(recipe, device), None
+    if whole or at.rank == 0:
+        train, inner = checked_corpus(recipe).train, recipe.inner
+        batches = Batches(train, recipe.seed, recipe.num_replicas, inner.batch, recipe.model.context)
     try:
-        replica, control = build_replica(
-            config, member, recipe, corpus, rank, size, master, device, precision, run.run_id
-        )
-    except ConfigError as error:  # neighbours that are not there yet, a port still held: worth another start
+        replica, control = build_replica(config, run, member, at, batches, device, precision)
+    except ConfigError as error:  # neighbours that are not there yet, a port in use: worth another start
         raise RunError(str(error)) from None
-    if whole and rank > 0:
+    if whole and at.rank > 0:
+        assert isinstance(replica, FullReplica)
         follow_leader(replica, control)
         return 0
+    work_dir = Path(config.work_dir) / ("whole" if whole else f"stage-{at.rank}")
     incarnation = control.share(os.urandom(8))[0].hex()
-    fleet = RealFleet(recipe, member, replica, ledger, control, device, work_dir, incarnation, log)
-    heart = HeartbeatThread(fleet, incarnation, recipe.bucket.heartbeat_seconds)
-    wish = LeaveWish(Path(config.work_dir), store, member.name, incarnation, lead=rank == 0)
+    trainer = Trainer(recipe, member, replica, ledger, control, device, work_dir, incarnation, log)
+    heartbeats = HeartbeatThread(trainer, incarnation, recipe.bucket.heartbeat_seconds)
+    request = LeaveRequest(Path(config.work_dir), store, member.name, incarnation, leader=at.rank == 0)
 
     def leave() -> bool:
-        if any_true(control, wish.there()):
-            fleet.told.state = "leaving"
+        if any_true(control, request.pending()):
+            trainer.status.state = "leaving"
             return True
         return False
 
-    if rank == 0:
-        heart.start()
+    if at.rank == 0:
+        heartbeats.start()
     try:
-        fleet.told.state = "catching up"
-        done = fleet.come_up()
+        trainer.status.state = "catching up"
+        done = trainer.resume()
+        rounds = range(done + 1, recipe.outer.rounds + 1)
         to_the_end = run_rounds(
-            fleet,
-            fleet.exchange,
-            range(done + 1, recipe.outer.rounds + 1),
-            lambda h: None,
-            lambda t, seconds: None,
-            leave,
+            trainer, trainer.exchange, rounds, lambda h: None, lambda t, seconds: None, leave
         )
-        fleet.told.state = "finished" if to_the_end else "left"
-        fleet.told.extra = fleet.exchange.gathered_facts()
-        log("all rounds are done" if to_the_end else f"left after round {fleet.told.round}")
+        trainer.status.state = "finished" if to_the_end else "left"
+        trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
+        log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
     finally:
-        if rank == 0:
+        if at.rank == 0:
             try:
-                heart.end()
+                heartbeats.end()
             except RunError as error:  # must not hide why the run ended
                 log(f"no farewell: {error}")
     replica.close()
-    control.part()
+    control.leave()
     return 0
 
 
-class LeaveWish:
-    """Does somebody want this replica to leave: a file beside its state, or an object in the bucket.
+class LeaveRequest:
+    """Has somebody asked this replica to leave: by a file beside its state, or by an object in the bucket?
 
-    The object names an incarnation, so that it asks nobody who comes later; a worker that was started again
-    after the wish still finds it under the name of the one before.
+    The object names an incarnation, so it does not ask a later one. A worker that was restarted after the
+    request still finds it under the incarnation before.
     """
 
-    def __init__(self, work: Path, store: Any, replica: str, incarnation: str, lead: bool) -> None:
-        self.file, self.store, self.lead = work / "leave", store, lead
+    def __init__(self, work: Path, store: "Store", replica: str, incarnation: str, leader: bool) -> None:
+        self.file, self.store, self.leader = work / "leave", store, leader
         self.prefix, self.incarnation = f"members/{replica}/leave-", incarnation
-        if lead:
+        if leader:
             note = work / "incarnation"
             with suppress(OSError):
                 self._look(note.read_text())
@@ -171,17 +169,27 @@ class LeaveWish:
         if incarnation.isalnum() and self.store.head(self.prefix + incarnation) is not None:
             self.file.touch()
 
-    def there(self) -> bool:
-        if self.lead and not self.file.exists():
+    def pending(self) -> bool:
+        if self.leader and not self.file.exists():
             self._look(self.incarnation)
         return self.file.exists()
 
 
-def build_replica(config, member, recipe, corpus, rank, size, master, device, precision, run_id):
-    """(replica, crew): the whole model here, or one stage of it."""
-    from torch.distributed import PrefixStore
+def build_replica(
+    config: LauncherConfig,
+    run: "RunInfo",
+    member: "Member",
+    at: Assignment,
+    batches: "Batches | None",
+    device: "torch.device",
+    precision: str,
+) -> tuple["Replica", "ControlGroup"]:
+    """This process's part of the replica (the whole model, or one stage of it) and its control group.
 
-    from isthmus.data.tokens import Batches
+    Stage 0 and every process of a full replica have `batches`.
+    """
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - it is public
+
     from isthmus.replica.control_group import SingleProcess, StageControlGroup
     from isthmus.replica.full import FullReplica, share_batches
     from isthmus.replica.leader import LeaderReplica
@@ -189,68 +197,47 @@ def build_replica(config, member, recipe, corpus, rank, size, master, device, pr
     from isthmus.replica.process_groups import connect, open_store
     from isthmus.replica.stage import Stage
 
-    inner, model = recipe.inner, recipe.model
-    batches = None
-    if corpus is not None:
-        batches = Batches(corpus.train, recipe.seed, recipe.num_replicas, inner.batch, model.context)
-    full = {
-        "device": device, "precision": precision, "rank": rank, "num_processes": size,
-        "compiled": config.compiled,
-    }  # fmt: skip
-    if member.config.kind == "full" and size == 1:
-        return FullReplica(recipe, member, batches, **full), SingleProcess()
-    session = f"{run_id}/{member.name}/{master}"
-    found, address = open_store(
-        replica=member.name, stage=rank, master=master, session=session, trust_network=config.trust_network
+    recipe, whole = run.recipe, member.config.kind == "full"
+
+    def full_replica(process_group: Any = None) -> FullReplica:
+        assert batches is not None
+        return FullReplica(
+            recipe,
+            member,
+            batches,
+            device=device,
+            precision=precision,
+            process_group=process_group,
+            compiled=config.compiled,
+        )
+
+    if whole and at.size == 1:
+        return full_replica(), SingleProcess()
+    store, address = open_store(
+        replica=member.name,
+        stage=at.rank,
+        master=at.master,
+        session=f"{run.run_id}/{member.name}/{at.master}",
+        trust_network=config.trust_network,
     )
-    control = StageControlGroup(
-        member.name,
-        rank,
-        size,
-        PrefixStore("control", found),
-        CONTROL_TIMEOUT_FACTOR * config.link_timeout_seconds,
-    )
-    if member.config.kind == "full":
-        share_batches(PrefixStore("batches", found), rank, size, device)
-        replica = FullReplica(recipe, member, batches, **full)
-        return (LeaderReplica(replica, control), SingleProcess()) if rank == 0 else (replica, control)
+    timeout_seconds = CONTROL_TIMEOUT_FACTOR * config.link_timeout_seconds
+    control = StageControlGroup(member.name, at.rank, at.size, PrefixStore("control", store), timeout_seconds)
+    if whole:
+        replica = full_replica(share_batches(PrefixStore("batches", store), at.rank, at.size, device))
+        return (LeaderReplica(replica, control), SingleProcess()) if at.rank == 0 else (replica, control)
     before, after = connect(
         replica=member.name,
-        stage=rank,
-        num_stages=size,
-        store=PrefixStore("links", found),
+        stage=at.rank,
+        num_stages=at.size,
+        store=PrefixStore("links", store),
         address=address,
         device=device,
         timeout_seconds=config.link_timeout_seconds,
         trust_network=config.trust_network,
         backend=member.config.backend,
     )
-    stage = Stage(recipe, member, rank, device=device, precision=precision)
+    stage = Stage(recipe, member, at.rank, device=device, precision=precision)
     return PipelinedReplica(recipe, member, [stage], [(before, after)], batches), control
-
-
-def die_with_parent(parent: int = 0) -> None:
-    """No orphan survives its launcher: the kernel kills us when it goes (Linux).
-
-    `parent` is who started us: it may have died before the kernel was asked.
-    """
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    except (OSError, AttributeError):
-        return
-    if parent and os.getppid() != parent:
-        os._exit(1)
-
-
-def logger(replica: str, rank: int, size: int) -> Callable[[str], None]:
-    tag = replica if size == 1 else f"{replica}/{rank}"
-
-    def log(text: str) -> None:
-        # In one write: several processes share the file.
-        sys.stderr.write(f"{time.strftime('%H:%M:%S')} [{tag}] {text}\n")
-        sys.stderr.flush()
-
-    return log
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+"""What a machine checks before it takes part in a run."""
+
+import contextlib
+from pathlib import Path
+
+from isthmus.config import Recipe
+from isthmus.errors import ConfigError
+from isthmus.protocol.heartbeat import silent_after
+from isthmus.protocol.ledger import Ledger, RunInfo
+from isthmus.runtime.process import is_running
+from isthmus.simulator.run import checked_corpus
+
+
+def check_trainable(recipe: Recipe) -> None:
+    if recipe.outer.method == "adamw":
+        raise ConfigError('outer.method "adamw" averages every step; a fleet needs sparseloco or diloco')
+    if recipe.subspace.grassmann_every:
+        raise ConfigError("subspace.grassmann_every is for the simulator only; set 0")
+    if recipe.model.start and not recipe.subspace.adaptation:
+        raise ConfigError("model.start with subspace.adaptation = false is for the simulator only")
+
+
+def check_start(ledger: Ledger) -> None:
+    """A run that starts from a folder has theta^(0) in its bucket, unless its `init` was cut short."""
+    if ledger.run.start and 0 not in ledger.anchor_rounds():
+        raise ConfigError(
+            "theta^(0) of this run is not in its bucket: its `isthmus init` was cut short; init again at "
+            "another URL"
+        )
+
+
+def check_corpus(run: RunInfo) -> None:
+    """The text on this machine fits the model, and is the text of the run."""
+    corpus = checked_corpus(run.recipe)
+    if run.corpus and corpus.sha256 != run.corpus:
+        raise ConfigError(
+            f"the corpus {run.recipe.data.corpus} here is not the one this run began with; copy that one, or "
+            "prepare it again from the same files with the same options"
+        )
+
+
+def check_not_taken(ledger: Ledger, replica: str, work: Path | None = None) -> None:
+    """A name belongs to one machine at a time; ages are by the store's clock, not by ours.
+
+    After a crash the same command may be typed at once: the last heartbeat is then that of the incarnation
+    that `work` remembers, and the lock there tells whether it still runs.
+    """
+    found = ledger.heartbeat(replica)
+    if found is None or found[0].gone:
+        return
+    heartbeat, written_at = found
+    with contextlib.suppress(OSError):
+        if work and not is_running(work) and (work / "incarnation").read_text() == heartbeat.incarnation:
+            return
+    # Not the replica's own clock object: its age tells the closer how long the replica was away.
+    age = ledger.store.now(f"members/{replica}/probe/clock") - written_at
+    if age < silent_after(ledger.run.recipe):
+        raise ConfigError(
+            f"replica {replica} is live in this run (heartbeat {max(age, 0):.0f} s ago); stop it first, or "
+            "join as another replica"
+        )

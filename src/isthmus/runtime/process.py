@@ -1,0 +1,114 @@
+"""What every process of a fleet needs before torch is imported: its config, its parent, its log, its lock.
+
+Standard library only.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from isthmus.errors import ConfigError
+
+NOTES = ("leave", "fatal", "incarnation")  # files in a work folder, between a launcher and its workers
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherConfig:
+    """One machine's part of a replica; a launcher hands it on to its workers."""
+
+    url: str
+    replica: str
+    key: str = ""  # default: keys/RUN/NAME.key
+    work_dir: str = ""  # default: work/RUN/NAME
+    device: str = "auto"
+    num_threads: int = 0  # 0: as many as torch takes
+    compiled: bool = False  # a full replica's forward and backward
+    stage: int | None = None  # None: all stages are on this machine
+    master: str = ""  # HOST:PORT of stage 0, where stages are on several machines
+    wait_seconds: float = 60.0  # for the master
+    link_timeout_seconds: float = 60.0
+    stall_seconds: float = 30.0  # a worker that makes no progress for so long is killed
+    trust_network: bool = False
+    parent: int = 0  # the process that starts this one, and restarts it; 0: a person does
+
+    @property
+    def launcher_name(self) -> str:
+        """Of the launcher's own files in the work folder."""
+        return "launcher" if self.stage is None else f"launcher-{self.stage}"
+
+    @property
+    def alive_file(self) -> Path:
+        return Path(self.work_dir) / f"{self.launcher_name}.alive"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "LauncherConfig":
+        return cls(**json.loads(text))
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux).
+
+    The parent may have died before the kernel was asked, so this looks whether it is still there.
+    """
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except (OSError, AttributeError):
+        return
+    if parent and os.getppid() != parent:
+        os._exit(1)
+
+
+def logger(name: str) -> Log:
+    def log(text: str) -> None:
+        # In one write: several processes share the file.
+        sys.stderr.write(f"{time.strftime('%H:%M:%S')} [{name}] {text}\n")
+        sys.stderr.flush()
+
+    return log
+
+
+def describe_exit(status: int) -> str:
+    return f"status {status}" if status >= 0 else f"killed by signal {-status}"
+
+
+def lock_file(path: Path) -> IO[str]:
+    """Lock a file until this process ends; ConfigError when another process has locked it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a+")  # noqa: SIM115 - open as long as the process lives
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise ConfigError(
+            f"{path.parent} is in use by process {owner}; stop it first, or give another --work"
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def is_running(work: Path) -> bool:
+    """Does a launcher run in this folder?"""
+    for path in work.glob("launcher*.lock"):
+        with open(path) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
+    return False
