@@ -89,6 +89,23 @@ def test_the_status_of_a_bucket_is_told(runs, isthmus, url):
     ]
 
 
+def test_a_run_directory_is_written_from_a_bucket_alone(runs, isthmus):
+    status, _, _ = isthmus("report", "train/bucket", "--to", "again")
+    assert status == 0
+    kept, again = ([as_dict(row) for row in RunDir.open(path).rows()] for path in ("train", "again"))
+    for one, other in zip(kept[1:], again[1:], strict=True):
+        for field in ("round", "tokens", "lr", "contributors", "train_by_kind", "bytes", "measured"):
+            assert other[field] == one[field], field
+
+
+def test_text_is_generated_from_a_run(runs, isthmus):
+    first, again = (
+        isthmus("generate", "train", "It was", "--temperature", 0, "--max-tokens", 4) for _ in range(2)
+    )
+    assert first[:2] == again[:2]
+    assert first[0] == 0
+
+
 def test_a_ledger_verifies_and_rebuilds_the_weights_that_its_rows_and_manifests_state(runs, isthmus):
     status, shown, _ = isthmus("ledger", "verify", "train/bucket", "--json")
     assert status == 0
