@@ -14,10 +14,9 @@ from math import comb, log2
 
 import torch
 
-from isthmus.layout.chunks import SCALE_BYTES, index_code, packed_many_bytes
-from isthmus.outer.aggregate import RunningMean
-from isthmus.sparse.topk import TopK, layout, to_chunks
-from isthmus.sparse.wire import pack_many, unpack_many
+from isthmus.layout.chunks import SCALE_BYTES, index_code, layout, packed_many_bytes
+from isthmus.outer import codec_for
+from isthmus.sparse import to_chunks
 
 SIDE, KEEP = 64, 32
 TARGETS = {"encode": "1.30", "decode and accumulate": "0.25"}
@@ -62,16 +61,16 @@ def main() -> None:
     rows = args.rows // args.tensors
     carried = {f"layers.{i}": torch.randn(rows, args.cols, device=args.device) for i in range(args.tensors)}
     chunks = torch.cat([to_chunks(tensor, SIDE) for tensor in carried.values()])  # (C, P)
-    codec = TopK(SIDE, KEEP, "2bit")
+    codec = codec_for(args.device, SIDE, KEEP, "2bit")
     payloads = codec.encode_many(carried)
-    data = pack_many(payloads)
-    mean = RunningMean("contributors")
+    data = codec.pack_many(payloads)
+    mean = codec.running_mean("contributors")
     parts: dict[str, Callable[[], object]] = {
         "topk": lambda: chunks.abs().topk(KEEP, dim=1),
-        "encode": lambda: pack_many(codec.encode_many(carried)),
-        "of which pack": lambda: pack_many(payloads),
-        "decode and accumulate": lambda: mean.add(unpack_many(data, args.device)),
-        "of which unpack": lambda: unpack_many(data, args.device),
+        "encode": lambda: codec.pack_many(codec.encode_many(carried)),
+        "of which pack": lambda: codec.pack_many(payloads),
+        "decode and accumulate": lambda: mean.add(codec.unpack_many(data)),
+        "of which unpack": lambda: codec.unpack_many(data),
     }
     print(f"{len(chunks)} chunks of {SIDE}x{SIDE}, {KEEP} kept, in {args.tensors} tensors")
     all_threads = torch.get_num_threads()
@@ -80,12 +79,10 @@ def main() -> None:
         torch.set_num_threads(num_threads)
         compare(parts, args.rounds, len(chunks), args.device)
 
-    place = layout((rows, args.cols), SIDE, KEEP)
+    entries = layout((rows, args.cols), SIDE, KEEP).entries
     assert len(data) == packed_many_bytes({name: t.shape for name, t in carried.items()}, SIDE, KEEP, "2bit")
-    bound = log2(comb(place.entries, KEEP)) / KEEP
-    print(
-        f"bits per kept index    {index_code(place.entries, KEEP).bits(KEEP) / KEEP:.2f} (bound {bound:.2f})"
-    )
+    bound = log2(comb(entries, KEEP)) / KEEP
+    print(f"bits per kept index    {index_code(entries, KEEP).bits(KEEP) / KEEP:.2f} (bound {bound:.2f})")
     print(f"bits per kept value    {2 + 8 * SCALE_BYTES / KEEP:.2f}")
     print(f"both, as packed        {8 * len(data) / (len(chunks) * KEEP):.3f}")
 

@@ -28,13 +28,11 @@ from isthmus.config import Recipe, parse_recipe
 from isthmus.data.corpus import open_corpus
 from isthmus.model import presets
 from isthmus.model.llama import forward, init_params, rope_table, token_losses
-from isthmus.outer.aggregate import step_many
-from isthmus.outer.feedback import contribute_many
+from isthmus.outer import PlainCodec, codec_for
 from isthmus.planner.memory import plan_simulator
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
-from isthmus.sparse import TopK, fused, pack_many, unpack_all
-from isthmus.sparse.topk import to_chunks
+from isthmus.sparse import Bundle, to_chunks
 
 RECIPE = """
 name = "bench"
@@ -92,32 +90,32 @@ def codec(size: str, turns: int) -> dict[str, Any]:
         {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
         for parts in cut
     )
-    top = TopK(64, 32, "2bit")
+    fast, plain = codec_for("cuda", 64, 32, "2bit"), PlainCodec(64, 32, "2bit", "cuda")
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
-    data = [pack_many(contribute_many(anchor, params, feedback, top, 0.95)) for _ in range(8)]
-    sent = contribute_many(anchor, params, feedback, top, 0.95)
-    read = unpack_all(data, "cuda")
+
+    def contribute(codec: PlainCodec) -> list[Bundle]:
+        return codec.contribute_all(anchor, [params], [feedback], 0.95)
+
+    data = [fast.pack_all(contribute(fast))[0] for _ in range(8)]
+    sent = contribute(fast)
+    read = fast.unpack_all(data)
 
     times = medians(
         {
             "move": lambda: torch.addcmul(flat[2], flat[0], flat[1], out=flat[2]),
-            "encode": lambda: pack_many(contribute_many(anchor, params, feedback, top, 0.95)),
-            "encode_on_device": lambda: contribute_many(anchor, params, feedback, top, 0.95),
-            "pack": lambda: pack_many(sent),
-            "decode_8": lambda: step_many(anchor, unpack_all(data, "cuda"), 1e-9),
-            "unpack_8": lambda: unpack_all(data, "cuda"),
-            "sum_and_step_8": lambda: step_many(anchor, read, 1e-9),
+            "encode": lambda: fast.pack_all(contribute(fast)),
+            "encode_on_device": lambda: contribute(fast),
+            "pack": lambda: fast.pack_all(sent),
+            "decode_8": lambda: fast.step(anchor, fast.unpack_all(data), 1e-9),
+            "unpack_8": lambda: fast.unpack_all(data),
+            "sum_and_step_8": lambda: fast.step(anchor, read, 1e-9),
         },
         turns,
     )
     magnitude = torch.cat([to_chunks(feedback[name], 64) for name in matrices]).abs()
     times |= medians({"topk": lambda: magnitude.topk(32, dim=1)}, turns)
     magnitude = read = None
-    original, fused.usable = fused.usable, lambda device: False
-    times |= medians(
-        {"encode_plain": lambda: pack_many(contribute_many(anchor, params, feedback, top, 0.95))}, 2
-    )
-    fused.usable = original
+    times |= medians({"encode_plain": lambda: plain.pack_all(contribute(plain))}, 2)
     return {
         "size": size, "parameters": count, "payload_bytes": len(data[0]), "milliseconds": times,
         "encode_to_move": times["encode"] / times["move"], "encode_to_topk": times["encode"] / times["topk"],
