@@ -28,6 +28,20 @@ def replacing(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[Bina
         sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def replacing_by_name(path: Path) -> Iterator[Path]:
+    """`replacing` for a library that opens its files itself: a temporary path in place of an open file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
 def replace_file(path: Path, data: bytes | str, mode: int = 0o666, sync: bool = True) -> None:
     """Write the whole file or leave the old one: temporary name, fsync, rename, fsync of the folder."""
     with replacing(path, mode, sync) as file:

@@ -7,7 +7,8 @@ import torch
 from torch.testing import assert_close
 
 from isthmus.config import InnerConfig
-from isthmus.model.inner import InnerOpt, clip_, learning_rate
+from isthmus.layout.learning_rate import learning_rate
+from isthmus.model.inner import InnerOpt, clip_
 
 SHAPES = {"a": (6, 4), "b": (4,), "c": (3, 8)}
 
@@ -126,11 +127,12 @@ def test_a_replica_that_was_away_takes_the_learning_rate_of_the_run():
     config = InnerConfig(lr=1e-2, warmup_steps=5)
     params = leaves(random_tensors(0))
     opt = InnerOpt(params, config, 100)
-    opt.follow(40)
-    assert opt.lr() == learning_rate(40, config, 100)
+    opt.advance(40)
+    assert opt.adamw.param_groups[0]["lr"] == learning_rate(40, config, 100)
     for name, grad in random_tensors(1).items():
         params[name].grad = grad
-    opt.step()
+    opt.update()
     assert opt.step_count == 1
-    opt.follow(41)
-    assert opt.lr() == learning_rate(41, config, 100)
+    opt.step(inner_step=41)
+    assert opt.adamw.param_groups[0]["lr"] == learning_rate(41, config, 100)
+    assert opt.step_count == 2

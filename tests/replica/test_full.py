@@ -71,9 +71,16 @@ def test_a_restored_replica_goes_on_as_if_never_stopped():
 
 
 def test_a_batch_that_the_processes_do_not_divide_is_refused():
+    class Three:
+        def rank(self):
+            return 0
+
+        def size(self):
+            return 3
+
     recipe = parse_recipe(RECIPE)
     with pytest.raises(ConfigError, match="3 processes in 1 accumulation steps do not"):
-        FullReplica(recipe, recipe.fleet()[0], batches_of(recipe), num_processes=3)
+        FullReplica(recipe, recipe.fleet()[0], batches_of(recipe), process_group=Three())
 
 
 def train_shared(rank, port, folder):
@@ -81,15 +88,14 @@ def train_shared(rank, port, folder):
     torch.set_num_threads(1)
     recipe = parse_recipe(RECIPE)
     store, _ = open_store(replica="rack", stage=rank, master=f"127.0.0.1:{port}")
-    share_batches(store, rank, 2, "cpu", timeout_seconds=20)
+    process_group = share_batches(store, rank, 2, "cpu", timeout_seconds=20)
     replica = FullReplica(
         recipe,
         recipe.fleet()[0],
         batches_of(recipe),
         precision="fp64",
         grad_accum_steps=2,
-        rank=rank,
-        num_processes=2,
+        process_group=process_group,
     )
     if rank:  # only number 0 is told the anchor
         given = replica.begin_round

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from isthmus.errors import ConfigError, RunError
-from isthmus.replica.links import Part, local_pair
+from isthmus.replica.links import TensorSpec, local_pair
 from isthmus.replica.process_groups import check_private, connect, open_store
 
-FORTH = (Part("activations", (3, 5, 1), torch.bfloat16), Part("tokens", (3, 7), torch.int32))  # 30 + 84 bytes
-BACK = (Part("gradients", (2,), torch.float64),)
+# 30 + 84 bytes
+FORWARD = (TensorSpec("activations", (3, 5, 1), torch.bfloat16), TensorSpec("tokens", (3, 7), torch.int32))
+BACK = (TensorSpec("gradients", (2,), torch.float64),)
 
 
 def free_port():
@@ -60,7 +61,7 @@ def test_frames_arrive_in_order_and_as_they_were_sent_and_are_counted_by_purpose
         early, late = local_pair()
     else:
         (_, early), (late, _) = meet()
-    late.expect([FORTH] * 5, ahead=2)
+    late.expect([FORWARD] * 5, ahead=2)
     early.expect([BACK], ahead=2)
     late.send({"gradients": torch.tensor([1.0, 2.0], dtype=torch.float64)})
     with ThreadPoolExecutor(1) as pool:  # more frames than may wait to be sent
@@ -68,11 +69,11 @@ def test_frames_arrive_in_order_and_as_they_were_sent_and_are_counted_by_purpose
         if how == "local":
             sending.result()
         for i in range(5):
-            stream, tokens = late.take()
+            stream, tokens = late.receive()
             assert torch.equal(stream, frame(i)["activations"])
             assert torch.equal(tokens, frame(i)["tokens"])
         sending.result()
-    assert early.take()[0].tolist() == [1.0, 2.0]
+    assert early.receive()[0].tolist() == [1.0, 2.0]
     assert early.counts == {"activations": 150, "gradients": 0, "tokens": 420, "control": 0}
     assert late.counts == {"activations": 0, "gradients": 16, "tokens": 0, "control": 0}
     with ThreadPoolExecutor(2) as pool:
@@ -84,14 +85,14 @@ def test_a_frame_of_another_shape_is_refused_inside_one_process():
     late.expect([BACK], 1)
     early.send({"gradients": torch.zeros(3)})
     with pytest.raises(ValueError, match="gradients came as"):
-        late.take()
+        late.receive()
 
 
 def test_a_silent_neighbour_is_named_and_so_is_one_that_takes_nothing():
     (_, early), (late, _) = meet(timeout_seconds=0.5)
-    late.expect([FORTH], 1)
+    late.expect([FORWARD], 1)
     with pytest.raises(RunError) as silent:
-        late.take()
+        late.receive()
     assert str(silent.value) == "replica edge-0: stage 1 heard nothing from stage 0 at 127.0.0.1 for 0.5 s"
     (_, early), (late, _) = meet(timeout_seconds=0.5)
     early.send(frame(0))
@@ -141,7 +142,7 @@ def test_names_are_resolved_and_addresses_of_no_machine_refused():
     with pytest.raises(ConfigError, match='no machine is called "no'):
         check_private("no.such.host.invalid")
     for host in ("0.0.0.0", "::"):
-        with pytest.raises(ConfigError, match="no machine's address"):
+        with pytest.raises(ConfigError, match="not the address of one machine"):
             check_private(host, trust_network=True)
 
 

@@ -167,12 +167,12 @@ def test_depths_follow_measured_times_and_the_limit():
     replica = PipelinedReplica.in_one_process(recipe, recipe.fleet()[1], batches_of(recipe))
     replica.automatic, replica.limit = True, 0
     for _ in range(3):
-        replica._look(1.0, 0.1)
+        replica._choose_depths(1.0, 0.1)
     assert replica.depths == (7, 5, 3, 1)  # ceil(2 (t_link + latency) / t) = 1
     replica.limit = 4
     for trip, expected in ((0.15, (7, 5, 3, 1)), (2.5, (4, 4, 4, 1))):  # only a real change is followed
         for _ in range(20):
-            replica._look(1.0, trip)
+            replica._choose_depths(1.0, trip)
         assert replica.depths == expected
 
 
@@ -216,7 +216,7 @@ def test_times_that_drift_change_the_depths_of_the_next_inner_step_and_not_the_w
 
     def counted(stage, *inputs):
         out = forward(stage, *inputs)
-        held[-1][stage.index] = max(held[-1][stage.index], len(stage.held))
+        held[-1][stage.index] = max(held[-1][stage.index], len(stage.activations))
         return out
 
     def timed(replica, runs):

@@ -13,7 +13,7 @@ from isthmus.errors import ConfigError
 from isthmus.layout.stages import EMBEDDING
 from isthmus.layout.traffic import inner_step_bytes
 from isthmus.model.llama import init_params
-from isthmus.replica.base import types_of
+from isthmus.replica.base import precision_dtypes
 from isthmus.replica.pipelined import PipelinedReplica
 from isthmus.replica.stack import Stack
 from isthmus.replica.stage import Stage
@@ -48,10 +48,10 @@ def batches_of(recipe):
 
 def simulated(recipe, member, precision="fp64", steps=3):
     """Two rounds of a Stack of this one replica, the second from another anchor: losses, norms, weights."""
-    wide, dtype = types_of(precision)
-    anchor = {name: t.to(wide) for name, t in init_params(recipe.model, recipe.seed).items()}
+    master_dtype, dtype = precision_dtypes(precision)
+    anchor = {name: t.to(master_dtype) for name, t in init_params(recipe.model, recipe.seed).items()}
     table = anchor[EMBEDDING] if recipe.subspace.adaptation else anchor[EMBEDDING].clone()
-    stack = Stack(recipe, [member], anchor, table, BasisSet(recipe, "cpu", wide), dtype=dtype)
+    stack = Stack(recipe, [member], anchor, table, BasisSet(recipe, "cpu", master_dtype), dtype=dtype)
     batches, seen = batches_of(recipe), []
     for round_index in range(2):
         if round_index:
@@ -67,8 +67,8 @@ def simulated(recipe, member, precision="fp64", steps=3):
 
 def trained(recipe, replica, precision="fp64", steps=3):
     """The same two rounds of a real replica, or of one process's part of it."""
-    wide, _ = types_of(precision)
-    first = {name: t.to(wide) for name, t in init_params(recipe.model, recipe.seed).items()}
+    master_dtype, _ = precision_dtypes(precision)
+    first = {name: t.to(master_dtype) for name, t in init_params(recipe.model, recipe.seed).items()}
     seen = []
     for round_index, anchor in enumerate((first, second_anchor(recipe))):
         replica.begin_round(anchor)
@@ -180,9 +180,9 @@ def test_a_stage_holds_its_own_names_and_the_activations_of_what_is_in_flight():
     assert z.shape == (2, 16, 8)
     assert not z.requires_grad
     stages[0].forward(1, tokens)
-    assert set(stages[0].held) == {0, 1}
+    assert set(stages[0].activations) == {0, 1}
     assert stages[0].backward(0, torch.ones_like(z)) is None
-    assert set(stages[0].held) == {1}
+    assert set(stages[0].activations) == {1}
 
 
 def test_turning_the_basis_is_for_the_simulator():

@@ -1,7 +1,8 @@
-"""InnerOpt's step on a GPU with two kernels a tensor, whatever the number of replicas."""
+"""InnerOpt's step on a GPU: two kernels for each tensor, for any number of replicas."""
 
 from collections.abc import Mapping
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ BLOCK = 2048
 
 
 class FusedAdamW:
-    """Clipping and AdamW of stacked tensors (R, ...), of which some have a bf16 copy that takes the gradient.
+    """Clipping and AdamW of stacked tensors (R, ...).
 
-    `copies` holds the bf16 leaves that the forward reads, by name; a weight without one takes its gradient.
+    `copies` holds bf16 leaves by name: the forward reads them in place of the weight, and they receive its
+    gradient.
     """
 
     def __init__(
@@ -41,39 +43,45 @@ class FusedAdamW:
 
     def _grad(self, name: str) -> Tensor:
         grad = self.copies.get(name, self.params[name]).grad
-        return grad if grad.is_contiguous() else grad.contiguous()
+        assert grad is not None
+        return grad.contiguous()
 
     def squares(self) -> Tensor:
         """(R, T): the squared norm of every gradient of every replica."""
-        from isthmus.model import adam_kernels
-
+        kernels = _kernels()
         num_blocks = self.starts[-1]
         parts = torch.empty(self.rows, num_blocks, device=self.table.device)
         for t, (name, p) in enumerate(self.params.items()):
-            adam_kernels.squares_kernel[(self.counts[t], self.rows)](
+            kernels.squares_kernel[(self.counts[t], self.rows)](
                 self._grad(name), p.numel() // self.rows, parts[:, self.starts[t] :], num_blocks, BLOCK=BLOCK
             )
         sums = torch.empty(self.rows, len(self.counts), device=self.table.device)
-        adam_kernels.sums_kernel[(len(self.counts), self.rows)](
+        kernels.sums_kernel[(len(self.counts), self.rows)](
             parts, self.table, num_blocks, sums, len(self.counts), BLOCK=1024
         )
         return sums
 
     def prepare(self, lr: float, config: InnerConfig, count: int) -> None:
-        """The next update is number `count`, at this learning rate. On the device, so that a recorded step
-        reads it anew."""
+        """Set the number of the next update and its learning rate. They are on the device, where a recorded
+        step reads them anew."""
         now = [lr, 1 / (1 - config.beta1**count), (1 - config.beta2**count) ** -0.5]
         self.now.copy_(torch.tensor(now), non_blocking=True)
 
     def step(self, scales: Tensor, config: InnerConfig) -> None:
-        """The update that was prepared, with the gradients times scales (R, T)."""
-        from isthmus.model import adam_kernels
-
+        """The prepared update, with gradients multiplied by scales (R, T)."""
+        kernels = _kernels()
         scales = scales.contiguous()
         for t, (name, p) in enumerate(self.params.items()):
-            adam_kernels.adamw_kernel[(self.counts[t], self.rows)](
+            kernels.adamw_kernel[(self.counts[t], self.rows)](
                 p, self.first[name], self.second[name], self._grad(name), self.copies.get(name, p),
                 scales[:, t:], p.numel() // self.rows, scales.shape[1], self.now, config.weight_decay,
                 config.beta1, config.beta2, config.eps,
                 BLOCK=BLOCK, COPIED=name in self.copies,
             )  # fmt: skip
+
+
+def _kernels() -> Any:
+    """Imported where there is a GPU. The type is Any: pyright sees functions where Triton makes kernels."""
+    from isthmus.model import adam_kernels
+
+    return adam_kernels

@@ -19,7 +19,7 @@ def squares_kernel(grads, each, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def sums_kernel(parts, starts, width, out, num_tensors, BLOCK: tl.constexpr):
-    """The sum of one tensor's blocks of one replica, in an order that their number alone decides."""
+    """The sum of one tensor's blocks of one replica; the order depends only on their number."""
     tensor, row = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + tensor), tl.load(starts + tensor + 1)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -36,7 +36,7 @@ def adamw_kernel(
 ):  # fmt: skip
     """AdamW of one block of one replica's weight; its gradient is multiplied by scales[row * width].
 
-    `now` holds what changes from step to step.
+    `now` holds the values that change from step to step.
     """
     lr, unbias1, unbias2 = tl.load(now), tl.load(now + 1), tl.load(now + 2)
     row = tl.program_id(1)

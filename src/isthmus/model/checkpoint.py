@@ -1,4 +1,4 @@
-"""Everything a resumed run needs to give the same losses, replaced as a whole at a round's edge."""
+"""The saved state of a run, replaced as a whole between rounds: a resumed run repeats the same losses."""
 
 import json
 import os
@@ -11,24 +11,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isthmus.errors import ConfigError
+from isthmus.files import replace_file, replacing_by_name
 
 POINTER = "latest.json"
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, whole on disk or not there."""
-    part = path.with_name(path.name + ".part")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part)
-    with open(part, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    """One safetensors file, complete on disk or absent."""
+    with replacing_by_name(path) as temporary:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary)
 
 
 def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]], keep: int = 1) -> None:
-    """Write the state after `rounds` rounds beside the ones before, point to it, then drop all but `keep`.
+    """Write the state after `rounds` rounds beside the earlier ones, point to it, then drop all but `keep`.
 
-    A folder gets its name when all of it is on the disk and loses it before any of it goes: also a round that
-    is saved for the second time, after a restart, is whole or not there.
+    A folder gets its name when all of it is on disk and loses the name before any of it is deleted. So a
+    round that is saved again after a restart is also complete or absent.
     """
     name = f"round-{rounds:06d}"
     fresh = directory / f"part-{rounds:06d}"
@@ -39,16 +37,11 @@ def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]]
             save_tensors(fresh / f"{file}.safetensors", tensors)
     drop_round(directory, rounds)
     os.replace(fresh, directory / name)
-    part = directory / (POINTER + ".part")
-    with open(part, "w", encoding="utf-8") as pointer:
-        json.dump({"round": rounds, "folder": name}, pointer)
-        pointer.flush()
-        os.fsync(pointer.fileno())
-    os.replace(part, directory / POINTER)
+    replace_file(directory / POINTER, json.dumps({"round": rounds, "folder": name}))
     others = sorted(path for path in directory.glob("round-*") if path.name != name)
     older = [path for path in others if path.name < name]
     kept = older[len(older) - (keep - 1) :] if keep > 1 else []
-    for other in others:  # also rounds beyond us, of a start that came to nothing
+    for other in others:  # later rounds too: they belong to a start that was rolled back
         if other not in kept:
             drop_round(directory, int(other.name.removeprefix("round-")))
     for left in [*directory.glob("gone-*"), *directory.glob("part-*")]:  # by a process that was killed
@@ -56,7 +49,7 @@ def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]]
 
 
 def drop_round(directory: Path, rounds: int) -> None:
-    """Forget the state after `rounds` rounds, if there is one: out of sight first, then off the disk."""
+    """Delete the state after `rounds` rounds, if there is one: it loses its name first."""
     folder, gone = directory / f"round-{rounds:06d}", directory / f"gone-{rounds:06d}"
     shutil.rmtree(gone, ignore_errors=True)
     with suppress(FileNotFoundError):
@@ -65,7 +58,7 @@ def drop_round(directory: Path, rounds: int) -> None:
 
 
 def saved_rounds(directory: Path) -> list[int]:
-    """Rounds whose state is whole, oldest first: a state is written before the pointer moves to it."""
+    """Rounds whose state is complete, oldest first: a state is written before the pointer moves to it."""
     try:
         newest = int(json.loads((directory / POINTER).read_text(encoding="utf-8"))["round"])
     except (OSError, ValueError, KeyError):
@@ -80,7 +73,7 @@ def load_round(directory: Path, rounds: int) -> dict[str, dict[str, Tensor]]:
 
 
 def load(directory: Path) -> tuple[int, dict[str, dict[str, Tensor]]] | None:
-    """(rounds done, tensors by file) of the newest whole state, or None when no round was finished."""
+    """(rounds done, tensors by file) of the newest complete state, or None when no round was finished."""
     try:
         pointer = json.loads((directory / POINTER).read_text(encoding="utf-8"))
         return int(pointer["round"]), load_round(directory, int(pointer["round"]))

@@ -22,7 +22,7 @@ from isthmus.model.llama import (
 
 
 class Decoder:
-    """Logits of the next token. What was fed before stays in the cache, so a token is computed once.
+    """Logits of the next token. The cache keeps what was fed before, so each token is computed once.
 
     A boundary maps every position by itself, so it fits between cached layers as it does in training.
     """
@@ -33,7 +33,7 @@ class Decoder:
         self.params, self.model, self.boundary_fns = params, model, dict(boundary_fns or {})
         table = params["tok_embeddings.weight"]
         self.dtype, self.device = table.dtype, table.device
-        self.cos, self.sin = (t.to(self.device) for t in rope_table(model, model.context))
+        self.cos, self.sin = rope_table(model, model.context, device=self.device)
         head_dim = model.width // model.heads
         shape = (model.layers, 1, model.heads, model.context, head_dim)
         self.keys, self.values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
@@ -44,7 +44,7 @@ class Decoder:
         """Append tokens; the logits (V,) after the last of them."""
         if not tokens or self.length + len(tokens) > self.model.context:
             raise ValueError(f"{self.length} + {len(tokens)} tokens do not fit {self.model.context}")
-        if self.length and len(tokens) > 1:  # the past is one causal block, the rest comes singly
+        if self.length and len(tokens) > 1:  # after the first block, tokens come one at a time
             for token in tokens[:-1]:
                 self.feed([token])
             tokens = tokens[-1:]

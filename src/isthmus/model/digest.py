@@ -1,4 +1,4 @@
-"""What a set of weights is known by, to the last bit."""
+"""Digests of weights: equal digests mean equal bits."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,10 @@ def shard_digest(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
     for name in names:
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name}/{tensor.dtype}/{tuple(tensor.shape)}\0".encode())
-        digest.update(
-            tensor.view(torch.uint8).numpy() if tensor.dim() else tensor.reshape(1).view(torch.uint8).numpy()
-        )
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def anchor_digest(shard_digests: Sequence[str]) -> str:
-    """Digest of a whole anchor from those of its shards, so that no process needs to hold all of it."""
+    """Digest of a whole anchor from those of its shards: no process needs to hold all of it."""
     return hashlib.sha256("/".join(shard_digests).encode()).hexdigest()

@@ -1,8 +1,7 @@
-"""Our LLaMA and Hugging Face's are one function under two sets of names: the names, the config, a folder
-read.
+"""Hugging Face LLaMA folders: their names, their config, their weights.
 
-RoPE pairs entry i of a head with entry i + head_dim / 2 in both, so no matrix is permuted on the way.
-Nothing is unpickled: weights come from safetensors or not at all.
+Their LLaMA and ours are the same function. RoPE pairs entry i of a head with entry i + head_dim / 2 in both,
+so no matrix is permuted. Nothing is unpickled: weights are read from safetensors only.
 """
 
 import json
@@ -95,7 +94,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model of a Hugging Face LLaMA folder; ConfigError where it is one that ours cannot be."""
+    """The model of a Hugging Face LLaMA folder; ConfigError where ours cannot compute it."""
     config = read_json(folder / CONFIG)
     kind = config.get("model_type")
     if kind not in ("llama", PIPELINED):
@@ -108,9 +107,17 @@ def read_config(folder: Path) -> ModelConfig:
         theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
         scaling = rope.get("rope_type", rope.get("type", "default"))
         _refuse(folder, config, scaling, heads, width)
-        whole = {name: int(values[name]) for name in ("vocab", "width", "layers", "heads", "ffn", "context")}
-        eps = float(values["norm_eps"])
-        return ModelConfig(**whole, rope_theta=float(theta), norm_eps=eps, init_std=float(std))
+        return ModelConfig(
+            vocab=int(values["vocab"]),
+            width=int(values["width"]),
+            layers=int(values["layers"]),
+            heads=int(values["heads"]),
+            ffn=int(values["ffn"]),
+            context=int(values["context"]),
+            rope_theta=float(theta),
+            norm_eps=float(values["norm_eps"]),
+            init_std=float(std),
+        )
     except KeyError as error:
         raise ConfigError(f"{folder / CONFIG} does not state {error.args[0]}; is the folder whole?") from None
     except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
@@ -141,7 +148,7 @@ def _refuse(folder: Path, config: Mapping[str, Any], scaling: str, heads: int, w
 
 
 def check_same(folder: Path, there: ModelConfig, model: ModelConfig) -> None:
-    """The recipe's model is the folder's, dimension by dimension; a shorter context is no other model."""
+    """Compare the recipe's model with the folder's, dimension by dimension; its context may be shorter."""
     differ = []
     for field in ("vocab", "width", "layers", "heads", "ffn", "rope_theta", "norm_eps"):
         found, wanted = getattr(there, field), getattr(model, field)
@@ -163,7 +170,7 @@ def read_params(folder: Path, model: ModelConfig) -> dict[str, Tensor]:
         where = _tensors(folder, stack)
         tied = OUTSIDE["output.weight"] not in where and read_json(folder / CONFIG).get("tie_word_embeddings")
         for name, shape in wanted.items():
-            # A tied head begins as a copy of the embedding and goes its own way from there.
+            # A tied head begins as a copy of the embedding; from there it trains on its own.
             source = OUTSIDE["tok_embeddings.weight"] if tied and name == "output.weight" else hf_name(name)
             if source not in where:
                 raise ConfigError(f"{folder} has no tensor {source}; is the folder whole?")
@@ -191,7 +198,7 @@ def read_extra(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 
 def _tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Where each tensor is: one file, or the several of an index."""
+    """The open file of each tensor: one file for all, or the several of an index."""
     if (folder / INDEX).is_file():
         listed = read_json(folder / INDEX).get("weight_map")
         if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):

@@ -17,7 +17,7 @@ from isthmus.model.llama import init_params
 
 
 def first_params(recipe: Recipe, expected: str | None = None) -> dict[str, Tensor]:
-    """`expected`: the digest that these weights had when the run began."""
+    """`expected` is the digest that these weights had when the run began."""
     if not recipe.model.start:
         return init_params(recipe.model, recipe.seed)
     folder = start_folder(recipe)
@@ -29,8 +29,8 @@ def first_params(recipe: Recipe, expected: str | None = None) -> dict[str, Tenso
 
 
 def checked_first(recipe: Recipe, corpus: Corpus | None) -> dict[str, Tensor] | None:
-    """What a run begins with that starts from a folder; None where its seed draws it. The corpus, where it is
-    at hand, must be in the folder's language."""
+    """theta^(0) of a run that starts from a folder; None where the seed draws it. A corpus that is given must
+    have the folder's tokenizer."""
     if not recipe.model.start:
         return None
     if corpus:
@@ -53,10 +53,10 @@ def start_digest(params: Mapping[str, Tensor]) -> str:
 
 
 def check_start_tokenizer(recipe: Recipe, corpus: Corpus) -> None:
-    """A model speaks the language of its tokenizer: the corpus must be in the same one."""
+    """The folder's tokenizer must be the one that made the corpus."""
     path = start_folder(recipe) / TOKENIZER
     if not path.is_file():
-        return  # some folders come without; the sizes agree, and that is all there is to see
+        return  # some folders have no tokenizer; then only the vocabulary sizes can be compared
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() == corpus.tokenizer_sha256:
         return

@@ -137,7 +137,7 @@ class InnerOpt:
 
     @torch.no_grad()
     def update(self, squared_norm: Tensor | None = None) -> Tensor:
-        """The device's part: clip, then AdamW. A stage clips by the squared norm (1,) of its whole replica."""
+        """The device's part: clip, then AdamW. A stage clips by the squared norm (1,) of its replica."""
         limit = self.config.clip or math.inf
         if self.fused:
             scales, norms = clip_scales(self.fused.squares(), limit, self.groups, squared_norm)

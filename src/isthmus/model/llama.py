@@ -1,5 +1,4 @@
-"""LLaMA as functions of named tensors, so that one replica, a stack of replicas and a single stage share
-them.
+"""LLaMA as functions of named tensors: one replica, a stack of replicas and a single stage share them.
 
 A weight has its own shape, (O, D), or carries the replicas of a stack in front, (R, O, D). The residual
 stream is (B, L, D) or (R, B, L, D) alike. Attention has no parameters, so there the replica axis folds into
@@ -17,15 +16,15 @@ from torch.nn import functional as F
 from isthmus.config import ModelConfig
 
 Params = Mapping[str, Tensor]
-BoundaryFunction = Callable[
-    [Tensor, Tensor], Tensor
-]  # (stream, tokens) -> stream: what a stage boundary does to it
-# For each number of layers, who crosses a boundary there: rows of the leading axis, and the crossing.
+Rope = tuple[Tensor, Tensor]  # cos and sin, (L, head_dim) each
+Weight = Tensor | Callable[[Tensor], Tensor]  # a matrix, or x -> x W^T where a stage defers its gradient
+BoundaryFunction = Callable[[Tensor, Tensor], Tensor]  # (stream, tokens) -> stream
+# For each number of layers, the boundaries behind them: rows of the leading axis, and what happens to them.
 BoundaryFunctions = Mapping[int, Sequence[tuple[slice, BoundaryFunction]]]
 
 
 def init_tensor(name: str, shape: Sequence[int], model: ModelConfig, seed: int) -> Tensor:
-    """A parameter's first value: a pure function of (seed, name), so a stage draws its own and no other."""
+    """A parameter's first value: a pure function of (seed, name), so a stage draws only its own."""
     if len(shape) == 1:
         return torch.ones(shape)  # norm gains
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -40,21 +39,22 @@ def init_params(model: ModelConfig, seed: int) -> dict[str, Tensor]:
     return {name: init_tensor(name, shape, model, seed) for name, shape in model.shapes().items()}
 
 
-def rope_table(model: ModelConfig, length: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin of RoPE, (L, head_dim) each; float64 until the end, so every device holds the same
-    table."""
+def rope_table(
+    model: ModelConfig,
+    length: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Rope:
+    """cos and sin of RoPE, computed in float64 on the CPU: every device holds the same table."""
     half = model.width // model.heads // 2
     frequency = model.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency).repeat(1, 2)  # (L, head_dim)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
-def linear(x: Tensor, weight: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
-    """x W^T over the last axis; the master weight is read in the stream's precision.
-
-    A stage that postpones weight gradients hands in the product itself in a weight's place.
-    """
-    if callable(weight):
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """x W^T over the last axis; the master weight is read in the stream's precision."""
+    if not isinstance(weight, Tensor):
         return weight(x)
     weight = weight.to(x.dtype)
     if weight.dim() == 2:
@@ -64,8 +64,8 @@ def linear(x: Tensor, weight: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Products(torch.autograd.Function):
-    """x W^T of every replica. Autograd's own form of it would give W's gradient transposed, and a copy of all
-    gradients would follow in every step."""
+    """x W^T of every replica. Autograd's own form would give the gradient of W transposed, and every step
+    would have to copy all gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -79,21 +79,21 @@ class _Products(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    wide = x.float() if x.dtype == torch.bfloat16 else x
-    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    full = x.float() if x.dtype == torch.bfloat16 else x
+    normed = (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     gain = gain.to(x.dtype)
     return normed * (gain if gain.dim() == 1 else gain.view(-1, *[1] * (x.dim() - 2), gain.shape[-1]))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
-    # cos and sin are wider than a bf16 stream: late positions need their angle exactly.
+    # cos and sin keep their precision beside a bf16 stream: late positions need the exact angle.
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 def embed(params: Params, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     table = params["tok_embeddings.weight"]
-    if table.dim() == 3:  # one table for each replica: look all of them up in one, the ids shifted
+    if table.dim() == 3:  # one table for each replica: one lookup in all of them, with shifted ids
         offset = torch.arange(table.shape[0], device=tokens.device) * table.shape[1]
         tokens = tokens + offset.view(-1, *[1] * (tokens.dim() - 1))
         table = table.flatten(0, 1)
@@ -103,9 +103,8 @@ def embed(params: Params, tokens: Tensor, dtype: torch.dtype) -> Tensor:
 def attention(params: Params, prefix: str, x: Tensor, model: ModelConfig, cos: Tensor, sin: Tensor) -> Tensor:
     def heads(matrix: str) -> Tensor:
         projected = linear(x, params[f"{prefix}.{matrix}.weight"])
-        return (
-            projected.flatten(0, -3).unflatten(-1, (model.heads, -1)).transpose(1, 2)
-        )  # (R B, heads, L, head_dim)
+        # (R B, heads, L, head_dim)
+        return projected.flatten(0, -3).unflatten(-1, (model.heads, -1)).transpose(1, 2)
 
     q, k, v = rotate(heads("wq"), cos, sin), rotate(heads("wk"), cos, sin), heads("wv")
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -121,18 +120,15 @@ def layer(params: Params, i: int, x: Tensor, model: ModelConfig, cos: Tensor, si
     block, eps = f"layers.{i}", model.norm_eps
     normed = rms_norm(x, params[f"{block}.attention_norm.weight"], eps)
     x = x + attention(params, f"{block}.attention", normed, model, cos, sin)
-    return x + feed_forward(
-        params, f"{block}.feed_forward", rms_norm(x, params[f"{block}.ffn_norm.weight"], eps)
-    )
+    normed = rms_norm(x, params[f"{block}.ffn_norm.weight"], eps)
+    return x + feed_forward(params, f"{block}.feed_forward", normed)
 
 
 def head(params: Params, x: Tensor, model: ModelConfig) -> Tensor:
     return linear(rms_norm(x, params["norm.weight"], model.norm_eps), params["output.weight"])
 
 
-def run_layers(
-    params: Params, layers: range, x: Tensor, model: ModelConfig, rope: tuple[Tensor, Tensor]
-) -> Tensor:
+def run_layers(params: Params, layers: range, x: Tensor, model: ModelConfig, rope: Rope) -> Tensor:
     for i in layers:
         x = layer(params, i, x, model, *rope)
     return x
@@ -142,21 +138,21 @@ def forward(
     params: Params,
     tokens: Tensor,
     model: ModelConfig,
-    rope: tuple[Tensor, Tensor],
+    rope: Rope,
     boundary_fns: BoundaryFunctions | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Logits of tokens (B, L) or (R, B, L), with every stage boundary on the way."""
     x = embed(params, tokens, dtype or params["tok_embeddings.weight"].dtype)
-    done = 0
-    for edge in sorted(boundary_fns or ()):
+    boundary_fns, done = boundary_fns or {}, 0
+    for edge in sorted(boundary_fns):
         x = cross(run_layers(params, range(done, edge), x, model, rope), tokens, boundary_fns[edge])
         done = edge
     return head(params, run_layers(params, range(done, model.layers), x, model, rope), model)
 
 
 def cross(x: Tensor, tokens: Tensor, here: Sequence[tuple[slice, BoundaryFunction]]) -> Tensor:
-    """Send the rows that have a boundary here over it; the others pass."""
+    """Apply the boundaries at this depth to their rows; the other rows stay as they are."""
     parts, done = [], 0
     for rows, function in here:
         if rows.start > done:
@@ -170,8 +166,8 @@ def cross(x: Tensor, tokens: Tensor, here: Sequence[tuple[slice, BoundaryFunctio
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean negative log-likelihood (nats per token): one number, or one for each replica of a stack."""
-    wide = logits.float() if logits.dtype == torch.bfloat16 else logits
-    losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+    full = logits.float() if logits.dtype == torch.bfloat16 else logits
+    losses = F.cross_entropy(full.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
     return losses.flatten(1).mean(1) if targets.dim() == 3 else losses.mean()
 
 
@@ -197,5 +193,5 @@ class Llama(nn.Module):
         length = tokens.shape[-1]
         if length > self.config.context:
             raise ValueError(f"{length} tokens do not fit the context of {self.config.context}")
-        rope = (self.cos[:length], self.sin[:length])
+        rope = (self.get_buffer("cos")[:length], self.get_buffer("sin")[:length])
         return forward(dict(self.named_parameters()), tokens, self.config, rope, boundary_fns)

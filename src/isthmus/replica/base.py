@@ -6,39 +6,58 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from isthmus.replica.clock import Clock
+
 
 class Replica(Protocol):
     """This process's part of a replica: all of it, one stage, or one of several that share a batch."""
 
-    grad_norm: float  # of the whole replica, at the last inner step, before clipping
+    @property
+    def clock(self) -> Clock:
+        """Times the compute of this process."""
+        ...
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the whole replica, at the last inner step, before clipping."""
+        ...
+
+    @property
+    def round_trip_seconds(self) -> float:
+        """Of the slowest link between stages, at the last inner step; 0 without links."""
+        ...
 
     def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
-        """Stand at the anchor: own parameters take its values, compressed stages its embedding (eqs. 3-4)."""
+        """Start from the anchor: the weights take its values, compressed stages its embedding (eqs. 3-4)."""
 
     def inner_step(self, inner_step: int) -> Tensor:
         """One InnerOpt update (eq. 1) on the batch of this inner step, counted over the whole run.
 
-        The loss of the whole replica, a float64 scalar that may still be on the device; the same in every
-        process of the replica.
+        Returns the loss of the whole replica, the same in every process of it: a float64 scalar that may
+        still be on the device.
         """
+        ...
 
     def named_parameters(self) -> dict[str, Tensor]:
         """What this process trains, under full-model names; the tensors themselves, detached."""
+        ...
 
     def state(self) -> dict[str, Tensor]:
         """InnerOpt's moments of this process, for a resumed run."""
+        ...
 
     def restore(self, state: Mapping[str, Tensor], step_count: int) -> None:
-        """Take up `state` as it was after `step_count` inner steps."""
+        """Continue from `state` as it was after `step_count` inner steps."""
 
     def pop_counts(self) -> dict[str, int]:
         """Bytes that this process sent to other stages since the last call, by purpose."""
+        ...
 
     def close(self) -> None:
-        """Part from the other processes of the replica."""
+        """End the connections to the other processes of the replica."""
 
 
-def types_of(precision: str) -> tuple[torch.dtype, torch.dtype]:
-    """(weights, stream) of "fp32", "fp64" or "bf16", the last over fp32 master weights."""
-    wide = torch.float64 if precision == "fp64" else torch.float32
-    return wide, torch.bfloat16 if precision == "bf16" else wide
+def precision_dtypes(precision: str) -> tuple[torch.dtype, torch.dtype]:
+    """(master weights, stream) of "fp32", "fp64" or "bf16", the last over fp32 master weights."""
+    master_dtype = torch.float64 if precision == "fp64" else torch.float32
+    return master_dtype, torch.bfloat16 if precision == "bf16" else master_dtype

@@ -1,27 +1,31 @@
-"""How the processes of one replica agree between inner steps: small messages through stage 0's TCPStore."""
+"""The control group of a replica: its processes agree between inner steps, through stage 0's TCPStore."""
 
 import json
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from isthmus.errors import RunError
 
-PARTING_SECONDS = 20.0
+if TYPE_CHECKING:  # whoever only reads the protocol needs no torch
+    from isthmus.replica.process_groups import Store
+
+LEAVE_SECONDS = 20.0
 
 
 class ControlGroup(Protocol):
-    """The processes of one replica; number 0 leads: it alone speaks for the replica in the bucket."""
+    """The processes of one replica; rank 0 is the leader: it alone writes to the bucket for the replica."""
 
     rank: int
     size: int
 
     def share(self, data: bytes) -> list[bytes]:
-        """Everybody's bytes, in the order of the ranks. All call it, the same number of times."""
+        """The bytes of all processes, by rank. All call it, the same number of times."""
+        ...
 
-    def part(self) -> None:
-        """Nothing more will be shared; who keeps the place where the others meet waits for them."""
+    def leave(self) -> None:
+        """End the sharing. The process that serves the store waits for the others."""
 
 
 class SingleProcess:
@@ -32,19 +36,18 @@ class SingleProcess:
     def share(self, data: bytes) -> list[bytes]:
         return [data]
 
-    def part(self) -> None:
+    def leave(self) -> None:
         pass
 
 
 class StageControlGroup:
-    """The stages of one replica. What they share are hashes, flags and counters: bytes of ours, never
-    objects."""
+    """The stages of one replica. They share hashes, flags and counters: bytes, never objects."""
 
     def __init__(
-        self, replica: str, rank: int, size: int, store: Any, timeout_seconds: float = 1800.0
+        self, replica: str, rank: int, size: int, store: "Store", timeout_seconds: float = 1800.0
     ) -> None:
         self.replica, self.rank, self.size, self.store = replica, rank, size, store
-        self.patience = timedelta(seconds=timeout_seconds)
+        self.timeout = timedelta(seconds=timeout_seconds)
         self.turn = 0
 
     def share(self, data: bytes) -> list[bytes]:
@@ -52,9 +55,9 @@ class StageControlGroup:
         try:
             self.store.set(f"share/{self.turn}/{self.rank}", data.hex())
             keys = [f"share/{self.turn}/{rank}" for rank in range(self.size)]
-            self.store.wait(keys, self.patience)
+            self.store.wait(keys, self.timeout)
             shared = [bytes.fromhex(self.store.get(key).decode("ascii")) for key in keys]
-            if self.turn > 2:  # everybody has read what is two turns old
+            if self.turn > 2:  # all have read what is two turns old
                 self.store.delete_key(f"share/{self.turn - 2}/{self.rank}")
         except (RuntimeError, ValueError) as error:
             why = str(error).splitlines()[0][:200]
@@ -63,17 +66,17 @@ class StageControlGroup:
             ) from None
         return shared
 
-    def part(self) -> None:
-        """Number 0 keeps the store: going first, it would take what the others have still to read."""
+    def leave(self) -> None:
+        """Rank 0 serves the store, so it leaves last: the others may still read."""
         with suppress(RuntimeError):
             self.store.set(f"parted/{self.rank}", "1")
             if self.rank == 0:
-                everybody = [f"parted/{rank}" for rank in range(self.size)]
-                self.store.wait(everybody, min(self.patience, timedelta(seconds=PARTING_SECONDS)))
+                others = [f"parted/{rank}" for rank in range(self.size)]
+                self.store.wait(others, min(self.timeout, timedelta(seconds=LEAVE_SECONDS)))
 
 
 def agree(control: ControlGroup, flag: bool) -> bool:
-    """The lead's answer, for everybody."""
+    """The leader's answer, in every process."""
     return control.share(bytes([flag]))[0] == b"\x01"
 
 
@@ -86,12 +89,12 @@ def all_true(control: ControlGroup, flag: bool) -> bool:
 
 
 def collect(control: ControlGroup, own: dict[int, str], total: int) -> Sequence[str]:
-    """One text for each of `total` places, every process giving those it holds; the first giver counts."""
+    """One text for each of `total` shards: every process gives those it has, and the lowest rank counts."""
     found: dict[int, str] = {}
     for data in control.share(json.dumps({str(k): v for k, v in own.items()}).encode()):
         for key, value in json.loads(data).items():
             found.setdefault(int(key), value)
-    missing = [place for place in range(total) if place not in found]
+    missing = [shard for shard in range(total) if shard not in found]
     if missing:
-        raise RunError(f"no process of this replica holds part {missing[0]}")
-    return [found[place] for place in range(total)]
+        raise RunError(f"no process of this replica has shard {missing[0]}")
+    return [found[shard] for shard in range(total)]

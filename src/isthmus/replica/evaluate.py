@@ -1,7 +1,7 @@
 """The three held-out losses, full, pipelined and mixed (docs/method.md, Three losses), and the bias that
 compressed boundaries bring in."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,13 +36,13 @@ class Scorer:
             corpus, recipe.inner.batch, recipe.model.context, recipe.data.eval_batches
         )
         self.held_out = [batch.to(device).long() for batch in batches]
-        self.rope = tuple(t.to(device) for t in rope_table(recipe.model, recipe.model.context, bases.dtype))
+        self.rope = rope_table(recipe.model, recipe.model.context, bases.dtype, device)
         self.frozen: Tensor | None = None  # the table that the round under way trains with
         self.recorded = recorded
-        self.recordings: dict[tuple, Callable[[], tuple[Tensor, Tensor]]] = {}
+        self.recordings: dict[tuple, gpu.Replayed] = {}
 
     def hold(self, table: Tensor) -> None:
-        """At a round's start: the embedding whose part outside S is frozen until the round's end."""
+        """Freeze the embedding at a round's start: its part outside S is constant until the round's end."""
         if any(member.config.compressed for member in self.members):
             self.frozen = table.detach().clone() if self.frozen is None else self.frozen.copy_(table)
 
@@ -54,7 +54,7 @@ class Scorer:
         forwards: dict[tuple, Member | None] = {(): None}  # one member for each that differs
         for key, member in zip(keys, self.members, strict=True):
             forwards.setdefault(key, member)
-        losses, dropped = (part.tolist() for part in self._measured(anchor, table, forwards))
+        losses, dropped = (tensor.tolist() for tensor in self._measured(anchor, table, forwards))
         by_forward = dict(zip(forwards, losses, strict=True))
         per_member = [by_forward[key] for key in keys]
         rest = iter(dropped)
@@ -75,8 +75,7 @@ class Scorer:
     def _measured(
         self, anchor: Mapping[str, Tensor], table: Tensor, forwards: Mapping[tuple, Member | None]
     ) -> tuple[Tensor, Tensor]:
-        """Each forward's loss, and what its compressed boundaries dropped one after the other; on the
-        device."""
+        """Each forward's loss, and the shares that all compressed boundaries dropped; on the device."""
 
         def work() -> tuple[Tensor, Tensor]:
             shares: list[Tensor] = []
@@ -86,7 +85,9 @@ class Scorer:
         if not self.recorded:
             return work()
         # Finishing changes the forwards, not the tensors they read.
-        return self.recordings.setdefault((id(anchor), id(table), *forwards), gpu.Replayed(work))()
+        recording = self.recordings.setdefault((id(anchor), id(table), *forwards), gpu.Replayed(work))
+        losses, shares = recording()
+        return losses, shares
 
     def _bias(self, embedding: Tensor, shares: Mapping[tuple, Sequence[float]]) -> dict[str, Bias]:
         """By compressed kind: the share of energy that each boundary drops, and the embedding's drift out of
@@ -115,13 +116,13 @@ class Scorer:
     def _loss(
         self, anchor: Mapping[str, Tensor], table: Tensor, member: Member | None, shares: list[Tensor]
     ) -> Tensor:
-        """`shares` takes what each compressed boundary dropped of the first held-out batch."""
+        """Appends to `shares` what each compressed boundary dropped of the first held-out batch."""
         if member is not None:
             anchor = dict(anchor) | projected(self.recipe, member, self.bases, anchor)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(self.held_out):
             boundary_fns = (
-                boundary_functions(self.recipe, [member], self.bases, table, len(batch)) if member else None
+                boundary_functions(self.recipe, [member], self.bases, table, len(batch)) if member else {}
             )
             if member and member.config.compressed and number == 0:
                 for boundary, edge in enumerate(sorted(boundary_fns)):

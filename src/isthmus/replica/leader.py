@@ -1,4 +1,4 @@
-"""A full replica of several processes: number 0 says what comes, the others do the same beside it."""
+"""A full replica of several processes: process 0 announces each call, the others make it too."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,13 @@ from isthmus.replica.full import FullReplica
 
 
 class LeaderReplica:
-    """Number 0's FullReplica. Every call that all must make is announced to them first, so that only
-    this one needs to know of rounds, buckets and state on disk."""
+    """Process 0's FullReplica. It announces every call that all must make, so only this process needs to
+    know of rounds, buckets and state on disk."""
+
+    round_trip_seconds = 0.0
 
     def __init__(self, replica: FullReplica, control: ControlGroup) -> None:
-        self.replica, self.control = replica, control
+        self.replica, self.control, self.clock = replica, control, replica.clock
 
     @property
     def grad_norm(self) -> float:
@@ -46,7 +48,7 @@ class LeaderReplica:
 
 
 def follow_leader(replica: FullReplica, control: ControlGroup) -> None:
-    """What the other processes do: as number 0 says, until it closes."""
+    """What the other processes do: repeat the calls of process 0 until it closes."""
     while True:
         word, _, number = control.share(b"")[0].decode("ascii").partition(" ")
         if word == "begin":

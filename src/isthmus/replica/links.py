@@ -1,8 +1,8 @@
-"""StageLink between processes, on torch.distributed: frames of known size, one group per direction.
+"""Links between stages, in one process or between two: frames of known size, one group per direction.
 
-A link carries frames: a few tensors whose shapes both sides know, laid end to end as bytes. Nothing on the
-wire says what it is, and nothing that arrives is unpickled. Whatever keeps the promises of `StageEnd` can
-take the place of gloo here.
+A link carries frames: a few tensors whose shapes both sides know, laid end to end as bytes. Frames have no
+header, and nothing that arrives is unpickled. Any other transport that keeps the promises of `StageEnd` would
+do in place of gloo.
 """
 
 import time
@@ -15,17 +15,17 @@ from math import prod
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from isthmus.errors import RunError
+from isthmus.layout.traffic import STAGE_PURPOSES
 
-STAGE_PURPOSES = ("activations", "gradients", "tokens", "control")
+LINK_PURPOSES = (*STAGE_PURPOSES, "control")  # control: agreeing on norm and loss, not part of the traffic
 TOKEN_TYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSpec:
     """One tensor of a frame, and what its bytes are counted as."""
 
     purpose: str
@@ -37,7 +37,7 @@ class Part:
         return prod(self.shape) * self.dtype.itemsize
 
 
-Layout = tuple[Part, ...]
+Frame = tuple[TensorSpec, ...]
 
 
 class StageEnd(Protocol):
@@ -45,20 +45,22 @@ class StageEnd(Protocol):
 
     counts: dict[str, int]  # bytes sent from this end, by purpose
 
-    def expect(self, frames: Sequence[Layout], ahead: int) -> None:
-        """Make ready for these frames, `ahead` of them at a time; at most `ahead` of ours wait to be sent."""
+    def expect(self, frames: Sequence[Frame], ahead: int) -> None:
+        """Prepare to receive these frames, `ahead` of them at a time; at most `ahead` wait to be sent."""
 
     def send(self, frame: Mapping[str, Tensor]) -> None:
-        """Hand over one frame, purpose by purpose, and go on at once."""
+        """Send one frame, its tensors by purpose, without waiting for its arrival."""
 
-    def take(self, timeout_seconds: float | None = None) -> tuple[Tensor, ...]:
-        """The next frame expected, when it is here; RunError when the neighbour dies or stalls."""
+    def receive(self, timeout_seconds: float | None = None) -> tuple[Tensor, ...]:
+        """Wait for the next expected frame; RunError when the neighbour dies or stalls."""
+        ...
 
     def ready(self) -> bool:
-        """False where `take` would wait for something that this very thread has to do first."""
+        """False where `receive` would wait for something that this very thread has to do first."""
+        ...
 
     def close(self) -> None:
-        """Part from a neighbour that closes too."""
+        """Close this end; the neighbour closes the other one."""
 
 
 def pack(frame: Mapping[str, Tensor], buffer: Tensor) -> None:
@@ -69,18 +71,18 @@ def pack(frame: Mapping[str, Tensor], buffer: Tensor) -> None:
         at += len(data)
 
 
-def unpack(buffer: Tensor, layout: Layout, device: torch.device) -> tuple[Tensor, ...]:
-    parts, at = [], 0
-    for part in layout:
-        data = buffer[at : at + part.num_bytes].to(device, copy=True)  # a copy of its own is aligned
-        parts.append(data.view(part.dtype).view(part.shape))
-        at += part.num_bytes
-    return tuple(parts)
+def unpack(buffer: Tensor, frame: Frame, device: torch.device) -> tuple[Tensor, ...]:
+    tensors, at = [], 0
+    for spec in frame:
+        data = buffer[at : at + spec.num_bytes].to(device, copy=True)  # a copy of its own is aligned
+        tensors.append(data.view(spec.dtype).view(spec.shape))
+        at += spec.num_bytes
+    return tuple(tensors)
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
-    """Who is on the two sides of a link: what an error has to say."""
+class LinkPeers:
+    """The two sides of a link, for messages about it."""
 
     replica: str
     stage: int
@@ -109,36 +111,38 @@ class ProcessLink:
     """
 
     def __init__(
-        self, out: Any, into: Any, peer: int, between: Between, device: torch.device, timeout_seconds: float
+        self, out: Any, into: Any, rank: int, peers: LinkPeers, device: torch.device, timeout_seconds: float
     ) -> None:
-        """out and into are process groups of two; `peer` is the neighbour's rank in both."""
-        self.out, self.into, self.peer, self.between = out, into, peer, between
+        """out and into are process groups of two; `rank` is the neighbour's in both."""
+        self.out: Any = out
+        self.into: Any = into
+        self.rank, self.peers = rank, peers
         self.device, self.timeout_seconds = device, timeout_seconds
         self.on_device = out.name() == "nccl"
-        self.counts = dict.fromkeys(STAGE_PURPOSES, 0)
+        self.counts: dict[str, int] = dict.fromkeys(LINK_PURPOSES, 0)
         self.sending: deque[tuple[Any, Tensor]] = deque()
-        self.posted: deque[tuple[Any, Tensor, Layout]] = deque()
-        self.expected: deque[Layout] = deque()
+        self.posted: deque[tuple[Any, Tensor, Frame]] = deque()
+        self.expected: deque[Frame] = deque()
         self.ahead, self.broken = 1, False
-        self.store: dist.Store | None = None  # stage 0's serves those that still join, so it stays open
-        self.num_sent = self.num_posted = 0  # the tags: a frame can meet no other receive than its own
+        self.store: Any = None  # stage 0's store serves stages that still join, so it stays open
+        self.num_sent = self.num_posted = 0  # the tags, which match a frame to its receive
 
     def _buffer(self, num_bytes: int) -> Tensor:
         if self.on_device:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
-    def expect(self, frames: Sequence[Layout], ahead: int) -> None:
+    def expect(self, frames: Sequence[Frame], ahead: int) -> None:
         self.expected.extend(frames)
         self.ahead = max(1, ahead)
         self._post()
 
     def _post(self) -> None:
         while self.expected and len(self.posted) < self.ahead:
-            layout = self.expected.popleft()
-            buffer = self._buffer(sum(part.num_bytes for part in layout))
+            frame = self.expected.popleft()
+            buffer = self._buffer(sum(spec.num_bytes for spec in frame))
             with self._faults():
-                self.posted.append((self.into.recv([buffer], self.peer, self.num_posted), buffer, layout))
+                self.posted.append((self.into.recv([buffer], self.rank, self.num_posted), buffer, frame))
             self.num_posted = (self.num_posted + 1) % 2**31
 
     def send(self, frame: Mapping[str, Tensor]) -> None:
@@ -150,26 +154,26 @@ class ProcessLink:
         if self.device.type == "cuda" and not self.on_device:
             torch.cuda.current_stream(self.device).synchronize()  # gloo reads the host's copy
         with self._faults():
-            self.sending.append((self.out.send([buffer], self.peer, self.num_sent), buffer))
+            self.sending.append((self.out.send([buffer], self.rank, self.num_sent), buffer))
         self.num_sent = (self.num_sent + 1) % 2**31
         for purpose, size in sizes.items():
             self.counts[purpose] += size
 
     def _settle(self, timeout_seconds: float) -> None:
-        self._wait(self.sending[0][0], timeout_seconds, self.between.stuck(timeout_seconds))
+        self._wait(self.sending[0][0], timeout_seconds, self.peers.stuck(timeout_seconds))
         self.sending.popleft()
 
-    def take(self, timeout_seconds: float | None = None) -> tuple[Tensor, ...]:
-        work, buffer, layout = self.posted[0]
+    def receive(self, timeout_seconds: float | None = None) -> tuple[Tensor, ...]:
+        work, buffer, frame = self.posted[0]
         timeout_seconds = timeout_seconds or self.timeout_seconds
-        self._wait(work, timeout_seconds, self.between.silent(timeout_seconds))
+        self._wait(work, timeout_seconds, self.peers.silent(timeout_seconds))
         self.posted.popleft()
         self._post()
-        return unpack(buffer, layout, self.device)
+        return unpack(buffer, frame, self.device)
 
     def _wait(self, work: Any, seconds: float, late: str) -> None:
         with self._faults(late):
-            if self.on_device:  # there `wait` only orders streams
+            if self.on_device:  # where `wait` only orders streams
                 deadline = time.monotonic() + seconds
                 while not work.is_completed():
                     if time.monotonic() > deadline:
@@ -179,7 +183,7 @@ class ProcessLink:
 
     @contextmanager
     def _faults(self, late: str = "") -> Iterator[None]:
-        """Turn what torch.distributed raises into one line that names the link."""
+        """Turn an error of torch.distributed into one line that names the link."""
         try:
             yield
         except RunError:
@@ -192,21 +196,21 @@ class ProcessLink:
                 raise RunError(late) from None
             closed = any(word in text for word in ("by peer", "Broken pipe", "ocket closed"))
             why = "the connection was closed" if closed else text.splitlines()[0]
-            raise RunError(self.between.lost(why)) from None
+            raise RunError(self.peers.lost(why)) from None
 
     def ready(self) -> bool:
         return True
 
     def close(self) -> None:
-        """Both sides say goodbye and hear it, so that neither's exit cuts off what the other still reads.
+        """Exchange a last frame, so that the exit of one side cannot cut off what the other still reads.
 
-        A link given up in the middle of a step is dropped: the neighbour sees the connection close.
+        A link that is closed in the middle of a step is dropped: the neighbour sees the connection close.
         """
         with suppress(RunError):
             if not self.broken and not self.posted:
-                self.expect([(Part("control", (1,), torch.uint8),)], 1)
+                self.expect([(TensorSpec("control", (1,), torch.uint8),)], 1)
                 self.send({"control": torch.zeros(1, dtype=torch.uint8, device=self.device)})
-                self.take()
+                self.receive()
                 while self.sending:
                     self._settle(self.timeout_seconds)
         self.sending.clear()
@@ -215,14 +219,14 @@ class ProcessLink:
 
 
 class LocalEnd:
-    """A StageEnd inside one process: frames wait in a queue, and are counted as if they travelled."""
+    """A StageEnd inside one process: frames wait in a queue and are counted as if they travelled."""
 
-    def __init__(self, out: deque, into: deque) -> None:
+    def __init__(self, out: deque[tuple[Tensor, ...]], into: deque[tuple[Tensor, ...]]) -> None:
         self.out, self.into = out, into
-        self.counts = dict.fromkeys(STAGE_PURPOSES, 0)
-        self.expected: deque[Layout] = deque()
+        self.counts: dict[str, int] = dict.fromkeys(LINK_PURPOSES, 0)
+        self.expected: deque[Frame] = deque()
 
-    def expect(self, frames: Sequence[Layout], ahead: int) -> None:
+    def expect(self, frames: Sequence[Frame], ahead: int) -> None:
         self.expected.extend(frames)
 
     def send(self, frame: Mapping[str, Tensor]) -> None:
@@ -230,14 +234,14 @@ class LocalEnd:
             self.counts[purpose] += tensor.numel() * tensor.element_size()
         self.out.append(tuple(tensor.detach() for tensor in frame.values()))
 
-    def take(self, timeout_seconds: float | None = None) -> tuple[Tensor, ...]:
-        frame, layout = self.into.popleft(), self.expected.popleft()
-        for tensor, part in zip(frame, layout, strict=True):
-            if tuple(tensor.shape) != part.shape or tensor.dtype != part.dtype:
+    def receive(self, timeout_seconds: float | None = None) -> tuple[Tensor, ...]:
+        tensors, frame = self.into.popleft(), self.expected.popleft()
+        for tensor, spec in zip(tensors, frame, strict=True):
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
                 raise ValueError(
-                    f"{part.purpose} came as {tuple(tensor.shape)} {tensor.dtype}, not as {part}"
+                    f"{spec.purpose} came as {tuple(tensor.shape)} {tensor.dtype}, not as {spec}"
                 )
-        return frame
+        return tensors
 
     def ready(self) -> bool:
         return bool(self.into)
@@ -249,5 +253,6 @@ class LocalEnd:
 
 def local_pair() -> tuple[LocalEnd, LocalEnd]:
     """The two ends of a link inside one process: the earlier stage's, the later stage's."""
-    down, up = deque(), deque()
-    return LocalEnd(down, up), LocalEnd(up, down)
+    forward: deque[tuple[Tensor, ...]] = deque()
+    back: deque[tuple[Tensor, ...]] = deque()
+    return LocalEnd(forward, back), LocalEnd(back, forward)

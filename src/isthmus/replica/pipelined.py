@@ -1,4 +1,4 @@
-"""Drives the stages it is given, all of them or one, through the schedule."""
+"""A pipelined replica: its stages in this process, all of them or one, driven through the schedule."""
 
 import math
 import time
@@ -25,25 +25,26 @@ from isthmus.layout.schedule import (
     limited,
     one_f_one_b,
 )
-from isthmus.replica.links import Part, StageEnd, local_pair
+from isthmus.replica.clock import Clock
+from isthmus.replica.links import StageEnd, TensorSpec, local_pair
 from isthmus.replica.stage import Stage
 
-# What the stages tell each other at the end of an inner step: squared gradient norm, loss, the slowest
-# stage's seconds per micro-batch, the slowest link's seconds there and back, and for how long the sender held
-# micro-batch 0.
-CONTROL = (Part("control", (5,), torch.float64),)
+# What stages send each other at the end of an inner step: squared gradient norm, loss, the slowest stage's
+# seconds per micro-batch, the slowest link's round trip, and the time between micro-batch 0's arrival at the
+# sender and its gradient's departure.
+CONTROL = (TensorSpec("control", (5,), torch.float64),)
 FIRST_LOOK, LOOK_EVERY = 3, 20  # inner steps until depths are chosen from measured times, and then again
 FORWARD_SHARE = 1 / 3  # of a micro-batch's compute
-SLACK = 1.15  # on measured round trips: a link that jitters finds no room in an exact fit
+SLACK = 1.15  # on measured round trips: an exact fit leaves no room for jitter
 
 
 class PipelinedReplica:
     """The stages of one replica that live in this process: one of them, or all, joined by local links.
 
-    The schedule decides only when a stage does what: every stage runs its backwards in the order of the
-    micro-batches, so the weights do not depend on it. Once they are all done, shares of the norm and the loss
-    run down the links to stage 0, right behind the last gradients, and the totals back up, ahead of the next
-    step's first activations: agreeing on the norm costs the pipeline no round trip of its own.
+    The schedule decides only the order of a stage's actions: every stage runs its backwards in the order of
+    the micro-batches, so the weights do not depend on it. After the last backward, shares of the norm and the
+    loss travel down the links to stage 0, right behind the last gradients, and the totals travel back up,
+    ahead of the next step's first activations. So agreeing on the norm costs no round trip of its own.
     """
 
     def __init__(
@@ -55,34 +56,33 @@ class PipelinedReplica:
         batches: Batches | None = None,
         *,
         schedule: str = "auto",
-        round_patience_seconds: float = 1800.0,
+        round_timeout_seconds: float = 1800.0,
     ) -> None:
-        """links: for each stage its ends to the one before and the one after. batches: where stage 0 is here.
+        """`links` are each stage's ends to the stage before and the stage after. Stage 0 needs `batches`.
 
         `schedule` is "auto" (depths from measured times), "1f1b" or "gpipe"; all keep to the recipe's
-        inner.in_flight. Between rounds a neighbour may be silent for round_patience_seconds.
+        inner.in_flight. Between rounds a neighbour may be silent for round_timeout_seconds.
         """
         self.recipe, self.member, self.stages, self.links = recipe, member, tuple(stages), tuple(links)
         self.batches, self.limit = batches, recipe.inner.in_flight
-        self.round_patience_seconds = round_patience_seconds
+        self.round_timeout_seconds = round_timeout_seconds
+        self.clock = Clock(self.stages[0].device)
         self.num_stages, self.num_micro_batches = member.config.stages, recipe.inner.micro_batches
         if schedule not in ("auto", "1f1b", "gpipe"):
             raise ConfigError(f'schedule is "{schedule}"; it is one of auto, 1f1b, gpipe')
         if self.stages[0].first and batches is None:
-            raise ValueError("stage 0 reads the batches; none were given")
+            raise ValueError("stage 0 reads the batches, and none were given")
         self.automatic = schedule == "auto"
         fixed = {"1f1b": one_f_one_b, "gpipe": gpipe}.get(schedule)
         if fixed:
             self.schedule = limited(fixed(self.num_stages, self.num_micro_batches), self.limit)
         else:
             self.schedule = self._first_guess()
-        self.patience: float | None = None  # the links' own, except in a round's first inner step
+        self.timeout_seconds: float | None = None  # the links' own, except in a round's first inner step
         self.grad_norm = math.nan
-        self.seconds: dict[
-            str, float
-        ] = {}  # of the slowest stage and the slowest link, at the last inner step
-        self.seen: list[tuple[float, float]] = []
-        self.chosen_for = math.inf  # the link's round trip over a micro-batch's compute
+        self.round_trip_seconds = 0.0
+        self.measured: list[tuple[float, float]] = []  # a micro-batch's compute, the slowest round trip
+        self.chosen_for = math.inf  # round trip / compute for which the depths were chosen
         self.num_steps = 0
         self.counted: dict[str, int] = {}
 
@@ -107,12 +107,12 @@ class PipelinedReplica:
         return cls(recipe, member, stages, links, batches, schedule=schedule)
 
     def _first_guess(self) -> Schedule:
-        """The recipe's figures, until there are measured ones."""
+        """From the recipe's figures, until there are measured ones."""
         config, model, m = self.member.config, self.recipe.model, self.num_micro_batches
         link_seconds = self._link_seconds()
         tokens = self.recipe.inner.batch // m * model.context
         flops = 6 * model.num_parameters / self.num_stages * tokens
-        # Where the machines' rate is not known: a link as slow as compute, the slowest that can be hidden.
+        # Without the machines' rate, assume a link as slow as compute: the slowest that can be hidden.
         t_seconds = flops / (config.tflops * 1e12) if config.tflops else link_seconds
         latency = config.link.latency_ms / 1e3
         return self._deep(t_seconds, link_seconds + latency)
@@ -124,7 +124,7 @@ class PipelinedReplica:
 
     def _deep(self, t_seconds: float, one_way_seconds: float, slack: float = 1.0) -> Schedule:
         s, m = self.num_stages, self.num_micro_batches
-        # A round trip does not say what of it is rate and what latency: the recipe states a rate.
+        # A round trip does not separate rate from latency: the recipe states the rate.
         link_seconds = min(self._link_seconds(), one_way_seconds)
         latency = one_way_seconds * slack - link_seconds
         schedule = deep(s, m, depths(s, m, t_seconds, link_seconds, latency, self.limit))
@@ -142,37 +142,39 @@ class PipelinedReplica:
     def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
         for stage in self.stages:
             stage.begin_round(anchor)
-        self.patience = self.round_patience_seconds
+        self.timeout_seconds = self.round_timeout_seconds
 
     def inner_step(self, inner_step: int) -> Tensor:
         """One InnerOpt update of the whole replica (eq. 1); its loss, the same at every stage."""
-        self._follow_round(inner_step // self.recipe.outer.inner_steps + 1)
-        runs = [_Run(stage, *ends) for stage, ends in zip(self.stages, self.links, strict=True)]
+        self._open_boundaries(inner_step // self.recipe.outer.inner_steps + 1)
+        runs = [
+            _StageStep(stage, *ends, self.clock, self.timeout_seconds)
+            for stage, ends in zip(self.stages, self.links, strict=True)
+        ]
         for run in runs:
-            run.begin(self.depths, self.num_micro_batches, self.patience)
-        if self.stages[0].first:
+            run.begin(self.depths, self.num_micro_batches)
+        if self.batches is not None and self.stages[0].first:
             tokens = self.batches.at(self.member.index, inner_step).to(self.stages[0].device)
             runs[0].micro_batches = tokens.chunk(self.num_micro_batches)  # each (B, L + 1)
         self._execute(runs)
         totals = self._agree(runs)
-        square, loss, compute, trip = totals[:4].tolist()
-        for run in runs:
-            by_replica = self.recipe.inner.clip_scope == "replica"
-            run.stage.opt.follow(inner_step)
-            run.stage.step(square if by_replica else run.square)
-        self.patience = None
+        square, loss, compute, self.round_trip_seconds = totals[:4].tolist()
+        by_replica = self.recipe.inner.clip_scope == "replica"
+        with self.clock:
+            for run in runs:
+                run.stage.step(square if by_replica else run.square, inner_step)
+        self.timeout_seconds = None
         self.grad_norm = math.sqrt(square) if square >= 0 else math.nan
-        self.seconds = {"compute": compute, "there_and_back": trip}
-        self._look(compute, trip)
+        self._choose_depths(compute, self.round_trip_seconds)
         return torch.tensor(loss, dtype=torch.float64)
 
-    def _follow_round(self, round_number: int) -> None:
-        """Where finishing begins, frames grow to the whole stream: depths are measured and chosen anew."""
-        if any([stage.follow_round(round_number) for stage in self.stages]):
-            self.num_steps, self.seen, self.chosen_for = 0, [], math.inf
+    def _open_boundaries(self, round_number: int) -> None:
+        """When finishing begins, frames grow to the whole stream: depths are measured and chosen anew."""
+        if any([stage.open_boundaries(round_number) for stage in self.stages]):
+            self.num_steps, self.measured, self.chosen_for = 0, [], math.inf
 
-    def _execute(self, runs: Sequence["_Run"]) -> None:
-        """Every stage's actions in its order; stages of one process take turns as their input comes."""
+    def _execute(self, runs: Sequence["_StageStep"]) -> None:
+        """Every stage's actions in its order; stages of one process take turns as their input arrives."""
         left = [list(reversed(self.schedule[run.stage.index])) for run in runs]
         while any(left):
             moved = False
@@ -181,31 +183,31 @@ class PipelinedReplica:
                     run.act(actions.pop())
                     moved = True
             if not moved:
-                raise RuntimeError(f"replica {self.member.name}: its schedule stopped")
+                raise RuntimeError(f"replica {self.member.name}: no stage can run its next action")
 
-    def _agree(self, runs: Sequence["_Run"]) -> Tensor:
+    def _agree(self, runs: Sequence["_StageStep"]) -> Tensor:
         """Shares down to stage 0, totals back up: the same bits at every stage."""
         for run in reversed(runs):
-            run.tell_share()
+            run.send_share()
         for run in runs:
-            run.tell_totals()
+            run.send_totals()
         return runs[0].totals
 
-    def _look(self, compute: float, trip: float) -> None:
+    def _choose_depths(self, compute: float, round_trip: float) -> None:
         """Choose the depths from agreed times, so that all stages choose alike."""
         self.num_steps += 1
-        if not self.automatic or self.num_steps == 1:  # the first step also pays for warming up
+        if not self.automatic or self.num_steps == 1:  # the first step includes the warm-up
             return
-        self.seen.append((compute, trip))
-        if self.num_steps == FIRST_LOOK or len(self.seen) == LOOK_EVERY:
-            # A measured round trip is never too short: the smallest is the nearest.
-            compute = sum(seconds for seconds, _ in self.seen) / len(self.seen)
-            trip = max(1e-6, min(seconds for _, seconds in self.seen))
-            # Deeper queues make round trips look longer, so only a real change is followed.
-            if not 0.5 < (trip / compute) / self.chosen_for < 2:
-                self.chosen_for = trip / compute
-                self.schedule = self._deep(compute, trip / 2, SLACK)
-            self.seen = []
+        self.measured.append((compute, round_trip))
+        if self.num_steps == FIRST_LOOK or len(self.measured) == LOOK_EVERY:
+            # A measured round trip is never too short, so the smallest one is the best.
+            compute = sum(seconds for seconds, _ in self.measured) / len(self.measured)
+            round_trip = max(1e-6, min(seconds for _, seconds in self.measured))
+            # Deeper queues make round trips look longer, so a small change is ignored.
+            if not 0.5 < (round_trip / compute) / self.chosen_for < 2:
+                self.chosen_for = round_trip / compute
+                self.schedule = self._deep(compute, round_trip / 2, SLACK)
+            self.measured = []
 
     def named_parameters(self) -> dict[str, Tensor]:
         return {name: p.detach() for stage in self.stages for name, p in stage.params.items()}
@@ -233,25 +235,34 @@ class PipelinedReplica:
             end.close()
 
 
-class _Run:
-    """One stage through one inner step: its actions, its clock, its share of what all have to know."""
+class _StageStep:
+    """One inner step of one stage: its actions, their times, its share of norm and loss."""
 
-    def __init__(self, stage: Stage, before: StageEnd | None, after: StageEnd | None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        before: StageEnd | None,
+        after: StageEnd | None,
+        clock: Clock,
+        timeout_seconds: float | None,
+    ) -> None:
         self.stage, self.before, self.after = stage, before, after
+        self.clock, self.timeout_seconds = clock, timeout_seconds
         self.micro_batches: Sequence[Tensor] = ()
         self.loss = torch.zeros((), dtype=torch.float64, device=stage.device)
-        self.compute_seconds = 0.0
-        self.first_in = self.first_out = self.first_back = 0.0  # micro-batch 0: came, went forward, came back
-        self.held_seconds = 0.0  # between its coming from the stage before and its going back there
+        self.compute_seconds = 0.0  # with packing and sending, which the clock leaves out
+        # Of micro-batch 0: when its activations arrived and left, when its gradient arrived, and how long it
+        # was here between arriving from the stage before and returning there.
+        self.arrived = self.left = self.returned = self.stay_seconds = 0.0
 
-    def begin(self, depths: Sequence[int], num_micro_batches: int, patience: float | None) -> None:
-        """Post what will come. A neighbour's frames that we have not taken are at most its depth or ours."""
-        self.num_micro_batches, self.patience = num_micro_batches, patience
+    def begin(self, depths: Sequence[int], num_micro_batches: int) -> None:
+        """Post the receives. A neighbour is ahead of us by at most its depth or ours."""
+        self.num_micro_batches = num_micro_batches
         self.stage.begin_step()
-        forth, back = self.stage.frames()
+        forward, back = self.stage.frames()
         s = self.stage.index
         if self.before:
-            self.before.expect([forth] * num_micro_batches + [CONTROL], depths[s - 1])
+            self.before.expect([forward] * num_micro_batches + [CONTROL], depths[s - 1])
         if self.after:
             self.after.expect([back] * num_micro_batches + [CONTROL], depths[s])
 
@@ -268,55 +279,59 @@ class _Run:
             self._backward(action.micro_batch, whole=isinstance(action, Backward))
         else:
             started = time.perf_counter()
-            self.stage.backward_weight(action.micro_batch)
+            with self.clock:
+                self.stage.backward_weight(action.micro_batch)
             self.compute_seconds += time.perf_counter() - started
 
     def _forward(self, i: int) -> None:
-        z_in, tokens = (None, self.micro_batches[i]) if not self.before else self.before.take(self.patience)
+        if self.before:
+            z_in, tokens = self.before.receive(self.timeout_seconds)
+        else:
+            z_in, tokens = None, self.micro_batches[i]
         started = time.perf_counter()
-        out = self.stage.forward(i, tokens.long(), z_in)
+        with self.clock:
+            out = self.stage.forward(i, tokens.long(), z_in)
+        if i == 0:
+            self.arrived, self.left = started, time.perf_counter()
         if self.after:
             ids = tokens.to(self.stage.frames()[0][1].dtype)
-            sent = time.perf_counter()
             self.after.send({"activations": out, "tokens": ids})
         else:
             self.loss += out
-            sent = time.perf_counter()
-        if i == 0:
-            self.first_in, self.first_out = started, sent
         self.compute_seconds += time.perf_counter() - started
 
     def _backward(self, i: int, whole: bool) -> None:
-        (grad,) = self.after.take(self.patience) if self.after else (None,)
+        (grad,) = self.after.receive(self.timeout_seconds) if self.after else (None,)
         started = time.perf_counter()
-        if i == 0:
-            self.first_back = started
-        back = self.stage.backward(i, grad) if whole else self.stage.backward_input(i, grad)
+        with self.clock:
+            back = self.stage.backward(i, grad) if whole else self.stage.backward_input(i, grad)
         if self.before:
+            assert back is not None
             self.before.send({"gradients": back})
         if i == 0:
-            self.held_seconds = time.perf_counter() - self.first_in
+            self.returned, self.stay_seconds = started, time.perf_counter() - self.arrived
         self.compute_seconds += time.perf_counter() - started
 
-    def tell_share(self) -> None:
-        """This stage's share, joined to those of the stages after it, for the one before it."""
-        self.square = self.stage.squared_norm()
+    def send_share(self) -> None:
+        """Add this stage's share to those of the stages after it; the sum goes to the stage before."""
+        with self.clock:
+            self.square = self.stage.squared_norm()
         compute = self.compute_seconds / self.num_micro_batches
         share = torch.tensor(
-            [self.square, self.loss.item(), compute, 0.0, self.held_seconds], dtype=torch.float64
+            [self.square, self.loss.item(), compute, 0.0, self.stay_seconds], dtype=torch.float64
         )
         if self.after:
-            later = self.after.take(self.patience)[0].cpu()
-            trip = self.first_back - self.first_out - later[4].item()
+            later = self.after.receive(self.timeout_seconds)[0].cpu()
+            round_trip = self.returned - self.left - later[4].item()
             share[:2] += later[:2]
             share[2] = max(compute, later[2].item())
-            share[3] = max(trip, later[3].item())
+            share[3] = max(round_trip, later[3].item())
         self.totals = share
         if self.before:
             self.before.send({"control": share})
 
-    def tell_totals(self) -> None:
+    def send_totals(self) -> None:
         if self.before:
-            self.totals = self.before.take(self.patience)[0].cpu()
+            self.totals = self.before.receive(self.timeout_seconds)[0].cpu()
         if self.after:
             self.after.send({"control": self.totals})

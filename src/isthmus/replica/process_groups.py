@@ -1,5 +1,4 @@
-"""How the processes of a replica find each other: a store that stage 0 keeps, private addresses only, and
-then the links between neighbours."""
+"""How the processes of a replica find each other: stage 0's store, private addresses only, then links."""
 
 import ipaddress
 import socket
@@ -9,10 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import (  # torch's stubs do not list these names as exported
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
 from isthmus.errors import ConfigError, RunError
-from isthmus.replica.links import Between, ProcessLink
+from isthmus.replica.links import LinkPeers, ProcessLink
 
+Store = TorchStore
 PRIVATE = [
     ipaddress.ip_network(network)
     for network in ("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16")
@@ -22,20 +27,20 @@ PRIVATE = [
 def check_private(host: str, trust_network: bool = False) -> str:
     """A host's address, as a number; ConfigError unless it is loopback or private, or the network trusted.
 
-    A name is resolved once, here, and only what it resolved to is used afterwards.
+    A name is resolved only here; afterwards its address is used.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise ConfigError(f'no machine is called "{host}"; give an address or a name that resolves') from None
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    numbers = list(dict.fromkeys(entry[4][0] for entry in found))
+    numbers = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     for number in numbers:
         address = ipaddress.ip_address(number)
         address = getattr(address, "ipv4_mapped", None) or address
         if address.is_unspecified or address.is_multicast:
             raise ConfigError(
-                f"{host} is no machine's address; give the one at which the other stages reach it"
+                f"{host} is not the address of one machine; give the one at which the other stages reach it"
             )
         inside = any(address in network for network in PRIVATE if network.version == address.version)
         if not inside and not trust_network:
@@ -54,25 +59,25 @@ def open_store(
     session: str = "",
     join_seconds: float = 120.0,
     trust_network: bool = False,
-) -> tuple[dist.Store, str]:
-    """Where the processes of a replica meet: a store that stage 0 keeps at `master`, HOST:PORT, and the
-    address of this process, from which it reaches the master.
+) -> tuple[Store, str]:
+    """The store of a replica's processes, which stage 0 serves at `master`, HOST:PORT, and the address from
+    which this process reaches it.
 
-    `session` must be the same for all of them: the run, the replica's incarnation, whatever tells a stage
-    that it came to the wrong place.
+    `session` must be the same for all of them, such as the run and the replica's incarnation: with another
+    one, a stage has the address of another replica.
     """
     host, port = _split(master)
     host = check_private(host, trust_network)
-    patience = timedelta(seconds=join_seconds)
+    timeout = timedelta(seconds=join_seconds)
     deadline = time.monotonic() + join_seconds
     if stage == 0:
-        # Left to itself the store would listen on every address of this machine.
+        # With a socket of its own the store would listen on every address of this machine.
         fd, own = _listen(host, port).detach(), host
-        store = dist.TCPStore(host, port, None, True, patience, wait_for_workers=False, master_listen_fd=fd)
+        store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
         store.set("session", session)
     else:
         own = check_private(_reach(replica, host, port, deadline, join_seconds), trust_network)
-        store = dist.TCPStore(host, port, None, False, patience, wait_for_workers=False)
+        store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     if _ask(store, "session", deadline, replica) != session:
         raise ConfigError(
             f"replica {replica}: {master} is stage 0 of another run or start than stage {stage}'s"
@@ -85,7 +90,7 @@ def connect(
     replica: str,
     stage: int,
     num_stages: int,
-    store: dist.Store,
+    store: Store,
     address: str,
     device: torch.device | str = "cpu",
     timeout_seconds: float = 60.0,
@@ -93,18 +98,18 @@ def connect(
     trust_network: bool = False,
     backend: str = "gloo",
 ) -> tuple[ProcessLink | None, ProcessLink | None]:
-    """The links of a stage to the one before it and the one after it (None at the ends), once they are up.
+    """Connect a stage to the one before it and the one after it; its links, None at the ends.
 
-    `address` is this stage's own: it listens there and nowhere else, and tells its neighbours that number.
-    A store that outlives a restart is handed in with a prefix of its own for every start. Nothing is read
-    from the environment. A neighbour may be silent for timeout_seconds.
+    `address` is this stage's own: it listens only there, and publishes that number to its neighbours. For a
+    store that outlives a restart, give every start a prefix of its own. Nothing is read from the environment.
+    A neighbour may be silent for timeout_seconds.
     """
     if not 0 <= stage < num_stages:
         raise ConfigError(
             f"replica {replica}: there is no stage {stage}; its stages are 0 to {num_stages - 1}"
         )
     address = check_private(address, trust_network)
-    patience, deadline = timedelta(seconds=join_seconds), time.monotonic() + join_seconds
+    timeout, deadline = timedelta(seconds=join_seconds), time.monotonic() + join_seconds
     store.set(f"stage/{stage}", address)
     links: list[ProcessLink | None] = []
     for neighbour in (stage - 1, stage + 1):
@@ -114,30 +119,32 @@ def connect(
         there = _ask(store, f"stage/{neighbour}", deadline, replica)
         if there is None:
             raise RunError(f"replica {replica}: stage {neighbour} did not join within {join_seconds:g} s")
-        between = Between(replica, stage, neighbour, check_private(there, trust_network))
+        peers = LinkPeers(replica, stage, neighbour, check_private(there, trust_network))
         rank, edge = int(neighbour < stage), min(stage, neighbour)
         try:
-            forth, back = (
-                group(backend, dist.PrefixStore(f"{edge}/{way}", store), rank, 2, address, patience)
+            forward, back = (
+                make_group(backend, PrefixStore(f"{edge}/{way}", store), rank, 2, address, timeout)
                 for way in ("forth", "back")
             )
         except RuntimeError as error:
-            raise RunError(between.lost(str(error).splitlines()[0])) from None
-        out, into = (back, forth) if rank else (forth, back)
-        link = ProcessLink(out, into, 1 - rank, between, torch.device(device), timeout_seconds)
+            raise RunError(peers.lost(str(error).splitlines()[0])) from None
+        out, into = (back, forward) if rank else (forward, back)
+        link = ProcessLink(out, into, 1 - rank, peers, torch.device(device), timeout_seconds)
         link.store = store
         links.append(link)
     return links[0], links[1]
 
 
-def group(backend: str, store: dist.Store, rank: int, size: int, address: str, patience: timedelta) -> Any:
-    """A process group on our address, which it advertises; there is no default group."""
+def make_group(backend: str, store: Store, rank: int, size: int, address: str, timeout: timedelta) -> Any:
+    """A process group that listens on `address` and advertises it; there is no default group."""
+    torch_distributed: Any = dist  # whose stubs lack these constructors
     if backend == "nccl":
-        return dist.ProcessGroupNCCL(store, rank, size, patience)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout, options._threads = patience, 1
-    return dist.ProcessGroupGloo(store, rank, size, options)
+        return torch_distributed.ProcessGroupNCCL(store, rank, size, timeout)
+    gloo = torch_distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout, options._threads = timeout, 1
+    return gloo(store, rank, size, options)
 
 
 def _split(master: str) -> tuple[str, int]:
@@ -156,7 +163,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _reach(replica: str, host: str, port: int, deadline: float, join_seconds: float) -> str:
-    """Wait for the master; the address from which it is reached."""
+    """Wait for the master; returns the address from which it is reached."""
     while True:
         left = deadline - time.monotonic()
         try:
@@ -172,12 +179,12 @@ def _reach(replica: str, host: str, port: int, deadline: float, join_seconds: fl
             time.sleep(min(0.2, max(0.0, left)))
 
 
-def _ask(store: dist.Store, key: str, deadline: float, replica: str) -> str | None:
-    """What another process has put there, or None when the time is over."""
+def _ask(store: Store, key: str, deadline: float, replica: str) -> str | None:
+    """The value that another process sets there, or None at the deadline."""
     try:
         store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
         return store.get(key).decode(errors="replace")
     except RuntimeError:
         if time.monotonic() < deadline - 0.5:
-            raise RunError(f"replica {replica}: stage 0 went away while the stages met") from None
+            raise RunError(f"replica {replica}: stage 0 went away while the stages connected") from None
         return None

@@ -6,44 +6,43 @@ import torch
 from torch import Tensor
 
 
-class Debt:
+class DeferredGradients:
     """The weight gradients that one micro-batch still owes: for each product its weight, x and dL/dy."""
 
     def __init__(self) -> None:
         self.products: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Add them to `.grad`, with the arithmetic of autograd: in the stream's precision, summed in the
-        weight's."""
+    def accumulate(self) -> None:
+        """Add them to `.grad` as autograd does: computed in the stream's type, summed in the weight's."""
         for weight, x, grad in self.products:
             own = (grad.flatten(0, -2).mT @ x.flatten(0, -2)).to(weight.dtype)  # (O, D)
             weight.grad = own if weight.grad is None else weight.grad.add_(own)
         self.products.clear()
 
 
-class Postponed:
-    """In a weight's place: multiplies by it, and notes in `debt` what its gradient needs."""
+class DeferredWeight:
+    """Stands for a weight: multiplies by it, and notes in `deferred` what its gradient needs."""
 
-    def __init__(self, weight: Tensor, debt: Debt) -> None:
-        self.weight, self.debt = weight, debt
+    def __init__(self, weight: Tensor, deferred: DeferredGradients) -> None:
+        self.weight, self.deferred = weight, deferred
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, self.weight, self.debt)
+        return _Product.apply(x, self.weight, self.deferred)
 
 
 class _Product(torch.autograd.Function):
     """x W^T; its backward stops at x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, debt: Debt) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredGradients) -> Tensor:
         read = weight.to(x.dtype)
         ctx.save_for_backward(x, read)
-        ctx.weight, ctx.debt = weight, debt
+        ctx.weight, ctx.deferred = weight, deferred
         return x @ read.mT
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, read = ctx.saved_tensors
-        ctx.debt.products.append((ctx.weight, x, grad))
+        ctx.deferred.products.append((ctx.weight, x, grad))
         return grad @ read, None, None
