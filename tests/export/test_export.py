@@ -291,7 +291,7 @@ def test_a_kill_leaves_no_folder_of_that_name(runs, tmp_path):
         (["{gone}", "--to", "hf", "{new}"], "does not exist"),
         (["{unfinished}", "--to", "hf", "{new}"], "has no finished round yet"),
         (["{full}", "--to", "hf", "{empty}"], "exists; give --to hf another folder"),
-        (["{full}", "--to", "gguf", "{new}"], "the one format there is is hf"),
+        (["{full}", "--to", "gguf", "{new}"], "the only format is hf"),
         (["{full}", "--to", "hf", "{gone}/deep/er"], "there is no folder"),
         (["{full}", "--to", "hf", "{new}", "--as", "pipelined"], "no boundaries to keep"),
         (["{mixed}", "--to", "hf", "{new}", "--replica", "edge"], "give --as pipelined with it"),

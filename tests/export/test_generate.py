@@ -176,7 +176,7 @@ def test_a_model_that_has_diverged_is_named_in_one_line(folders, tmp_path, capsy
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for temperature in ("0", "1"):
         assert main(["generate", str(folder), PROMPT, "--json", "--temperature", temperature]) == 1
-        assert capsys.readouterr().err.splitlines()[-1].endswith("it has diverged, and says nothing")
+        assert capsys.readouterr().err.splitlines()[-1].endswith("it has diverged and generates no text")
 
 
 def test_no_prompt_starts_where_a_document_starts(runs):

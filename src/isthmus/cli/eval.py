@@ -1,4 +1,4 @@
-"""`isthmus eval`: how well a trained model predicts text that it has not seen."""
+"""`isthmus eval`: the loss of a trained model on text that it has not seen."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ EPILOG = """examples:
   isthmus eval runs/demo --batches 0 --json            all of the held-out text
   isthmus eval s3://my-runs/first --corpus corpus/
   isthmus eval demo-hf --harness hellaswag,arc_easy    needs: pip install 'isthmus[eval]'
-full: one whole model. pipelined: through the boundaries. mixed: the mean over replicas, each as it trains.
+full: the whole model. pipelined: through the boundaries. mixed: the mean over replicas, each as it trains.
 """
 
 

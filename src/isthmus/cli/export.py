@@ -9,12 +9,11 @@ from isthmus.runlog import finite
 
 EPILOG = """examples:
   isthmus export runs/demo --to hf demo-hf            then: AutoModelForCausalLM.from_pretrained("demo-hf")
-  isthmus export s3://my-runs/first --to hf first-hf  the newest settled round of a run that may still go on
+  isthmus export s3://my-runs/first --to hf first-hf  the newest settled round, also while the run continues
   isthmus export runs/demo --to hf demo-hf --dtype bf16
   isthmus export runs/pp --to hf pp-hf --as pipelined
-A model that was trained only through compressed boundaries can be far worse without them. So both losses
-are measured on held-out text and printed, and a plain LLaMA that is more than 2 % worse than the run's own is
-not written.
+A model that was trained only through compressed boundaries can be far worse without them. Both losses are
+measured on held-out text and printed, and a plain LLaMA that is more than 2 % worse is not written.
 """
 
 
@@ -22,22 +21,21 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "export",
         help="write a run's model as a Hugging Face folder",
-        description="Write the model that a run has come to as a Hugging Face LLaMA folder: config, "
+        description="Write the newest model of a run as a Hugging Face LLaMA folder: config, "
         "safetensors, tokenizer, model card.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="RUN", help="a run directory, or a bucket's URL or folder")
     parser.add_argument(
-        "--to", nargs=2, required=True, metavar=("hf", "DIR"), help="the format, and a folder that is new"
+        "--to", nargs=2, required=True, metavar=("hf", "DIR"), help="the format, and a new folder"
     )
     parser.add_argument(
         "--as",
         dest="as_",
         default="plain",
         choices=("plain", "pipelined"),
-        help="plain (default): a LLaMA that needs no code of ours; pipelined: with its boundaries, in a "
-        "small model file",
+        help="plain (default): a standard LLaMA; pipelined: with its boundaries and a small model file",
     )
     parser.add_argument(
         "--replica", metavar="NAME", help="whose boundaries to keep (default: the first compressed replica)"
@@ -56,7 +54,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 def export(args: argparse.Namespace) -> int:
     kind, target = args.to
     if kind != "hf":
-        raise ConfigError(f'--to is "{kind}"; the one format there is is hf: --to hf DIR')
+        raise ConfigError(f'--to is "{kind}"; the only format is hf: --to hf DIR')
     if args.replica and args.as_ != "pipelined":
         raise ConfigError("--replica says whose boundaries to keep; give --as pipelined with it")
     if args.batches is not None and args.batches < 0:

@@ -1,4 +1,4 @@
-"""`isthmus generate`: let a trained model go on with a text."""
+"""`isthmus generate`: continue a text with a trained model."""
 
 import argparse
 import io
@@ -13,15 +13,15 @@ EPILOG = """examples:
   isthmus generate runs/demo "Once upon a time"
   isthmus generate demo-hf "Once upon a time" --temperature 0          the likeliest text; no draw
   isthmus generate s3://my-runs/first "It was" --temperature 0.8 --top-p 0.95 --seed 3
-The text appears on stdout as it is made, the prompt first. The same seed gives the same text on one machine.
+The text appears on stdout token by token, the prompt first. The same seed gives the same text on one machine.
 """
 
 
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "generate",
-        help="let a trained model go on with a text",
-        description="Go on with a prompt, token by token, until the end of the text, --max-tokens, or a full "
+        help="continue a text with a trained model",
+        description="Continue a prompt, token by token, until the end of the text, --max-tokens, or a full "
         "context.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -29,7 +29,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "source", metavar="RUN", help="a run directory, a bucket's URL or folder, or an exported folder"
     )
-    parser.add_argument("prompt", help="the text to go on with")
+    parser.add_argument("prompt", help="the text to continue")
     parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="at most (default: 100)")
     parser.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: 0.8)"
@@ -62,12 +62,12 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--top-p is {args.top_p}; it is above 0 and at most 1")
     if not 0 <= args.seed < 2**63:
         raise ConfigError(f"--seed is {args.seed}; it must be 0 or more and below 2**63")
-    if any("\ud800" <= c <= "\udfff" for c in args.prompt):  # how Python hands over bytes that are no text
+    if any("\ud800" <= c <= "\udfff" for c in args.prompt):  # Python's form of bytes that are not UTF-8
         raise ConfigError("the prompt is not UTF-8 text; convert it, for example with iconv -t UTF-8")
 
 
 def harmless(text: str) -> str:
-    """For a terminal: a model may say an escape sequence, and nobody knows what it would do there."""
+    """For a terminal: control characters that the model generates must not reach it."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
@@ -89,7 +89,7 @@ def generate(args: argparse.Namespace) -> int:
     shown = harmless if sys.stdout.isatty() else str
     if live:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" for it
+            sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks becomes "?"
         print(shown(args.prompt), end="", flush=True)
     text, parts, count, started = Text(generator.tokenizer, prompt), [], 0, time.monotonic()
     for token in generator.tokens(

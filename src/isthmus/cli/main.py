@@ -29,14 +29,13 @@ from isthmus.errors import ConfigError, RunError
 
 EPILOG = """where to begin:
   isthmus train recipes/demo.toml       a small fleet as real processes, on text that ships with the package
-  isthmus plan recipes/demo.toml        what it would take on its fleet and links, without running it
+  isthmus plan recipes/demo.toml        its time and bytes on its fleet and links, without running it
   isthmus COMMAND --help                options and examples of one command
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """A wrong command line is one line too, not a page of usage; descriptions are wrapped, examples are
-    not."""
+    """Errors are one line instead of a page of usage. Descriptions are wrapped, examples are not."""
 
     def format_help(self) -> str:
         if self.description:
@@ -91,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         print(f"isthmus: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `isthmus compare ... | head` has read enough
+    except BrokenPipeError:  # `| head` has read enough
         sys.stderr.close()
         return 0
 

@@ -1,4 +1,4 @@
-"""`isthmus reproduce`, which lives in `experiments/`: a part of the repository and not of the wheel."""
+"""`isthmus reproduce`: its code is `experiments/`, which is in the repository and not in the wheel."""
 
 import argparse
 import sys
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from isthmus.errors import ConfigError
 
-CHECKOUT = Path(__file__).resolve().parents[3]  # where this file is src/isthmus/cli/reproduce.py
-WHERE = "the paper's tables and figures are in the repository, not in the package; clone it and run it there"
+CHECKOUT = Path(__file__).resolve().parents[3]  # of src/isthmus/cli/reproduce.py
+WHERE = "the paper's tables and figures are in the repository, not in the package; clone it, run this there"
 
 
 def find_experiments() -> bool:
-    """Make `import experiments` work where this is a checkout; False where it is an installed package."""
+    """Make `import experiments` work in a checkout. Returns False for an installed package."""
     if not (CHECKOUT / "experiments" / "__init__.py").is_file():
         return False
     if str(CHECKOUT) not in sys.path:
@@ -27,8 +27,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         return
     parser = commands.add_parser("reproduce", help="the paper's tables (in a checkout)", description=WHERE)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(run=elsewhere)
+    parser.set_defaults(run=refuse)
 
 
-def elsewhere(args: argparse.Namespace) -> int:
+def refuse(args: argparse.Namespace) -> int:
     raise ConfigError(WHERE)

@@ -37,8 +37,8 @@ def model_card(trained: Trained, losses: Losses, folder: str, dtype: str, member
         for r in recipe.replicas
     )
     computed = str(trained.bases.dtype).removeprefix("torch.")
-    # The card may be published; where the run kept its rounds and its text is nobody else's business.
-    told = replace(
+    # The card may be published, so it does not name the bucket or folders of this machine.
+    public = replace(
         recipe,
         bucket=replace(recipe.bucket, url=""),
         data=replace(recipe.data, corpus=trained.corpus.name),
@@ -76,5 +76,5 @@ Nats per token on {losses.num_tokens:,} held-out tokens, computed in {computed}.
 ## The recipe
 
 ```toml
-{dump_recipe(told)}```
+{dump_recipe(public)}```
 """

@@ -1,9 +1,8 @@
-"""`isthmus export`: measure, refuse what would disappoint, write."""
+"""`isthmus export`: measure the model, refuse a plain one that is much worse, write the folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from isthmus.config import Member
 from isthmus.errors import ConfigError
 from isthmus.export.card import model_card
 from isthmus.export.hf import check_target, write_folder
@@ -38,20 +37,15 @@ def export(
     check_target(folder)
     where = pick_device(device)
     trained = open_trained(spec, corpus).on(where)
-    member = keeps(trained, replica) if as_ == "pipelined" else None
+    member = pipelined_member(trained.recipe, replica) if as_ == "pipelined" else None
+    if as_ == "pipelined" and member is None:
+        raise ConfigError(f"{trained.where} has no pipelined replica, so no boundaries to keep; drop --as")
     losses = measure(trained, dtype, num_batches)
     if member is None and not losses.worse <= WORSE and not force:  # also when a loss is not a number
         return Exported(trained, losses, folder, refused=why_not(losses, trained))
     card = model_card(trained, losses, folder.name, dtype, member)
     write_folder(trained, folder, card, dtype, member)
     return Exported(trained, losses, folder)
-
-
-def keeps(trained: Trained, replica: str | None) -> Member:
-    member = pipelined_member(trained.recipe, replica)
-    if member is None:
-        raise ConfigError(f"{trained.where} has no pipelined replica, so no boundaries to keep; drop --as")
-    return member
 
 
 def why_not(losses: Losses, trained: Trained) -> str:

@@ -3,13 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+from isthmus.data.manifest import file_sha256
 from isthmus.errors import ConfigError, RunError
 from isthmus.export.hf import MODELING
 from isthmus.model.hf import CONFIG, read_json
 
+# sha256 of the modeling_isthmus.py of earlier versions.
+EARLIER_MODELING = ("e4df823842061b6c71bca1b717a103d62bbda261ac13a3df1fed95b17cab0eed",)  # 0.1
+
 
 def require_harness() -> None:
-    """Said before anything is measured or exported for it."""
+    """Checked before anything is measured or exported for it."""
     try:
         import lm_eval  # noqa: F401
     except ImportError:
@@ -38,7 +42,7 @@ def run_harness(folder: Path, tasks: list[str], include: str | None, device: str
             device=device,
             bootstrap_iters=0,
         )
-    except Exception as error:  # a data set that cannot be fetched, no memory: the harness raises all kinds
+    except Exception as error:  # the harness raises all kinds: no network, no memory
         words = str(error).splitlines() or [type(error).__name__]
         raise RunError(f"the harness failed on {folder}: {words[0]:.300}") from error
     return {
@@ -48,10 +52,10 @@ def run_harness(folder: Path, tasks: list[str], include: str | None, device: str
 
 
 def needs_our_code(folder: Path) -> bool:
-    """Does the folder bring a model file? Only the one that we write is run."""
+    """Whether the folder has a model file. Only one that an Isthmus wrote is run."""
     if not read_json(folder / CONFIG).get("auto_map"):
         return False
-    brought = folder / MODELING.name
-    if not brought.is_file() or brought.read_bytes() != MODELING.read_bytes():
-        raise ConfigError(f"{folder} brings code that this Isthmus did not write; export the run again")
+    found = folder / MODELING.name
+    if not found.is_file() or file_sha256(found) not in (file_sha256(MODELING), *EARLIER_MODELING):
+        raise ConfigError(f"{folder} contains code that Isthmus did not write; export the run again")
     return True

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from isthmus.config import Member
 from isthmus.data.corpus import Corpus
-from isthmus.data.manifest import sync_folder
 from isthmus.data.tokenizer import load
 from isthmus.errors import ConfigError
+from isthmus.export.measure import STORED
 from isthmus.export.source import Trained
+from isthmus.files import sync_folder
 from isthmus.layout.stages import EMBEDDING, boundaries
 from isthmus.model.hf import CONFIG, PIPELINED, WEIGHTS, hf_config, hf_name
 
 MODELING = Path(__file__).with_name("modeling_isthmus.py")
-STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def check_target(folder: Path) -> None:
@@ -36,7 +36,7 @@ def check_target(folder: Path) -> None:
 
 
 def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: Member | None) -> None:
-    """Whole or not there: written beside its place and renamed. `member`: keep this replica's boundaries."""
+    """Write under a temporary name, then rename the folder. `member`: keep this replica's boundaries."""
     check_target(folder)
     model, corpus = trained.recipe.model, trained.corpus
     config = hf_config(model, corpus.end_id, dtype)
@@ -51,7 +51,9 @@ def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: 
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
         texts = {
             CONFIG: as_json(config),
-            "generation_config.json": as_json(generation_config(corpus)),
+            "generation_config.json": as_json(
+                dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), corpus.end_id)
+            ),
             "tokenizer.json": tokenizer_text(corpus),
             "tokenizer_config.json": as_json(tokenizer_config(corpus, model.context)),
             "README.md": card,
@@ -61,12 +63,11 @@ def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: 
         for name, text in texts.items():
             (fresh / name).write_text(text, encoding="utf-8")
         for path in fresh.iterdir():
-            # safetensors writes a file that only its owner reads; the model is as open as what is beside it.
+            # safetensors writes a file that only its owner can read; the others have the usual mode.
             path.chmod((fresh / CONFIG).stat().st_mode)
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        if os.path.lexists(folder):  # somebody made it while we wrote
-            check_target(folder)
+        check_target(folder)  # another process may have made it meanwhile
         os.rename(fresh, folder)
         sync_folder(folder.absolute().parent)
     except OSError as error:
@@ -88,14 +89,14 @@ def boundary_parts(trained: Trained, member: Member) -> tuple[dict[str, Any], di
     recipe, bases = trained.recipe, trained.bases
     numbers: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
-    places = []
+    entries = []
     for boundary, layer in enumerate(boundaries(recipe.model.layers, member.config.stages)):
         number = None
         if member.config.compressed:
             key = bases.key(member, boundary)
             number = numbers.setdefault(key, len(numbers))
             tensors[f"boundary.basis_{number}"] = stored(bases.get(member, boundary), torch.float32)
-        places.append({"layer": layer, "basis": number})
+        entries.append({"layer": layer, "basis": number})
     frozen = member.config.compressed and trained.table is not trained.params[EMBEDDING]
     if frozen:
         tensors["boundary.table"] = stored(trained.table, torch.float32)
@@ -106,7 +107,7 @@ def boundary_parts(trained: Trained, member: Member) -> tuple[dict[str, Any], di
             "AutoConfig": "modeling_isthmus.IsthmusConfig",
             "AutoModelForCausalLM": "modeling_isthmus.IsthmusForCausalLM",
         },
-        "boundaries": places,
+        "boundaries": entries,
         "subspace_dims": [tensors[f"boundary.basis_{i}"].shape[1] for i in range(len(numbers))],
         "frozen_table": frozen,
         "wire": member.config.wire,
@@ -116,8 +117,8 @@ def boundary_parts(trained: Trained, member: Member) -> tuple[dict[str, Any], di
 
 
 def tokenizer_text(corpus: Corpus) -> str:
-    """The corpus's tokenizer.json, as training used it: a tokenizer that frames every text with special
-    tokens would show the model what it has never seen."""
+    """The corpus's tokenizer.json as training used it. Special tokens around every text go: the model has
+    never seen them there."""
     data = corpus.tokenizer_path.read_bytes()
     tokenizer = load(data, str(corpus.tokenizer_path))
     if tokenizer.encode("a").ids == tokenizer.encode("a", add_special_tokens=False).ids:
@@ -135,7 +136,3 @@ def tokenizer_config(corpus: Corpus, context: int) -> dict[str, Any]:
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
-
-
-def generation_config(corpus: Corpus) -> dict[str, Any]:
-    return {"bos_token_id": corpus.end_id, "eos_token_id": corpus.end_id, "pad_token_id": corpus.end_id}

@@ -1,15 +1,18 @@
 """Held-out losses of a trained model: as a plain LLaMA, and as the run trained it."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from isthmus.config import ModelConfig
 from isthmus.export.source import Trained
-from isthmus.model.llama import forward, token_losses
+from isthmus.model.llama import BoundaryFunctions, forward, rope_table, token_losses
 from isthmus.replica.evaluate import Scorer
 
+STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}  # --dtype -> the type of the written weights
 WORSE = 0.02  # a plain model may be this share worse than what the run trained
 
 
@@ -29,48 +32,39 @@ class Losses:
         return self.plain / self.mixed - 1
 
 
-def scorer(trained: Trained, num_batches: int | None = None) -> Scorer:
-    """Scores as the run's own rows do. `num_batches` instead of the recipe's; 0: all of the held-out part."""
+def measure(trained: Trained, dtype: str = "fp32", num_batches: int | None = None) -> Losses:
+    """Score as the run's own rows do. `num_batches` replaces the recipe's; 0: the whole held-out part."""
     recipe = trained.recipe
     if num_batches is not None:
-        count = num_batches or len(trained.corpus.validation)  # validation_batches takes what there is
+        count = num_batches or len(trained.corpus.validation)  # more than there are: all of them
         recipe = replace(recipe, data=replace(recipe.data, eval_batches=count))
-    return Scorer(recipe, trained.corpus, trained.bases, trained.bases.device, trained.bases.dtype)
-
-
-def rounded(params: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """The weights as a folder of this dtype holds them, in the type they had."""
-    stored = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    return {name: t.to(stored).to(t.dtype) for name, t in params.items()}
-
-
-def measure(trained: Trained, dtype: str = "fp32", num_batches: int | None = None) -> Losses:
-    score = scorer(trained, num_batches)
-    as_trained = score.score(trained.params, trained.table)
-    plain = as_trained["loss_full"]
+    scorer = Scorer(recipe, trained.corpus, trained.bases, trained.bases.device, trained.bases.dtype)
+    scores = scorer.score(trained.params, trained.table)
+    full, mixed = scores["loss_full"], scores["loss_mixed"]
+    assert full is not None
+    assert mixed is not None
+    plain = full
     if dtype != "fp32":
-        plain = _plain(score, rounded(trained.params, dtype))
-    return Losses(
-        plain=plain,
-        full=as_trained["loss_full"],
-        pipelined=as_trained["loss_pipelined"],
-        mixed=as_trained["loss_mixed"],
-        num_tokens=num_tokens(score),
-    )
-
-
-def num_tokens(score: Scorer) -> int:
-    return sum(batch[:, 1:].numel() for batch in score.held_out)
+        rounded = {name: t.to(STORED[dtype]).to(t.dtype) for name, t in trained.params.items()}
+        plain = mean_loss(rounded, scorer.held_out, recipe.model)
+    num_tokens = sum(batch[:, 1:].numel() for batch in scorer.held_out)
+    return Losses(plain, full, scores["loss_pipelined"], mixed, num_tokens)
 
 
 @torch.no_grad()
-def _plain(score: Scorer, params: dict[str, Tensor]) -> float:
-    total, rows = 0.0, 0
-    for batch in score.held_out:
-        logits = forward(params, batch[:, :-1], score.recipe.model, score.rope)
+def mean_loss(
+    params: Mapping[str, Tensor],
+    batches: Sequence[Tensor],  # (B, L + 1) each
+    model: ModelConfig,
+    boundary_fns: BoundaryFunctions | None = None,
+) -> float:
+    weight = params["tok_embeddings.weight"]
+    rope = rope_table(model, model.context, weight.dtype, weight.device)
+    total = 0.0
+    for batch in batches:
+        logits = forward(params, batch[:, :-1], model, rope, boundary_fns)
         total += token_losses(logits, batch[:, 1:]).item() * len(batch)
-        rows += len(batch)
-    return total / rows
+    return total / sum(map(len, batches))
 
 
 def perplexity(loss: float) -> float:

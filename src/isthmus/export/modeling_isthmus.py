@@ -19,9 +19,14 @@ WIRES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class IsthmusConfig(LlamaConfig):
-    """LLaMA's keys and five more: `boundaries`, a list of {"layer": layers before it, "basis": number of
-    its U or null}; `subspace_dims`, the k of each U; `wire`, the type in which the stream crosses;
-    `frozen_table`, whether T is a table of its own; `open_share`, a, in a run that was finishing."""
+    """LLaMA's keys and five more.
+
+    boundaries      list of {"layer": number of layers before it, "basis": number of its U, or null}
+    subspace_dims   k of each U
+    wire            the type of the stream on the link
+    frozen_table    whether T is a table of its own, not the embedding
+    open_share      a, the share that passes outside U in a finishing round, or null
+    """
 
     model_type = "isthmus_pipelined"
 
@@ -41,10 +46,10 @@ class IsthmusForCausalLM(LlamaForCausalLM):
         if config.frozen_table:
             self.boundary.register_buffer("table", torch.zeros(config.vocab_size, config.hidden_size))
         self.wire = WIRES[config.wire]
-        self.tokens = None
+        self.tokens: Tensor | None = None  # (B, L) of the forward under way
         self.model.register_forward_pre_hook(self._remember, with_kwargs=True)
-        for place in config.boundaries:
-            self.model.layers[place["layer"]].register_forward_pre_hook(self._crossing(place["basis"]))
+        for entry in config.boundaries:
+            self.model.layers[entry["layer"]].register_forward_pre_hook(self._boundary_hook(entry["basis"]))
         self.post_init()
 
     def _remember(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -52,17 +57,19 @@ class IsthmusForCausalLM(LlamaForCausalLM):
         if self.tokens is None:
             raise ValueError("the boundaries need input_ids; inputs_embeds alone do not say which tokens")
 
-    def _crossing(self, number: int | None):
-        def cross(_module: nn.Module, args: tuple) -> tuple:
+    def _boundary_hook(self, number: int | None):
+        def hook(_module: nn.Module, args: tuple) -> tuple:
             return (self._cross(args[0], number), *args[1:])
 
-        return cross
+        return hook
 
     def _cross(self, x: Tensor, number: int | None) -> Tensor:  # (B, L, D) -> (B, L, D)
         if number is None:
             return self._carry(x)
-        basis = getattr(self.boundary, f"basis_{number}").to(x.dtype)  # (D, K)
-        table = self.boundary.table if self.config.frozen_table else self.model.embed_tokens.weight
+        assert self.tokens is not None  # set by _remember, before the first layer
+        basis = self.boundary.get_buffer(f"basis_{number}").to(x.dtype)  # (D, K)
+        own = self.config.frozen_table
+        table = self.boundary.get_buffer("table") if own else self.model.embed_tokens.weight
         frozen = F.embedding(self.tokens, table).to(x.dtype)
         if self.config.open_share is None:
             return self._carry((x - frozen) @ basis) @ basis.mT + frozen

@@ -1,7 +1,8 @@
-"""`isthmus eval`: loss, perplexity and bits per byte of each forward; the harness where it is asked for."""
+"""`isthmus eval`: loss, perplexity and bits per byte of each forward, and the scores of the harness."""
 
 import math
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ from isthmus.errors import ConfigError
 from isthmus.export.card import model_card
 from isthmus.export.harness import require_harness, run_harness
 from isthmus.export.hf import write_folder
-from isthmus.export.measure import WORSE, bits_per_byte, measure, perplexity
+from isthmus.export.measure import WORSE, bits_per_byte, mean_loss, measure, perplexity
 from isthmus.export.source import is_run_or_bucket, open_trained, pipelined_member
 from isthmus.export.text_generator import folder_boundaries
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.hf import CONFIG, PIPELINED, read_config, read_json, read_params
-from isthmus.model.llama import forward, rope_table, token_losses
 from isthmus.simulator.run import pick_device
 
 
@@ -39,26 +39,28 @@ def evaluate(
         return _of_folder(Path(spec), corpus, num_batches, where, tasks, include)
     trained = open_trained(spec, corpus).on(where)
     losses = measure(trained, num_batches=num_batches)
-    found = _scores(
-        {"full": losses.full, "pipelined": losses.pipelined, "mixed": losses.mixed},
-        trained.corpus.bytes_per_token,
-    )
-    facts = {"source": spec, "round": trained.round, "tokens": trained.tokens}
-    facts |= {"held_out_tokens": losses.num_tokens, "bytes_per_token": trained.corpus.bytes_per_token}
-    facts["forwards"] = found
+    bytes_per_token = trained.corpus.bytes_per_token
+    by_forward = {"full": losses.full, "pipelined": losses.pipelined, "mixed": losses.mixed}
+    facts: dict[str, Any] = {
+        "source": spec,
+        "round": trained.round,
+        "tokens": trained.tokens,
+        "held_out_tokens": losses.num_tokens,
+        "bytes_per_token": bytes_per_token,
+        "forwards": _scores(by_forward, bytes_per_token),
+    }
     if tasks:
         member = None if losses.worse <= WORSE else pipelined_member(trained.recipe)
-        with tempfile.TemporaryDirectory(prefix="isthmus-eval-") as place:
-            folder = Path(place) / "model"
-            write_folder(
-                trained, folder, model_card(trained, losses, "model", "fp32", member), "fp32", member
-            )
+        card = model_card(trained, losses, "model", "fp32", member)
+        with tempfile.TemporaryDirectory(prefix="isthmus-eval-") as temporary:
+            folder = Path(temporary) / "model"
+            write_folder(trained, folder, card, "fp32", member)
             facts["harness_on"] = "pipelined" if member else "plain"
             facts["harness"] = run_harness(folder, tasks, include, str(where))
     return facts
 
 
-def _scores(losses: dict[str, float | None], bytes_per_token: float) -> dict[str, dict[str, float] | None]:
+def _scores(losses: Mapping[str, float | None], bytes_per_token: float) -> dict[str, dict[str, float] | None]:
     return {
         name: None
         if loss is None
@@ -71,7 +73,6 @@ def _scores(losses: dict[str, float | None], bytes_per_token: float) -> dict[str
     }
 
 
-@torch.no_grad()
 def _of_folder(
     folder: Path,
     corpus: str | None,
@@ -80,8 +81,7 @@ def _of_folder(
     tasks: list[str] | None,
     include: str | None,
 ) -> dict[str, Any]:
-    """An exported folder has no held-out text of its own: the corpus is to be named, or only the harness
-    runs."""
+    """An exported folder has no held-out text of its own: `corpus` names it, or only the harness runs."""
     if corpus is None and not tasks:
         raise ConfigError(f"{folder} is an exported folder without text; give --corpus, or --harness TASKS")
     facts: dict[str, Any] = {"source": str(folder)}
@@ -93,25 +93,14 @@ def _of_folder(
                 "corpus that it was trained on"
             )
         params = {name: t.to(device) for name, t in read_params(folder, model).items()}
-        rope = tuple(t.to(device) for t in rope_table(model, model.context))
         batches = validation_batches(text, 8, model.context, num_batches or len(text.validation))
         batches = [batch.to(device).long() for batch in batches]
-        kinds = ["full", *(["pipelined"] if config["model_type"] == PIPELINED else [])]
-        losses = {}
-        for kind in kinds:
-            total, rows = 0.0, 0
-            for batch in batches:
-                boundary_fns = (
-                    folder_boundaries(folder, config, params[EMBEDDING]) if kind == "pipelined" else {}
-                )
-                boundary_fns = {
-                    edge: [(slice(0, len(batch)), cross)] for edge, [(_, cross)] in boundary_fns.items()
-                }
-                logits = forward(params, batch[:, :-1], model, rope, boundary_fns)
-                total += token_losses(logits, batch[:, 1:]).item() * len(batch)
-                rows += len(batch)
-            losses[kind] = total / rows
-        facts |= {"held_out_tokens": rows * model.context, "bytes_per_token": text.bytes_per_token}
+        losses = {"full": mean_loss(params, batches, model)}
+        if config["model_type"] == PIPELINED:  # every batch has the same number of rows
+            boundary_fns = folder_boundaries(folder, config, params[EMBEDDING], len(batches[0]))
+            losses["pipelined"] = mean_loss(params, batches, model, boundary_fns)
+        num_tokens = sum(batch[:, 1:].numel() for batch in batches)
+        facts |= {"held_out_tokens": num_tokens, "bytes_per_token": text.bytes_per_token}
         facts["forwards"] = _scores(losses, text.bytes_per_token)
     if tasks:
         facts["harness"] = run_harness(folder, tasks, include, str(device))

@@ -1,4 +1,4 @@
-"""The model that a run has come to: from its run directory, or from its bucket while it still goes on."""
+"""The newest model of a run: from its run directory, or from its bucket while the run continues."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ from isthmus.subspace.boundaries import BasisSet
 
 @dataclass(frozen=True)
 class Trained:
-    """theta^(round) of a run, with all that its boundaries and its text need."""
+    """theta^(round) of a run, with its boundaries, its corpus and its tokenizer."""
 
     where: str
     recipe: Recipe
@@ -48,17 +48,15 @@ class Trained:
 
 
 def pipelined_member(recipe: Recipe, name: str | None = None) -> Member | None:
-    """The replica whose boundaries a pipelined forward takes: by name, or the first that is compressed (or
-    at least in stages); None where there is none."""
+    """The replica whose boundaries a pipelined forward uses: by name, or the first that is compressed, or the
+    first that has stages. None if the run has no pipelined replica."""
     fleet = [member for member in recipe.fleet() if member.config.stages > 1]
     if name is not None:
         for member in fleet:
             if name in (member.name, member.config.name):
                 return member
         names = ", ".join(member.name for member in fleet)
-        raise ConfigError(
-            f'there is no pipelined replica "{name}" in this run; there is {names or "none at all"}'
-        )
+        raise ConfigError(f'there is no pipelined replica "{name}" in this run; it has {names or "none"}')
     return next((m for m in fleet if m.config.compressed), fleet[0] if fleet else None)
 
 
@@ -68,12 +66,12 @@ def is_run_or_bucket(spec: str) -> bool:
 
 
 def open_trained(spec: str, corpus: str | None = None) -> Trained:
-    """`spec`: a run directory, or the URL or folder of a bucket. `corpus`: where its text is on this
-    machine, if not where the recipe says."""
+    """`spec`: a run directory, or the URL or folder of a bucket. `corpus`: its text on this machine, if not
+    where the recipe says."""
     if "://" in spec or ((Path(spec) / "run.json").is_file() and not (Path(spec) / "recipe.toml").is_file()):
         return _from_bucket(spec, spec, corpus)
     run = RunDir.open(spec)
-    for _ in range(5):  # a simulation that goes on may drop the state that we are reading
+    for _ in range(5):  # a simulation under way may remove the state that we are reading
         try:
             found = _from_state(run)
             break
@@ -85,7 +83,7 @@ def open_trained(spec: str, corpus: str | None = None) -> Trained:
     if found is None and run.model_path.is_file() and rows and rows[-1]["round"] > 0:
         found = rows[-1]["round"], _load(run.model_path), {}
     bucket = run.recipe.bucket.url or str(run.path / "bucket")
-    real = run.about.get("mode") == "real processes"  # a simulation leaves the bucket of its recipe alone
+    real = run.about.get("mode") == "real processes"  # a simulation does not use its recipe's bucket
     if found is None and real and ("://" in bucket or (Path(bucket) / "run.json").is_file()):
         return _from_bucket(bucket, spec, corpus)
     if found is None or found[0] == 0:
@@ -142,7 +140,8 @@ def _from_bucket(url: str, where: str, corpus: str | None) -> Trained:
         print(f"isthmus: replaying rounds {replay.round + 1} to {last}", file=sys.stderr)
     while replay.step() is not None:
         pass
-    counted = sum(len(ledger.manifest(t).entries) for t in range(1, replay.round + 1))
+    manifests = [ledger.manifest(t) for t in range(1, replay.round + 1)]
+    counted = sum(len(manifest.entries) for manifest in manifests if manifest)
     tokens = counted * recipe.outer.inner_steps * recipe.inner.batch * recipe.model.context
     first = (
         None
@@ -152,7 +151,16 @@ def _from_bucket(url: str, where: str, corpus: str | None) -> Trained:
     return _trained(where, recipe, replay.anchor, {}, first, replay.round, tokens, text)
 
 
-def _trained(where, recipe, params, bases, first, round_number, tokens, corpus) -> Trained:
+def _trained(
+    where: str,
+    recipe: Recipe,
+    params: dict[str, Tensor],
+    saved: dict[str, Tensor],  # every U by its key, where the run has turned them
+    first: Tensor | None,  # the frozen embedding, where the run does not adapt it
+    round_number: int,
+    tokens: int,
+    corpus: Corpus,
+) -> Trained:
     shapes = recipe.model.shapes()
     for name, shape in shapes.items():
         if name not in params or tuple(params[name].shape) != shape:
@@ -162,10 +170,10 @@ def _trained(where, recipe, params, bases, first, round_number, tokens, corpus) 
             f"the corpus has a tokenizer of {corpus.vocab_size} tokens, the model only {recipe.model.vocab}; "
             "give the run's own by --corpus"
         )
-    wide = params[EMBEDDING].dtype
-    held = BasisSet(recipe, torch.device("cpu"), wide)
-    held.bases = {key: basis.to(wide) for key, basis in bases.items()}
-    held.begin_round(round_number)  # how far open its boundaries were when it came to this
+    dtype = params[EMBEDDING].dtype
+    bases = BasisSet(recipe, torch.device("cpu"), dtype)
+    bases.bases = {key: basis.to(dtype) for key, basis in saved.items()}
+    bases.begin_round(round_number)  # its boundaries are as far open as they were in this round
     params = {name: params[name] for name in shapes}
-    table = params[EMBEDDING] if first is None else first.to(wide)
-    return Trained(where, recipe, params, held, table, round_number, tokens, corpus)
+    table = params[EMBEDDING] if first is None else first.to(dtype)
+    return Trained(where, recipe, params, bases, table, round_number, tokens, corpus)

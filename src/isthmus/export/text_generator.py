@@ -1,4 +1,4 @@
-"""A model that speaks: from a run, a bucket or an exported folder, without transformers."""
+"""Text from a trained model: of a run, a bucket or an exported folder, without transformers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """Weights, boundaries where there are any, and the tokenizer."""
+    """Weights, boundary functions if it has any, and the tokenizer."""
 
     model: ModelConfig
     params: Mapping[str, Tensor]
@@ -37,34 +37,32 @@ class TextGenerator:
     about: str  # which model this is, for the terminal
 
     def encode(self, text: str) -> list[int]:
-        """As in training: nothing in front. No text: as a document begins, after the end of another."""
+        """Token ids, with nothing in front, as in training. An empty text begins after the end token."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids or [self.end_id]
 
     def tokens(
         self, prompt: list[int], max_tokens: int, *, temperature: float, top_p: float, seed: int
     ) -> Iterator[int]:
-        """What follows the prompt, up to the end of the text, `max_tokens` or a full context."""
-        room = self.model.context - len(prompt)
+        """The continuation of the prompt, up to the end of the text, `max_tokens` or a full context."""
         generator = torch.Generator().manual_seed(seed)
         decoder = Decoder(self.params, self.model, self.boundary_fns)
-        logits = decoder.feed(prompt) if room > 0 and max_tokens > 0 else None
-        for count in range(1, min(room, max_tokens) + 1):
-            token = pick(logits, temperature, top_p, generator)
+        fed = prompt
+        for _ in range(min(self.model.context - len(prompt), max_tokens)):
+            token = pick(decoder.feed(fed), temperature, top_p, generator)
             if token == self.end_id:
                 return
             yield token
-            if count < min(room, max_tokens):
-                logits = decoder.feed([token])
+            fed = [token]
 
 
 def pick(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """The likeliest token at temperature 0; else a draw from the likeliest that hold `top_p` of the mass."""
+    """The likeliest token at temperature 0; else a draw from the likeliest with `top_p` of the mass."""
     logits = logits.double().cpu()
     if not bool(logits.isfinite().all()):
-        raise RunError("the model's logits are not finite; it has diverged, and says nothing")
+        raise RunError("the model's logits are not finite; it has diverged and generates no text")
     if temperature == 0:
         return int(logits.argmax())
-    # Less the largest first: a temperature near 0 then leaves that one, instead of an overflow.
+    # The largest is subtracted first, so that a temperature near 0 does not overflow.
     shares, order = ((logits - logits.max()) / temperature).softmax(-1).sort(descending=True)
     before = shares.cumsum(-1) - shares
     kept = shares * (before < top_p)  # the first is always kept
@@ -72,25 +70,25 @@ def pick(logits: Tensor, temperature: float, top_p: float, generator: torch.Gene
 
 
 class Text:
-    """Tokens in, the text they add out: never half a character, in sum what decoding all at once gives."""
+    """Tokens in, the text that they add out: whole characters only, together the text of all tokens."""
 
     def __init__(self, tokenizer: "Tokenizer", prompt: list[int]) -> None:
         self.tokenizer, self.ids = tokenizer, list(prompt)
-        self.said = len(self._all())
+        self.num_emitted = len(self._all())  # characters
 
     def _all(self) -> str:
         return self.tokenizer.decode(self.ids, skip_special_tokens=False)
 
     def add(self, token: int) -> str:
         self.ids.append(token)
-        # Bytes that are no character yet decode to U+FFFD, and to something else when the rest has come.
+        # The first bytes of a character decode to U+FFFD until the others have come.
         return self._from(self._all().rstrip("\ufffd"))
 
     def rest(self) -> str:
         return self._from(self._all())
 
     def _from(self, text: str) -> str:
-        new, self.said = text[self.said :], max(self.said, len(text))
+        new, self.num_emitted = text[self.num_emitted :], max(self.num_emitted, len(text))
         return new
 
 
@@ -106,18 +104,18 @@ def open_generator(
 
 def from_trained(trained: Trained, as_: str) -> TextGenerator:
     recipe, corpus = trained.recipe, trained.corpus
-    member = pipelined_member(recipe)
-    if as_ == "pipelined" and member is None:
-        raise ConfigError(f"{trained.where} has no pipelined replica, so no boundaries; drop --as")
     opened = trained.bases.opening and float(trained.bases.share) == 1.0
     dense = opened or any(not m.config.compressed for m in recipe.fleet())
-    through = as_ == "pipelined" or (as_ == "auto" and not dense)
+    member = None
+    if as_ == "pipelined" or (as_ == "auto" and not dense):
+        member = pipelined_member(recipe)
+        if member is None:
+            raise ConfigError(f"{trained.where} has no pipelined replica, so no boundaries; drop --as")
     params = {name: t.to(torch.float32) for name, t in trained.params.items()}
-    boundary_fns = boundary_functions(recipe, [member], trained.bases, trained.table) if through else None
-    encoder = Encoder(
-        corpus.tokenizer_path.read_bytes(), corpus.manifest.end_token, str(corpus.tokenizer_path)
-    )
-    how = f"through the boundaries of {member.name}" if through else "as a plain LLaMA"
+    boundary_fns = boundary_functions(recipe, [member], trained.bases, trained.table) if member else None
+    path = corpus.tokenizer_path
+    encoder = Encoder(path.read_bytes(), corpus.manifest.end_token, str(path))
+    how = f"through the boundaries of {member.name}" if member else "as a plain LLaMA"
     about = f"{recipe.name}, round {trained.round}, {how}"
     return TextGenerator(recipe.model, params, boundary_fns, encoder.tokenizer, encoder.end_id, about)
 
@@ -133,34 +131,33 @@ def from_folder(folder: Path, as_: str, device: torch.device) -> TextGenerator:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{folder} holds no tokenizer.json; a model without one cannot read a prompt")
-    named = (
-        read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    )
-    end = named.get("eos_token")
+    settings = folder / "tokenizer_config.json"
+    end = read_json(settings).get("eos_token") if settings.is_file() else None
     end = end.get("content") if isinstance(end, dict) else end
     encoder = Encoder(path.read_bytes(), end, str(path))
     how = "through its boundaries" if boundary_fns else "a plain LLaMA"
     return TextGenerator(model, params, boundary_fns, encoder.tokenizer, encoder.end_id, f"{folder}, {how}")
 
 
-def folder_boundaries(folder: Path, config: Mapping, embedding: Tensor) -> BoundaryFunctions:
-    """The boundaries of a folder that was exported with them, as modeling_isthmus.py has them."""
+def folder_boundaries(folder: Path, config: Mapping, embedding: Tensor, rows: int = 1) -> BoundaryFunctions:
+    """The boundaries of a folder that was exported with them, for batches of `rows` sequences: the same
+    functions as in modeling_isthmus.py."""
     extra = {name: t.to(embedding.device) for name, t in read_extra(folder, "boundary.").items()}
     try:
         table = extra["boundary.table"] if config["frozen_table"] else embedding
         link, share = LocalLink(config["wire"]), config["open_share"]
         found = {}
-        for place in config["boundaries"]:
-            basis = None if place["basis"] is None else extra[f"boundary.basis_{place['basis']}"]
+        for entry in config["boundaries"]:
+            basis = None if entry["basis"] is None else extra[f"boundary.basis_{entry['basis']}"]
             if basis is not None and basis.shape[0] != embedding.shape[1]:
                 raise ValueError("U has another width than the model")
             if basis is None:
-                inside = OpenBoundary()
+                boundary = OpenBoundary()
             elif share is None:
-                inside = SubspaceBoundary(basis, table)
+                boundary = SubspaceBoundary(basis, table)
             else:
-                inside = OpeningBoundary(basis, table, torch.tensor(float(share), device=basis.device))
-            found[int(place["layer"])] = [(slice(0, 1), boundary_function(inside, link))]
+                boundary = OpeningBoundary(basis, table, torch.tensor(float(share), device=basis.device))
+            found[int(entry["layer"])] = [(slice(0, rows), boundary_function(boundary, link))]
         return found
     except (KeyError, TypeError, ValueError) as error:
         known = ", ".join(WIRE_TYPES)
