@@ -7,13 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 
 import pytest
 
 from isthmus.doctor import peer
-from isthmus.doctor.peer import DOWN, HEADER, MAGIC, PING, UP, check_peer, parse_host, shown
+from isthmus.doctor.peer import ASK, HEADER, LINK, MAGIC, WAIT, check_peer, parse_host, shown
+from isthmus.doctor.stage_link import FIRST_BYTES, frame_sizes, measure
 from isthmus.errors import ConfigError
 
 
@@ -51,116 +51,159 @@ def stop(process):
     return process.returncode, out, err
 
 
+def said(port, *sent, host="127.0.0.1"):
+    """The letters that the listener answers with."""
+    letters = []
+    with socket.create_connection((host, port), timeout=60) as link:
+        for data in sent:
+            link.sendall(data)
+        with suppress(ConnectionResetError):  # it may hang up before it has read everything
+            while data := link.recv(HEADER.size, socket.MSG_WAITALL):
+                letters.append(HEADER.unpack(data)[1])
+    return letters
+
+
+def wait_for(process, words):
+    while words not in (line := process.stderr.readline()):
+        assert line, f"the listener ended and never said {words!r}"
+
+
 def test_both_ways_and_the_latency_are_measured_and_ctrl_c_ends_it(listener):
     process, port = listener
-    checks, rate = check_peer("127.0.0.1", port, 0.3, quiet)
-    assert [check.ok for check in checks] == [True]
-    assert min(rate.up_mbps, rate.down_mbps) > 50
-    assert 0 < rate.round_trip_ms < 500
-    assert abs(checks[0].facts["clock_ahead_seconds"]) < 5
-    while "done with 127.0.0.1" not in (line := process.stderr.readline()):
-        assert line
+    checks, rate = check_peer("127.0.0.1", port, 0.2, quiet)
+    assert [check.ok for check in checks] == [True], checks
+    assert min(rate.up_mbps, rate.down_mbps, rate.both_ways_mbps, rate.round_trip_ms) > 0
+    assert abs(checks[0].facts["clock_ahead_seconds"]) < 60
+    wait_for(process, "done with 127.0.0.1")
     code, out, err = stop(process)
     assert (code, out) == (0, "Stopped listening; 1 served.\n")
     assert "Traceback" not in err
 
 
-def relay(port, bytes_per_second, delay_seconds):
-    """A thin link: what comes goes on at this rate, after a while. Its port."""
-    server = socket.create_server(("127.0.0.1", 0))
+class Cable:
+    """A link with its own clock: `move` takes as long as the bytes need, the slower way of the two."""
 
-    def carry(source, target):
-        with suppress(OSError):
-            while data := source.recv(1 << 14):
-                time.sleep(delay_seconds + len(data) / bytes_per_second)
-                target.sendall(data)
-        with suppress(OSError):
-            target.shutdown(socket.SHUT_WR)
+    def __init__(self, up_mbps, down_mbps, latency_seconds, shared=False):
+        self.rates, self.latency, self.shared, self.now = (up_mbps, down_mbps), latency_seconds, shared, 0.0
 
-    def serve():
-        with suppress(OSError):
-            near, _ = server.accept()
-            far = socket.create_connection(("127.0.0.1", port))
-            for pair in ((near, far), (far, near)):
-                threading.Thread(target=carry, args=pair, daemon=True).start()
-
-    threading.Thread(target=serve, daemon=True).start()
-    return server
+    def move(self, up, down):
+        seconds = [n * 8e-6 / rate for n, rate in zip((up, down), self.rates, strict=True)]
+        self.now += 2 * self.latency + (sum(seconds) if self.shared else max(seconds))
 
 
-def test_a_thin_link_is_found_to_be_thin(listener):
-    with relay(listener[1], 2e6, 0.0) as thin:
-        _, rate = check_peer("127.0.0.1", thin.getsockname()[1], 1.0, quiet)
-    # 16 Mb/s; sleeping takes a little longer than asked for, and sockets hold a little.
-    assert 8 < rate.up_mbps < 20
-    assert 8 < rate.down_mbps < 20
-    assert rate.mbps == min(rate.up_mbps, rate.down_mbps)
+@pytest.mark.parametrize("mbps", [0.2, 16, 1000])
+@pytest.mark.parametrize("latency", [0.0, 0.02])
+def test_rates_and_latency_are_those_of_the_link(mbps, latency):
+    cable = Cable(mbps, 2 * mbps, latency)
+    rate = measure(cable.move, 1.0, clock=lambda: cable.now)
+    assert rate.up_mbps == pytest.approx(mbps)
+    assert rate.down_mbps == pytest.approx(2 * mbps)
+    assert rate.both_ways_mbps == pytest.approx(mbps)  # the slower way ends last
+    assert rate.latency_ms == pytest.approx(1000 * latency)
+    assert rate.mbps == rate.up_mbps
 
 
-def test_latency_is_half_of_the_way_there_and_back(listener):
-    with relay(listener[1], 1e9, 0.02) as far:
-        _, rate = check_peer("127.0.0.1", far.getsockname()[1], 0.1, quiet)
-    assert 18 < rate.latency_ms < 60
+def test_a_link_that_shares_its_rate_between_both_ways_promises_half():
+    cable = Cable(16, 16, 0.0, shared=True)
+    rate = measure(cable.move, 1.0, clock=lambda: cable.now)
+    assert (rate.up_mbps, rate.down_mbps) == (pytest.approx(16), pytest.approx(16))
+    assert rate.mbps == rate.both_ways_mbps == pytest.approx(8)
 
 
+def test_no_frame_is_a_large_part_of_a_large_transfer():
+    for num_bytes in (0, 1, FIRST_BYTES, 3 * FIRST_BYTES + 1, 10**7, 10**9):
+        sizes = frame_sizes(num_bytes)
+        assert sum(sizes) == num_bytes
+        assert all(0 < size <= max(FIRST_BYTES, num_bytes / 16) for size in sizes)
+
+
+ASKING = HEADER.pack(MAGIC, ASK, 100, 0)
 JUNK = [
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"\x16\x03\x01" + os.urandom(200),
     b"\x80\x04\x95" + b"cos\nsystem\n(S'true'\ntR." * 4,
-    MAGIC + b"X" + bytes(8),
-    HEADER.pack(MAGIC, DOWN, peer.MOST_BYTES + 1),
-    HEADER.pack(MAGIC, UP, 2**64 - 1),
-    HEADER.pack(b"isthmus-doctor/2", PING, 0),
+    HEADER.pack(MAGIC, b"X", 100, 0),
+    HEADER.pack(MAGIC, ASK, 0, 0),
+    HEADER.pack(MAGIC, ASK, 2**64 - 1, 0),
+    HEADER.pack(b"isthmus-doctor/1", ASK, 100, 0),
 ]
 
 
 def test_junk_is_hung_up_on_and_the_next_is_served(listener):
     process, port = listener
     for junk in JUNK:
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as link:
-            link.sendall(junk)
-            with suppress(ConnectionResetError):  # bytes that it did not read
-                assert link.recv(100) == b""
-    # Half a header and gone; junk in the middle of a conversation; an upload that stops.
-    for part in (MAGIC[:5], HEADER.pack(MAGIC, PING, 0) + b"junk" * 10, HEADER.pack(MAGIC, UP, 10**6) + b"x"):
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as link:
-            link.sendall(part)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:  # until it has let go of the last one
-        checks, rate = check_peer("127.0.0.1", port, 0.1, quiet)
-        if rate:
-            break
+        assert said(port, junk) == []
+    with socket.create_connection(("127.0.0.1", port)) as link:
+        link.sendall(MAGIC[:5])  # half a header, and gone
+    wait_for(process, "lost 127.0.0.1")
+    # Junk in the middle of a conversation: it is hung up on without a port.
+    assert said(port, ASKING, b"junk" * 10) == [WAIT]
+    # One that asks and does not come to the link keeps the listener only until it hangs up.
+    with socket.create_connection(("127.0.0.1", port)) as link:
+        link.sendall(ASKING)
+        assert HEADER.unpack(link.recv(HEADER.size, socket.MSG_WAITALL))[1] == WAIT
+    wait_for(process, "lost 127.0.0.1")
+    checks, rate = check_peer("127.0.0.1", port, 0.1, quiet)
     assert rate, checks
-    time.sleep(0.5)
+    wait_for(process, "done with 127.0.0.1")
     code, out, err = stop(process)
-    assert code == 0
-    refused = int(re.search(r"(\d+) refused", out)[1])
-    assert refused == len(JUNK) + 1
-    assert "2 lost" in out
+    assert (code, out) == (0, f"Stopped listening; 1 served, {len(JUNK) + 1} refused, 2 lost.\n")
     assert "Traceback" not in err
 
 
+def test_strangers_at_the_link_itself_end_that_measurement_and_no_more(listener):
+    process, port = listener
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as link:
+        link.sendall(ASKING)
+        letters = [HEADER.unpack(link.recv(HEADER.size, socket.MSG_WAITALL))[1:3] for _ in range(2)]
+        assert [letter for letter, _ in letters] == [WAIT, LINK]
+        for junk in (b"", os.urandom(4096), bytes(4096), b"\xff" * 4096):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", letters[1][1])) as stranger:
+                stranger.sendall(junk)
+    wait_for(process, "lost 127.0.0.1")
+    assert check_peer("127.0.0.1", port, 0.1, quiet)[1]
+
+
 def test_a_second_machine_is_told_to_come_later_and_a_silent_one_keeps_nobody_waiting(listener):
-    _, port = listener
+    process, port = listener
     with socket.create_connection(("127.0.0.1", port)):  # says nothing
-        with socket.create_connection(("127.0.0.1", port)) as first:
-            first.sendall(HEADER.pack(MAGIC, PING, 0))
-            assert HEADER.unpack(first.recv(100))[0] == MAGIC
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as first:
+            first.sendall(ASKING)
+            assert HEADER.unpack(first.recv(HEADER.size, socket.MSG_WAITALL))[1] == WAIT
             checks, rate = check_peer("127.0.0.1", port, 0.1, quiet)
             assert rate is None
             assert "measuring with another machine" in checks[0].words
             assert "again" in checks[0].cure
-        time.sleep(0.3)
-        assert check_peer("127.0.0.1", port, 0.1, quiet)[1]
+        wait_for(process, "lost 127.0.0.1")
+        assert said(port, ASKING, b"enough") == [WAIT]
 
 
-@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"i", b""])
-def test_another_protocol_is_one_line(said):
+def test_a_link_that_cannot_be_made_is_one_line_and_says_which_ports():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
             link, _ = server.accept()
-            link.sendall(said)
+            link.recv(HEADER.size, socket.MSG_WAITALL)
+            link.sendall(HEADER.pack(MAGIC, WAIT, 0, 0) + HEADER.pack(MAGIC, LINK, 2**40, 0))
+            link.recv(1)
+
+        threading.Thread(target=answer, daemon=True).start()
+        (check,), rate = check_peer("127.0.0.1", server.getsockname()[1], 0.1, quiet)
+    assert rate is None
+    assert "answers, but the stage link to it fails" in check.words
+    assert "\n" not in check.words
+    assert "TCP ports" in check.cure
+
+
+@pytest.mark.parametrize(
+    "greeting", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"i", b""]
+)
+def test_another_protocol_is_one_line(greeting):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            link, _ = server.accept()
+            link.sendall(greeting)
             link.recv(100)
             link.close()
 
@@ -206,8 +249,9 @@ def test_a_port_that_is_taken_is_bad_input(listener):
 def test_without_an_address_it_listens_on_all_interfaces():
     listener = peer.Listener("", 0, quiet)
     threading.Thread(target=listener.serve, daemon=True).start()
-    hosts = ["127.0.0.1", "127.0.0.2", *(["::1"] if socket.has_dualstack_ipv6() else [])]
-    for host in hosts:
-        checks, rate = check_peer(host, listener.port, 0.1, quiet)
-        assert rate, checks
+    assert said(listener.port, ASKING, b"enough", host="127.0.0.2") == [WAIT]
+    checks, rate = check_peer(
+        "::1" if socket.has_dualstack_ipv6() else "127.0.0.1", listener.port, 0.1, quiet
+    )
+    assert rate, checks
     listener.server.close()

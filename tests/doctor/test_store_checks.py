@@ -8,8 +8,8 @@ import servers
 
 from isthmus.doctor import store_checks
 from isthmus.doctor.store_checks import check_bucket
-from isthmus.store import url as place
-from isthmus.store.objects import open_store
+from isthmus.store import open_store
+from isthmus.store.url import CREDENTIALS
 
 
 def quiet(words):
@@ -118,7 +118,7 @@ def test_no_credentials_no_bucket_and_no_answer_each_have_a_cure(moto, monkeypat
     assert "connection refused" in check.words
     assert "firewall" in check.cure
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ["AWS_SECRET_ACCESS_KEY", *(n for names in place._CREDENTIALS.values() for n in names)]:
+    for name in ["AWS_SECRET_ACCESS_KEY", *(n for names in CREDENTIALS.values() for n in names)]:
         monkeypatch.delenv(name, raising=False)
     (check,), _ = check_bucket(URL, 0.1, quiet)
     assert check.words.startswith("no credentials for")

@@ -1,4 +1,4 @@
-"""What a check is, and how a link is measured. Standard library only."""
+"""What a check is, and how a rate is measured. Standard library only."""
 
 import time
 from collections.abc import Callable
@@ -26,16 +26,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRate:
-    """What a link carried each way, one transfer after another."""
+    """What a link carried each way."""
 
     up_mbps: float
     down_mbps: float
     round_trip_ms: float  # median
+    both_ways_mbps: float | None = None  # each way, while the other is used too; None for a bucket
 
     @property
     def mbps(self) -> float:
-        """A recipe has one rate for both ways: the slower one, so that a plan promises nothing too much."""
-        return min(self.up_mbps, self.down_mbps)
+        """A recipe has one rate for both ways: the slowest, so that a plan does not promise too much."""
+        return min(self.up_mbps, self.down_mbps, self.both_ways_mbps or self.up_mbps)
 
     @property
     def latency_ms(self) -> float:
@@ -43,8 +44,9 @@ class LinkRate:
         return self.round_trip_ms / 2
 
     def describe(self) -> str:
+        both = f"{_short(self.both_ways_mbps)} Mb/s each way at once, " if self.both_ways_mbps else ""
         return (
-            f"{_short(self.up_mbps)} Mb/s up, {_short(self.down_mbps)} Mb/s down, "
+            f"{_short(self.up_mbps)} Mb/s up, {_short(self.down_mbps)} Mb/s down, {both}"
             f"{self.round_trip_ms:.3g} ms there and back"
         )
 
@@ -57,21 +59,26 @@ def _short(value: float) -> str:
 
 
 def mbps(num_bytes: float, seconds: float, waiting_seconds: float = 0.0) -> float:
-    """`waiting_seconds` of the time went into round trips. Where it is nearly all of it, the rate is a guess,
-    and the cautious one is taken."""
+    """`waiting_seconds` went into round trips and do not count, as far as they are not most of the time."""
     return num_bytes * 8 / 1e6 / max(seconds - waiting_seconds, seconds / 2, 1e-9)
 
 
-def ramp(move: Callable[[int], None], seconds: float, first: int, most: int) -> tuple[int, float]:
+def ramp(
+    move: Callable[[int], None],
+    seconds: float,
+    first: int,
+    most: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[int, float]:
     """Move more and more bytes until one transfer takes at least half of `seconds`: (its bytes, its seconds).
 
-    Nobody knows the link before. Small transfers first keep a thin one from being asked for minutes.
+    The link is not known before. Small transfers come first, so that a thin one is not busy for minutes.
     """
     num_bytes = first
     while True:
-        began = time.perf_counter()
+        began = clock()
         move(num_bytes)
-        spent = max(time.perf_counter() - began, 1e-9)
+        spent = max(clock() - began, 1e-9)
         if spent >= seconds / 2 or num_bytes >= most:
             return num_bytes, spent
         num_bytes = min(most, int(num_bytes * min(8.0, max(2.0, seconds / spent))))

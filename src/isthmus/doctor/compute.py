@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import PRESETS, InnerConfig, Member, Recipe, ReplicaConfig
+from isthmus.data.tokens import Batches
 from isthmus.planner.cost import step_flops
 from isthmus.planner.memory import process_memory
 from isthmus.replica.full import FullReplica
@@ -52,15 +53,15 @@ def recipe_of(preset: str, precision: str, sequences: int) -> Recipe:
     )
 
 
-class _Noise:
-    """Random tokens instead of a corpus: arithmetic does not look at what it multiplies."""
+class _Noise(Batches):
+    """Random tokens instead of a corpus: a training rate does not depend on the text."""
 
     def __init__(self, vocab: int, context: int) -> None:
-        self.sequences = 1
+        self.batch = 1  # and more, step by step
         self.tokens = torch.randint(vocab, (MOST_SEQUENCES, context + 1), generator=torch.Generator())
 
     def at(self, replica: int, inner_step: int) -> Tensor:
-        return self.tokens[: self.sequences]
+        return self.tokens[: self.batch]
 
 
 def training_rate(
@@ -68,11 +69,11 @@ def training_rate(
 ) -> TrainingRate:
     """Train `preset` for about `seconds`: forward, backward, clipping and AdamW, as a worker of a fleet does.
 
-    The batch is as large as lets several inner steps fit into the time, and the memory; both by doubling.
+    The batch is doubled as long as several inner steps fit into the time, and one into the memory.
     """
     recipe = recipe_of(preset, precision, 1)
     batches = _Noise(recipe.model.vocab, recipe.model.context)
-    # Sequences come from us, batch by batch, so the replica need not be built anew for each size.
+    # The batch grows while the replica stays: what a step takes is asked of `batches`.
     replica = FullReplica(
         recipe, Member(0, "doctor", recipe.replicas[0]), batches, device=device, precision=precision
     )
@@ -89,31 +90,31 @@ def training_rate(
 
     step()  # the first one also allocates and chooses kernels
     began, spent = time.perf_counter(), step()
-    while (double := 2 * batches.sequences) <= MOST_SEQUENCES:
+    while (double := 2 * batches.batch) <= MOST_SEQUENCES:
         wanted = recipe_of(preset, precision, double)
         needed = process_memory(wanted, wanted.replicas[0], 0, 1).total
         if 2 * spent * STEPS > seconds or needed > available_bytes:
             break
-        batches.sequences = double
+        batches.batch = double
         step()
         spent = step()
     times = [spent]
     while time.perf_counter() - began + spent < seconds or len(times) < 3:
         times.append(step())
     each = statistics.median(times)
-    flops = step_flops(recipe_of(preset, precision, batches.sequences))
+    flops = step_flops(recipe_of(preset, precision, batches.batch))
     return TrainingRate(
         device=device,
         precision=precision,
         preset=preset,
-        sequences=batches.sequences,
+        sequences=batches.batch,
         steps=len(times),
         step_seconds=each,
         tflops=flops / each / 1e12,
-        tokens_per_second=batches.sequences * recipe.model.context / each,
+        tokens_per_second=batches.batch * recipe.model.context / each,
     )
 
 
 def num_threads() -> int:
-    """Of the CPU, which OMP_NUM_THREADS may hold below its cores."""
+    """Of the CPU: OMP_NUM_THREADS may allow fewer than there are cores."""
     return torch.get_num_threads()

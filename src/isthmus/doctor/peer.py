@@ -1,35 +1,40 @@
-"""Rates and latency between two machines: one listens (`isthmus doctor --listen`), the other asks.
+"""The link between two machines: one listens (`isthmus doctor --listen`), the other asks.
 
-Plain TCP. Every message is a header of 25 bytes (magic with a version, one letter, a number); bulk bytes
-follow where the number says how many. The listener counts what it is sent and keeps none of it. It answers
-three letters, moves a bounded number of bytes in bounded time, measures with one machine at a time, and hangs
-up on everything else. Standard library only.
+What is measured is a stage link, made by the code that trains (`doctor.stage_link`), in a process of its own
+on both sides. This module is how the two find each other: one TCP port, on which the asker says how long it
+will measure and the listener says where its end of the link waits. Every message is a header of 33 bytes. The
+listener measures with one machine at a time, for a bounded time, and hangs up on everything else. Standard
+library only.
 """
 
 import ipaddress
-import os
+import json
 import re
+import select
 import socket
-import statistics
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
-from isthmus.doctor.checks import WRONG_CLOCK_SECONDS, Check, LinkRate, Say, mbps, ramp
+from isthmus.doctor.checks import WRONG_CLOCK_SECONDS, Check, LinkRate, Say
 from isthmus.errors import ConfigError
 
 PORT = 29510
-HEADER = struct.Struct(">16scQ")
-MAGIC = b"isthmus-doctor/1"
-PING, UP, DOWN, BUSY = b"P", b"U", b"D", b"B"  # a ping's answer carries the listener's clock, in microseconds
-MOST_BYTES = 1 << 30  # of one transfer
-FIRST_BYTES = 1 << 16
-BLOCK_BYTES = 1 << 16
-PINGS = 11
-SILENCE_SECONDS = 10.0  # nothing moves for so long: the other side is gone
-SESSION_SECONDS = 300.0  # no machine keeps the listener longer
+HEADER = struct.Struct(">16scQQ")
+MAGIC = b"isthmus-doctor/2"
+# ASK: milliseconds. WAIT: the listener's clock in microseconds. LINK: the port at which its end waits.
+ASK, WAIT, LINK, BUSY, FAILED = b"A", b"W", b"L", b"B", b"F"
+MOST_MILLISECONDS = 60_000
+SILENCE_SECONDS = 10.0  # after so long without an answer the other side is gone
+START_SECONDS = 60.0  # until the process with the listener's end runs
+GRACE_SECONDS = 3.0  # from the asker's end of the link to ours
+SESSION_SECONDS = 300.0  # the listener ends every measurement after this time
 MOST_CONNECTIONS = 16
 
 
@@ -59,134 +64,68 @@ def shown(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-# The wire
+# Both sides
 
 
-def _read(link: socket.socket, num_bytes: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < num_bytes:
-        part = link.recv(num_bytes - len(parts))
+def _read_header(link: socket.socket) -> tuple[bytes, int, int]:
+    """(letter, two numbers). ValueError as soon as it is another protocol, before the rest has come."""
+    data = b""
+    while len(data) < HEADER.size:
+        part = link.recv(HEADER.size - len(data))
         if not part:
             raise ConnectionResetError("hung up")
-        parts += part
-    return bytes(parts)
+        data += part
+        if not MAGIC.startswith(data[: len(MAGIC)]):
+            raise ValueError("another protocol")
+    return HEADER.unpack(data)[1:]
 
 
-def _drop(link: socket.socket, num_bytes: int, deadline: float) -> None:
-    """Receive and forget."""
-    room = memoryview(bytearray(BLOCK_BYTES))
-    while num_bytes:
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        got = link.recv_into(room, min(num_bytes, len(room)))
-        if not got:
-            raise ConnectionResetError("hung up")
-        num_bytes -= got
+def _write_header(link: socket.socket, letter: bytes, first: int = 0, second: int = 0) -> None:
+    link.sendall(HEADER.pack(MAGIC, letter, first, second))
 
 
-def _pour(link: socket.socket, num_bytes: int, block: bytes, deadline: float) -> None:
-    while num_bytes:
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        part = memoryview(block)[: min(num_bytes, len(block))]
-        link.sendall(part)
-        num_bytes -= len(part)
+@contextmanager
+def _stage_link(role: str, host: str, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    """One end of the link, in a process that does not outlive this block or the session's time."""
+    command = [sys.executable, "-m", "isthmus.doctor.stage_link", role, host, str(seconds)]
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+    limit = threading.Timer(SESSION_SECONDS, child.kill)
+    limit.start()
+    try:
+        with child:
+            try:
+                yield child
+            finally:
+                child.kill()
+    finally:
+        limit.cancel()
 
 
-def _noise() -> bytes:
-    """Bytes that no tunnel can make smaller."""
-    return os.urandom(BLOCK_BYTES)
+def _line(child: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next thing that the process says; a fault where it ends without a word."""
+    assert child.stdout is not None
+    try:
+        return json.loads(child.stdout.readline())
+    except ValueError:
+        return {"fault": "its process ended; is torch installed?"}
 
 
 # The side that asks
 
 
-class Peer:
-    """One connection to a listener."""
-
-    def __init__(self, host: str, port: int, seconds: float) -> None:
-        self.where, self.seconds = shown(host, port), seconds
-        self.deadline = time.monotonic() + SESSION_SECONDS
-        self.block = _noise()
-        self.there = f"start `isthmus doctor --listen` there, and let TCP port {port} through its firewall"
-        try:
-            self.link = socket.create_connection((host, port), timeout=SILENCE_SECONDS)
-        except socket.gaierror:
-            raise PeerFault(
-                f"the name {host} does not resolve", "correct it, or give the machine's address"
-            ) from None
-        except TimeoutError:
-            raise PeerFault(f"{self.where} does not answer", self.there) from None
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise PeerFault(f"cannot reach {self.where}: {reason}", self.there) from None
-        self.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def ask(self, letter: bytes, number: int = 0) -> int:
-        """One header there, one back; the number that comes with it."""
-        self.link.sendall(HEADER.pack(MAGIC, letter, number))
-        return self.answer(letter)
-
-    def answer(self, letter: bytes) -> int:
-        # Enough to see whose protocol it is, before waiting for a whole header from somebody else's.
-        start = self.link.recv(len(MAGIC))
-        if not start:
-            raise ConnectionResetError("hung up")
-        if not MAGIC.startswith(start):
-            raise PeerFault(f"{self.where} talks another protocol than isthmus doctor", self.there)
-        magic, said, number = HEADER.unpack(start + _read(self.link, HEADER.size - len(start)))
-        if magic != MAGIC or said not in (letter, BUSY):
-            raise PeerFault(f"{self.where} talks another protocol than isthmus doctor", self.there)
-        if said == BUSY:
-            raise PeerFault(f"{self.where} is measuring with another machine", "try again in a minute")
-        return number
-
-    def up(self, num_bytes: int) -> None:
-        self.link.sendall(HEADER.pack(MAGIC, UP, num_bytes))
-        _pour(self.link, num_bytes, self.block, self.deadline)
-        self.answer(UP)
-
-    def down(self, num_bytes: int) -> None:
-        if self.ask(DOWN, num_bytes) != num_bytes:
-            raise PeerFault(f"{self.where} talks another protocol than isthmus doctor", self.there)
-        _drop(self.link, num_bytes, self.deadline)
-
-    def measure(self) -> tuple[LinkRate, float]:
-        """The link, and by how many seconds the listener's clock is ahead of ours."""
-        trips, ahead = [], []
-        for _ in range(PINGS):
-            began, unix = time.perf_counter(), time.time()
-            there = self.ask(PING) / 1e6
-            trips.append(time.perf_counter() - began)
-            ahead.append(there - unix - trips[-1] / 2)
-        trip = statistics.median(trips)
-        up = ramp(self.up, self.seconds, FIRST_BYTES, MOST_BYTES)
-        down = ramp(self.down, self.seconds, FIRST_BYTES, MOST_BYTES)
-        rate = LinkRate(up_mbps=mbps(*up, trip), down_mbps=mbps(*down, trip), round_trip_ms=trip * 1e3)
-        return rate, statistics.median(ahead)
-
-
 def check_peer(host: str, port: int, seconds: float, say: Say) -> tuple[list[Check], LinkRate | None]:
     where = shown(host, port)
+    there = f"start `isthmus doctor --listen` there, and let TCP port {port} through its firewall"
     say(f"measuring the link to {where}")
-    peer = None
     try:
-        peer = Peer(host, port, seconds)
-        rate, ahead = peer.measure()
+        rate, ahead = _measure(host, port, seconds, there)
     except PeerFault as fault:
         return [Check(name=where, ok=False, words=fault.words, cure=fault.cure)], None
-    except TimeoutError:
-        words = f"{where} took the connection and went silent"
-        return [Check(name=where, ok=False, words=words, cure=peer.there)], None
-    except OSError:
-        words = f"{where} hung up: it does not talk isthmus doctor's protocol, or the link broke"
-        return [Check(name=where, ok=False, words=words, cure=peer.there)], None
-    finally:
-        if peer is not None:
-            peer.link.close()
     facts = {
         "up_mbps": rate.up_mbps,
         "down_mbps": rate.down_mbps,
+        "both_ways_mbps": rate.both_ways_mbps,
         "round_trip_ms": rate.round_trip_ms,
         "clock_ahead_seconds": ahead,
     }
@@ -196,6 +135,64 @@ def check_peer(host: str, port: int, seconds: float, say: Say) -> tuple[list[Che
         cure = "set both by NTP; a bucket refuses requests of a machine that is some minutes off"
         checks.append(Check(name="clock", ok=False, words=words, cure=cure))
     return checks, rate
+
+
+def _measure(host: str, port: int, seconds: float, there: str) -> tuple[LinkRate, float]:
+    """The link, and by how many seconds the listener's clock is ahead of ours."""
+    where = shown(host, port)
+    with _connected(host, port, there) as link:
+        try:
+            began = time.time()
+            _write_header(link, ASK, int(seconds * 1000))
+            letter, clock, _ = _read_header(link)
+            ahead = clock / 1e6 - (began + time.time()) / 2
+            if letter == WAIT:
+                return _ask(link, where, seconds), ahead
+        except ValueError:
+            raise PeerFault(f"{where} talks another protocol than isthmus doctor", there) from None
+        except TimeoutError:
+            raise PeerFault(f"{where} took the connection and went silent", there) from None
+        except OSError:
+            words = f"{where} hung up: it does not talk isthmus doctor's protocol, or the link broke"
+            raise PeerFault(words, there) from None
+    if letter != BUSY:
+        raise PeerFault(f"{where} talks another protocol than isthmus doctor", there)
+    raise PeerFault(f"{where} is measuring with another machine", "try again in a minute")
+
+
+def _ask(link: socket.socket, where: str, seconds: float) -> LinkRate:
+    """Start our end while the listener starts its own, then join the two."""
+    with _stage_link("ask", link.getpeername()[0], seconds) as child:
+        link.settimeout(START_SECONDS)
+        letter, port, _ = _read_header(link)
+        if letter != LINK:
+            words = f"{where} could not start its end of a stage link"
+            raise PeerFault(words, "see what `isthmus doctor --listen` says there")
+        assert child.stdin is not None
+        with suppress(BrokenPipeError):  # it ended; what it said before tells why
+            print(port, file=child.stdin, flush=True)
+        found = _line(child)
+    if "fault" in found:
+        raise PeerFault(
+            f"{where} answers, but the stage link to it fails: {found['fault']}",
+            "let all TCP ports through between the two machines, best inside a tunnel (docs/operate.md, "
+            "section 4): stages use ports that the system chooses",
+        )
+    return LinkRate(**found)
+
+
+def _connected(host: str, port: int, there: str) -> socket.socket:
+    where = shown(host, port)
+    try:
+        return socket.create_connection((host, port), timeout=SILENCE_SECONDS)
+    except socket.gaierror:
+        cure = "correct it, or give the machine's address"
+        raise PeerFault(f"the name {host} does not resolve", cure) from None
+    except TimeoutError:
+        raise PeerFault(f"{where} does not answer", there) from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise PeerFault(f"cannot reach {where}: {reason}", there) from None
 
 
 # The side that listens
@@ -212,12 +209,11 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class Listener:
-    """Answers machines that ask, until it is told to stop."""
+    """Answers machines that ask, until the caller is interrupted."""
 
     def __init__(self, host: str, port: int, say: Say) -> None:
         self.say, self.counts = say, Counter[str]()
         self._measuring, self._room = threading.Lock(), threading.Semaphore(MOST_CONNECTIONS)
-        self._block = _noise()
         try:
             self.server = _bind(host, port)
         except OSError as error:
@@ -248,55 +244,55 @@ class Listener:
             self.server.close()
 
     def _meet(self, link: socket.socket, who: str) -> None:
-        held = False
+        measuring = False
         try:
             with link:
                 link.settimeout(SILENCE_SECONDS)
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                first = self._header(link)
-                # A moment's grace: the one before may be gone and not yet missed.
-                held = self._measuring.acquire(timeout=1.0)
-                if not held:
-                    link.sendall(HEADER.pack(MAGIC, BUSY, 0))
+                letter, milliseconds, _ = _read_header(link)
+                if letter != ASK or not 0 < milliseconds <= MOST_MILLISECONDS:
+                    raise ValueError("junk")
+                # The machine before may be gone, and its process not yet.
+                measuring = self._measuring.acquire(timeout=1.0)
+                if not measuring:
+                    _write_header(link, BUSY)
                     self._tell(f"sent away {who}: another machine is being measured", "sent away")
                     return
-                self._serve(link, who, *first)
+                self._serve(link, who, milliseconds / 1000)
         except ValueError:
             self._tell(f"refused {who}: it does not talk isthmus doctor's protocol", "refused")
         except OSError:
             self._tell(f"lost {who}: it went silent or away", "lost")
         finally:
-            if held:
+            if measuring:
                 self._measuring.release()
             self._room.release()
 
-    def _header(self, link: socket.socket) -> tuple[bytes, int]:
-        start = _read(link, len(MAGIC))
-        if start != MAGIC:  # said before the rest is waited for
-            raise ValueError("junk")
-        _, letter, number = HEADER.unpack(start + _read(link, HEADER.size - len(MAGIC)))
-        if letter not in (PING, UP, DOWN) or number > MOST_BYTES:
-            raise ValueError("junk")
-        return letter, number
-
-    def _serve(self, link: socket.socket, who: str, letter: bytes, number: int) -> None:
+    def _serve(self, link: socket.socket, who: str, seconds: float) -> None:
         self.say(f"measuring with {who}")
-        deadline, moved = time.monotonic() + SESSION_SECONDS, 0
-        while True:
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            if letter == UP:
-                _drop(link, number, deadline)
-            back = int(time.time() * 1e6) if letter == PING else number
-            link.sendall(HEADER.pack(MAGIC, letter, back))
-            if letter == DOWN:
-                _pour(link, number, self._block, deadline)
-            moved += 0 if letter == PING else number
-            try:
-                letter, number = self._header(link)
-            except ConnectionResetError:
-                self._tell(f"done with {who}: {moved / 1e6:.1f} MB moved", "served")
+        _write_header(link, WAIT, int(time.time() * 1e6))
+        address = link.getsockname()[0].removeprefix("::ffff:")  # IPv4 on a socket for both
+        with _stage_link("serve", address, seconds) as child:
+            first = self._hear(child, link)
+            if "fault" in first:
+                self._tell(f"cannot measure with {who}: {first['fault']}", "lost")
+                _write_header(link, FAILED)
                 return
+            _write_header(link, LINK, first["port"])
+            last = self._hear(child, link)
+        if "moved" not in last:
+            raise ConnectionResetError("the link broke")
+        self._tell(f"done with {who}: {last['moved'] / 1e6:.1f} MB moved", "served")
+
+    def _hear(self, child: subprocess.Popen[str], link: socket.socket) -> dict[str, Any]:
+        """What our end says next. The asker is silent meanwhile, and hangs up when its own end is done."""
+        assert child.stdout is not None
+        heard, _, _ = select.select([link, child.stdout], [], [], SESSION_SECONDS)
+        if child.stdout not in heard:
+            if link.recv(1):
+                raise ValueError("junk")
+            if not select.select([child.stdout], [], [], GRACE_SECONDS)[0]:
+                raise ConnectionResetError("hung up")
+        return _line(child)
 
     def _tell(self, words: str, what: str) -> None:
         self.counts[what] += 1
