@@ -12,9 +12,10 @@ from seats import rounds_in_a_bucket
 HEAVY = "print([m for m in ('torch', 'numpy', 'matplotlib') if m in sys.modules], file=sys.stderr)"
 COMMAND = f"import sys; from isthmus.cli.main import main; code = main(sys.argv[1:]); {HEAVY}; sys.exit(code)"
 LOOK = (
-    "import json, sys; from isthmus.page.source import open_source; from isthmus.page.state import Teller; "
-    "from isthmus.page.server import Server, Watcher; from isthmus.page.tensorboard import EventWriter; "
-    f"print(json.dumps(Teller().tell(open_source(sys.argv[1]).look()))); {HEAVY}"
+    "import json, sys; from isthmus.page.source import open_source; "
+    "from isthmus.page.state import StateBuilder; from isthmus.page.server import Server, Watcher; "
+    "from isthmus.page.tensorboard import EventWriter; "
+    f"print(json.dumps(StateBuilder().build(open_source(sys.argv[1]).look()))); {HEAVY}"
 )
 
 

@@ -1,42 +1,17 @@
 """The page in a real Chromium: finished, hostile, on a phone, by keyboard, and when its server is gone."""
 
 import signal
-import subprocess
-import sys
-from contextlib import contextmanager
 from itertools import pairwise
 from urllib.parse import urlsplit
 
 import pytest
-from browser import CHROMIUM, chromium
+from browser import CHROMIUM, watching
 from contrast import EVERY_WORD, PALE
-from made import MARKUP, hostile, simulated
+from made import MARKUP, hostile
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; apt-get install chromium")
 SECTIONS = ["The fleet", "Loss", "Round by round", "Bytes", "Bias", "Plan against actual", "Time"]
 WIDTH = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return simulated(tmp_path_factory.mktemp("page") / "run")
-
-
-@pytest.fixture(scope="module")
-def page():
-    with chromium() as page:
-        yield page
-
-
-@contextmanager
-def watching(path):
-    command = [sys.executable, "-m", "isthmus.cli.main", "watch", str(path), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        yield process.stdout.readline().strip(), process
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(10)
 
 
 def headings(page):
@@ -45,123 +20,110 @@ def headings(page):
     )
 
 
-def test_a_finished_run_shows_everything_and_asks_nobody_else(page, run):
-    page.requests.clear()
-    page.complaints.clear()
-    page.look_as(1280, 900)
-    with watching(run.path) as (url, _):
-        page.go(url)
-        assert [title for title in headings(page) if title in SECTIONS] == SECTIONS
-        text = page.value("document.body.innerText")
-        last = run.rows()[-1]
-        for forward in ("full", "pipelined", "mixed"):
-            assert f"{last[f'loss_{forward}']:.3f}" in text
-        assert "All 4 rounds are done." in text
-        assert page.value("document.querySelectorAll('[role=gridcell]').length") == 12
-        assert page.value("document.querySelectorAll('#picture svg .stage').length") == 4
-        assert page.value("document.title") == "small, round 4 of 4 - Isthmus"
-        for width in (1280, 700):  # drawn for the width that a chart has, also after the window changed
-            page.look_as(width, 900)
-            drawn = "[...document.querySelectorAll('.chart svg')].every"
-            page.until(f"{drawn}(s => s.clientWidth === s.viewBox.baseVal.width)")
-        assert page.value("document.querySelectorAll('svg path.line').length") == 4 + 4 + 2 + 3
-        assert {urlsplit(asked).netloc for asked in page.requests} == {urlsplit(url).netloc}
+def test_a_finished_run_shows_everything_and_asks_nobody_else(page, run, url):
+    page.go(url)
+    assert [title for title in headings(page) if title in SECTIONS] == SECTIONS
+    text = page.value("document.body.innerText")
+    last = run.rows()[-1]
+    for forward in ("full", "pipelined", "mixed"):
+        assert f"{last[f'loss_{forward}']:.3f}" in text
+    assert "All 4 rounds are done." in text
+    assert page.value("document.querySelectorAll('[role=gridcell]').length") == 12
+    assert page.value("document.querySelectorAll('#picture svg .stage').length") == 4
+    assert page.value("document.title") == "small, round 4 of 4 - Isthmus"
+    for width in (1280, 700):  # drawn for the width that a chart has, also after the window changed
+        page.look_as(width, 900)
+        drawn = "[...document.querySelectorAll('.chart svg')].every"
+        page.until(f"{drawn}(s => s.clientWidth === s.viewBox.baseVal.width)")
+    assert page.value("document.querySelectorAll('svg path.line').length") == 4 + 4 + 1 + 1 + 2 + 3
+    assert {urlsplit(asked).netloc for asked in page.requests} == {urlsplit(url).netloc}
     assert page.complaints == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 320])
-def test_a_phone_has_one_column_and_never_scrolls_sideways(page, run, width, dark):
+def test_a_phone_has_one_column_and_never_scrolls_sideways(page, run, url, width, dark):
     page.look_as(width, 844, dark=dark, touch=True)
-    with watching(run.path) as (url, _):
-        page.go(url)
-        assert page.value(WIDTH) <= 0
-        # No text is cut off by the picture's edge, and what is wider than the screen scrolls in its own box.
-        out = page.value(
-            "[...document.querySelectorAll('#picture svg text, .chart svg text')].filter(t => {"
-            "const a = t.getBoundingClientRect(), b = t.ownerSVGElement.getBoundingClientRect();"
-            "return a.width && (a.left < b.left - 2 || a.right > b.right + 2)}).map(t => t.textContent)"
-        )
-        assert out == []
-        paper = page.value("getComputedStyle(document.body).backgroundColor")
-        assert paper == ("rgb(20, 23, 26)" if dark else "rgb(251, 250, 248)")
+    page.go(url)
+    assert page.value(WIDTH) <= 0
+    # No text is cut off by the picture's edge, and what is wider than the screen scrolls in its own box.
+    out = page.value(
+        "[...document.querySelectorAll('#picture svg text, .chart svg text')].filter(t => {"
+        "const a = t.getBoundingClientRect(), b = t.ownerSVGElement.getBoundingClientRect();"
+        "return a.width && (a.left < b.left - 2 || a.right > b.right + 2)}).map(t => t.textContent)"
+    )
+    assert out == []
+    paper = page.value("getComputedStyle(document.body).backgroundColor")
+    assert paper == ("rgb(20, 23, 26)" if dark else "rgb(251, 250, 248)")
 
 
 @pytest.mark.parametrize("state", ["training", "delivering", "catching up", "silent"])
-def test_on_a_phone_the_table_of_the_fleet_is_whole(page, run, state):
-    """With all the columns of real processes, one of which does not stir."""
+def test_on_a_phone_the_table_of_the_fleet_is_whole(page, run, url, state):
+    """With all the columns of real processes, one of which gives no sign of life."""
     page.look_as(390, 844, touch=True)
-    with watching(run.path) as (url, _):
-        page.go(url)
-        page.value(
-            "(() => { const state = structuredClone(last), now = Date.now() / 1000; state.run.bucket = true;"
-            f"for (const one of state.replicas) Object.assign(one, {{ state: '{state}', seen_unix: now - 17,"
-            "  why: 'stage 0 does not stir', inner_step: 14, loss: 5.038, rate: '1.7k tok/s',"
-            "  processes: [{ stage: 0, state: 'silent' }, { stage: 1, state: 'runs' }] });"
-            "members(state); })()"
-        )
-        said = page.value("document.getElementById('members').innerText")
-        assert "Processes here" in said
-        assert "stage 0 silent, stage 1 runs" in said
-        box = "document.querySelector('#members .wide')"
-        assert page.value(f"{box}.scrollWidth - {box}.clientWidth") <= 0
+    page.go(url)
+    page.value(
+        "(() => { const state = structuredClone(last), now = Date.now() / 1000; state.run.bucket = true;"
+        f"for (const one of state.replicas) Object.assign(one, {{ state: '{state}', seen_unix: now - 17,"
+        "  why: 'stage 0 gives no sign of life', inner_step: 14, loss: 5.038, rate: '1.7k tok/s',"
+        "  processes: [{ stage: 0, state: 'silent' }, { stage: 1, state: 'runs' }] });"
+        "members(state); })()"
+    )
+    said = page.value("document.getElementById('members').innerText")
+    assert "Processes here" in said
+    assert "stage 0 silent, stage 1 runs" in said
+    box = "document.querySelector('#members .wide')"
+    assert page.value(f"{box}.scrollWidth - {box}.clientWidth") <= 0
 
 
-def test_it_can_be_used_by_keyboard_alone(page, run):
-    page.look_as(1280, 900)
-    with watching(run.path) as (url, _):
-        page.go(url)
+def test_it_can_be_used_by_keyboard_alone(page, run, url):
+    page.go(url)
+    page.press("Tab")
+    assert page.value("document.activeElement.className") == "skip"
+    assert page.value("document.activeElement.getBoundingClientRect().top") >= 0
+    for _ in range(40):
         page.press("Tab")
-        assert page.value("document.activeElement.className") == "skip"
-        assert page.value("document.activeElement.getBoundingClientRect().top") >= 0
-        for _ in range(40):
-            page.press("Tab")
-            if page.value("document.activeElement.getAttribute('role')") == "gridcell":
-                break
-        outline = page.value("getComputedStyle(document.activeElement).outlineStyle")
-        assert outline == "solid"
-        assert page.value("document.querySelector('.why').textContent") == "Round 4, rack-0: contributed"
-        for key in ("ArrowLeft", "ArrowDown", "ArrowDown"):
-            page.press(key)
-        assert page.value("document.querySelector('.why').textContent") == "Round 3, edge: contributed"
-        assert page.value("document.querySelectorAll('[role=gridcell][tabindex=\"0\"]').length") == 1
-        page.value("document.querySelector('.chart svg').focus()")
-        page.press("ArrowLeft")
-        page.press("ArrowLeft")
-        reading = page.value("document.querySelector('.chart figcaption span').textContent")
-        assert reading == "at 864 tokens"
-        row = run.rows()[3]
-        assert f"{row['loss_mixed']:.3f}" in page.value(
-            "document.querySelector('.chart .legend').textContent"
-        )
+        if page.value("document.activeElement.getAttribute('role')") == "gridcell":
+            break
+    outline = page.value("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    assert page.value("document.querySelector('.why').textContent") == "Round 4, rack-0: contributed"
+    for key in ("ArrowLeft", "ArrowDown", "ArrowDown"):
+        page.press(key)
+    assert page.value("document.querySelector('.why').textContent") == "Round 3, edge: contributed"
+    assert page.value("document.querySelectorAll('[role=gridcell][tabindex=\"0\"]').length") == 1
+    page.value("document.querySelector('.chart svg').focus()")
+    page.press("ArrowLeft")
+    page.press("ArrowLeft")
+    reading = page.value("document.querySelector('.chart figcaption span').textContent")
+    assert reading == "at 864 tokens"
+    row = run.rows()[3]
+    assert f"{row['loss_mixed']:.3f}" in page.value("document.querySelector('.chart .legend').textContent")
 
 
-def test_every_picture_has_words_and_every_plot_a_table(page, run):
-    with watching(run.path) as (url, _):
-        page.go(url)
-        nameless = page.value(
-            "[...document.querySelectorAll('svg')].filter(s => s.getAttribute('aria-hidden') !== 'true'"
-            " && !s.getAttribute('aria-label')).length"
-        )
-        assert nameless == 0
-        assert page.value("[...document.querySelectorAll('.chart')].every(f => f.querySelector('table'))")
-        assert page.value("[...document.querySelectorAll('main table')].every(t => t.querySelector('th'))")
+def test_every_picture_has_words_and_every_plot_a_table(page, run, url):
+    page.go(url)
+    nameless = page.value(
+        "[...document.querySelectorAll('svg')].filter(s => s.getAttribute('aria-hidden') !== 'true'"
+        " && !s.getAttribute('aria-label')).length"
+    )
+    assert nameless == 0
+    assert page.value("[...document.querySelectorAll('.chart')].every(f => f.querySelector('table'))")
+    assert page.value("[...document.querySelectorAll('main table')].every(t => t.querySelector('th'))")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_all_text_stands_out_from_what_is_behind_it(page, run, dark):
+def test_all_text_stands_out_from_what_is_behind_it(page, run, url, dark):
     page.look_as(1280, 900, dark=dark)
-    with watching(run.path) as (url, _):
-        page.go(url)
-        page.value(EVERY_WORD)
-        assert page.value("document.querySelectorAll('.late, .refused, .missing, .events .wait').length") >= 4
-        assert page.value(PALE) == []
-        page.value("document.querySelector('.note').style.color = 'color-mix(in srgb, gray, transparent)'")
-        assert len(page.value(PALE)) == 1  # it does find what is pale
+    page.go(url)
+    page.value(EVERY_WORD)
+    assert page.value("document.querySelectorAll('.late, .refused, .missing, .events .wait').length") >= 4
+    assert page.value(PALE) == []
+    page.value("document.querySelector('.note').style.color = 'color-mix(in srgb, gray, transparent)'")
+    assert len(page.value(PALE)) == 1  # it does find what is pale
 
 
-def test_a_screen_reader_hears_changes_and_not_every_second(page, run):
-    page.look_as(1280, 900)
+def test_a_screen_reader_hears_changes_and_not_every_second(page, run, url):
     with watching(run.path) as (url, process):
         page.go(url)
         page.until("document.getElementById('announced').textContent === 'the run has ended'")
@@ -180,38 +142,34 @@ def test_a_screen_reader_hears_changes_and_not_every_second(page, run):
         assert aloud.startswith("at ")
         assert f"mixed {run.rows()[-1]['loss_mixed']:.3f}" in aloud
         process.send_signal(signal.SIGINT)
-        process.wait(10)
+        process.wait(60)
         page.until(
             "document.getElementById('announced').textContent === \"no answer from this page's server\""
         )
 
 
 @pytest.mark.parametrize(("first", "still_open"), [(19_945, 20_004), (19_949, 20_001)])
-def test_round_numbers_of_a_long_run_leave_the_grid_even_and_do_not_touch(page, run, first, still_open):
-    page.look_as(1280, 900)
-    with watching(run.path) as (url, _):
-        page.go(url)
-        page.value(
-            f"(() => {{ const state = structuredClone(last), data = state.rounds; data.open = {still_open};"
-            f"data.rounds = Array.from({{length: data.open - {first} + 1}}, (_, i) => {first} + i);"
-            "data.rows.forEach((row) => { row.cells = data.rounds.map(() => ['counted', '']); });"
-            "draw(state) })()"
-        )
-        cells = "document.querySelectorAll('#grid tbody tr:first-child [role=gridcell]')"
-        places = page.value(f"[...{cells}].map(c => c.offsetLeft)")
-        assert len({right - left for left, right in pairwise(places)}) == 1
-        labels = page.value(
-            "[...document.querySelectorAll('#grid thead th span')].filter(s => s.firstChild).map(s => {"
-            "const r = document.createRange(); r.selectNodeContents(s);"
-            "const b = r.getBoundingClientRect(); return [s.textContent, b.left, b.right] })"
-        )
-        assert {"19950", "19960", "20000"} <= {text for text, _, _ in labels}
-        assert all(right < left for (_, _, right), (_, left, _) in pairwise(labels))
+def test_round_numbers_of_a_long_run_leave_the_grid_even_and_do_not_touch(page, run, url, first, still_open):
+    page.go(url)
+    page.value(
+        f"(() => {{ const state = structuredClone(last), data = state.rounds; data.open = {still_open};"
+        f"data.rounds = Array.from({{length: data.open - {first} + 1}}, (_, i) => {first} + i);"
+        "data.rows.forEach((row) => { row.cells = data.rounds.map(() => ['counted', '']); });"
+        "draw(state) })()"
+    )
+    cells = "document.querySelectorAll('#grid tbody tr:first-child [role=gridcell]')"
+    places = page.value(f"[...{cells}].map(c => c.offsetLeft)")
+    assert len({right - left for left, right in pairwise(places)}) == 1
+    labels = page.value(
+        "[...document.querySelectorAll('#grid thead th span')].filter(s => s.firstChild).map(s => {"
+        "const r = document.createRange(); r.selectNodeContents(s);"
+        "const b = r.getBoundingClientRect(); return [s.textContent, b.left, b.right] })"
+    )
+    assert {"19950", "19960", "20000"} <= {text for text, _, _ in labels}
+    assert all(right < left for (_, _, right), (_, left, _) in pairwise(labels))
 
 
 def test_a_hostile_run_is_shown_as_text_and_breaks_nothing(page, tmp_path):
-    page.requests.clear()
-    page.complaints.clear()
     page.look_as(390, 844, touch=True)
     with watching(hostile(tmp_path / "run")) as (url, _):
         page.go(url)
@@ -227,13 +185,12 @@ def test_a_hostile_run_is_shown_as_text_and_breaks_nothing(page, tmp_path):
     assert page.complaints == []
 
 
-def test_a_server_that_is_gone_is_noticed_and_the_page_stays(page, run):
-    page.look_as(1280, 900)
+def test_a_server_that_is_gone_is_noticed_and_the_page_stays(page, run, url):
     with watching(run.path) as (url, process):
         page.go(url)
         page.until("document.getElementById('heard').textContent.startsWith('the run has ended, last heard')")
         process.send_signal(signal.SIGINT)
-        process.wait(10)
+        process.wait(60)
         gone = r"/^no answer from this page's server, last heard \d+ s ago$/"
         page.until(f"{gone}.test(document.getElementById('heard').textContent)")
         assert page.value("document.getElementById('heard').className") == "heard gone"

@@ -1,172 +1,186 @@
+"""report.html: the page of a run in one file, which asks for nothing and runs nothing but its own parts."""
+
+import base64
+import hashlib
+import json
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM
 from fabricate import FULL, PIPELINED, make_run, recipe
+from made import MARKUP, SECRET, hostile
 
-from isthmus.page.report import write_report
-from isthmus.page.svg import Series, Span, line_chart, share_bar, span_chart, ticks
-from isthmus.runlog import RunDir
+from isthmus.page.report import inlined, write_report
+from isthmus.page.source import RunSource
+from isthmus.page.state import StateBuilder
+from isthmus.runlog import RunDir, summary
 
-VOID = {"meta", "br", "line", "rect", "path", "circle"}
 BARN = PIPELINED.replace("edge", "barn").replace('"1/8"', '"none"').replace("count = 2", "count = 1")
+HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!--"
+in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; apt-get install chromium")
 
 
-class Balanced(HTMLParser):
-    """Fails on a tag that is closed out of turn, or not at all."""
+class Parts(HTMLParser):
+    """What is inline in a page, as a browser cuts it."""
 
-    def __init__(self) -> None:
+    def __init__(self, html: str) -> None:
         super().__init__()
-        self.open: list[str] = []
-        self.seen: set[str] = set()
+        self.found: dict[str, list[str]] = {"script": [], "style": [], "json": [], "noscript": []}
+        self.links: list[str] = []
+        self.policy = ""
+        self.inside: list[str] = []
+        self.feed(html)
 
     def handle_starttag(self, tag, attrs):
-        self.seen.add(tag)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        assert tag in VOID
+        attributes = dict(attrs)
+        self.links += [attributes[name] for name in ("src", "href") if name in attributes]
+        if attributes.get("http-equiv") == "Content-Security-Policy":
+            self.policy = attributes["content"]
+        if tag in self.found:
+            self.inside.append("json" if attributes.get("type") == "application/json" else tag)
+            self.found[self.inside[-1]].append("")
 
     def handle_endtag(self, tag):
-        if tag not in VOID:
-            assert self.open.pop() == tag
+        if self.inside and self.inside[-1] in (tag, "json") and tag in self.found:
+            self.inside.pop()
+
+    def handle_data(self, data):
+        if self.inside:
+            self.found[self.inside[-1]][-1] += data
 
 
-def check(html: str) -> Balanced:
-    parser = Balanced()
-    parser.feed(html)
-    parser.close()
-    assert parser.open == []
-    assert not re.search(r'="[^"]*\b(nan|inf)\b', html)
-    return parser
+def parts_of(html: str) -> Parts:
+    """One script, one style and one state; the policy names the first two by their hashes."""
+    parts = Parts(html)
+    assert {name: len(found) for name, found in parts.found.items()} == dict.fromkeys(parts.found, 1)
+    for name in ("script", "style"):
+        digest = hashlib.sha256(parts.found[name][0].encode()).digest()
+        assert f"{name}-src 'sha256-{base64.b64encode(digest).decode()}'" in parts.policy
+    assert parts.policy.startswith("default-src 'none';")
+    assert "connect-src" not in parts.policy
+    assert all(link.startswith(("data:", "#")) for link in parts.links)
+    return parts
 
 
-def report(run: RunDir) -> str:
-    html = write_report(run.path).read_text(encoding="utf-8")
-    check(html)
-    assert "http" not in html
-    assert not {"script", "link", "img", "iframe"} & check(html).seen
-    return html
+def report(run: RunDir) -> tuple[Parts, dict]:
+    parts = parts_of(write_report(run.path).read_text(encoding="utf-8"))
+    return parts, json.loads(parts.found["json"][0], parse_constant=pytest.fail)
 
 
-def test_the_report_tells_the_run_and_needs_nothing_but_itself(tmp_path: Path):
-    html = report(make_run(tmp_path / "run", recipe(), 20))
-    for words in (
-        "4 replicas (2 full; 2 pipelined",
-        "Held-out loss fell",
-        "1/8 (16 of 128)",
-        "100 Mb/s, 20 ms",
-    ):
-        assert words in html
-    for title in (
-        "Held-out loss",
-        "Loss by kind of replica",
-        "Tokens per second",
-        "Seconds a round",
-        "Bytes",
-    ):
-        assert title in html
-    assert "inner_steps = 15" in html  # the resolved recipe
-    assert "prefers-color-scheme: dark" in html
+def test_the_report_is_the_page_and_the_state_that_the_server_would_answer(run):
+    _, state = report(run)
+    again = StateBuilder(lambda: 0.0).build(RunSource(run.path).look())
+    again["run"]["where"] = ""
+    assert {key: state[key] for key in again} == json.loads(json.dumps(again))
+    assert state["written_unix"] > 0
+
+
+def test_without_a_script_the_summary_is_there_in_words(tmp_path: Path):
+    run = make_run(tmp_path / "run", recipe(), 20)
+    parts, _ = report(run)
+    assert all(sentence in parts.found["noscript"][0] for sentence in summary(run))
 
 
 @pytest.mark.parametrize("num_rounds", [-1, 0, 1, 2])
 def test_a_run_that_has_hardly_begun_can_be_drawn(tmp_path: Path, num_rounds: int):
-    html = report(make_run(tmp_path / "run", recipe(), num_rounds, status="running"))
-    assert ("Tokens per second" in html) == (num_rounds > 0)
+    _, state = report(make_run(tmp_path / "run", recipe(), num_rounds, status="running"))
+    assert bool(state["speeds"]) == (num_rounds > 0)
 
 
 def test_three_thousand_rounds_make_a_small_page(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda fd: None)
     long = recipe(FULL + PIPELINED + BARN, "outer.rounds=3000")
-    assert len(report(make_run(tmp_path / "run", long, 3000))) < 500_000
+    run = make_run(tmp_path / "run", long, 3000)
+    report(run)
+    assert run.report_path.stat().st_size < 500_000
 
 
 @pytest.mark.parametrize("fleet", [FULL, PIPELINED, BARN, FULL.replace("2", "1"), FULL + BARN])
 @pytest.mark.parametrize("method", ["sparseloco", "diloco", "adamw"])
-def test_every_shape_of_fleet_can_be_drawn(tmp_path: Path, fleet: str, method: str):
-    html = report(make_run(tmp_path / "run", recipe(fleet, f"outer.method={method}"), 4, eval_every=3))
-    assert ("What the compressed forward costs" in html) == ("1/8" in fleet)
+def test_every_shape_of_fleet_has_its_charts(tmp_path: Path, fleet: str, method: str):
+    _, state = report(make_run(tmp_path / "run", recipe(fleet, f"outer.method={method}"), 4, eval_every=3))
+    titles = [chart["title"] for chart in state["charts"]]
+    assert ("What the compressed forward costs" in titles) == ("1/8" in fleet)
+    assert {"Gradient norm before clipping", "Loss by kind of replica"} <= set(titles)
+    assert len(titles) == 4
 
 
-def test_losses_that_are_no_numbers_are_skipped(tmp_path: Path):
+def test_losses_that_are_not_numbers_are_skipped(tmp_path: Path):
     run = make_run(tmp_path / "run", recipe(), 4)
-    lost = {
-        "loss_mixed": math.nan,
-        "loss_full": None,
-        "loss_train": math.inf,
-        "loss_by_kind": None,
-        "bytes": None,
-    }
-    run.append(run.rows()[-1] | {"round": 5} | lost)
-    assert "the run diverged" in report(run)
+    lost = {"loss_mixed": math.nan, "loss_full": None, "loss_train": math.inf, "loss_by_kind": None}
+    run.append(run.rows()[-1] | {"round": 5, "bytes": None} | lost)
+    _, state = report(run)
+    assert "the run diverged" in " ".join(state["summary"])
 
 
-def test_what_came_from_files_is_escaped(tmp_path: Path):
-    hostile = '<script>alert("x")</script>'
-    run = make_run(
-        tmp_path / "run",
-        recipe(),
-        2,
-        status=hostile,
-        device=hostile,
-        mode=hostile,
-        started=hostile,
-        **{hostile: hostile},
+def test_what_came_from_files_cannot_leave_its_place(tmp_path: Path):
+    facts = {"status": HOSTILE, "device": HOSTILE, "mode": HOSTILE, HOSTILE: HOSTILE}
+    run = make_run(tmp_path / "run", recipe(), 2, **facts)
+    parts, state = report(run)  # of which parts_of finds one script, one style and one state
+    assert state["run"]["status"].startswith("</script><img src=x")
+    assert not re.search(r"[<>&\u2028\u2029]", parts.found["json"][0])
+    run.update_about(status="failed", error=HOSTILE)
+    parts, _ = report(run)
+    assert "The run failed after round 2 of 20: </script><img" in parts.found["noscript"][0]
+    state["run"]["name"] = HOSTILE
+    parts_of(inlined(state))
+
+
+def test_a_hostile_folder_gives_a_report_that_holds_nothing_from_outside(tmp_path: Path):
+    parts, state = report(RunDir.open(hostile(tmp_path / "run")))
+    assert state["run"]["status"] == MARKUP
+    assert SECRET not in parts.found["json"][0]
+
+
+@in_a_browser
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_opened_as_a_file_it_is_drawn_and_asks_for_nothing(page, run, width, dark):
+    page.look_as(width, 844, dark=dark, touch=width < 500)
+    url = write_report(run.path).as_uri()
+    page.go(url)
+    shown = page.value("document.body.innerText")
+    for sentence in summary(run):
+        assert sentence in shown.replace("\u00a0", " ")
+    for title in ("The fleet", "Loss", "Round by round", "Bytes", "Bias", "Plan against actual", "Time"):
+        assert title in shown
+    assert "What has changed" not in shown
+    assert "report of 20" in shown
+    assert page.value("document.querySelectorAll('svg path.line').length") == 15
+    assert page.value("document.querySelectorAll('#spans circle').length") == 4
+    assert page.value("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert [asked for asked in page.requests if not asked.startswith("data:")] == [url]
+    assert page.complaints == []
+
+
+@in_a_browser
+def test_the_policy_lets_nothing_else_run_or_load(page, run):
+    page.go(write_report(run.path).as_uri())
+    page.value(
+        "(() => { const bad = document.createElement('script'); bad.textContent = 'window.ran = 1';"
+        "document.body.append(bad); const far = new Image(); far.src = 'http://127.0.0.1:9/x.png'; })()"
     )
-    html = report(run)  # which looks for a script element
-    assert "&lt;script&gt;" in html
-    run.update_about(status="failed", error=hostile)
-    assert "The run failed after round 2 of 20: &lt;script&gt;" in report(run)
-    run.recipe_path.write_text(run.recipe_path.read_text().replace("builtin:sample", "</pre><b>"))
-    assert "&lt;/pre&gt;&lt;b&gt;" in report(run)
+    assert page.value("window.ran === undefined")
+    assert page.value("fetch('http://127.0.0.1:9/').then(() => 'loaded', () => 'refused')") == "refused"
+    refusals = [text for text in page.complaints if "Content Security Policy" in text]
+    assert any("inline script" in text for text in refusals)
+    assert any("x.png" in text for text in refusals)
 
 
-def test_ticks_are_round_numbers_within_the_range():
-    assert ticks(4.14, 7.2) == [4.5, 5.0, 5.5, 6.0, 6.5, 7.0]
-    assert ticks(0, 1_228_800) == [0, 200_000, 400_000, 600_000, 800_000, 1_000_000, 1_200_000]
-    assert ticks(-0.001, 0.0) == [-0.001, -0.0008, -0.0006, -0.0004, -0.0002, 0.0]
+@in_a_browser
+def test_hostile_names_are_shown_as_text(page, tmp_path: Path):
+    page.go(write_report(hostile(tmp_path / "run")).as_uri())
+    assert page.value("document.getElementById('status').textContent") == MARKUP
+    assert page.value("document.querySelectorAll('img, iframe').length") == 0
+    assert page.complaints == []
 
 
-@pytest.mark.parametrize(
-    "points", [[], [(0, None)], [(0, 3.0)], [(0, 0.0), (1, 0.0)], [(0, math.nan), (5, -2.0)]]
-)
-@pytest.mark.parametrize("from_zero", [False, True])
-def test_degenerate_lines_are_drawn_or_declined(points, from_zero):
-    chart = line_chart(
-        "a < b",
-        [Series("<i>", points)],
-        x_label="x",
-        y_label="y",
-        x_format=str,
-        y_format=str,
-        from_zero=from_zero,
-    )
-    check(chart)
-    assert "a &lt; b" in chart
-    assert ("Nothing measured" in chart) == (not Series("", points).known)
-
-
-def test_a_long_line_keeps_its_spike():
-    spike = [(float(x), 100.0 if x == 1234 else 1.0) for x in range(5000)]
-    chart = line_chart("t", [Series("s", spike)], x_label="", y_label="", x_format=str, y_format=str)
-    path = re.search(r'd="M([^"]+)"', chart).group(1)
-    heights = [float(point.split()[1]) for point in path.split("L")]
-    assert len(heights) < 500
-    assert min(heights) < 40 < 200 < sorted(heights)[1]
-
-
-def test_bars_and_spans_escape_and_balance():
-    check(share_bar("<t>", [("<a>", 3.0), ("b", 0.0), ("c", 1e-9)], 0, str))
-    for other in (1.0, 5.0, 1e12):
-        check(span_chart("<t>", [Span("<l>", 5.0, "<n>", other, "o", "<w>", 0)], str))
-
-
-def test_the_tile_between_replicas_says_what_the_sentence_says(tmp_path: Path):
-    html = report(make_run(tmp_path / "run", recipe(), 20))
-    (tile,) = re.findall(r"<span>Between replicas</span><strong>([^<]+)</strong>", html)
-    assert f"Between replicas {tile} crossed" in html
-    assert re.search(rf"Between replicas: {re.escape(tile)}, and [^<]+ of control", html)
+@in_a_browser
+def test_it_can_be_printed(page, run):
+    page.go(write_report(run.path).as_uri())
+    pdf = base64.b64decode(page.call("Page.printToPDF", printBackground=True)["data"])
+    assert pdf.startswith(b"%PDF")
+    assert 2 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 8

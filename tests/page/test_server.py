@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,22 +10,18 @@ import sys
 import threading
 import time
 import urllib.request
+from contextlib import contextmanager
 
 import pytest
-from made import simulated
 
 from isthmus.cli.main import main
 from isthmus.page.server import Server, Watcher
 from isthmus.page.source import open_source
+from isthmus.runlog import RunDir
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return simulated(tmp_path_factory.mktemp("server") / "run")
-
-
-@pytest.fixture
-def server(run):
+@contextmanager
+def serving(run):
     watcher = Watcher(open_source(str(run.path)))
     watcher.start()
     with Server("127.0.0.1", 0, watcher) as server:
@@ -34,8 +31,14 @@ def server(run):
         server.shutdown()
 
 
+@pytest.fixture(scope="module")
+def server(run):
+    with serving(run) as server:
+        yield server
+
+
 def ask(server, path, method="GET", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
     connection.request(method, path, headers={key.replace("_", "-"): value for key, value in headers.items()})
     answer = connection.getresponse()
     return answer, answer.read()
@@ -88,23 +91,21 @@ def test_state_is_json_and_costs_nothing_while_it_stays_the_same(server, run):
     assert state["run"]["round"] == 4
     again, nothing = ask(server, "/state", If_None_Match=answer.headers["ETag"])
     assert (again.status, nothing) == (304, b"")
-    assert float(again.headers["X-Isthmus-Now"]) == pytest.approx(time.time(), abs=5)
+    assert float(again.headers["X-Isthmus-Now"]) == pytest.approx(time.time(), abs=60)
 
 
-def test_a_new_row_changes_the_state(server, run):
-    answer, _ = ask(server, "/state")
-    rows = run.rows()
-    try:
-        run.append(rows[-1] | {"loss_mixed": 1.25})
-        deadline = time.monotonic() + 10
+def test_a_new_row_changes_the_state(run, tmp_path):
+    copy = RunDir.open(shutil.copytree(run.path, tmp_path / "run"))
+    with serving(copy) as server:
+        answer, _ = ask(server, "/state")
+        copy.append(copy.rows()[-1] | {"loss_mixed": 1.25})
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             again, new = ask(server, "/state", If_None_Match=answer.headers["ETag"])
             if again.status == 200:
                 break
             time.sleep(0.1)
         assert json.loads(new)["last"]["loss_mixed"] == 1.25
-    finally:
-        run.append(rows[-1])
 
 
 def test_another_sites_name_for_this_machine_is_not_served(server):
@@ -120,12 +121,12 @@ def test_it_listens_on_loopback_and_warns_where_it_is_told_to_do_otherwise(run):
             url = process.stdout.readline().strip()
             assert url.startswith(f"http://{host}:")
             port = url.rsplit(":", 1)[1].strip("/")
-            assert urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10).status == 200
+            assert urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60).status == 200
             local = listening(int(port))
             assert (local == {"0100007F"}) is not warned
         finally:
             process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=60)
         assert process.returncode == 0
         assert ("no password" in said) is warned
         assert "Traceback" not in said
@@ -140,8 +141,8 @@ def listening(port):
     """The local addresses, in hexadecimal, on which this port is listened on."""
     with open("/proc/net/tcp") as file:
         rows = [line.split() for line in file.readlines()[1:]]
-    places = [row[1].split(":") for row in rows if row[3] == "0A"]
-    return {address for address, number in places if int(number, 16) == port}
+    sockets = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return {address for address, number in sockets if int(number, 16) == port}
 
 
 def refused(capsys, *words):
@@ -171,7 +172,7 @@ def test_a_bucket_that_cannot_be_reached_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     assert "connection refused" in refused(capsys, "s3://nowhere/run")
-    assert "is no store" in refused(capsys, "ftp://nowhere/run")
+    assert "is not a store" in refused(capsys, "ftp://nowhere/run")
     assert "no folder" in refused(capsys, "file:///no/such/folder")
 
 

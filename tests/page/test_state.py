@@ -7,69 +7,64 @@ import shutil
 from pathlib import Path
 
 import pytest
-from made import simulated, small
+from fabricate import make_run, recipe
+from made import small
 from seats import rounds_in_a_bucket
 
 from isthmus.page.bucket_source import open_folder
+from isthmus.page.charts import CONTROL
 from isthmus.page.clean import clean_rows
-from isthmus.page.metrics import exposition
-from isthmus.page.report import CONTROL, write_report
+from isthmus.page.prometheus import exposition
 from isthmus.page.rounds import grid
-from isthmus.page.source import AliveFile, Beat, Raw, Settled, open_source
-from isthmus.page.state import Teller
+from isthmus.page.source import AliveFile, Raw, SeenHeartbeat, Settled, open_source
+from isthmus.page.state import StateBuilder
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.runlog import Row, RunDir, totals
 from isthmus.runlog.words import size, summary
 from isthmus.store.objects import open_store
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return simulated(tmp_path_factory.mktemp("state") / "run")
-
-
 def told(run):
-    return Teller().tell(open_source(str(run.path)).look())
+    return StateBuilder().build(open_source(str(run.path)).look())
 
 
-def test_page_and_report_agree_in_words_figures_and_colours(run):
+def test_the_page_agrees_with_the_run_in_words_figures_and_colours(run):
     state = told(run)
-    report = run.report_path.read_text()
     assert state["summary"] == summary(run)
     assert state["sums"] == totals(run.rows())
-    assert all(sentence in report for sentence in state["summary"])
-    for tile in state["tiles"]:
-        if tile["name"] != "Rate":
-            assert f"<strong>{tile['value']}</strong>" in report
     assert [kind["colour"] for kind in state["kinds"]] == [1, 2]
     assert state["plan"]["lines"]
     assert {line["kind"] for line in state["plan"]["lines"]} == {"", "rack", "edge"}
 
 
-def test_the_bars_of_page_and_report_name_control_where_they_hold_it(run, tmp_path):
+def test_the_tile_between_replicas_says_what_the_sentence_says(tmp_path):
+    state = told(make_run(tmp_path / "run", recipe(), 20))
+    (tile,) = [tile for tile in state["tiles"] if tile["name"] == "Between replicas"]
+    assert any(f"Between replicas {tile['value']} crossed" in sentence for sentence in state["summary"])
+    assert state["traffic"][1]["title"].startswith(f"Between replicas: {tile['value']}, and ")
+
+
+def test_the_bars_name_control_where_they_hold_it(run, tmp_path):
     """Control is a part of the bar between replicas, but not of what crossed between them."""
     fleet = RunDir.open(shutil.copytree(run.path, tmp_path / "run"))
-    rows = [row | {"bytes": row["bytes"] | {"control": 5_000_000}} for row in run.rows()]
+    rows = [row | {"bytes": row.bytes | {"control": 5_000_000}} for row in run.rows()]
     fleet.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report, sums = write_report(fleet.path).read_text(), totals(fleet.rows())
+    sums = totals(fleet.rows())
     stages, replicas = told(fleet)["traffic"]
     control = sums["bytes"]["control"]
     updates = size(sums["link_bytes"]["replicas"] - control)
     assert replicas["title"] == f"Between replicas: {updates}, and {size(control)} of control"
     assert stages["title"] == f"Between stages: {size(sums['link_bytes']['stages'])}"
-    for words in (stages["title"], replicas["title"], CONTROL):
-        assert words in report
-    assert replicas["note"].endswith(CONTROL)
-    assert CONTROL not in stages["note"]
+    assert (replicas["note"], stages["note"]) == (CONTROL, "")
 
 
-def test_a_run_without_control_does_not_speak_of_it(run):
+def test_a_run_without_control_does_not_mention_it(run):
     _, replicas = told(run)["traffic"]
     assert "control" not in replicas["title"].lower() + replicas["note"].lower()
-    assert CONTROL not in run.report_path.read_text()
 
 
 def test_curves_hold_every_forward_and_every_kind(run):
-    forwards, kinds = told(run)["charts"]
+    forwards, kinds, gap, norm = told(run)["charts"]
     assert [line["name"] for line in forwards["series"]] == ["mixed", "full", "pipelined", "training"]
     assert [y for _, y in forwards["series"][1]["points"]] == pytest.approx(
         [row["loss_full"] for row in run.rows()], rel=1e-5
@@ -77,6 +72,9 @@ def test_curves_hold_every_forward_and_every_kind(run):
     assert [line["name"] for line in kinds["series"]] == [
         f"{kind}, {what}" for kind in ("rack", "edge") for what in ("held-out", "training")
     ]
+    last = run.rows()[-1]
+    for chart, value in ((gap, last.loss_pipelined - last.loss_full), (norm, last.grad_norm)):
+        assert chart["series"][0]["points"][-1][1] == pytest.approx(value, rel=1e-4)
 
 
 def test_a_long_run_is_thinned_but_keeps_its_spike_and_its_ends(run):
@@ -85,7 +83,7 @@ def test_a_long_run_is_thinned_but_keeps_its_spike_and_its_ends(run):
         for t in range(10_000)
     ]
     raw = Raw(run.recipe, {"status": "running"}, clean_rows(rows, run.recipe)[0], "x", has_bucket=False)
-    state = Teller().tell(raw)
+    state = StateBuilder().build(raw)
     (line,) = state["charts"][0]["series"]
     assert len(line["points"]) < 500
     assert max(y for _, y in line["points"]) == 99.0
@@ -97,7 +95,7 @@ def test_a_long_run_is_thinned_but_keeps_its_spike_and_its_ends(run):
 def test_rows_from_before_the_bias_was_measured_still_make_a_page(run):
     rows = [{key: row[key] for key in row if key not in ("bias", "measured")} for row in run.rows()]
     raw = Raw(run.recipe, {"status": "finished"}, clean_rows(rows, run.recipe)[0], "x", has_bucket=False)
-    state = Teller().tell(raw)
+    state = StateBuilder().build(raw)
     assert state["bias"] is None
     assert state["plan"] is None
     assert state["charts"]
@@ -138,16 +136,18 @@ def test_every_way_not_to_contribute_has_its_word():
 
 
 def beat(state, unix, incarnation="aa", pid=7):
-    said = {"state": state, "incarnation": incarnation, "pid": pid, "inner_step": 4, "loss": 5.0}
-    return Beat(said, unix)
+    said = Heartbeat(state=state, incarnation=incarnation, pid=pid, inner_step=4, loss=5.0)
+    return SeenHeartbeat(said, unix)
 
 
 def test_a_replica_that_goes_and_comes_back_is_told():
     clock = 1000.0
-    teller = Teller(lambda: clock)
+    builder = StateBuilder(lambda: clock)
 
-    def look(pulses, beats):
-        state = teller.tell(raw_of(pulses={"edge": pulses}, beats={"edge": beats}, heard_unix=clock))
+    def look(files, seen):
+        state = builder.build(
+            raw_of(alive_files={"edge": files}, heartbeats={"edge": seen}, heard_unix=clock)
+        )
         return next(one for one in state["replicas"] if one["name"] == "edge"), state["events"]
 
     one, events = look([AliveFile(0, 7, 1000), AliveFile(1, 8, 1000)], beat("training", 999))
@@ -156,7 +156,7 @@ def test_a_replica_that_goes_and_comes_back_is_told():
     one, events = look([AliveFile(0, 7, 1006), AliveFile(1, 8, 1001)], beat("training", 1005))
     assert (one["state"], one["up"]) == ("silent", False)
     assert [p["state"] for p in one["processes"]] == ["runs", "silent"]
-    assert events[0]["text"] == "edge is gone: stage 1 does not stir"
+    assert events[0]["text"] == "edge is gone: stage 1 gives no sign of life"
     clock = 1009.0
     one, events = look([AliveFile(0, 17, 1009), AliveFile(1, 18, 1009)], beat("training", 1005))
     assert one["state"] == "starting"  # its processes are new, the heartbeat is still the old one's
@@ -167,8 +167,10 @@ def test_a_replica_that_goes_and_comes_back_is_told():
 
 
 def test_without_processes_here_the_age_of_the_heartbeat_decides():
-    teller = Teller(lambda: 1000.0)
-    state = teller.tell(raw_of(beats={"rack-0": beat("training", 996), "rack-1": beat("training", 994)}))
+    builder = StateBuilder(lambda: 1000.0)
+    state = builder.build(
+        raw_of(heartbeats={"rack-0": beat("training", 996), "rack-1": beat("training", 994)})
+    )
     assert [one["state"] for one in state["replicas"]] == ["training", "silent", "not seen"]
     assert "no heartbeat for more than 5 s" in state["replicas"][1]["why"]
     assert state["now"].startswith(
@@ -178,7 +180,7 @@ def test_without_processes_here_the_age_of_the_heartbeat_decides():
 
 def test_a_run_that_says_it_goes_on_and_gives_no_sign_is_stale():
     for age, stale in ((10, False), (100, True)):
-        assert Teller(lambda: 1000.0).tell(raw_of(heard_unix=1000.0 - age))["run"]["stale"] is stale
+        assert StateBuilder(lambda: 1000.0).build(raw_of(heard_unix=1000.0 - age))["run"]["stale"] is stale
 
 
 def rows_of(run, seconds):
@@ -191,7 +193,7 @@ def simulation(run, rows, age):
 
 
 def test_a_simulation_may_be_quiet_for_as_long_as_its_rounds_take(run):
-    tell = lambda rows, age: Teller(lambda: 1000.0).tell(simulation(run, rows, age))  # noqa: E731
+    tell = lambda rows, age: StateBuilder(lambda: 1000.0).build(simulation(run, rows, age))  # noqa: E731
     for seconds, age, stale in ((1, 50, False), (1, 70, True), (200, 500, False), (200, 700, True)):
         state = tell(rows_of(run, seconds), age)
         assert state["run"]["stale"] is stale
@@ -204,20 +206,20 @@ def test_a_simulation_may_be_quiet_for_as_long_as_its_rounds_take(run):
 
 
 def test_what_rows_decide_is_made_anew_when_they_change_and_only_then(run):
-    teller, rows = Teller(lambda: 1000.0), rows_of(run, 1.0)
-    first = teller.tell(simulation(run, rows, 1))
-    again = teller.tell(simulation(run, rows, 0))
+    builder, rows = StateBuilder(lambda: 1000.0), rows_of(run, 1.0)
+    first = builder.build(simulation(run, rows, 1))
+    again = builder.build(simulation(run, rows, 0))
     for part in ("charts", "kinds", "summary", "plan", "sums"):
         assert again[part] is first[part]
     more = clean_rows([*rows, rows[-1] | {"round": 4, "loss_full": 4.0}], run.recipe)[0]
-    after = teller.tell(simulation(run, more, 0))
-    assert after == Teller(lambda: 1000.0).tell(simulation(run, more, 0))
+    after = builder.build(simulation(run, more, 0))
+    assert after == StateBuilder(lambda: 1000.0).build(simulation(run, more, 0))
     assert (after["last"]["loss_full"], after["rounds"]["settled"]) == (4.0, 4)
 
 
 def test_a_run_that_lost_its_rows_is_not_said_to_be_done(run):
     raw = Raw(run.recipe, {"status": "finished"}, rows_of(run, 1.0)[:2], "x", has_bucket=False)
-    assert Teller().tell(raw)["now"].endswith("1 of its 4 rounds are written down here.")
+    assert StateBuilder().build(raw)["now"].endswith("1 of its 4 rounds are written down here.")
 
 
 def test_a_bucket_alone_tells_rounds_members_and_training_losses(tmp_path):
@@ -225,7 +227,7 @@ def test_a_bucket_alone_tells_rounds_members_and_training_losses(tmp_path):
     recipe = small("outer.rounds=3", "inner.precision=fp32", "bucket.deadline_seconds=1")
     losses = rounds_in_a_bucket(recipe, tmp_path, settle=2)
     source = open_source(str(tmp_path / "bucket"))
-    state = Teller().tell(source.look())
+    state = StateBuilder().build(source.look())
     assert state["run"]["round"] == 2
     assert state["plan"] is None or state["plan"]["rounds"] == 2
     assert state["last"]["loss_train"] == pytest.approx(losses[-1], rel=1e-5)
@@ -233,7 +235,7 @@ def test_a_bucket_alone_tells_rounds_members_and_training_losses(tmp_path):
     words = {row["replica"]: [word for word, _ in row["cells"]] for row in state["rounds"]["rows"]}
     assert words["rack-0"] == words["rack-1"] == ["counted", "counted", "awaited"]
     assert words["edge"][0] == "missing"
-    # Nothing crossed between stages, compressed or not; and the follower of `train` says the same.
+    # Nothing crossed between stages, compressed or not; and the recorder of `train` says the same.
     row = Row.from_manifest(recipe, source.reader.ledger.manifest(1), 0)
     assert (state["sums"]["dense_bytes"]["stages"], row["dense_bytes"]["stages"]) == (0, 0)
     assert state["sums"]["dense_bytes"]["replicas"] == 2 * row["dense_bytes"]["replicas"] > 0
@@ -250,7 +252,7 @@ def test_a_forged_manifest_is_named_and_ends_the_history(tmp_path):
     )
     path = tmp_path / "bucket" / "manifests" / "000002.json"
     path.write_bytes(path.read_bytes().replace(b'"round":2', b'"round":9'))
-    state = Teller().tell(open_source(str(tmp_path / "bucket")).look())
+    state = StateBuilder().build(open_source(str(tmp_path / "bucket")).look())
     assert state["run"]["round"] == 1
     assert any("manifest 2 of this run is not to be trusted" in problem for problem in state["problems"])
 
@@ -274,7 +276,7 @@ def test_a_bucket_in_s3_is_read_alike_and_nothing_is_written_to_it(tmp_path, mon
         for path in sorted((tmp_path / "bucket").rglob("*.json")):
             store.put(str(path.relative_to(tmp_path / "bucket")), path.read_bytes())
         far, near = open_source("s3://runs/small"), open_source(str(tmp_path / "bucket"))
-        told = [Teller(lambda: 0.0).tell(source.look(30.0)) for source in (far, near)]
+        told = [StateBuilder(lambda: 0.0).build(source.look(30.0)) for source in (far, near)]
         for key in ("sums", "last", "rounds", "charts", "now"):
             assert told[0][key] == told[1][key]
         asked = far.reader.ledger.store.requests
@@ -282,7 +284,7 @@ def test_a_bucket_in_s3_is_read_alike_and_nothing_is_written_to_it(tmp_path, mon
         assert asked["put"] == asked["create"] == asked["delete"] == 0
         server.kill()
         monkeypatch.setattr("isthmus.store.objects.DEFAULT_SECONDS", 1.0)
-        state = Teller().tell(far.look())
+        state = StateBuilder().build(far.look())
         assert any("the bucket does not answer" in problem for problem in state["problems"])
         assert state["run"]["round"] == 2
     finally:

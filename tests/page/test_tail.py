@@ -49,7 +49,7 @@ def test_a_look_reads_what_was_added_and_not_the_rest(path, monkeypatch):
         grow(path, line(t))
         metrics.look()
     assert len(before) == 1000  # whoever has it may keep it
-    assert [row["round"] for row in metrics.rows] == list(range(1003))
+    assert [row.round for row in metrics.rows] == list(range(1003))
     assert max(read) < 5000 < path.stat().st_size
 
 
@@ -61,7 +61,7 @@ def test_a_line_counts_when_it_is_whole(path):
     grow(path, tail + "no row\n")
     metrics.look()
     assert len(metrics.rows) == 1001
-    assert metrics.odd == ["metrics.jsonl: 1 lines are no rows of a run and are left out"]
+    assert metrics.odd == ["metrics.jsonl: 1 lines are not rows of a run and are left out"]
     os.truncate(path, path.stat().st_size - 3)  # as an engine cuts off what a kill has torn
     grow(path, line(1001))
     metrics.look()
@@ -92,13 +92,13 @@ def test_however_the_file_changes_the_rows_are_those_of_a_fresh_reading(path, ch
 def test_of_a_file_beyond_the_limit_the_end_is_read_and_then_what_is_added(path, monkeypatch):
     monkeypatch.setattr("isthmus.page.tail.METRICS_BYTES", 10_000)
     metrics = fresh(path)
-    first = metrics.rows[0]["round"]
+    first = metrics.rows[0].round
     assert 700 < first < 1000
     for t in range(1000, 2000):
         grow(path, line(t))
         metrics.look()
         assert len(metrics.rows) < 700  # never more than twice the limit
-    assert metrics.rows[-1]["round"] == 1999
+    assert metrics.rows[-1].round == 1999
     assert "its beginning is not read" in metrics.odd[0]
 
 

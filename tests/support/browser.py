@@ -4,9 +4,11 @@ import base64
 import json
 import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -37,7 +39,7 @@ class WebSocket:
     def __init__(self, url: str) -> None:
         host, _, path = url.removeprefix("ws://").partition("/")
         name, port = host.split(":")
-        self.socket = socket.create_connection((name, int(port)), timeout=30)
+        self.socket = socket.create_connection((name, int(port)), timeout=120)
         key = base64.b64encode(os.urandom(16)).decode()
         lines = [
             f"GET /{path} HTTP/1.1",
@@ -121,6 +123,12 @@ class Page:
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.complaints.append(params["entry"]["text"])
 
+    def forget(self) -> None:
+        """What a test before this one left behind."""
+        self.value("0")  # events that are under way are read first
+        self.requests.clear()
+        self.complaints.clear()
+
     def look_as(self, width: int, height: int, dark: bool = False, touch: bool = False) -> None:
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -132,7 +140,7 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    def go(self, url: str, seconds: float = 20.0) -> None:
+    def go(self, url: str, seconds: float = 120.0) -> None:
         self.call("Page.navigate", url=url)
         self.until("document.documentElement?.dataset.ready === 'yes'", seconds)
 
@@ -141,7 +149,7 @@ class Page:
         assert "exceptionDetails" not in told, told["exceptionDetails"]
         return told["result"].get("value")
 
-    def until(self, expression: str, seconds: float = 20.0) -> Any:
+    def until(self, expression: str, seconds: float = 120.0) -> Any:
         """The expression's value, once it is true."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -164,7 +172,21 @@ class Page:
 
 
 @contextmanager
+def watching(path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`isthmus watch`, as (its URL, its process)."""
+    command = [sys.executable, "-m", "isthmus.cli.main", "watch", str(path), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip(), process
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+@contextmanager
 def chromium() -> Iterator[Page]:
+    assert CHROMIUM, "no Chromium here"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             [CHROMIUM, *OPTIONS, f"--user-data-dir={profile}", "about:blank"],
@@ -175,10 +197,10 @@ def chromium() -> Iterator[Page]:
             yield Page(_tab(Path(profile) / "DevToolsActivePort"))
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(60)
 
 
-def _tab(note: Path, seconds: float = 60.0) -> str:
+def _tab(note: Path, seconds: float = 120.0) -> str:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:

@@ -7,7 +7,6 @@ from small_recipes import pipelined, recipe_text, replicas
 
 from isthmus import simulate
 from isthmus.config import Recipe, dump_recipe, parse_recipe
-from isthmus.page.report import write_report
 from isthmus.runlog import RunDir
 
 EDGE = pipelined("edge", stages=2, compression="1/4", link={"mbps": 20, "latency_ms": 20})
@@ -28,7 +27,6 @@ def small(*overrides: str) -> Recipe:
 
 def simulated(path: Path, *overrides: str) -> RunDir:
     simulate(small(*overrides), path, quiet=True)
-    write_report(path)
     return RunDir.open(path)
 
 

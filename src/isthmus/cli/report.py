@@ -1,4 +1,4 @@
-"""`isthmus report`: draw a run's page again and tell the run in words."""
+"""`isthmus report`: a run in words, and its page as one file."""
 
 import argparse
 import json
@@ -14,8 +14,9 @@ EPILOG = """examples:
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "report",
-        help="tell a run in words and draw its page",
-        description="Say in words what a run did, and rewrite its report.html.",
+        help="say in words what a run did, and write its page",
+        description="Say in words what a run did, and rewrite its report.html: the page of `isthmus watch` in one "
+        "file, which needs no server and no network.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -40,7 +41,7 @@ def report(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.run_dir} is a bucket; give --to a new folder for its report"
             if bucket
-            else f"{args.run_dir} is no bucket of a run; leave --to out"
+            else f"{args.run_dir} is not the bucket of a run; leave --to out"
         )
     if bucket:
         from isthmus.protocol.access import open_ledger

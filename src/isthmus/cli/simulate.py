@@ -61,20 +61,20 @@ def simulate(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--resume goes on with the run as it was; --set, --run and --mode are for a new one"
         )
-    recipe = load_recipe(args.recipe, args.set) if args.recipe else None
-    from isthmus.simulator.run import resume
-    from isthmus.simulator.run import simulate as start
-
     if args.resume:
+        from isthmus.simulator.run import resume
+
         results = resume(args.resume, device=args.device, quiet=args.quiet)
     else:
-        results = start(
-            recipe, args.run_dir, device=args.device, mode=args.mode, compiled=args.compile, quiet=args.quiet
-        )
-    return tell(results, args.json)
+        recipe = load_recipe(args.recipe, args.set)  # an error in it comes before torch is loaded
+        from isthmus.simulator.run import simulate as start
+
+        options = {"device": args.device, "mode": args.mode, "compiled": args.compile, "quiet": args.quiet}
+        results = start(recipe, args.run_dir, **options)
+    return print_results(results, args.json)
 
 
-def tell(results: "Results", as_json: bool) -> int:
+def print_results(results: "Results", as_json: bool) -> int:
     """The last lines of a run: in words, or its last row."""
     if as_json:
         last = finite(results.last.to_dict())

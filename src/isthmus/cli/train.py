@@ -44,7 +44,7 @@ def train(args: argparse.Namespace) -> int:
     if args.resume and (args.set or args.run_dir):
         raise ConfigError("--resume goes on with the run as it was; --set and --run are for a new one")
     recipe = args.recipe and load_recipe(args.recipe, args.set)
-    from isthmus.cli.simulate import tell
+    from isthmus.cli.simulate import print_results
     from isthmus.runtime.train import how_to_go_on, resume
     from isthmus.runtime.train import train as start
 
@@ -52,7 +52,7 @@ def train(args: argparse.Namespace) -> int:
         results = start(recipe, args.run_dir, device=args.device, quiet=args.quiet)
     else:
         results = resume(args.resume, device=args.device, quiet=args.quiet)
-    tell(results, args.json)
+    print_results(results, args.json)
     run = RunDir.open(results.run_dir)
     if run.about.get("status") == "interrupted":
         print(f"isthmus: {how_to_go_on(run)}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Plan against actual: what `isthmus plan` says of a run's own recipe, beside what the run measured.
 
-Plain data, for the report and whoever else shows it. A prediction starts from the compute rate that the
+A prediction starts from the compute rate that the
 recipe states, as it would have before the run. Where it states none, the rate is the one measured in the run,
 and then bytes, links, bubble and exchange are what is put to the test. Where it states one, the prediction at
 the measured rate stands beside it, so that a wrong rate does not pass for a wrong plan.
@@ -15,10 +15,11 @@ from typing import Any
 from isthmus.config import Recipe
 from isthmus.planner.cost import step_flops
 from isthmus.planner.plan import Forecast, KindForecast, predict
-from isthmus.runlog import Row, RunDir
+from isthmus.runlog import REAL, About, Row, RunDir
+from isthmus.runlog.row import Figures
 
 TFLOP = 1e12
-FORTH, BACK = ("activations", "tokens"), ("gradients",)  # what crosses a link between stages, each way
+FORWARD, BACKWARD = ("activations", "tokens"), ("gradients",)  # what crosses a link between stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +70,12 @@ def compare(run_dir: str | Path | RunDir) -> Comparison | None:
     return compare_rows(run.recipe, run.about, run.rows())
 
 
-def compare_rows(recipe: Recipe, about: Mapping[str, Any], rows: Iterable[Row]) -> Comparison | None:
+def compare_rows(recipe: Recipe, about: About, rows: Iterable[Row]) -> Comparison | None:
     """The same from rows alone, wherever they come from."""
-    trained = [row for row in rows if row["round"] > 0 and isinstance(row.get("measured"), dict)]
+    trained = [row for row in rows if row.round > 0 and row.measured]
     if not trained:
         return None
-    simulated = about.get("mode") != "real processes"
+    simulated = about.get("mode") != REAL
     measured = {r.name: rate for r in recipe.replicas if (rate := _rate(recipe, r.name, trained))}
     stated = {r.name: r.tflops for r in recipe.replicas if r.tflops}
     if {r.name for r in recipe.replicas} - measured.keys() - stated.keys():
@@ -87,7 +88,7 @@ def compare_rows(recipe: Recipe, about: Mapping[str, Any], rows: Iterable[Row]) 
     lines = _fleet(plan, again, trained, simulated)
     for number, kind in enumerate(plan.kinds):
         other = again.kinds[number] if again else None
-        figures = [row["measured"][kind.name] for row in trained if row["measured"].get(kind.name)]
+        figures = [row.measured[kind.name] for row in trained if row.measured.get(kind.name)]
         both = _Both(kind, other, figures, recipe.outer.inner_steps)
         if not simulated:
             if kind.name in stated and kind.name in measured:
@@ -101,17 +102,18 @@ def compare_rows(recipe: Recipe, about: Mapping[str, Any], rows: Iterable[Row]) 
             ]
         else:
             lines += _shapes(both)
-    if simulated and about.get("peak_bytes") and about.get("predicted_bytes"):
-        lines.append(_whole("", "peak memory", "bytes", about["predicted_bytes"], None, about["peak_bytes"]))
+    predicted, peak = about.get("predicted_bytes"), about.get("peak_bytes")
+    if simulated and predicted and peak:
+        lines.append(_whole("", "peak memory", "bytes", predicted, None, peak))
     rates = {r.name: "stated" if r.tflops else "measured" for r in recipe.replicas}
     return Comparison(rounds=len(trained), simulated=simulated, rates=rates, lines=tuple(lines))
 
 
-def _as_run(recipe: Recipe, about: Mapping[str, Any], trained: Sequence[Row]) -> Recipe:
+def _as_run(recipe: Recipe, about: About, trained: Sequence[Row]) -> Recipe:
     """As far as the run has come, and in the precision that `auto` came to."""
     precision = about.get("precision")
     inner = replace(recipe.inner, precision=precision) if precision else recipe.inner
-    finishing = sum(recipe.opening(row["round"]) is not None for row in trained)
+    finishing = sum(recipe.opening(row.round) is not None for row in trained)
     outer, finish = replace(recipe.outer, rounds=len(trained)), replace(recipe.finish, rounds=finishing)
     return replace(recipe, inner=inner, outer=outer, finish=finish)
 
@@ -123,8 +125,8 @@ def _at(recipe: Recipe, rates: Mapping[str, float]) -> Recipe:
 
 def _rate(recipe: Recipe, kind: str, rows: Sequence[Row]) -> float | None:
     """TFLOP/s of one machine, by 6 N a token: of the simulator, one whole replica's share of its time."""
-    figures = [row["measured"][kind] for row in rows if row["measured"].get(kind)]
-    spent = [sum(f["compute_seconds"]) if f.get("compute_seconds") else f.get("seconds") for f in figures]
+    figures = [row.measured[kind] for row in rows if row.measured.get(kind)]
+    spent = [sum(f.get("compute_seconds") or ()) or f.get("seconds") for f in figures]
     seconds = _typical(spent)
     return step_flops(recipe) * recipe.outer.inner_steps / seconds / TFLOP if seconds else None
 
@@ -141,7 +143,7 @@ class _Both:
 
     plan: KindForecast
     again: KindForecast | None
-    figures: Sequence[Mapping[str, Any]]
+    figures: Sequence[Figures]
     steps: int  # H
 
     def line(
@@ -194,7 +196,7 @@ def _whole(
 
 def _fleet(plan: Forecast, again: Forecast | None, rows: Sequence[Row], simulated: bool) -> list[Line]:
     key, source = ("fleet_seconds", "virtual clock") if simulated else ("seconds", "measured")
-    seconds = _typical([row.get(key) for row in rows])
+    seconds = _typical([row[key] for row in rows])
     other = again.round_seconds if again else None
     return [_whole("", "an outer round", "seconds", plan.round_seconds, other, seconds, source)]
 
@@ -215,7 +217,7 @@ def _steps(both: _Both, rows: Sequence[Row]) -> list[Line]:
             )
             for s, own in enumerate(each)
         ]
-    round_seconds = _typical([row.get("seconds") for row in rows])
+    round_seconds = _typical([row.seconds for row in rows])
     known = [own for own in each if own]
     share = sum(known) / kind.stages / round_seconds if known and round_seconds else None
     return [*lines, both.line("", "utilisation", "share", lambda k: k.utilisation, share)]
@@ -231,26 +233,20 @@ def _links(both: _Both, planned_rounds: int) -> list[Line]:
     replicas = sum(figure.get("replicas") or 0 for figure in both.figures)
     for s in range(link.num_links):
         for where, key, process, field, purposes in (
-            (f"stage {s} to {s + 1}", "forth_bytes", s, "forward_bytes_per_micro_batch", FORTH),
-            (f"stage {s + 1} to {s}", "back_bytes", s + 1, "backward_bytes_per_micro_batch", BACK),
+            (f"stage {s} to {s + 1}", "forth_bytes", s, "forward_bytes_per_micro_batch", FORWARD),
+            (f"stage {s + 1} to {s}", "back_bytes", s + 1, "backward_bytes_per_micro_batch", BACKWARD),
         ):
             sent = both.total(key, process)
             whole = sum(both.plan.bytes[purpose] for purpose in purposes)  # finishing rounds are in it
             expected = whole / link.num_links * rounds / planned_rounds
             lines.append(both.line(where, "bytes", "bytes", lambda k, e=expected: e, sent))
             used = sent / replicas * 8 / (link.mbps * 1e6) / seconds if seconds and replicas else None
-            lines.append(
-                both.line(
-                    where,
-                    "share of its rate in use",
-                    "share",
-                    lambda k, f=field: _step_bytes(k, f) * 8 / (k.link.mbps * 1e6) / k.step.seconds,
-                    used,
-                )
-            )
+            share = lambda k, f=field: _share_in_use(k, f)  # noqa: E731
+            lines.append(both.line(where, "share of its rate in use", "share", share, used))
 
     def trip(kind: KindForecast) -> float:
         own = kind.link
+        assert own is not None, "both predictions are of the same stages"
         crossing = own.forward_seconds_per_micro_batch + own.backward_seconds_per_micro_batch
         return crossing + 2 * own.latency_ms / 1e3
 
@@ -259,9 +255,11 @@ def _links(both: _Both, planned_rounds: int) -> list[Line]:
     return lines
 
 
-def _step_bytes(kind: KindForecast, field: str) -> float:
-    """What one link of one replica carries one way in an inner step."""
-    return getattr(kind.link, field) * kind.step.micro_batches
+def _share_in_use(kind: KindForecast, field: str) -> float:
+    """Of the stated rate of one link of one replica, one way, while inner steps run."""
+    assert kind.link is not None, "only kinds with links have figures of them"
+    step_bytes = getattr(kind.link, field) * kind.step.micro_batches
+    return step_bytes * 8 / (kind.link.mbps * 1e6) / kind.step.seconds
 
 
 def _exchange(both: _Both) -> list[Line]:
@@ -289,7 +287,7 @@ def _payload(both: _Both, where: str, way: str) -> Line:
     return both.line(where, "bytes", "bytes", lambda k: k.bytes[name], both.sent(name))
 
 
-def _memory(both: _Both, about: Mapping[str, Any]) -> list[Line]:
+def _memory(both: _Both, about: About) -> list[Line]:
     on_gpu = about.get("device") not in (None, "cpu")
     if not about.get("precision"):
         return []  # of a run that was only joined: what `auto` came to is not known
@@ -301,8 +299,8 @@ def _memory(both: _Both, about: Mapping[str, Any]) -> list[Line]:
         where = f"stage {s}" if both.plan.stages > 1 else ""
 
         def predicted(kind: KindForecast, s: int = s) -> float:
-            held = kind.memory[s]
-            return held["total"] - (held["runtime"] if on_gpu else 0)  # which lies on the host
+            memory = kind.memory[s]
+            return memory["total"] - (memory["runtime"] if on_gpu else 0)  # which lies on the host
 
         lines.append(both.line(where, "peak memory", "bytes", predicted, max(peaks)))
     return lines
@@ -310,14 +308,11 @@ def _memory(both: _Both, about: Mapping[str, Any]) -> list[Line]:
 
 def _shapes(both: _Both) -> list[Line]:
     """A simulated kind: nothing travels, so stage links are counted by the shapes that would cross them."""
-    lines, link = [], both.plan.link
-    for s in range(link.num_links if link else 0):
-        for where, purposes in (
-            (f"stage {s} to {s + 1}", FORTH),
-            (f"stage {s + 1} to {s}", BACK),
-        ):
-            expected = sum(both.plan.bytes[purpose] for purpose in purposes) / link.num_links
-            sent = both.sent(*purposes) / link.num_links
+    lines, num_links = [], both.plan.link.num_links if both.plan.link else 0
+    for s in range(num_links):
+        for where, purposes in ((f"stage {s} to {s + 1}", FORWARD), (f"stage {s + 1} to {s}", BACKWARD)):
+            expected = sum(both.plan.bytes[purpose] for purpose in purposes) / num_links
+            sent = both.sent(*purposes) / num_links
             lines.append(both.line(where, "bytes", "bytes", lambda k, e=expected: e, sent, "by shape"))
     for where, way in (("to the bucket", "up"), ("from the bucket", "down")):
         if both.plan.bytes[f"payload_{way}"]:

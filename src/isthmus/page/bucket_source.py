@@ -14,7 +14,8 @@ from typing import Any
 from isthmus.errors import ConfigError, RunError
 from isthmus.page.clean import text
 from isthmus.page.read import FolderBucket, bounded_recipe
-from isthmus.page.source import Beat, Raw, Settled
+from isthmus.page.source import Raw, SeenHeartbeat, Settled
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, Manifest, read_run
 from isthmus.protocol.trust import MAX_DOCUMENT_BYTES
 from isthmus.runlog import Row
@@ -83,24 +84,21 @@ class BucketReader:
         try:
             if not self.fault:
                 self._advance(began + budget_seconds)
-            self._beats(raw)
-            self._late()
+            self._read_heartbeats(raw)
+            self._find_late()
             if self.done == self.newest < self.recipe.outer.rounds:
                 there = self.pool.map(lambda name: self.ledger.has_commit(name, self.done + 1), self.names)
                 raw.delivered = tuple(n for n, found in zip(self.names, there, strict=True) if found)
         except StoreError as error:
             raw.problems.append(f"the bucket does not answer: {error}")
-        except (
-            RunError,
-            StoreRefused,
-        ) as error:  # a manifest that is not to be trusted: nothing after it counts
+        except (RunError, StoreRefused) as error:  # after a manifest that is not to be trusted nothing counts
             self.fault = text(error)
         raw.problems += [self.fault] if self.fault else []
         for t in self.ledger.manifests.keys() - self.settled.keys():
             self.settled[t] = self._settled(self.ledger.manifests[t])
         raw.settled = dict(self.settled)
         raw.late, raw.behind = frozenset(self.late), self.newest - self.done
-        raw.heard(self._here(self.settled_unix))
+        raw.heard(None if self.settled_unix is None else self._here(self.settled_unix))
 
     def _advance(self, deadline: float) -> None:
         """Read settled rounds until there are no more or the time is up; the rest comes next time."""
@@ -125,28 +123,28 @@ class BucketReader:
                 low += step
         return low
 
-    def _beats(self, raw: Raw) -> None:
-        now, known = self.wall(), dict(self.modified)
+    def _read_heartbeats(self, raw: Raw) -> None:
+        now, before = self.wall(), dict(self.modified)
+        found: dict[str, Heartbeat] = {}
         for name, beat in zip(self.names, self.pool.map(self.ledger.heartbeat, self.names), strict=True):
             if beat is None:
                 continue
-            said, modified = beat
-            fresh = name in known and known[name] != modified and now - self.looked < CLOSE_LOOKS
+            found[name], modified = beat
+            fresh = name in before and before[name] != modified and now - self.looked < CLOSE_LOOKS
             if fresh:  # written between our last look and this one: it tells how far the clocks are apart
                 gap = now - modified
                 self.skew = gap if self.skew is None else min(self.skew, gap)
             self.modified[name] = modified
-            raw.beats[name] = Beat(said, modified)
         self.looked = now
-        raw.beats = {n: Beat(b.said, self._here(b.seen_unix)) for n, b in raw.beats.items()}
-        for beat in raw.beats.values():
-            raw.heard(beat.seen_unix)
+        for name, heartbeat in found.items():
+            raw.heartbeats[name] = SeenHeartbeat(heartbeat, self._here(self.modified[name]))
+            raw.heard(raw.heartbeats[name].seen_unix)
 
-    def _here(self, store_unix: float | None) -> float | None:
+    def _here(self, store_unix: float) -> float:
         """A time of the store by this machine's clock, and never in the future."""
-        return None if store_unix is None else min(self.wall(), store_unix + (self.skew or 0.0))
+        return min(self.wall(), store_unix + (self.skew or 0.0))
 
-    def _late(self) -> None:
+    def _find_late(self) -> None:
         """Updates that were delivered and did not count, because their round was settled without them."""
         for t in range(max(1, self.done - LOOK_BACK), self.done + 1):
             if t in self.judged:

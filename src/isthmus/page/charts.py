@@ -1,30 +1,33 @@
 """What the page draws of a run's rows: curves, bytes by purpose, plan against actual, the bias gauge."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from isthmus.config import Recipe
-from isthmus.page.actual import compare_rows
-from isthmus.page.planned import CLOSE, value_text
-from isthmus.page.report import CONTROL, PURPOSES, bytes_title, colours_of, crossed
-from isthmus.page.svg import thin
-from isthmus.runlog import Row
-from isthmus.runlog.words import SAME, size, times
+from isthmus.page.actual import Comparison, Line, compare_rows
+from isthmus.page.replicas import colours_of
+from isthmus.runlog import About, Row, Totals
+from isthmus.runlog.words import SAME, duration, size, times
 
-BARE = {"mixed": ("loss_mixed", 0), "full": ("loss_full", 1), "pipelined": ("loss_pipelined", 2)}
+FORWARDS = {"mixed": ("loss_mixed", 0), "full": ("loss_full", 1), "pipelined": ("loss_pipelined", 2)}
+PURPOSES = {
+    "stages": [("activations", "activations"), ("gradients", "gradients"), ("tokens", "token ids")],
+    "replicas": [("payload_up", "up"), ("payload_down", "down"), ("control", "control")],
+}
+CONTROL = "Control is all else that the bucket moved: snapshots, manifests, heartbeats."
+CLOSE = 1.2  # a plan counts as kept up to this ratio
+MAX_BUCKETS = 200  # of a line; each keeps its lowest and its highest point
 
 
 def charts(rows: list[Row], recipe: Recipe) -> list[dict[str, Any]]:
-    """The report's curves: the same names, the same colours."""
+    """Losses by kind of forward and by kind of replica, and what explains them."""
     split = any(replica.kind == "pipelined" for replica in recipe.replicas)
-    three = BARE if split else {"held-out": ("loss_full", 0)}
+    forwards = FORWARDS if split else {"held-out": ("loss_full", 0)}  # without stages all three are the same
     lines = [
-        _line(rows, name, lambda row, f=field: row[f], colour) for name, (field, colour) in three.items()
+        _line(rows, name, lambda row, f=field: row[f], colour) for name, (field, colour) in forwards.items()
     ]
-    lines.append(_line(rows, "training", lambda row: row["loss_train"], 7, dashed=True))
-    drawn = [
-        _chart("Loss by kind of forward", lines, "nats", "loss", "Held-out text, and the replicas' own.")
-    ]
+    lines.append(_line(rows, "training", lambda row: row.loss_train, 7, dashed=True))
     by_kind = []
     for name, colour in colours_of(recipe).items():
         for field, words, dashed in (
@@ -33,15 +36,33 @@ def charts(rows: list[Row], recipe: Recipe) -> list[dict[str, Any]]:
         ):
             value = lambda row, f=field, n=name: row[f].get(n)  # noqa: E731
             by_kind.append(_line(rows, f"{name}, {words}", value, colour, dashed))
-    drawn.append(_chart("Loss by kind of replica", by_kind, "nats", "loss", "One line a [[replicas]] table."))
+    drawn = [
+        _chart("Loss by kind of forward", lines, "nats", "loss", "Held-out text, and the replicas' own."),
+        _chart("Loss by kind of replica", by_kind, "nats", "loss", "One line for each [[replicas]] table."),
+    ]
+    if any(replica.compressed for replica in recipe.replicas):
+        gap = _line(rows, "pipelined minus full", _gap, 2)
+        note = "Held-out loss through the compressed boundaries, over that of the full forward."
+        drawn.append(_chart("What the compressed forward costs", [gap], "nats", "gap", note, zero=True))
+    norm = _line(rows, "mean over replicas", lambda row: row.grad_norm, 0)
+    drawn.append(_chart("Gradient norm before clipping", [norm], "norm", "number", "", zero=True))
+    if len(drawn) % 2:  # the page has two columns
+        rate = _line(rows, "inner optimiser", lambda row: row.lr, 0)
+        drawn.append(_chart("Learning rate", [rate], "lr", "number", "", zero=True))
     return [chart for chart in drawn if chart["series"]]
 
 
+def _gap(row: Row) -> float | None:
+    if row.loss_full is None or row.loss_pipelined is None:
+        return None
+    return row.loss_pipelined - row.loss_full
+
+
 def speeds(rows: list[Row]) -> list[dict[str, Any]]:
-    trained = [row for row in rows if row["round"]]
-    speed = _line(trained, "all replicas together", lambda row: row["tokens_per_second"], 0)
-    here = _line(trained, "measured", lambda row: row["seconds"], 0)
-    fleet = _line(trained, "virtual clock", lambda row: row["fleet_seconds"], 2)
+    trained = [row for row in rows if row.round]
+    speed = _line(trained, "all replicas together", lambda row: row.tokens_per_second, 0)
+    here = _line(trained, "measured", lambda row: row.seconds, 0)
+    fleet = _line(trained, "virtual clock", lambda row: row.fleet_seconds, 2)
     drawn = [
         _chart("Tokens per second", [speed], "tok/s", "count", "", zero=True),
         _chart("Seconds a round", [here, fleet], "s", "seconds", "", zero=True),
@@ -52,10 +73,21 @@ def speeds(rows: list[Row]) -> list[dict[str, Any]]:
 def _line(
     rows: list[Row], name: str, value: Callable[[Row], float | None], colour: int, dashed: bool = False
 ) -> dict[str, Any]:
-    points = [(row["tokens"], value(row)) for row in rows]
-    known = [(x, y) for x, y in points if y is not None]
+    known = [(row.tokens, y) for row in rows if (y := value(row)) is not None]
     points = [[x, float(f"{y:.6g}")] for x, y in thin(known)]
     return {"name": name, "colour": colour, "dashed": dashed, "points": points}
+
+
+def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most two points in each bucket, its lowest and its highest, so that every spike stays."""
+    if len(points) <= 2 * MAX_BUCKETS:
+        return points
+    each = math.ceil(len(points) / MAX_BUCKETS)
+    kept = []
+    for start in range(0, len(points), each):
+        bucket = points[start : start + each]
+        kept += [min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])]
+    return sorted({points[0], *kept, points[-1]})
 
 
 def _chart(
@@ -65,64 +97,126 @@ def _chart(
     return {"title": title, "unit": unit, "form": form, "note": note, "zero": zero, "series": series}
 
 
-def traffic(sums: dict[str, Any]) -> list[dict[str, Any]]:
-    """Bytes of the whole run by purpose, between stages and between replicas."""
-    told = []
+def crossed(sums: Totals, link: str) -> int:
+    """As the sentences count it: updates between replicas, without snapshots, manifests and heartbeats."""
+    return sums["link_bytes"][link] - (sums["bytes"]["control"] if link == "replicas" else 0)
+
+
+def traffic(sums: Totals) -> list[dict[str, Any]]:
+    """Bytes of the whole run by purpose, and what dense methods would have sent."""
+    found = []
     for link, other in (("stages", "uncompressed"), ("replicas", "dense")):
         parts = [{"name": name, "bytes": sums["bytes"][key]} for key, name in PURPOSES[link]]
         sent, dense = crossed(sums, link), sums["dense_bytes"][link]
         if not sent:
             continue
         words = times(dense / sent) if dense else SAME
-        notes = [] if words == SAME else [f"{other.capitalize()} {size(dense)}, {words}."]
-        if link == "replicas" and sums["bytes"]["control"]:
-            notes.append(CONTROL)
-        told.append(
+        control = sums["bytes"]["control"] if link == "replicas" else 0
+        more = f", and {size(control)} of control" if control else ""
+        found.append(
             {
                 "link": link,
-                "title": bytes_title(sums, link),
+                "title": f"Between {link}: {size(sent)}{more}",
                 "colour": 0 if link == "stages" else 3,
                 "parts": [part | {"text": size(part["bytes"])} for part in parts if part["bytes"]],
-                "note": " ".join(notes),
+                "note": CONTROL if control else "",
+                "sent": sent,
+                "sent_text": size(sent),
+                "dense": dense if words != SAME else None,
+                "dense_text": f"{other} {size(dense)}",
+                "times": words,
             }
         )
-    return told
+    return found
 
 
-def plan(rows: list[Row], recipe: Recipe, about: dict[str, Any]) -> dict[str, Any] | None:
+def plan(rows: list[Row], recipe: Recipe, about: About) -> dict[str, Any] | None:
     """`isthmus plan` on the run's own recipe, beside what the run measured."""
     found = compare_rows(recipe, about, rows)
     if found is None:
         return None
-    lines = []
-    for line in found.lines:
-        ratio = line.ratio if line.ratio_at_measured_rate is None else line.ratio_at_measured_rate
-        expected = line.predicted if line.at_measured_rate is None else line.at_measured_rate
-        lines.append(
-            {
-                "kind": line.kind,
-                "where": line.where,
-                "what": line.what,
-                "predicted": value_text(line.predicted, line.unit),
-                "expected": value_text(expected, line.unit),
-                "measured": value_text(line.measured, line.unit),
-                "source": "" if line.source == "measured" else line.source,
-                "ratio": ratio,
-                "close": ratio is not None and 1 / CLOSE <= ratio <= CLOSE,
-            }
-        )
     both = any(line.at_measured_rate is not None for line in found.lines)
-    return {"rounds": found.rounds, "simulated": found.simulated, "both": both, "lines": lines}
+    return {
+        "rounds": found.rounds,
+        "simulated": found.simulated,
+        "both": both,
+        "note": _plan_note(found),
+        "lines": [_plan_line(line) for line in found.lines],
+    }
+
+
+def _plan_line(line: Line) -> dict[str, Any]:
+    def ratio(value: float | None) -> dict[str, Any] | None:
+        if value is None or not math.isfinite(value):
+            return None
+        return {"value": value, "close": 1 / CLOSE <= value <= CLOSE}
+
+    return {
+        "kind": line.kind,
+        "where": line.where,
+        "what": line.what,
+        "predicted": value_text(line.predicted, line.unit),
+        "measured": value_text(line.measured, line.unit),
+        "source": "" if line.source == "measured" else line.source,
+        "ratio": ratio(line.ratio),
+        "at_measured_rate": value_text(line.at_measured_rate, line.unit),
+        "ratio_at_measured_rate": ratio(line.ratio_at_measured_rate),
+    }
+
+
+def _plan_note(found: Comparison) -> str:
+    rounds = "1 round" if found.rounds == 1 else f"{found.rounds:,} rounds"
+    notes = [
+        f"What isthmus plan predicts from this run's own recipe, for {rounds}; bytes are of all of them. A "
+        "ratio is measured over predicted; its scale goes from 1/4 to 4, and green is within 20 %."
+    ]
+    measured = [name for name, source in found.rates.items() if source == "measured"]
+    stated = [name for name, source in found.rates.items() if source == "stated"]
+    if measured:
+        notes.append(
+            f"The recipe states no training rate for {', '.join(measured)}: the compute rate is the one "
+            "measured in this run, so links, bubble, exchange and bytes are what is put to the test."
+        )
+    if found.simulated:
+        notes.append(
+            "The run was simulated: its seconds are those of the virtual clock, a formula for the recipe's "
+            "machines and links that leaves out closing a round and uneven stages. Nothing travelled "
+            "between stages, so those bytes are by shape; payloads were packed and counted."
+        )
+        return " ".join(notes)
+    if stated:
+        notes.append(
+            f"The rate of {', '.join(stated)} is the recipe's; on the right, the same plan at the rate "
+            "measured here."
+        )
+    notes.append(
+        "Links are predicted as the recipe describes them and measured as they were: processes on one "
+        "machine have faster ones. Seconds are medians over the rounds after the first. A link's share "
+        "in use is its bytes over its stated rate while inner steps run."
+    )
+    return " ".join(notes)
+
+
+def value_text(value: float | None, unit: str) -> str:
+    if value is None or not math.isfinite(value):
+        return "-"
+    if unit == "bytes":
+        return size(value)
+    if unit == "share":
+        return f"{100 * value:.1f} %"
+    if unit == "tflops":
+        return f"{value:.3g} TFLOP/s"
+    return f"{1e3 * value:.3g} ms" if value < 1 else duration(value)
 
 
 def bias(rows: list[Row], recipe: Recipe) -> dict[str, Any] | None:
     """The share of energy outside S at each boundary, and the embedding's drift in a round."""
-    told = [row for row in rows if row["bias"]]
-    if not told:
+    measured = [row for row in rows if row.bias]
+    if not measured:
         return None
     kinds, shares, drifts = [], [], []
     for at, replica in enumerate(r for r in recipe.replicas if r.compressed):
-        own = [(row, row["bias"][replica.name]) for row in told if replica.name in row["bias"]]
+        own = [(row, row.bias[replica.name]) for row in measured if replica.name in row.bias]
         if not own:
             continue
         first, last = own[0][1], own[-1][1]
@@ -131,13 +225,13 @@ def bias(rows: list[Row], recipe: Recipe) -> dict[str, Any] | None:
             for b, share in enumerate(last["outside"])
         ]
         kinds.append(
-            {"kind": replica.name, "gauges": gauges, "drift": last["drift"], "round": own[-1][0]["round"]}
+            {"kind": replica.name, "gauges": gauges, "drift": last["drift"], "round": own[-1][0].round}
         )
         for b in range(min(len(last["outside"]), 8)):
-            value = lambda row, n=replica.name, b=b: _at(row["bias"].get(n, {}).get("outside"), b)  # noqa: E731
-            shares.append(_line(told, f"{replica.name}, boundary {b}", value, (2 + 3 * at + b) % 7))
-        value = lambda row, n=replica.name: row["bias"].get(n, {}).get("drift")  # noqa: E731
-        drifts.append(_line(told, replica.name, value, 2 + 2 * at))
+            value = lambda row, n=replica.name, b=b: _share(row, n, b)  # noqa: E731
+            shares.append(_line(measured, f"{replica.name}, boundary {b}", value, (2 + 3 * at + b) % 7))
+        value = lambda row, n=replica.name: row.bias[n]["drift"] if n in row.bias else None  # noqa: E731
+        drifts.append(_line(measured, replica.name, value, 2 + 2 * at))
     note = "||r - r U Uᵀ||² / ||r||² of r = x - T_perp[tokens], on one held-out batch."
     other = "||TE (I - U Uᵀ) - T_perp|| / ||T_perp|| after each round, before re-projection."
     drawn = [
@@ -147,5 +241,6 @@ def bias(rows: list[Row], recipe: Recipe) -> dict[str, Any] | None:
     return {"kinds": kinds, "charts": [chart for chart in drawn if chart["series"]]}
 
 
-def _at(values: list[float] | None, place: int) -> float | None:
-    return values[place] if values and place < len(values) else None
+def _share(row: Row, kind: str, boundary: int) -> float | None:
+    shares: Sequence[float] = row.bias[kind]["outside"] if kind in row.bias else ()
+    return shares[boundary] if boundary < len(shares) else None

@@ -1,15 +1,15 @@
-"""Rows and facts of a run, as far as they are of the right type and of a size that can be reckoned with.
+"""Rows and facts of a run, as far as they have the right type and a size that can be drawn.
 
-What an engine wrote passes unchanged. What somebody else wrote loses whatever would break a sum, a scale or a
-line of text further on; nothing below this file checks again.
+What a run wrote passes unchanged. What somebody else wrote loses whatever would break a sum, a scale or a
+line of text further on; no other module checks again.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from isthmus.config import Recipe
 from isthmus.layout.traffic import PURPOSES
-from isthmus.runlog import Row
+from isthmus.runlog import About, Row
 
 LARGEST = 1e15
 MOST_CHARACTERS = 300
@@ -41,7 +41,7 @@ def text(value: Any, most: int = MOST_CHARACTERS) -> str:
 
 
 def clean_rows(found: Iterable[Any], recipe: Recipe) -> tuple[list[Row], int]:
-    """(rows in the order of their rounds, how many were none); of a round that was run again, the last."""
+    """(rows in the order of their rounds, how many entries are not rows); of a repeated round, the last."""
     rows: dict[int, Row] = {}
     strange = 0
     for row in found:
@@ -80,7 +80,7 @@ def _named(value: Any, names: Iterable[str], read: Callable[[Any], Any]) -> dict
 
 
 def _figures(value: Any) -> dict[str, Any] | None:
-    """What the processes of one kind told of a round; see `measured` in the README."""
+    """What the processes of one kind measured in a round; see `measured` in the README."""
     if not isinstance(value, dict):
         return None
     figures: dict[str, Any] = {"replicas": int(amount(value.get("replicas")) or 1) or 1}
@@ -99,14 +99,14 @@ def _bias(value: Any) -> dict[str, Any] | None:
     return {"outside": _amounts(value.get("outside")) or [], "drift": amount(value.get("drift"))}
 
 
-def clean_about(found: Any) -> dict[str, Any]:
+def clean_about(found: Any) -> About:
     """Facts of a run: amounts as numbers, all else as a line of text."""
     if not isinstance(found, dict):
         return {}
     entries = [(text(key, 80), value) for key, value in list(found.items())[:64]]
-    about = {key: text(value) for key, value in entries if value not in (None, [], "")}
+    about: dict[str, Any] = {key: text(value) for key, value in entries if value not in (None, [], "")}
     for key in ABOUT_AMOUNTS:
         about.pop(key, None)
         if (known := amount(found.get(key))) is not None:
             about[key] = int(known)
-    return about
+    return cast(About, about)

@@ -54,7 +54,7 @@ class Entry:
         }
 
     def points(self, metric: str) -> list[tuple[float, float]]:
-        return [(row.get("tokens") or 0, row[metric]) for row in self.rows if row.get(metric) is not None]
+        return [(row.tokens, row[metric]) for row in self.rows if row[metric] is not None]
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Entry]:
@@ -63,7 +63,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Entry]:
     entries = []
     for path, name, run in zip(paths, names, runs, strict=True):
         rows = run.rows()
-        if not any(row["round"] > 0 for row in rows):
+        if not any(row.round > 0 for row in rows):
             raise ConfigError(f"{path} has no rounds yet; leave it out, or wait for its first")
         entries.append(Entry(name if names.count(name) == 1 else str(path), run, rows))
     return entries
@@ -91,7 +91,7 @@ def differences(recipes: Sequence[Recipe]) -> dict[str, list[str]]:
 
 
 def flatten(recipe: Recipe) -> dict[str, str]:
-    """`outer.keep` -> `32`, `replicas.edge.link.mbps` -> `100`; the name of a run is no setting."""
+    """`outer.keep` -> `32`, `replicas.edge.link.mbps` -> `100`; the name of a run is not a setting."""
     table = dataclasses.asdict(recipe)
     del table["name"]
     table["replicas"] = {replica.pop("name"): replica for replica in table["replicas"]}

@@ -1,4 +1,5 @@
-// Draws the page from /state, every two seconds. Whatever comes from a run is put in as text, never as markup.
+// Draws the page from /state, every two seconds; in report.html from the state in the page, once.
+// Whatever comes from a run is put in as text, never as markup.
 "use strict";
 
 const POLL_MS = 2000;
@@ -20,10 +21,11 @@ const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, t
 const show = (id, ...children) => $(id).replaceChildren(...children.flat(3).filter(Boolean));
 const titled = (text) => s("title", {}, text);
 
-// Time: the server's clock, carried on by ours
+// Time: the server's clock, carried on by ours; in a report, when it was written
 
+const written = $("state") && JSON.parse($("state").textContent).written_unix;
 let offset = 0, answered = null, silent = false;
-const now = () => Date.now() / 1000 + offset;
+const now = () => written || Date.now() / 1000 + offset;
 
 function ago(seconds) {
   const whole = Math.max(0, Math.round(seconds));
@@ -38,14 +40,16 @@ function tick() {
   for (const node of document.querySelectorAll("[data-unix]")) node.textContent = ago(now() - Number(node.dataset.unix));
   const heard = $("heard"), state = last;
   let words = "connecting", tone = "";
-  if (silent && answered !== null) {
+  if (written) {
+    words = `report of ${new Date(1000 * written).toISOString().slice(0, 16).replace("T", " ")} UTC`;
+  } else if (silent && answered !== null) {
     words = `no answer from this page's server, last heard ${ago(Date.now() / 1000 - answered)}`; tone = "gone";
   } else if (silent) {
     words = "no answer from this page's server"; tone = "gone";
   } else if (state) {
     const when = state.heard_unix ? ago(now() - state.heard_unix) : "never";
     if (state.run.status !== "running") { words = `the run has ended, last heard ${when}`; }
-    else if (state.run.stale || now() - state.heard_unix > state.run.patience_seconds) { words = `nothing heard from the run, last ${when}`; tone = "gone"; }
+    else if (state.run.stale || now() - state.heard_unix > state.run.timeout_seconds) { words = `nothing heard from the run, last ${when}`; tone = "gone"; }
     else { words = `live, last heard ${when}`; tone = "live"; }
   }
   if (heard.textContent !== words) heard.textContent = words;
@@ -66,6 +70,8 @@ function count(value) {
 }
 const FORMS = {
   loss: (y) => Math.abs(y) < 1e5 ? y.toFixed(3) : count(y),
+  gap: (y) => `${y < 0 ? "−" : "+"}${Math.abs(y).toFixed(3)}`,
+  number: (y) => String(+y.toPrecision(3)),
   count: (y) => count(y),
   seconds: (y) => `${figure(y)} s`,
   share: (y) => y >= 10 ? `${count(100 * y)} %` : y < 0.1 ? `${(100 * y).toPrecision(2)} %` : `${(100 * y).toFixed(1)} %`,
@@ -103,8 +109,8 @@ function chart(data) {
   canvas.addEventListener("pointerleave", () => read(null));
   canvas.addEventListener("blur", () => read(null));
   canvas.addEventListener("keydown", (event) => {
-    const place = one.at === null ? xs.length : xs.indexOf(one.at);
-    const next = { ArrowLeft: place - 1, ArrowRight: place + 1, Home: 0, End: xs.length - 1 }[event.key];
+    const index = one.at === null ? xs.length : xs.indexOf(one.at);
+    const next = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: xs.length - 1 }[event.key];
     if (next === undefined) return;
     event.preventDefault();
     read(xs[Math.min(xs.length - 1, Math.max(0, next))]);
@@ -150,7 +156,7 @@ function sketch(one) {
   const parts = [], base = height - BOTTOM;
   const marks = ticks(low, high, 5);
   const scaled = data.form === "share" ? marks.map((y) => +(100 * y).toPrecision(12)) : marks;
-  const decimals = Math.min(4, Math.max(0, ...scaled.map((y) => (String(y).split(".")[1] || "").length)));
+  const decimals = Math.min(data.form === "number" ? 7 : 4, Math.max(0, ...scaled.map((y) => (String(y).split(".")[1] || "").length)));
   marks.forEach((y, i) => parts.push(
     s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: atY(y), y2: atY(y) }),
     s("text", { class: "end", x: LEFT - 8, y: atY(y) + 4 }, data.form === "count" || Math.abs(scaled[i]) >= 1e4 ? count(scaled[i]) : scaled[i].toFixed(decimals))));
@@ -234,7 +240,7 @@ function picture(state) {
   const measured = state.kinds.some((kind) => kind.links.some((link) => link.band !== null));
   const keys = measured ? state.bands.map((text, i) => h("li", {}, h("i", { class: `wire band${i}` }), text)) : [];
   show("picture", h("figure", {}, art, h("ul", { class: "legend" },
-    measured ? h("li", {}, "a link's stated rate in use:") : h("li", {}, "no round has told what its links carried"), keys,
+    measured ? h("li", {}, "a link's stated rate in use:") : h("li", {}, "no round has reported what its links carried"), keys,
     state.run.bucket && state.rounds.open && h("li", {}, h("i", { class: "arrived" }), "this round's update is there"),
     more > 0 && h("li", {}, `and ${more} more, in the table`))));
 }
@@ -247,9 +253,9 @@ function boxed(one, kind, x, y, width, state) {
   const step = one.state === "training" && one.inner_step ? ` ${one.inner_step}/${state.run.inner_steps}` : "";
   parts.push(s("text", { class: `end state ${one.tone === "good" ? "" : one.tone}`, x: x + width - 12, y: y + 23 }, one.state + step));
   const loss = one.loss !== null && one.loss !== undefined ? FORMS.loss(one.loss) : "";
-  const told = [loss, one.rate].filter(Boolean).join("  ·  ");
-  parts.push(s("text", { class: "end", x: x + width - 12, y: y + 46 }, told));
-  const room = width - 24 - 7 * told.length - 16, each = 16;
+  const figures = [loss, one.rate].filter(Boolean).join("  ·  ");
+  parts.push(s("text", { class: "end", x: x + width - 12, y: y + 46 }, figures));
+  const room = width - 24 - 7 * figures.length - 16, each = 16;
   const shown = Math.max(1, Math.min(kind.stages, Math.floor((room + 10) / (each + 10))));
   const space = shown > 1 ? Math.min(width > 300 ? 44 : 26, (room - shown * each) / (shown - 1)) : 0;
   const dead = new Set(one.processes.filter((p) => p.state === "silent").map((p) => p.stage));
@@ -315,7 +321,7 @@ function processes(one) {
 // Round by round
 
 const GLYPHS = { counted: "", late: "L", refused: "×", missing: "−", away: "", delivered: "✓", awaited: "" };
-let place = [0, -1]; // row and column that Tab leads to
+let current = [0, -1]; // row and column that Tab leads to
 
 function rounds(state) {
   const data = state.rounds;
@@ -330,13 +336,13 @@ function rounds(state) {
     return `Round ${data.rounds[column]}, ${data.rows[row].replica}: ${data.words[word] || word}${reason ? `; ${reason}` : ""}`;
   };
   const width = data.rounds.length, height = data.rows.length;
-  if (place[1] < 0 || place[1] >= width || place[0] >= height) place = [0, width - 1];
+  if (current[1] < 0 || current[1] >= width || current[0] >= height) current = [0, width - 1];
   const cells = data.rows.map((row, i) => row.cells.map(([word], j) => {
-    const td = h("td", { role: "gridcell", tabindex: i === place[0] && j === place[1] ? 0 : -1, "aria-label": label(i, j), "data-round": data.rounds[j], "data-word": word },
+    const td = h("td", { role: "gridcell", tabindex: i === current[0] && j === current[1] ? 0 : -1, "aria-label": label(i, j), "data-round": data.rounds[j], "data-word": word },
       h("span", { class: `cell ${word}`, "aria-hidden": "true" }, GLYPHS[word] || ""));
     const tell = () => { why.textContent = label(i, j); };
     td.addEventListener("pointerenter", tell);
-    td.addEventListener("focus", () => { tell(); cells[place[0]][place[1]].tabIndex = -1; place = [i, j]; td.tabIndex = 0; });
+    td.addEventListener("focus", () => { tell(); cells[current[0]][current[1]].tabIndex = -1; current = [i, j]; td.tabIndex = 0; });
     return td;
   }));
   const body = data.rows.map((row, i) => h("tr", {}, h("th", { scope: "row", title: row.replica, class: `c${colour(row.replica)?.colour ?? 7}` }, row.replica), cells[i],
@@ -350,7 +356,7 @@ function rounds(state) {
     const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -width], End: [0, width] }[event.key];
     if (!step) return;
     event.preventDefault();
-    cells[Math.min(height - 1, Math.max(0, place[0] + step[0]))][Math.min(width - 1, Math.max(0, place[1] + step[1]))].focus();
+    cells[Math.min(height - 1, Math.max(0, current[0] + step[0]))][Math.min(width - 1, Math.max(0, current[1] + step[1]))].focus();
   });
   const used = new Set(data.rows.flatMap((row) => row.cells.map(([word]) => word)));
   const holder = h("div", { class: "cells" }, grid);
@@ -359,7 +365,7 @@ function rounds(state) {
     data.settled > width && h("li", {}, `the last ${width} of ${data.settled} rounds`));
   show("grid", h("div", { class: `wide grid${width <= 34 ? " few" : ""}` }, holder, legend, why));
   if (end) holder.scrollLeft = holder.scrollWidth;
-  if (focused) cells[place[0]][place[1]].focus();
+  if (focused) cells[current[0]][current[1]].focus();
 }
 
 // Bytes, plan, bias
@@ -369,6 +375,7 @@ const unbroken = (text) => text.replace(/(\d) ([kMGT]?B)\b/g, "$1\u00a0$2"); // 
 function bytes(state) {
   const kinds = state.kinds.filter((kind) => kind.links.length);
   $("bytes").hidden = !state.traffic.length && !kinds.length;
+  spans(state.traffic.filter((one) => one.dense));
   show("traffic", state.traffic.map((one) => {
     const total = one.parts.reduce((sum, part) => sum + part.bytes, 0) || 1;
     const bar = h("div", { class: `share c${one.colour}`, role: "img", "aria-label": one.parts.map((part) => `${part.name} ${part.text}`).join(", ") });
@@ -385,6 +392,28 @@ function bytes(state) {
       (state.run.facts.includes("real processes") ? "Links between stages are looked at while inner steps run, those to the bucket over the whole round." : "Nothing travelled in this simulated run: bytes by shape, seconds by the virtual clock.")));
 }
 
+// Sent, and what dense methods would have sent, on a logarithmic scale: a thousand times as much fits beside twice as much.
+function spans(list) {
+  if (!list.length) { show("spans"); return; }
+  const width = Math.max(280, ($("spans").clientWidth || $("bytes").clientWidth || 900) - 38), each = 58, height = each * list.length + 24;
+  const values = list.flatMap((one) => [one.sent, one.dense]).map(Math.log10);
+  const low = Math.floor(Math.min(...values)), high = Math.max(low + 2, Math.ceil(Math.max(...values)));
+  const at = (value) => 24 + (Math.log10(value) - low) / (high - low) * (width - 48), parts = [];
+  for (let power = low; power <= high; power += (width < 500 && high - low > 4) || high - low > 8 ? 3 : 1) parts.push(
+    s("line", { class: "grid", x1: at(10 ** power), x2: at(10 ** power), y1: 0, y2: height - 18 }),
+    s("text", { class: "mid", x: at(10 ** power), y: height - 4 }, `${10 ** (power % 3)} ${["B", "kB", "MB", "GB", "TB", "PB"][Math.floor(power / 3)] ?? "EB"}`));
+  list.forEach((one, i) => {
+    const y = each * i + 28, text = unbroken(`sent ${one.sent_text}, ${one.dense_text}`), half = 3.3 * text.length;
+    const middle = Math.min(width - half, Math.max(half, (at(one.sent) + at(one.dense)) / 2));
+    parts.push(s("text", { class: "strong", x: 0, y: y - 15 }, `Between ${one.link}`), s("text", { class: "strong end", x: width, y: y - 15 }, one.times),
+      s("line", { class: `span c${one.colour}`, x1: at(one.sent), x2: at(one.dense), y1: y, y2: y }), s("text", { class: "mid", x: middle, y: y + 18 }, text),
+      s("circle", { class: `c${one.colour}`, cx: at(one.sent), cy: y, r: 5 }), s("circle", { class: `c${one.colour} hollow`, cx: at(one.dense), cy: y, r: 5 }));
+  });
+  const words = list.map((one) => `between ${one.link} ${one.sent_text} sent, ${one.dense_text}, ${one.times}`).join("; ");
+  show("spans", h("figure", {}, h("figcaption", {}, "Sent, against what dense methods would have sent"), s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words }, parts),
+    h("p", { class: "note" }, "All links of the fleet together, over the whole run, on a logarithmic scale. Uncompressed stages would send activations and their gradients in all dimensions; dense replicas would average fp32 gradients after every inner step.")));
+}
+
 function meter(share) {
   if (share === null) return h("span", { class: "meter slim", "aria-hidden": "true" });
   const bar = h("b", {});
@@ -397,21 +426,22 @@ function against(state) {
   $("plan").hidden = !plan;
   if (!plan) return;
   const groups = [...new Set(plan.lines.map((line) => line.kind))];
-  const heads = [["", ""], ...(plan.both ? [["Predicted", "number slim"], ["At the rate here", "number"]] : [["Predicted", "number"]]), ["Measured", "number"], ["Ratio", "number"]];
+  const slim = plan.both ? "number slim" : "number"; // on a phone the plan at the measured rate says more
+  const heads = [["", ""], ["Predicted", slim], ["Measured", "number"], ["Ratio", slim], ...(plan.both ? [["At the rate here", "number"], ["Ratio", "number"]] : [])];
+  const cell = (style, ...children) => h("td", { class: style }, children);
   const rows = groups.flatMap((kind) => [h("tr", { class: "group" }, h("th", { colspan: heads.length, scope: "rowgroup" }, kind || "the whole fleet")),
-    ...plan.lines.filter((line) => line.kind === kind).map((line) => h("tr", {}, h("td", {}, line.what, line.where && h("small", {}, ` ${line.where}`)), h("td", { class: plan.both ? "number slim" : "number" }, line.predicted),
-      plan.both && h("td", { class: "number" }, line.expected), h("td", { class: "number" }, line.measured, line.source && h("small", {}, ` ${line.source}`)), h("td", { class: "number" }, ratio(line))))]);
-  show("against", h("p", { class: "note" }, `What isthmus plan predicts from this run's own recipe, for ${plan.rounds} round${plan.rounds === 1 ? "" : "s"}. A ratio is measured over predicted` +
-    (plan.both ? " at the compute rate measured here" : "") + "; its scale goes from 1/4 to 4, and green is within 20 %." +
-    (plan.simulated ? " Seconds are those of the virtual clock." : " Links are predicted as the recipe describes them and measured as they were: processes on one machine have faster ones.")),
+    ...plan.lines.filter((line) => line.kind === kind).map((line) => h("tr", {}, h("td", {}, line.what, line.where && h("small", {}, ` ${line.where}`)), cell(slim, line.predicted),
+      cell("number", line.measured, line.source && h("small", {}, ` ${line.source}`)), cell(slim, ratio(line.ratio)),
+      plan.both && cell("number", line.at_measured_rate), plan.both && cell("number", ratio(line.ratio_at_measured_rate))))]);
+  show("against", h("p", { class: "note" }, plan.note),
     h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Plan against actual" }, h("table", {}, h("thead", {}, h("tr", {}, heads.map(([head, style]) => h("th", { scope: "col", class: style }, head)))), h("tbody", {}, rows))));
 }
 
-function ratio(line) {
-  if (line.ratio === null) return "-";
-  const x = 36 + 30 * Math.max(-1, Math.min(1, Math.log(Math.max(line.ratio, 1e-9)) / Math.log(4)));
-  const text = line.ratio < 0.1 ? line.ratio.toPrecision(2) : line.ratio < 100 ? line.ratio.toFixed(2) : Math.round(line.ratio).toLocaleString("en");
-  return [text, s("svg", { class: `slim c${line.close ? 1 : 2}`, viewBox: "0 0 72 14", "aria-hidden": "true" },
+function ratio(found) {
+  if (!found) return "-";
+  const { value, close } = found, x = 36 + 30 * Math.max(-1, Math.min(1, Math.log(Math.max(value, 1e-9)) / Math.log(4)));
+  const text = value < 0.1 ? value.toPrecision(2) : value < 100 ? value.toFixed(2) : Math.round(value).toLocaleString("en");
+  return [text, s("svg", { class: `slim c${close ? 1 : 2}`, viewBox: "0 0 72 14", "aria-hidden": "true" },
     s("line", { class: "grid", x1: 6, x2: 66, y1: 7, y2: 7 }), s("line", { class: "axis", x1: 36, x2: 36, y1: 1, y2: 13 }), s("circle", { cx: x, cy: 7, r: 4 }))];
 }
 
@@ -445,6 +475,9 @@ function top_(state) {
   const share = Math.min(1, run.rounds ? run.round / run.rounds : 0);
   show("now", h("p", {}, state.now), h("div", { class: "bar" }, h("span", {}, `round ${run.round.toLocaleString("en")} of ${run.rounds.toLocaleString("en")}`),
     h("progress", { max: 1, value: share, "aria-label": "Rounds done" }), h("span", {}, run.left ? `about ${run.left} left` : `${Math.round(100 * share)} %`)));
+  const ended = written || run.status !== "running";
+  $("words").hidden = !ended;
+  show("words", ended && state.summary.map((text) => h("li", {}, text)));
   show("tiles", state.tiles.map((tile) => h("div", {}, h("span", {}, tile.name), h("strong", {}, tile.value), h("span", { title: tile.words }, tile.words))));
 }
 
@@ -453,20 +486,23 @@ function problems(state) {
 }
 
 function events(state) {
+  $("changes").hidden = Boolean(written); // a report was looked at once: nothing can have changed
   show("events", state.events.length ? state.events.map((one) => h("li", { class: one.tone || null },
     h("time", { datetime: new Date(1000 * one.unix).toISOString() }, new Date(1000 * one.unix).toLocaleTimeString("en-GB")), h("span", {}, one.text))) : h("li", {}, "Nothing yet, since this page's server started."));
 }
 
 function details(state) {
-  const open = [...document.querySelectorAll("#details > details")].map((node) => node.open);
-  show("details", h("details", { open: open[0] }, h("summary", {}, "The run in words"), h("ul", { class: "words inside" }, state.summary.map((text) => h("li", {}, text)))),
-    h("details", { open: open[1] }, h("summary", {}, "The resolved recipe"), h("pre", { tabindex: 0 }, state.recipe)),
-    h("details", { open: open[2] }, h("summary", {}, "About this run"), h("table", {}, h("tbody", {}, [["read from", state.run.where], ...state.about].map(([key, value]) => h("tr", {}, h("th", { scope: "row" }, key), h("td", {}, value)))))));
+  const open = new Set([...document.querySelectorAll("#details > details[open] > summary")].map((node) => node.textContent));
+  const fold = (title, body) => h("details", { open: open.has(title) }, h("summary", {}, title), body);
+  const about = [...(state.run.where ? [["read from", state.run.where]] : []), ...state.about];
+  show("details", $("words").hidden && fold("The run in words", h("ul", { class: "words inside" }, state.summary.map((text) => h("li", {}, text)))),
+    fold("The resolved recipe", h("pre", { tabindex: 0 }, state.recipe)),
+    fold("About this run", h("table", {}, h("tbody", {}, about.map(([key, value]) => h("tr", {}, h("th", { scope: "row" }, key), h("td", {}, value)))))));
 }
 
 // Which parts of the state a section is drawn from: it is left alone while they stay the same.
 const SECTIONS = [
-  [top_, ["run", "now", "tiles"]],
+  [top_, ["run", "now", "tiles", "summary"]],
   [problems, ["problems"]],
   [picture, ["run", "kinds", "replicas", "bands", "rounds"]],
   [members, ["run", "kinds", "replicas"]],
@@ -477,7 +513,7 @@ const SECTIONS = [
   [bias, ["bias"]],
   [(state) => { $("time").hidden = !state.speeds.length; plots("speeds", state.speeds); }, ["speeds"]],
   [events, ["events"]],
-  [details, ["summary", "recipe", "about"]],
+  [details, ["run", "summary", "recipe", "about"]],
 ];
 let last = null, tag = "";
 const drawn = new Map();
@@ -511,7 +547,14 @@ async function poll() {
 let waiting = 0;
 addEventListener("resize", () => {
   clearTimeout(waiting);
-  waiting = setTimeout(() => { if (last) { picture(last); const cells = document.querySelector(".cells"); if (cells) cells.scrollLeft = cells.scrollWidth; } }, 120);
+  waiting = setTimeout(() => { if (last) { picture(last); bytes(last); const cells = document.querySelector(".cells"); if (cells) cells.scrollLeft = cells.scrollWidth; } }, 120);
 });
-setInterval(tick, 1000);
-poll();
+if (written) {
+  last = JSON.parse($("state").textContent);
+  draw(last);
+  tick();
+  document.documentElement.dataset.ready = "yes";
+} else {
+  setInterval(tick, 1000);
+  poll();
+}

@@ -1,6 +1,6 @@
-"""Bounded reading of folders that nobody vouches for: regular files, inside the folder, of a stated size.
+"""Bounded reading of folders from a stranger: regular files, inside the folder, of a limited size.
 
-A run directory may come from a stranger. A link that leads out of it, a pipe, a file without end or a recipe
+A link that leads out of it, a pipe, a file without end or a recipe
 of a billion replicas is refused in words, and never opened, followed or built.
 """
 
@@ -50,7 +50,7 @@ class Folder:
         except OSError as error:
             raise StoreRefused(f"{name} cannot be looked at: {error.strerror}") from None
         if not stat.S_ISREG(found.st_mode):
-            raise StoreRefused(f"{name} is no regular file; it is not read")
+            raise StoreRefused(f"{name} is not a regular file; it is not read")
         return found
 
     def read(self, name: str, most: int, *, start: int | None = None) -> bytes | None:
@@ -58,7 +58,7 @@ class Folder:
         if self.stat(name) is None:
             return None
         try:
-            # No link is followed any more, and a pipe that took the file's place would not hold us up.
+            # Links are not followed any more, and a pipe in the file's place would not block.
             handle = os.open(self.find(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
@@ -67,7 +67,7 @@ class Folder:
         with open(handle, "rb") as file:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
-                raise StoreRefused(f"{name} is no regular file; it is not read")
+                raise StoreRefused(f"{name} is not a regular file; it is not read")
             if start is None and found.st_size > most:
                 raise StoreRefused(f"{name} holds {found.st_size} bytes; at most {most} are read")
             file.seek(start or 0)
@@ -96,7 +96,7 @@ class FolderBucket:
 
 def _checked(key: str) -> str:
     if len(key) > 700 or not all(SEGMENT.fullmatch(segment) for segment in key.split("/")):
-        raise StoreRefused(f"{key[:80]!r} is no key")
+        raise StoreRefused(f"{key[:80]!r} is not a key")
     return key
 
 
@@ -108,7 +108,7 @@ def bounded_recipe(text: str, source: str) -> Recipe:
         table = {}  # parse_recipe says what is wrong
     replicas = [r for r in _list(table.get("replicas")) if isinstance(r, dict)]
     model, inner = (
-        table.get(name) if isinstance(table.get(name), dict) else {} for name in ("model", "inner")
+        found if isinstance(found := table.get(name), dict) else {} for name in ("model", "inner")
     )
     limits = {
         "replicas": (sum(_whole(r.get("count", 1)) for r in replicas), MOST_REPLICAS),

@@ -1,27 +1,29 @@
 """The replicas of a run as they are now: state, age of their last sign, and what their links carry."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from isthmus.config import LinkConfig, Member, ReplicaConfig
-from isthmus.page.clean import number, text
-from isthmus.page.report import STATUSES, colours_of, link_text
-from isthmus.page.source import GONE, Raw
-from isthmus.protocol.heartbeat import Heartbeat, silent_after
+from isthmus.config import LinkConfig, Member, Recipe, ReplicaConfig
+from isthmus.page.clean import number
+from isthmus.page.source import Raw
+from isthmus.protocol.heartbeat import GONE, Heartbeat, silent_after
 from isthmus.runlog import Row
+from isthmus.runlog.row import Figures
 from isthmus.runlog.words import rate, size
 
 STALE_SECONDS = 60.0  # without any sign of life, of a run that is said to go on
 FIRST_ROUND_SECONDS = 600.0  # that the first round of a simulation may take: compiling is part of it
-PULSE_SECONDS = 4.0  # a process touches its file every second
+ALIVE_SECONDS = 4.0  # a process touches its file every second
+STATUSES = ("finished", "running", "interrupted", "failed")  # of a run
 HEALTHY = ("training", "delivering", "delivered", "finished", "running")
 BANDS = ((0.1, "under 10 %"), (0.5, "10 to 50 %"), (0.9, "50 to 90 %"), (float("inf"), "over 90 %"))
 
 
 def timeout_seconds(raw: Raw) -> float:
-    """How long a run that goes on may say nothing. A simulation speaks once a round, however long that is."""
+    """How long a running run may give no sign. A simulation gives one after each round, however long."""
     if raw.real:
         return STALE_SECONDS
-    trained = [row["seconds"] or 0.0 for row in raw.rows[-8:] if row["round"]]
+    trained = [row.seconds or 0.0 for row in raw.rows[-8:] if row.round]
     return max(STALE_SECONDS, 3 * max(trained)) if trained else FIRST_ROUND_SECONDS
 
 
@@ -34,44 +36,62 @@ def is_stale(raw: Raw, now: float) -> bool:
 def kinds(raw: Raw) -> list[dict[str, Any]]:
     """Every [[replicas]] table: what it is, and the bytes and use of each of its links."""
     recipe, colours = raw.recipe, colours_of(raw.recipe)
-    told = []
+    found = []
     for replica in recipe.replicas:
         dim, width = replica.subspace_dim(recipe.model.width), recipe.model.width
-        told.append(
+        open_boundary = "uncompressed" if replica.stages > 1 else ""
+        found.append(
             {
                 "name": replica.name,
                 "kind": replica.kind,
                 "count": replica.count,
                 "stages": replica.stages,
                 "colour": colours[replica.name],
-                "compression": f"k/d = {replica.ratio} ({dim} of {width})" if replica.compressed else "",
+                "compression": f"k/d = {replica.ratio} ({dim} of {width})"
+                if replica.compressed
+                else open_boundary,
                 "link": f"{link_text(replica.link)}, {replica.wire}" if replica.stages > 1 else "",
                 "bucket_link": link_text(replica.outer_link) if recipe.num_replicas > 1 else "",
                 "links": links(replica, raw.rows),
             }
         )
-    return told
+    return found
+
+
+def link_text(link: LinkConfig) -> str:
+    rate = f"{link.mbps / 1000:g} Gb/s" if link.mbps >= 1000 else f"{link.mbps:g} Mb/s"
+    return f"{rate}, {link.latency_ms:g} ms" if link.latency_ms else rate
+
+
+def colours_of(recipe: Recipe) -> dict[str, int]:
+    """The first full kind has the full forward's colour, the first pipelined one the pipelined's."""
+    colours: dict[str, int] = {}
+    for replica in recipe.replicas:
+        own = 1 if replica.kind == "full" else 2
+        colours[replica.name] = own if own not in colours.values() else 3 + len(colours) % 5
+    return colours
 
 
 def links(replica: ReplicaConfig, rows: list[Row]) -> list[dict[str, Any]]:
     """Bytes over the whole run, all replicas of the kind together, and the use of one replica's link in the
-    last round that told of it: its bits over what the stated rate carries in that time."""
-    figures = [row["measured"][replica.name] for row in rows if row["measured"].get(replica.name)]
-    if not figures:
+    last round that reported it: its bits over what the stated rate carries in that time."""
+    measured = [row for row in rows if row.measured.get(replica.name)]
+    if not measured:
         return []
-    last, row = figures[-1], next(r for r in reversed(rows) if r["measured"].get(replica.name))
+    figures, row = [row.measured[replica.name] for row in measured], measured[-1]
+    last = figures[-1]
     real = "compute_seconds" in last
     # Nothing travels in a simulator: there the virtual clock says how long the round would have taken.
-    training, whole = (last.get("seconds"), row["seconds"]) if real else [row["fleet_seconds"]] * 2
-    told = []
+    training, whole = (last.get("seconds"), row.seconds) if real else (row.fleet_seconds, row.fleet_seconds)
+    found = []
 
     def add(
-        where: str, what: str, between: str, each: list[float], link: LinkConfig, span: float | None
+        where: str, what: str, between: str, each: Sequence[float], link: LinkConfig, span: float | None
     ) -> None:
         one = each[-1] / last["replicas"]
         used = number(one * 8 / (link.mbps * 1e6) / span) if span else None
         band = next(i for i, (most, _) in enumerate(BANDS) if used is not None and used < most) if used else 0
-        told.append(
+        found.append(
             {
                 "where": where,
                 "what": what,
@@ -102,7 +122,7 @@ def links(replica: ReplicaConfig, rows: list[Row]) -> list[dict[str, Any]]:
         each = [figure["bytes"].get(purpose, 0) for figure in figures]
         if any(each):
             add(where, what, "replicas", each, replica.outer_link, whole)
-    return told
+    return found
 
 
 def _share(used: float | None) -> str:
@@ -113,7 +133,7 @@ def _share(used: float | None) -> str:
     return "under 0.1 %" if 0 < used < 5e-4 else f"{100 * used:.1f} %"
 
 
-def _of_link(figure: dict[str, Any], key: str, process: int, purposes: tuple[str, ...], links: int) -> float:
+def _of_link(figure: Figures, key: str, process: int, purposes: tuple[str, ...], links: int) -> float:
     """As its processes counted it; of a simulated round, by shape."""
     if len(row := figure.get(key) or []) > process:
         return row[process]
@@ -125,14 +145,15 @@ def replicas(raw: Raw, now: float) -> list[dict[str, Any]]:
 
 
 def _replica(member: Member, raw: Raw, now: float) -> dict[str, Any]:
-    beat, pulses = raw.beats.get(member.name), raw.pulses.get(member.name, [])
-    said = beat.said if beat else Heartbeat()
+    seen, files = raw.heartbeats.get(member.name), raw.alive_files.get(member.name, [])
+    heartbeat = seen.heartbeat if seen else Heartbeat()
     state, why = _state(member, raw, now)
     ended = state in GONE
     steps = raw.recipe.outer.inner_steps
-    step = said.inner_step
+    step = heartbeat.inner_step
     into = steps if state == "delivered" else (step - 1) % steps + 1 if step else 0
-    alive = {p.stage: now - p.seen_unix <= PULSE_SECONDS for p in pulses}
+    alive = {file.stage: now - file.seen_unix <= ALIVE_SECONDS for file in files}
+    speed = number(heartbeat.tokens_per_second)
     return {
         "name": member.name,
         "kind": member.config.name,
@@ -141,55 +162,57 @@ def _replica(member: Member, raw: Raw, now: float) -> dict[str, Any]:
         "why": why,
         "tone": "good" if state in HEALTHY else "bad" if state == "silent" else "wait",
         "up": state not in ("silent", "not seen", "left", "interrupted", "failed"),
-        "seen_unix": round(beat.seen_unix, 1) if beat else None,
-        "round": said.round if beat else None,
+        "seen_unix": round(seen.seen_unix, 1) if seen else None,
+        "round": heartbeat.round if seen else None,
         "inner_step": into if state in ("training", "silent", "delivering", "delivered") else None,
-        "awaiting": said.awaiting,
-        "loss": number(said.loss),
-        "rate": rate(r) if (r := number(said.tokens_per_second)) and r > 0 else "",
-        "tokens_per_second": number(said.tokens_per_second),
-        "incarnation": said.incarnation,
+        "awaiting": heartbeat.awaiting,
+        "loss": number(heartbeat.loss),
+        "rate": rate(speed) if speed and speed > 0 else "",
+        "tokens_per_second": speed,
+        "incarnation": heartbeat.incarnation,
         "delivered": member.name in raw.delivered,
         "processes": [
             {
-                "stage": p.stage,
-                "pid": p.pid,
-                "alive": alive[p.stage],
-                "state": "runs" if alive[p.stage] else "ended" if ended else "silent",
-                # While it runs the age is known to be about a second; told only where it says something.
-                "seen_unix": None if alive[p.stage] else round(p.seen_unix, 1),
+                "stage": file.stage,
+                "pid": file.pid,
+                "alive": alive[file.stage],
+                "state": "runs" if alive[file.stage] else "ended" if ended else "silent",
+                # While it runs, the age is about a second and says nothing.
+                "seen_unix": None if alive[file.stage] else round(file.seen_unix, 1),
             }
-            for p in pulses
+            for file in files
         ],
     }
 
 
 def _state(member: Member, raw: Raw, now: float) -> tuple[str, str]:
     """The heartbeat's word, unless a process of the replica is known to be gone or to have just begun."""
-    beat, pulses = raw.beats.get(member.name), raw.pulses.get(member.name, [])
+    seen, files = raw.heartbeats.get(member.name), raw.alive_files.get(member.name, [])
     status = raw.about.get("status") or "unknown"
-    if beat is None and not raw.has_bucket and (status != "running" or not raw.real):
+    if seen is None and not raw.has_bucket and (status != "running" or not raw.real):
         # A simulated replica lives and ends with its run.
         if is_stale(raw, now):
-            return "silent", "nothing is heard of the run"
+            return "silent", "the run gives no sign of life"
         return ("training" if status == "running" else status if status in STATUSES else "unknown"), ""
-    if beat is None and not pulses:
+    if seen is None and not files:
         return "not seen", "it has not joined yet"
-    silence = "starting" if raw.has_bucket else "running"  # in a bucket that is not read here it may say more
-    state = text(beat.said.state, 24) or silence if beat else silence
+    unknown = "starting" if raw.has_bucket else "running"  # a bucket that is not read here may know more
+    state = (seen and seen.heartbeat.state) or unknown
     if state in GONE:
         return state, ""
-    gone = [p.stage for p in pulses if now - p.seen_unix > PULSE_SECONDS]
+    gone = [file.stage for file in files if now - file.seen_unix > ALIVE_SECONDS]
     if gone:
         if member.config.stages == 1:
-            return "silent", "its process does not stir"
-        several = f"stages {', '.join(map(str, gone[:-1]))} and {gone[-1]} do not stir"
-        return "silent", several if len(gone) > 1 else f"stage {gone[0]} does not stir"
-    lead = pulses[0].pid if pulses and pulses[0].stage == 0 else 0
-    if lead and beat and beat.said.pid not in (0, lead):
-        return "starting", "a new process has taken over and has not spoken yet"
-    if beat and not pulses and now - beat.seen_unix > silent_after(raw.recipe):
-        return "silent", f"no heartbeat for more than {silent_after(raw.recipe):g} s"
+            return "silent", "its process gives no sign of life"
+        if len(gone) == 1:
+            return "silent", f"stage {gone[0]} gives no sign of life"
+        return "silent", f"stages {', '.join(map(str, gone[:-1]))} and {gone[-1]} give no sign of life"
+    lead = files[0].pid if files and files[0].stage == 0 else 0
+    if lead and seen and seen.heartbeat.pid not in (0, lead):
+        return "starting", "a new process has taken over and has not sent a heartbeat yet"
+    limit = silent_after(raw.recipe)
+    if seen and not files and now - seen.seen_unix > limit:
+        return "silent", f"no heartbeat for more than {limit:g} s"
     if state in ("training", "delivering") and member.name in raw.delivered:
         return "delivered", ""  # the bucket knows it before the next heartbeat
     return state, ""

@@ -34,7 +34,7 @@ class Tally:
 
 def tally(raw: Raw) -> Tally:
     names = [member.name for member in raw.recipe.fleet()]
-    rows = {row["round"]: row for row in raw.rows if row["round"]}
+    rows = {row.round: row for row in raw.rows if row.round}
     counted: Counter[str] = Counter()
     seen: set[str] = set()
     for t in rows.keys() | raw.settled.keys():
@@ -42,17 +42,17 @@ def tally(raw: Raw) -> Tally:
         counted.update(who)
         seen |= who | refused.keys()
     rounds = frozenset(rows.keys() | raw.settled.keys())
-    told = raw.has_bucket or any(row.get("contributors") is not None for row in raw.rows)
-    return Tally(rows, rounds, counted, frozenset(seen - set(names)), bool(rounds) and not told)
+    real = raw.has_bucket or any(row.contributors is not None for row in raw.rows)
+    return Tally(rows, rounds, counted, frozenset(seen - set(names)), bool(rounds) and not real)
 
 
 def _took_part(one: Settled | Row, names: list[str]) -> tuple[set[str], Mapping[str, str]]:
     """(whose update counted, who was refused and why), by a manifest or else by a row."""
     if isinstance(one, Settled):
         return set(one.counted), one.refused
-    if one.get("contributors") is None:
-        return set(names), {}  # simulated: nobody is late there
-    return set(one["contributors"]), one.get("refused") or {}
+    if one.contributors is None:
+        return set(names), {}  # simulated: every replica takes part
+    return set(one.contributors), one.refused or {}
 
 
 def grid(raw: Raw, all_rounds: Tally | None = None) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def grid(raw: Raw, all_rounds: Tally | None = None) -> dict[str, Any]:
 def _words(raw: Raw, t: int, row: Row | None, names: list[str]) -> dict[str, tuple[str, str]]:
     """replica -> (word, reason) of one round; from its manifest where there is one, else from its row."""
     one = raw.settled.get(t)
-    words = {}
+    words: dict[str, tuple[str, str]] = {}
     for name in names:
         if one is None:
             words[name] = ("missing", "no update of it was counted")
@@ -94,6 +94,6 @@ def _words(raw: Raw, t: int, row: Row | None, names: list[str]) -> dict[str, tup
             words[name] = ("missing", "it was awaited and delivered nothing before the deadline")
         else:
             words[name] = ("away", "it was not a member of this round")
-    who, refused = _took_part(one or row or {}, names)
+    who, refused = _took_part(one or row or Row(round=t), names)
     words |= {name: ("refused", reason) for name, reason in refused.items()}
     return words | dict.fromkeys(who, ("counted", ""))

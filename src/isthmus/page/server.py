@@ -13,13 +13,12 @@ from typing import Any
 
 from isthmus import __version__
 from isthmus.errors import ConfigError
-from isthmus.page import metrics
+from isthmus.page import prometheus
 from isthmus.page.source import BucketSource, RunSource
-from isthmus.page.state import Teller
-from isthmus.page.style import CSS
+from isthmus.page.state import State, StateBuilder
 from isthmus.page.tensorboard import EventWriter
 
-LOOK_SECONDS = 1.0  # between looks at a folder, while somebody watches
+LOOK_SECONDS = 1.0  # between looks at a folder, while requests come
 FAR_SECONDS = 3.0  # at a bucket that is elsewhere
 SLOWEST_SECONDS = 6.0  # between looks that take long
 TIMEOUT_SECONDS = 1.5  # that a request waits for a fresh state
@@ -35,25 +34,25 @@ HEADERS = {
 
 
 class Watcher(threading.Thread):
-    """Looks at the source while somebody asks, and holds the newest state: a slow bucket delays nobody."""
+    """Looks at the source while requests come, and keeps the newest state: a slow bucket delays no answer."""
 
     def __init__(self, source: RunSource | BucketSource) -> None:
         super().__init__(daemon=True, name="watcher")
-        self.source, self.teller = source, Teller()
+        self.source, self.builder = source, StateBuilder()
         self.events: EventWriter | None = None
         far = isinstance(source, BucketSource) and "://" in source.where
         self.least = self.every = FAR_SECONDS if far else LOOK_SECONDS
         self.wanted, self.fresh = threading.Event(), threading.Condition()
         self.looked = 0.0
         self.fault = ""
-        self.state: dict[str, Any] = {}
+        self.state: State = {}
         self.body, self.etag = b"", ""
         self._look()
 
     def _look(self) -> None:
         began = time.monotonic()
         raw = self.source.look()
-        state = self.teller.tell(raw)
+        state = self.builder.build(raw)
         body = json.dumps(state, allow_nan=False, separators=(",", ":")).encode()
         with self.fresh:
             self.raw, self.state, self.body = raw, state, body
@@ -67,7 +66,7 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         while True:
-            # Files for TensorBoard are written whether or not somebody looks at the page.
+            # Files for TensorBoard are written also while no page is open.
             self.wanted.wait(None if self.events is None else self.every)
             self.wanted.clear()
             time.sleep(max(0.0, self.looked + self.every - time.monotonic()))
@@ -83,7 +82,7 @@ class Watcher(threading.Thread):
                     self.looked = time.monotonic()
                     self.fresh.notify_all()
 
-    def current(self) -> tuple[dict[str, Any], bytes, str]:
+    def current(self) -> tuple[State, bytes, str]:
         """The newest state; if it is old, a fresh one if that comes soon."""
         with self.fresh:
             if time.monotonic() - self.looked > self.every:
@@ -113,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer(200, "application/json", body, etag)
         elif path == "/metrics":
             state, _, _ = self.server.watcher.current()
-            self._answer(200, metrics.CONTENT_TYPE, metrics.exposition(state, time.time()).encode())
+            self._answer(200, prometheus.CONTENT_TYPE, prometheus.exposition(state, time.time()).encode())
         elif path in self.server.pages:
             self._answer(200, *self.server.pages[path])
         else:
@@ -128,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
         raise AttributeError(name)
 
     def _refuse(self) -> None:
-        self.close_connection = True  # a body may follow, and nobody reads it
+        self.close_connection = True  # a body may follow, and it is not read
         self._answer(405, "text/plain", b"only GET and HEAD are answered\n")
 
     def _answer(self, status: int, kind: str, body: bytes, etag: str = "") -> None:
@@ -149,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, form: str, *args: Any) -> None:
-        """Requests are not told: the terminal belongs to the URL."""
+        """Requests are not logged: the terminal shows the URL."""
 
 
 class Server(ThreadingHTTPServer):
@@ -160,7 +159,8 @@ class Server(ThreadingHTTPServer):
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self.address_family = found[0][0]
-            super().__init__(found[0][4][:2], Handler)
+            host, port = str(found[0][4][0]), int(found[0][4][1])
+            super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
@@ -168,12 +168,12 @@ class Server(ThreadingHTTPServer):
             ) from None
         self.watcher, self.host = watcher, host
         self.room = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        self.local = is_loopback(self.server_address[0])
+        self.local = is_loopback(str(self.server_address[0]))
         page = files("isthmus.page")
         self.pages = {
             "/": ("text/html; charset=utf-8", (page / "page.html").read_bytes()),
             "/page.js": ("text/javascript; charset=utf-8", (page / "page.js").read_bytes()),
-            "/page.css": ("text/css; charset=utf-8", CSS.encode() + (page / "page.css").read_bytes()),
+            "/page.css": ("text/css; charset=utf-8", (page / "page.css").read_bytes()),
             "/icon.svg": ("image/svg+xml", (page / "icon.svg").read_bytes()),
         }
 
@@ -183,7 +183,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{host}:{self.server_address[1]}/"
 
     def admits(self, host: str) -> bool:
-        """On loopback only local names: no other site's page reaches us by giving its name our address."""
+        """On loopback only local names: another site cannot reach us by giving its name our address."""
         if not self.local:
             return True
         name = host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host
@@ -202,7 +202,7 @@ class Server(ThreadingHTTPServer):
             self.room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away is no news; a fault of ours is one line."""
+        """A browser that went away is not reported; a fault of ours is one line."""
         error = sys.exc_info()[1]
         if not isinstance(error, ConnectionError | TimeoutError):
             print(f"isthmus watch: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -6,23 +6,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from isthmus.config import Recipe
 from isthmus.errors import ConfigError, RunError
 from isthmus.page.clean import clean_about, clean_rows
 from isthmus.page.read import DOCUMENT_BYTES, Folder, bounded_recipe, read_json
 from isthmus.page.tail import MetricsFile
-from isthmus.protocol.heartbeat import GONE, Heartbeat
-from isthmus.runlog import Row
+from isthmus.protocol.heartbeat import Heartbeat
+from isthmus.runlog import REAL, About, Row
 from isthmus.store.retry import StoreRefused
+
+if TYPE_CHECKING:  # a run directory without a bucket needs neither ledger nor store
+    from isthmus.page.bucket_source import BucketReader
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class SeenHeartbeat:
     """What a replica last said of itself, and when, by this machine's clock."""
 
-    said: Heartbeat
+    heartbeat: Heartbeat
     seen_unix: float
 
 
@@ -51,13 +54,13 @@ class Raw:
     """All that was found, checked and bounded, but not yet put into words."""
 
     recipe: Recipe
-    about: dict[str, Any]
+    about: About
     rows: list[Row]
     where: str
     has_bucket: bool
     heard_unix: float | None = None  # the newest sign of life, whoever gave it
-    beats: dict[str, Beat] = field(default_factory=dict)
-    pulses: dict[str, list[AliveFile]] = field(default_factory=dict)
+    heartbeats: dict[str, SeenHeartbeat] = field(default_factory=dict)
+    alive_files: dict[str, list[AliveFile]] = field(default_factory=dict)
     settled: dict[int, Settled] = field(default_factory=dict)
     delivered: tuple[str, ...] = ()  # updates of the open round
     late: frozenset[tuple[int, str]] = frozenset()
@@ -67,7 +70,7 @@ class Raw:
     @property
     def real(self) -> bool:
         """Processes, not a simulation; their bucket may be elsewhere, or not be there yet."""
-        return self.has_bucket or self.about.get("mode") == "real processes"
+        return self.has_bucket or self.about.get("mode") == REAL
 
     def heard(self, unix: float | None) -> None:
         if unix is not None and unix > (self.heard_unix or 0.0):
@@ -92,9 +95,9 @@ class RunSource:
         try:
             self.recipe = bounded_recipe(data.decode(), str(path / "recipe.toml"))
         except UnicodeDecodeError:
-            raise ConfigError(f"{path / 'recipe.toml'} is not UTF-8 text; it is no recipe") from None
+            raise ConfigError(f"{path / 'recipe.toml'} is not UTF-8 text, so it is not a recipe") from None
         self.metrics = MetricsFile(self.folder, self.recipe)
-        self.bucket: Any = None
+        self.bucket: BucketReader | None = None
         self.bucket_fault = ""
 
     def look(self, budget_seconds: float = 2.0) -> Raw:
@@ -105,9 +108,9 @@ class RunSource:
             raw.problems.append(str(reason))
         self._read_metrics(raw)
         for member in self.recipe.fleet():
-            if pulses := self._pulses(member.name, member.config.stages):
-                raw.pulses[member.name] = pulses
-                raw.heard(max(pulse.seen_unix for pulse in pulses))
+            if found := self._alive_files(member.name, member.config.stages):
+                raw.alive_files[member.name] = found
+                raw.heard(max(file.seen_unix for file in found))
         self._open_bucket()
         if self.bucket_fault:
             raw.problems.append(self.bucket_fault)
@@ -123,9 +126,9 @@ class RunSource:
         raw.rows = self.metrics.rows
         raw.problems += self.metrics.odd
 
-    def _pulses(self, replica: str, stages: int) -> list[AliveFile]:
+    def _alive_files(self, replica: str, stages: int) -> list[AliveFile]:
         """One for each process that has run on this machine; replicas elsewhere have none."""
-        pulses = []
+        files = []
         for stage in range(stages):
             # Where every stage has a launcher of its own, each has its own folder too.
             for name in (f"work/{replica}/alive-{stage}", f"work/{replica}.{stage}/alive-{stage}"):
@@ -136,8 +139,8 @@ class RunSource:
                     continue
                 if found and data is not None and (data.strip() or b"0").isdigit():
                     # Empty while its process is writing it.
-                    pulses.append(AliveFile(stage, int(data.strip() or 0), found.st_mtime))
-        return pulses
+                    files.append(AliveFile(stage, int(data.strip() or 0), found.st_mtime))
+        return files
 
     def _open_bucket(self) -> None:
         """`train` makes run and bucket after the page may have been opened; a link out is not followed."""
@@ -152,39 +155,37 @@ class RunSource:
         from isthmus.page.bucket_source import open_folder
 
         try:
-            self.bucket = open_folder(self.folder.find("bucket"), self.wall)
+            bucket = open_folder(self.folder.find("bucket"), self.wall)
         except (ConfigError, RunError) as error:
             self.bucket_fault = f"the run's own bucket cannot be read: {error}"
             return
-        if [m.name for m in self.bucket.recipe.fleet()] != [m.name for m in self.recipe.fleet()]:
-            self.bucket, self.bucket_fault = (
-                None,
-                "the bucket in this folder is another run's; it is not read",
-            )
+        if [m.name for m in bucket.recipe.fleet()] == [m.name for m in self.recipe.fleet()]:
+            self.bucket = bucket
+        else:
+            self.bucket_fault = "the bucket in this folder is another run's; it is not read"
 
 
 class BucketSource:
-    """A bucket alone: rounds, members and training losses; nobody has measured held-out losses there."""
+    """A bucket alone: rounds, members and training losses; held-out losses are not measured there."""
 
-    def __init__(self, reader: Any, where: str) -> None:
+    def __init__(self, reader: "BucketReader", where: str) -> None:
         self.reader, self.where, self.recipe = reader, where, reader.recipe
         self.rows: list[Row] = []
 
     def look(self, budget_seconds: float = 2.0) -> Raw:
         raw = Raw(self.recipe, {}, [], self.where, has_bucket=True)
         self.reader.look(raw, budget_seconds)
-        told = self.reader.rows()
-        if len(told) > len(self.rows):  # settled rounds stay as they are
-            self.rows = [*self.rows, *clean_rows(told[len(self.rows) :], self.recipe)[0]]
+        found = self.reader.rows()
+        if len(found) > len(self.rows):  # settled rounds stay as they are
+            self.rows = [*self.rows, *clean_rows(found[len(self.rows) :], self.recipe)[0]]
         raw.rows = self.rows
-        states = [beat.said.state for beat in raw.beats.values()]
-        done = max(raw.settled, default=0)
+        gone = [seen.heartbeat.gone for seen in raw.heartbeats.values()]
         status = "running"
-        if done >= self.recipe.outer.rounds:
+        if max(raw.settled, default=0) >= self.recipe.outer.rounds:
             status = "finished"
-        elif states and all(state in GONE for state in states):
+        elif gone and all(gone):
             status = "interrupted"
-        raw.about = {"status": status, "mode": "real processes", "run": self.reader.run_id}
+        raw.about = {"status": status, "mode": REAL, "run": self.reader.run_id}
         return raw
 
 

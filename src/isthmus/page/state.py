@@ -1,5 +1,4 @@
-"""A run as plain data, complete and in words: what /state answers, and what the page and /metrics are made
-of."""
+"""A run as plain data, complete and in words: what /state answers and what report.html holds."""
 
 import itertools
 import time
@@ -9,62 +8,46 @@ from statistics import median
 from typing import Any
 
 from isthmus.config import dump_recipe
-from isthmus.page import charts as figures
-from isthmus.page import replicas as fleet
-from isthmus.page import rounds
+from isthmus.page import charts, replicas, rounds
 from isthmus.page.clean import text
-from isthmus.page.report import STATUSES
 from isthmus.page.source import Raw
-from isthmus.runlog import Row, RunDir, totals
-from isthmus.runlog.words import count, duration, first_and_last, fleet_in_words, rate, size, summary
+from isthmus.runlog import Row, Totals, totals
+from isthmus.runlog.words import count, duration, first_and_last, fleet_in_words, rate, sentences, size
+
+State = dict[str, Any]  # JSON for the page, which alone knows its parts
 
 MOST_EVENTS = 40
 MOST_DRAWN = 64  # replicas in the picture; the table has all
 
 
-class Known(RunDir):
-    """A run that was read already: what the words of the dashboard ask for, from memory."""
-
-    def __init__(self, raw: Raw) -> None:
-        super().__init__(raw.where, raw.recipe)
-        self.raw = raw
-
-    def rows(self) -> list[Row]:
-        return self.raw.rows
-
-    @property
-    def about(self) -> dict[str, Any]:
-        return self.raw.about
-
-
-class Teller:
+class StateBuilder:
     """Turns what a source found into a state, and remembers what changed between two looks."""
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
         self.wall = wall
-        self.events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
-        self.before: dict[str, dict[str, Any]] = {}
+        self.events: deque[State] = deque(maxlen=MOST_EVENTS)
+        self.before: dict[str, State] = {}
         self.round: int | None = None
-        self.known: Raw | None = None  # of which these were made:
-        self.told: dict[str, Any] = {}
+        self.source: Raw | None = None  # of which these were made:
+        self.from_rows: State = {}
         self.odd: list[str] = []
         self.tally: rounds.Tally | None = None
 
-    def tell(self, raw: Raw) -> dict[str, Any]:
+    def build(self, raw: Raw) -> State:
         now, recipe, rows = self.wall(), raw.recipe, raw.rows
         self._refresh(raw)
-        done = max(self.told["sums"]["rounds"], max(raw.settled, default=0))
-        members = fleet.replicas(raw, now)
-        self._note(members, raw, done, now)
+        done = max(self.from_rows["sums"]["rounds"], max(raw.settled, default=0))
+        members = replicas.replicas(raw, now)
+        self._note_changes(members, raw, done, now)
         status = text(raw.about.get("status") or "unknown", 40)
         left = self._left(rows, done, recipe.outer.rounds) if status == "running" else None
         state = {
             "run": {
                 "name": recipe.name,
                 "status": status,
-                "tone": status if status in STATUSES else "",
-                "stale": fleet.is_stale(raw, now),
-                "timeout_seconds": fleet.timeout_seconds(raw),
+                "tone": status if status in replicas.STATUSES else "",
+                "stale": replicas.is_stale(raw, now),
+                "timeout_seconds": replicas.timeout_seconds(raw),
                 "round": done,
                 "rounds": recipe.outer.rounds,
                 "inner_steps": recipe.outer.inner_steps,
@@ -79,7 +62,7 @@ class Teller:
             },
             "heard_unix": raw.heard_unix and round(raw.heard_unix),
             "now": now_in_words(raw, members, done, status),
-            "bands": [words for _, words in fleet.BANDS],
+            "bands": [words for _, words in replicas.BANDS],
             "replicas": members,
             "drawn": MOST_DRAWN,
             "rounds": rounds.grid(raw, self.tally),
@@ -88,38 +71,41 @@ class Teller:
             "recipe": dump_recipe(recipe),
             "problems": [*raw.problems, *self.odd],
         }
-        return state | self.told
+        return state | self.from_rows
 
     def _refresh(self, raw: Raw) -> None:
         """What rows alone decide is made anew when they change: of a long run it takes a second or two."""
-        before, self.known = self.known, raw
-        same = before is not None and before.rows is raw.rows
-        if not same or len(before.settled) != len(raw.settled) or before.has_bucket != raw.has_bucket:
+        before, self.source = self.source, raw
+        if before is None or before.rows is not raw.rows:
             self.tally = rounds.tally(raw)
-        if same and before.about == raw.about:
-            return
+        else:
+            if len(before.settled) != len(raw.settled) or before.has_bucket != raw.has_bucket:
+                self.tally = rounds.tally(raw)
+            if before.about == raw.about:
+                return
         rows, recipe, sums, self.odd = raw.rows, raw.recipe, totals(raw.rows), []
-        plan = lambda: figures.plan(rows, recipe, raw.about)  # noqa: E731
-        self.told = {
+        words = lambda: sentences(recipe, raw.about, rows)  # noqa: E731
+        plan = lambda: charts.plan(rows, recipe, raw.about)  # noqa: E731
+        self.from_rows = {
             "tiles": tiles(rows, sums),
-            "summary": _safely(lambda: summary(Known(raw)), [], "the summary", self.odd),
-            "kinds": fleet.kinds(raw),
-            "charts": figures.charts(rows, recipe),
-            "speeds": figures.speeds(rows),
-            "traffic": figures.traffic(sums),
+            "summary": _safely(words, [], "the summary", self.odd),
+            "kinds": replicas.kinds(raw),
+            "charts": charts.charts(rows, recipe),
+            "speeds": charts.speeds(rows),
+            "traffic": charts.traffic(sums),
             "plan": _safely(plan, None, "plan against actual", self.odd),
-            "bias": figures.bias(rows, recipe),
+            "bias": charts.bias(rows, recipe),
             "sums": sums,
             "last": last_figures(rows),
         }
 
     def _left(self, rows: list[Row], done: int, total: int) -> float | None:
         """Seconds to the end at the pace of the last rounds."""
-        recent = [row["seconds"] for row in rows[-8:] if row["round"] and row["seconds"]]
+        recent = [row.seconds for row in rows[-8:] if row.round and row.seconds]
         return median(recent) * (total - done) if recent and done < total else None
 
-    def _note(self, members: list[dict[str, Any]], raw: Raw, done: int, now: float) -> None:
-        """Who went and who came back since the last look; settled rounds that refused somebody."""
+    def _note_changes(self, members: list[State], raw: Raw, done: int, now: float) -> None:
+        """Replicas that went or came back since the last look; settled rounds that refused an update."""
         for one in members:
             before = self.before.get(one["name"])
             if before and before["up"] and not one["up"]:
@@ -132,7 +118,7 @@ class Teller:
             elif before and one["state"] == "starting" != before["state"] and before["up"]:
                 self._event(now, f"{one['name']} was started again", "wait")
             elif before and before["incarnation"] and one["incarnation"] != before["incarnation"]:
-                self._event(now, f"{one['name']} speaks again after a new start", "good")
+                self._event(now, f"{one['name']} sends heartbeats again after a new start", "good")
             self.before[one["name"]] = one
         if self.round is not None:
             for t in range(self.round + 1, done + 1):
@@ -151,7 +137,7 @@ class Teller:
 
 
 def _safely(make: Callable[[], Any], otherwise: Any, what: str, problems: list[str]) -> Any:
-    """A stranger's figures may fit no plan and no sentence: then the page does without, and says so."""
+    """A stranger's figures may fit no plan and no sentence: the page then leaves them out and says so."""
     try:
         return make()
     except Exception as error:
@@ -163,7 +149,7 @@ def started(raw: Raw) -> str:
     return str(raw.about.get("started") or "")[:16].replace("T", " ")
 
 
-def now_in_words(raw: Raw, members: list[dict[str, Any]], done: int, status: str) -> str:
+def now_in_words(raw: Raw, members: list[State], done: int, status: str) -> str:
     """What is going on; without ages, which the page adds from its own clock."""
     total, steps = raw.recipe.outer.rounds, raw.recipe.outer.inner_steps
     if done >= total:
@@ -187,21 +173,21 @@ def now_in_words(raw: Raw, members: list[dict[str, Any]], done: int, status: str
     waited = [m for m in members if not m["delivered"] and m["state"] != "left"]
     if not waited:
         return f"{opening}; a closer settles it."
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[State]] = {}
     for m in waited:
         groups.setdefault(m["state"], []).append(m)
     named = [f"{_listed(group)} ({state}{_steps(group, steps)})" for state, group in groups.items()]
     return f"{opening}. Awaited: {'; '.join(named)}."
 
 
-def _listed(group: list[dict[str, Any]]) -> str:
+def _listed(group: list[State]) -> str:
     """`rack-0, rack-1 and edge-0`."""
     names = [m["name"] for m in group[:6]] + ([f"{len(group) - 6} more"] if len(group) > 6 else [])
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _steps(group: list[dict[str, Any]], steps: int) -> str:
-    """Where those who train are in the round."""
+def _steps(group: list[State], steps: int) -> str:
+    """Where those that train are in the round."""
     at = [m["inner_step"] for m in group if m["state"] == "training" and m["inner_step"]]
     if not at:
         return ""
@@ -209,43 +195,37 @@ def _steps(group: list[dict[str, Any]], steps: int) -> str:
     return f", inner step {low} of {steps}" if low == high else f", inner steps {low} to {high} of {steps}"
 
 
-def tiles(rows: list[Row], sums: dict[str, Any]) -> list[dict[str, str]]:
-    """The report's figures that people look for first, and the rate."""
-    told = []
+def tiles(rows: list[Row], sums: Totals) -> list[State]:
+    """The figures that people look for first; those that do not apply are left out."""
+    found: list[State] = []
     for field, name in (("loss_mixed", "Held-out loss"), ("loss_train", "Training loss")):
-        if (ends := first_and_last(rows, field)) and not told:
+        if (ends := first_and_last(rows, field)) and not found:
             first, last = (row[field] for row in ends)
             words = f"nats, from {first:.3f}" if ends[1] is not ends[0] else "nats"
-            told.append({"name": name, "value": f"{last:.3f}", "words": words})
+            found.append({"name": name, "value": f"{last:.3f}", "words": words})
     if sums["tokens"]:
         words = f"tokens in {duration(sums['seconds'])}"
-        told.append({"name": "Trained on", "value": count(sums["tokens"]), "words": words})
-    if recent := [row["tokens_per_second"] for row in rows[-5:] if row["tokens_per_second"]]:
+        found.append({"name": "Trained on", "value": count(sums["tokens"]), "words": words})
+    if recent := [row.tokens_per_second for row in rows[-5:] if row.tokens_per_second]:
         number, unit = rate(median(recent)).split(" ")
-        told.append({"name": "Rate", "value": number, "words": f"{unit}, all together"})
+        found.append({"name": "Rate", "value": number, "words": f"{unit}, all together"})
     for link, other in (("stages", "uncompressed"), ("replicas", "dense")):
-        control = sums["bytes"]["control"] if link == "replicas" else 0
-        sent, dense = sums["link_bytes"][link] - control, sums["dense_bytes"][link]
+        sent, dense = charts.crossed(sums, link), sums["dense_bytes"][link]
         if sent:
             words = f"{other} {size(dense)}" if dense else "crossed"
-            told.append({"name": f"Between {link}", "value": size(sent), "words": words})
-    return told
+            found.append({"name": f"Between {link}", "value": size(sent), "words": words})
+    return found
 
 
-def last_figures(rows: list[Row]) -> dict[str, Any]:
+def last_figures(rows: list[Row]) -> State:
     """The newest known value of every figure that is watched from outside."""
-    fields = (
-        "loss_full",
-        "loss_pipelined",
-        "loss_mixed",
-        "loss_train",
-        "grad_norm",
-        "lr",
-        "tokens_per_second",
-    )
-    last = {}
-    for field in (*fields, "seconds", "fleet_seconds"):
-        last[field] = next((row[field] for row in reversed(rows) if row[field] is not None), None)
+    losses = ("loss_full", "loss_pipelined", "loss_mixed", "loss_train")
+    others = ("grad_norm", "lr", "tokens_per_second", "seconds", "fleet_seconds")
+    newest = list(reversed(rows))
+    last: State = {
+        field: next((row[field] for row in newest if row[field] is not None), None)
+        for field in losses + others
+    }
     for field in ("train_by_kind", "loss_by_kind", "bias"):
-        last[field] = next((row[field] for row in reversed(rows) if row[field]), {})
+        last[field] = next((row[field] for row in newest if row[field]), {})
     return last

@@ -42,7 +42,7 @@ class MetricsFile:
         if self.begin:
             self.odd.append(f"{NAME} is larger than {METRICS_BYTES >> 20} MiB; its beginning is not read")
         if self.left_out:
-            self.odd.append(f"{NAME}: {self.left_out:,} lines are no rows of a run and are left out")
+            self.odd.append(f"{NAME}: {self.left_out:,} lines are not rows of a run and are left out")
         return found.st_mtime
 
     def _add(self) -> bool:
@@ -57,8 +57,8 @@ class MetricsFile:
         fresh, strange = clean_rows(lines, self.recipe)
         self.left_out += broken + strange
         self.end, self.mark = max(self.end, start + len(data)), data[-MARK_BYTES:] or self.mark
-        if fresh and self.rows and fresh[0]["round"] <= self.rows[-1]["round"]:  # rounds that were run again
-            known = {row["round"]: row for row in (*self.rows, *fresh)}
+        if fresh and self.rows and fresh[0].round <= self.rows[-1].round:  # rounds that were run again
+            known = {row.round: row for row in (*self.rows, *fresh)}
             self.rows = [known[at] for at in sorted(known)]
         elif fresh:
             self.rows = [*self.rows, *fresh]

@@ -13,10 +13,10 @@ def exposition(state: Mapping[str, Any], now: float) -> str:
     common = {"run": run["name"]}
     lines: list[str] = []
 
-    def put(name: str, kind: str, told: str, samples: Iterable[Sample]) -> None:
+    def put(name: str, kind: str, text: str, samples: Iterable[Sample]) -> None:
         known = [(labels, value) for labels, value in samples if value is not None]
         if known:
-            lines.append(f"# HELP isthmus_{name} {told}")
+            lines.append(f"# HELP isthmus_{name} {text}")
             lines.append(f"# TYPE isthmus_{name} {kind}")
             lines.extend(f"isthmus_{name}{_labels(common | dict(own))} {_value(v)}" for own, v in known)
 
@@ -58,7 +58,7 @@ def _links(put: Any, kinds: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _replicas(put: Any, state: Mapping[str, Any], now: float) -> None:
-    up, age, rate, loss, stirs = [], [], [], [], []
+    up, age, rate, loss, alive = [], [], [], [], []
     for one in state["replicas"]:
         labels = {"replica": one["name"], "kind": one["kind"]}
         up.append((labels, int(one["up"])))
@@ -66,12 +66,12 @@ def _replicas(put: Any, state: Mapping[str, Any], now: float) -> None:
         age.append((labels, None if seen is None else max(0.0, now - seen)))
         rate.append((labels, one["tokens_per_second"]))
         loss.append((labels, one["loss"]))
-        stirs += [(labels | {"stage": p["stage"]}, int(p["alive"])) for p in one["processes"]]
+        alive += [(labels | {"stage": p["stage"]}, int(p["alive"])) for p in one["processes"]]
     put("replica_up", "gauge", "1 unless the replica is silent, has left or was never seen.", up)
     put("replica_heartbeat_age_seconds", "gauge", "Since its last heartbeat.", age)
-    put("replica_tokens_per_second", "gauge", "As it told in its last heartbeat.", rate)
-    put("replica_loss", "gauge", "Training loss as it told in its last heartbeat.", loss)
-    put("process_up", "gauge", "1 while a process on this machine stirs.", stirs)
+    put("replica_tokens_per_second", "gauge", "From its last heartbeat.", rate)
+    put("replica_loss", "gauge", "Training loss from its last heartbeat.", loss)
+    put("process_up", "gauge", "1 while a process on this machine gives signs of life.", alive)
     counted = [({"replica": row["replica"]}, row["counted"]) for row in state["rounds"]["rows"]]
     put("replica_rounds_total", "counter", "Rounds in which its update counted.", counted)
 
@@ -79,11 +79,11 @@ def _replicas(put: Any, state: Mapping[str, Any], now: float) -> None:
 def _bias(put: Any, bias: Mapping[str, Any]) -> None:
     shares = [
         ({"kind": kind, "boundary": b}, share)
-        for kind, told in bias.items()
-        for b, share in enumerate(told["outside"])
+        for kind, figures in bias.items()
+        for b, share in enumerate(figures["outside"])
     ]
     put("outside_energy_ratio", "gauge", "Share of energy outside the subspace at a boundary.", shares)
-    drifts = [({"kind": kind}, told["drift"]) for kind, told in bias.items()]
+    drifts = [({"kind": kind}, figures["drift"]) for kind, figures in bias.items()]
     put("embedding_drift_ratio", "gauge", "Drift of the embedding in a round, relative to T_perp.", drifts)
 
 
