@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import ConfigError
-from isthmus.store.objects import StoreError, StoreRefused, open_store
+from isthmus.store import StoreError, StoreRefused, open_store
 
 
 def test_a_control_object_is_on_the_disk_before_it_has_its_name(

@@ -29,6 +29,7 @@ class FaultProxy:
         self.upstream = upstream
         self.bytes_per_second: float | None = None
         self.seen: list[tuple[str, str]] = []
+        self._begun: list[str] = []
         self._troubles: list[Trouble] = []
         self._lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
@@ -52,6 +53,13 @@ class FaultProxy:
                     each.times -= 1
                     return each
         return None
+
+    def wait_for(self, part: str, timeout_seconds: float = 60.0) -> bool:
+        """Until a request whose path contains `part` has begun to come in."""
+        deadline = time.monotonic() + timeout_seconds
+        while not (there := any(part in path for path in self._begun)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return there
 
     def open_port(self) -> None:
         server = ThreadingHTTPServer(("127.0.0.1", self.port), _Handler)
@@ -80,6 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         proxy: FaultProxy = self.server.proxy
         if not proxy.listening:
             return self._hang_up()
+        proxy._begun.append(self.path)
         body = self._paced_read(int(self.headers.get("Content-Length") or 0))
         trouble = proxy.take(self.command, self.path)
         kind = trouble.kind if trouble else ""
@@ -129,14 +138,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._hang_up()
 
     def _paced_read(self, length: int) -> bytes:
-        rate = self.server.proxy.bytes_per_second
-        if not rate:
-            return self.rfile.read(length)
-        parts, step = [], max(1, int(rate / 20))
-        while length > 0 and (part := self.rfile.read(min(step, length))):
+        parts = []
+        while length > 0:
+            rate = self.server.proxy.bytes_per_second  # may change meanwhile
+            part = self.rfile.read(min(max(1, int(rate / 20)), length) if rate else length)
+            if not part:
+                break
             parts.append(part)
             length -= len(part)
-            time.sleep(len(part) / rate)
+            time.sleep(len(part) / rate if rate else 0)
         return b"".join(parts)
 
     def _hang_up(self) -> None:
@@ -145,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def handle(self) -> None:
-        with suppress(OSError):  # the client lost patience
+        with suppress(OSError):  # the client gave up
             super().handle()
 
     def log_message(self, *args: object) -> None:

@@ -16,15 +16,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import obstore
 
 from isthmus.errors import ConfigError
 from isthmus.store.retry import (
     DEFAULT_SECONDS,
+    Backoff,
     Fault,
-    Patience,
     Rate,
     StoreError,
     StoreRefused,
@@ -39,7 +39,7 @@ Allow = Callable[[int], float]  # how many seconds a transfer of so many bytes m
 # Up to here a request travels apart from bulk, so that a heartbeat never queues behind it.
 CONTROL_BYTES = 1 << 18
 DURABLE_BYTES = 1 << 20
-STALE_SECONDS = 3600.0  # a temporary file this old belongs to nobody
+STALE_SECONDS = 3600.0  # the writer of a temporary file this old is dead
 _TEMPORARY = re.compile(r"#\d+$")  # obstore leaves such names out of a listing
 
 
@@ -125,28 +125,28 @@ class Store:
         """Write the object only if there is none; True if and only if these bytes are the object now.
 
         A failed create proves nothing: "already exists" may be about our own write whose reply was lost,
-        and a 409 may come without any object. Whatever is no clean success is settled by reading the key.
+        and a 409 may come without any object. Everything but a clean success is settled by reading the key.
         A StoreError leaves open whether the object was written.
         """
         write = self._writer(key, data, "create", durable)
-        patience = self._patience(len(data), deadline)
+        backoff = self._backoff(len(data), deadline)
         while True:
             try:
-                self._once("create", len(data), write, patience)
+                self._once("create", len(data), write, backoff)
                 self._count("bytes sent", len(data))
                 return True
             except Exception as error:
                 if not (fault := self._fault(error)).retry:
-                    raise self._error("create", key, fault, patience) from None
+                    raise self._error("create", key, fault, backoff) from None
                 self._count("bytes sent", len(data) if fault.kind == "exists" else 0)
             try:
-                there = self.get(key, max_bytes=len(data), deadline=patience.deadline)
+                there = self.get(key, max_bytes=len(data), deadline=backoff.deadline)
             except StoreRefused:
                 return False  # larger than ours
             if there is not None:
                 return there == data
-            if not patience.again(fault):
-                raise self._error("create", key, fault, patience) from None
+            if not backoff.again(fault):
+                raise self._error("create", key, fault, backoff) from None
 
     def head(self, key: str, *, deadline: float | None = None) -> Info | None:
         path = self._key(key)
@@ -177,7 +177,7 @@ class Store:
         return sorted(name.removeprefix(self._prefix) for name in found)
 
     def delete(self, key: str, *, deadline: float | None = None) -> None:
-        """Remove the object; one that is absent already is no error."""
+        """Remove the object; an absent one is not an error."""
         path = self._key(key)
 
         async def remove(client: Any, allow: Allow) -> None:
@@ -217,7 +217,7 @@ class Store:
         return time.monotonic() + offset
 
     def probe(self, prefix: str = "probe") -> None:
-        """Refuse a store that ignores put-if-absent: on such a one two closers could both close a round."""
+        """Refuse a store that ignores put-if-absent: there, two closers could both close a round."""
         key = f"{prefix}/{secrets.token_hex(16)}"
         try:
             if not self.create(key, b"first") or self.create(key, b"second"):
@@ -247,9 +247,7 @@ class Store:
     def _key(self, key: str) -> str:
         segments = key.split("/")
         if len(key) > 700 or not all(SEGMENT.fullmatch(segment) for segment in segments):
-            raise StoreRefused(
-                f"{key[:80]!r} is no key: segments of letters, digits and ._=+- between slashes"
-            )
+            raise StoreRefused(f"{key[:80]!r} is not a key: write letters, digits and ._=+- between slashes")
         return self._prefix + key
 
     def _count(self, what: str, amount: int = 1) -> None:
@@ -263,13 +261,17 @@ class Store:
                 self._clients[lane] = connect(self._root, self._folder)
             return self._clients[lane]
 
-    def _patience(self, num_bytes: int, deadline: float | None) -> Patience:
+    def _backoff(self, num_bytes: int, deadline: float | None) -> Backoff:
         default = max(DEFAULT_SECONDS, 2 * self._up.limit(num_bytes))
-        return Patience(time.monotonic() + default if deadline is None else deadline)
+        return Backoff(time.monotonic() + default if deadline is None else deadline)
 
-    def _writer(self, key: str, data: bytes, mode: str, durable: bool | None) -> Callable[..., Any]:
-        path = self._key(key)
-        safe = len(data) < DURABLE_BYTES if durable is None else durable
+    def _writer(
+        self, key: str, data: bytes, mode: Literal["create", "overwrite"], durable: bool | None
+    ) -> Callable[..., Any]:
+        path, folder = self._key(key), self._folder
+        sync = len(data) < DURABLE_BYTES if durable is None else durable
+        if folder:
+            return lambda client, allow: write_file(folder, path, data, create=mode == "create", sync=sync)
 
         async def write(client: Any, allow: Allow) -> None:
             began = time.monotonic()
@@ -278,16 +280,13 @@ class Store:
             await asyncio.wait_for(request, allow(len(data)))
             self._up.saw(len(data), time.monotonic() - began)
 
-        def write_here(client: Any, allow: Allow) -> None:
-            write_file(self._folder, path, data, create=mode == "create", durable=safe)
+        return write
 
-        return write_here if self._folder else write
-
-    def _once(self, verb: str, num_bytes: int, work: Callable[..., Any], patience: Patience) -> Any:
+    def _once(self, verb: str, num_bytes: int, work: Callable[..., Any], backoff: Backoff) -> Any:
         self._count(verb)
         rate = self._down if verb == "get" else self._up
         try:
-            result = work(self._client(num_bytes), lambda size: patience.allow(rate.limit(size)))
+            result = work(self._client(num_bytes), lambda size: backoff.allow(rate.limit(size)))
             return wait(result) if asyncio.iscoroutine(result) else result
         except TimeoutError:
             rate.too_slow()
@@ -305,23 +304,23 @@ class Store:
     def _persist(
         self, verb: str, key: str, size: int, work: Callable[..., Any], deadline: float | None
     ) -> Any:
-        patience = self._patience(size, deadline)
+        backoff = self._backoff(size, deadline)
         while True:
             try:
-                return self._once(verb, size, work, patience)
+                return self._once(verb, size, work, backoff)
             except Exception as error:
                 fault = self._fault(error)
                 if fault.kind == "absent" and verb != "put":
                     raise FileNotFoundError(key) from None
-                if not patience.again(fault):
-                    raise self._error(verb, key, fault, patience) from None
+                if not backoff.again(fault):
+                    raise self._error(verb, key, fault, backoff) from None
 
-    def _error(self, verb: str, key: str, fault: Fault, patience: Patience) -> StoreError:
-        if fault.kind == "slow" and patience.fault:
-            fault = patience.fault  # an earlier try said more
+    def _error(self, verb: str, key: str, fault: Fault, backoff: Backoff) -> StoreError:
+        if fault.kind == "slow" and backoff.fault:
+            fault = backoff.fault  # an earlier try said more
         if fault.kind == "absent":
             fault = Fault("config", "a write is answered by 404: is there such a bucket, is it S3?", False)
-        tail = f" ({patience.spent()})" if fault.retry else ""
+        tail = f" ({backoff.spent()})" if fault.retry else ""
         return StoreError(f"{self.url}: {verb} {key}: {fault.words}{tail}", fault.kind)
 
 
@@ -339,7 +338,7 @@ def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) 
     if folder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_file(folder, f"probe/{secrets.token_hex(8)}", b"", create=False, durable=False, keep=False)
+            write_file(folder, f"probe/{secrets.token_hex(8)}", b"", create=False, sync=False, keep=False)
         except FileExistsError:
             raise ConfigError(f"{root} is a file; the store needs a folder") from None
         except OSError as error:

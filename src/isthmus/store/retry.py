@@ -46,21 +46,12 @@ class Fault:
     retry: bool
 
 
-_EXPIRED = {
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "TokenRefreshRequired",
-    "RequestExpired",
-    "CredentialsExpired",
-}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+_EXPIRED |= {"CredentialsExpired"}
 _CLOCK = {"RequestTimeTooSkewed", "RequestInTheFuture"}
 _BAD_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidSecurity", "AuthFailure"}
 _BUSY = {"SlowDown", "Throttling", "RequestTimeout", "InternalError", "OperationAborted"}
-_GARBLED = {
-    "IncompleteBody",
-    "BadDigest",
-    "XAmzContentSHA256Mismatch",
-}  # on the way, so the next try may be whole
+_GARBLED = {"IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}  # on the way: try again
 _BUSY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _NETWORK = (
     ("ConnectionRefused", "connection refused"),
@@ -69,16 +60,8 @@ _NETWORK = (
     ("NetworkUnreachable", "no route to it"),
     ("HostUnreachable", "no route to it"),
 )
-_PASSING = {
-    errno.ESTALE,
-    errno.EAGAIN,
-    errno.EINTR,
-    errno.EBUSY,
-    errno.ETIMEDOUT,
-    errno.EIO,
-    errno.ENOSPC,
-    errno.EDQUOT,
-}
+_PASSING = {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT, errno.EIO}
+_PASSING |= {errno.ENOSPC, errno.EDQUOT}  # somebody may make room
 
 
 def classify(error: BaseException) -> Fault:
@@ -98,21 +81,14 @@ def classify(error: BaseException) -> Fault:
     if code == "NoSuchBucket":
         return Fault("config", "no such bucket; create it, or correct the URL", False)
     if code in _EXPIRED:
-        words = (
-            f"the credentials have expired ({code}); renew them in the environment or the credentials file"
-        )
-        return Fault("expired", words, True)
+        cure = "renew them in the environment or the credentials file"
+        return Fault("expired", f"the credentials have expired ({code}); {cure}", True)
     if code in _CLOCK:
-        words = (
-            f"not a matter of permission: this machine's clock is wrong ({code}); set it, for instance by NTP"
-        )
-        return Fault("clock", words, False)
+        words = f"this machine's clock is wrong ({code}); set it, for instance by NTP"
+        return Fault("clock", f"not a matter of permission: {words}", False)
     if code in _BAD_KEYS:
-        return Fault(
-            "denied",
-            f"the store does not know these credentials ({code}); check the key and its secret",
-            False,
-        )
+        words = f"the store does not know these credentials ({code}); check the key and its secret"
+        return Fault("denied", words, False)
     if status in (401, 403) or code == "AccessDenied":
         # A HEAD is refused without a body, so without a reason.
         hint = "" if code else "; the reason may also be this machine's clock"
@@ -127,9 +103,8 @@ def classify(error: BaseException) -> Fault:
         return Fault("config", "the bucket is in another region; set AWS_REGION or AWS_ENDPOINT_URL", False)
     if status:
         return Fault("config", f"the store rejects the request ({label})", False)
-    if number := getattr(error, "errno", None) or (
-        (found := re.search(r"\(os error (\d+)\)", text)) and int(found[1])
-    ):
+    found = re.search(r"\(os error (\d+)\)", text)
+    if number := getattr(error, "errno", None) or (int(found[1]) if found else 0):
         if number == errno.ENOTDIR:  # a key below an object: a bucket would say 404
             return Fault("absent", os.strerror(number), False)
         return Fault("disk", os.strerror(number), number in _PASSING)
@@ -139,8 +114,8 @@ def classify(error: BaseException) -> Fault:
     return Fault("network", f"the request failed ({name})", True)
 
 
-class Patience:
-    """When to try again and when to give up: exponential back-off with jitter, up to a deadline.
+class Backoff:
+    """When to try again and when to give up: exponential back-off with jitter, until a deadline.
 
     A store's Retry-After does not reach us through obstore, so "busy" starts at a second instead.
     """
@@ -196,9 +171,8 @@ class Rate:
             return
         rate = num_bytes / max(seconds, 1e-6)
         with self._lock:
-            self.bytes_per_second = (
-                rate if self.bytes_per_second is None else 0.7 * self.bytes_per_second + 0.3 * rate
-            )
+            before = rate if self.bytes_per_second is None else self.bytes_per_second
+            self.bytes_per_second = 0.7 * before + 0.3 * rate
 
     def too_slow(self) -> None:
         """A time-out says the link is slower than believed, so the next try gets longer."""

@@ -14,12 +14,13 @@ from urllib.parse import unquote, urlsplit
 from obstore.store import LocalStore, from_url
 
 from isthmus.errors import ConfigError
+from isthmus.files import sync_folder
 from isthmus.store.retry import StoreRefused
 
 SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
-_CREDENTIALS = {
+CREDENTIALS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"),
-    "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+    "gs": ("GOOGLE_APPLICATIONCREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
     "az": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_CLIENT_ID", "AZURE_STORAGE_TOKEN"),
 }
 _AWS_KEY = ("access_key_id", "secret_access_key", "session_token")
@@ -35,41 +36,45 @@ def parse_url(url: str) -> tuple[str, Path | None]:
     if not scheme or (scheme == "file" and rest.startswith(("///", "//localhost/"))):
         folder = Path(unquote(urlsplit(url).path) if scheme else url).expanduser().absolute()
         return str(folder), folder
-    if scheme not in _CREDENTIALS or not rest.startswith("//"):
-        raise ConfigError(f"{shown!r} is no store; write {schemes}")
+    if scheme not in CREDENTIALS or not rest.startswith("//"):
+        raise ConfigError(f"{shown!r} is not a store; write {schemes}")
     if "@" in rest:
-        raise ConfigError(
-            f"{shown!r} holds credentials; they belong in the environment or the credentials file"
-        )
+        cure = "they belong in the environment or the credentials file"
+        raise ConfigError(f"{shown!r} holds credentials; {cure}")
     bucket, *prefix = rest[2:].rstrip("/").split("/")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", bucket) or not all(
-        map(SEGMENT.fullmatch, prefix)
-    ):
-        raise ConfigError(
-            f"{shown!r} is malformed; write {scheme}://bucket/prefix in letters, digits and ._=+-"
-        )
+    named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", bucket)
+    if not named or not all(map(SEGMENT.fullmatch, prefix)):
+        right = f"{scheme}://bucket/prefix in letters, digits and ._=+-"
+        raise ConfigError(f"{shown!r} is malformed; write {right}")
     return "/".join([f"{scheme}://{bucket}", *prefix]), None
 
 
 def connect(root: str, folder: Path | None) -> Any:
     """An obstore client without retries and with a time-out out of the way: both are ours, per request.
 
-    Credentials are checked first, because obstore would go on to ask the cloud's metadata service: who writes
-    to the bucket is said, not discovered.
+    Credentials are checked first, because obstore would go on to ask the cloud's metadata service: the user
+    states whose credentials are used.
     """
     if folder:
         return LocalStore(folder)
     scheme = root.partition(":")[0]
     options = aws_options() if scheme == "s3" else {}
-    said = "access_key_id" in options or any(map(os.environ.get, _CREDENTIALS[scheme]))
+    said = "access_key_id" in options or any(map(os.environ.get, CREDENTIALS[scheme]))
     usual = Path.home() / ".config/gcloud/application_default_credentials.json"
     if not said and not (scheme == "gs" and usual.exists()):
-        names = " or ".join(_CREDENTIALS[scheme])
+        names = " or ".join(CREDENTIALS[scheme])
         raise ConfigError(f"no credentials for {root}: set {names}, or fill the usual credentials file")
-    client = {"timeout": timedelta(days=1), "connect_timeout": timedelta(seconds=5)}
-    client["allow_http"] = str(options.get("endpoint", "")).startswith("http://")
+    settings: dict[str, Any] = {
+        "client_options": {
+            "timeout": timedelta(days=1),
+            "connect_timeout": timedelta(seconds=5),
+            "allow_http": options.get("endpoint", "").startswith("http://"),
+        },
+        "retry_config": {"max_retries": 0},
+        **options,
+    }
     try:
-        return from_url(root, client_options=client, retry_config={"max_retries": 0}, **options)
+        return from_url(root, **settings)
     except Exception:  # whose text may hold what it read
         raise ConfigError(f"cannot use {root}: the environment's settings for it do not fit") from None
 
@@ -108,16 +113,16 @@ def link(aside: Path, path: Path) -> None:
         os.link(aside, path)
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            words = "its file system has no hard links, without which no object can be created only if absent"
+            words = "its file system has no hard links, which put-if-absent needs"
             raise ConfigError(f"{path.parent} cannot be a store: {words}") from None
         raise
 
 
-def write_file(root: Path, key: str, data: bytes, *, create: bool, durable: bool, keep: bool = True) -> None:
+def write_file(root: Path, key: str, data: bytes, *, create: bool, sync: bool, keep: bool = True) -> None:
     """Write below `root`: aside, then under its name by rename or (to create) by link, which has one winner.
 
     Not by obstore, which gives a file its name before its bytes are on the disk: after a power cut an empty
-    manifest could then hold its key for ever.
+    manifest could then hold its key for ever. Nor by `isthmus.files`, whose temporary names would be listed.
     """
     path = root / key
     if not path.parent.resolve().is_relative_to(root.resolve()):
@@ -133,7 +138,7 @@ def write_file(root: Path, key: str, data: bytes, *, create: bool, durable: bool
         with open(handle, "wb") as file:
             file.write(data)
             file.flush()
-            if durable:
+            if sync:
                 os.fsync(handle)
         if create:
             link(aside, path)
@@ -141,13 +146,8 @@ def write_file(root: Path, key: str, data: bytes, *, create: bool, durable: bool
             os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
-    if durable:
-        for above in [
-            path.parent,
-            *(parent for parent in path.parents[1:] if fresh and parent.is_relative_to(root)),
-        ]:
-            handle = os.open(above, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+    if sync:
+        sync_folder(path.parent)
+        for above in path.parents[1:] if fresh else ():
+            if above.is_relative_to(root):
+                sync_folder(above)
