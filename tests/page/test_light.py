@@ -1,13 +1,12 @@
 """What only reads a run's bucket answers without torch, which takes seconds to load."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from made import small
-from seats import rounds_in_a_bucket
 
 HEAVY = "print([m for m in ('torch', 'numpy', 'matplotlib') if m in sys.modules], file=sys.stderr)"
 COMMAND = f"import sys; from isthmus.cli.main import main; code = main(sys.argv[1:]); {HEAVY}; sys.exit(code)"
@@ -20,10 +19,9 @@ LOOK = (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("light")
-    rounds_in_a_bucket(small("outer.rounds=3", "inner.precision=fp32"), folder, settle=2)
-    return folder
+def made(settled, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bucket that a replica may leave."""
+    return shutil.copytree(settled.folder, tmp_path_factory.mktemp("light") / "made")
 
 
 def answer(code: str, *arguments: str) -> str:

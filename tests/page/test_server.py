@@ -171,6 +171,7 @@ def test_a_bucket_that_cannot_be_reached_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("isthmus.store.objects.DEFAULT_SECONDS", 1.0)
     assert "connection refused" in refused(capsys, "s3://nowhere/run")
     assert "is not a store" in refused(capsys, "ftp://nowhere/run")
     assert "no folder" in refused(capsys, "file:///no/such/folder")

@@ -1,15 +1,13 @@
 """A run as plain data: agrees with the report, tells who came and who did not, and who went and came back."""
 
-import importlib.util
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 from fabricate import make_run, recipe
 from made import small
-from seats import rounds_in_a_bucket
+from servers import start_moto
 
 from isthmus.page.bucket_source import open_folder
 from isthmus.page.charts import CONTROL
@@ -222,11 +220,10 @@ def test_a_run_that_lost_its_rows_is_not_said_to_be_done(run):
     assert StateBuilder().build(raw)["now"].endswith("1 of its 4 rounds are written down here.")
 
 
-def test_a_bucket_alone_tells_rounds_members_and_training_losses(tmp_path):
-    """Two full replicas train in this process, through a real bucket; the page reads nothing else."""
-    recipe = small("outer.rounds=3", "inner.precision=fp32", "bucket.deadline_seconds=1")
-    losses = rounds_in_a_bucket(recipe, tmp_path, settle=2)
-    source = open_source(str(tmp_path / "bucket"))
+def test_a_bucket_alone_tells_rounds_members_and_training_losses(settled):
+    """Two full replicas trained through a real bucket; the page reads nothing else."""
+    recipe, losses = settled.recipe, settled.losses
+    source = open_source(str(settled.folder / "bucket"))
     state = StateBuilder().build(source.look())
     assert state["run"]["round"] == 2
     assert state["plan"] is None or state["plan"]["rounds"] == 2
@@ -240,16 +237,14 @@ def test_a_bucket_alone_tells_rounds_members_and_training_losses(tmp_path):
     assert (state["sums"]["dense_bytes"]["stages"], row["dense_bytes"]["stages"]) == (0, 0)
     assert state["sums"]["dense_bytes"]["replicas"] == 2 * row["dense_bytes"]["replicas"] > 0
     # A history is read in pieces where it is long: nothing is shown that was not verified.
-    reader = open_folder(tmp_path / "bucket")
+    reader = open_folder(settled.folder / "bucket")
     raw = Raw(recipe, {}, [], "x", has_bucket=True)
     reader.look(raw, budget_seconds=-1.0)
     assert (sorted(raw.settled), raw.behind) == ([1], 1)
 
 
-def test_a_forged_manifest_is_named_and_ends_the_history(tmp_path):
-    rounds_in_a_bucket(
-        small("outer.rounds=3", "inner.precision=fp32", "bucket.deadline_seconds=1"), tmp_path, settle=2
-    )
+def test_a_forged_manifest_is_named_and_ends_the_history(settled, tmp_path):
+    shutil.copytree(settled.folder / "bucket", tmp_path / "bucket")
     path = tmp_path / "bucket" / "manifests" / "000002.json"
     path.write_bytes(path.read_bytes().replace(b'"round":2', b'"round":9'))
     state = StateBuilder().build(open_source(str(tmp_path / "bucket")).look())
@@ -257,25 +252,20 @@ def test_a_forged_manifest_is_named_and_ends_the_history(tmp_path):
     assert any("manifest 2 of this run is not to be trusted" in problem for problem in state["problems"])
 
 
-def test_a_bucket_in_s3_is_read_alike_and_nothing_is_written_to_it(tmp_path, monkeypatch):
-    place = Path(__file__).parents[1] / "support" / "servers.py"
-    spec = importlib.util.spec_from_file_location("s3_servers", place)
-    servers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(servers)
+def test_a_bucket_in_s3_is_read_alike_and_nothing_is_written_to_it(settled, tmp_path, monkeypatch):
+    bucket = settled.folder / "bucket"
     (tmp_path / "moto").mkdir()
-    server = servers.start_moto(tmp_path / "moto")
+    server = start_moto(tmp_path / "moto")
     if isinstance(server, str):
         pytest.skip(server)
     try:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
-        recipe = small("outer.rounds=3", "inner.precision=fp32", "bucket.deadline_seconds=1")
-        rounds_in_a_bucket(recipe, tmp_path, settle=2)
         store = open_store("s3://runs/small")
-        for path in sorted((tmp_path / "bucket").rglob("*.json")):
-            store.put(str(path.relative_to(tmp_path / "bucket")), path.read_bytes())
-        far, near = open_source("s3://runs/small"), open_source(str(tmp_path / "bucket"))
+        for path in sorted(bucket.rglob("*.json")):
+            store.put(str(path.relative_to(bucket)), path.read_bytes())
+        far, near = open_source("s3://runs/small"), open_source(str(bucket))
         told = [StateBuilder(lambda: 0.0).build(source.look(30.0)) for source in (far, near)]
         for key in ("sums", "last", "rounds", "charts", "now"):
             assert told[0][key] == told[1][key]
