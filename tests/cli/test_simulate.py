@@ -108,11 +108,9 @@ def test_a_finished_run_resumes_to_itself(recipe, tmp_path, capsys):
     assert (tmp_path / "mine" / "model.safetensors").read_bytes() == weights
 
 
-def test_help_answers_without_loading_torch():
-    """And within half a second of CPU time, whatever command it is of: all of them are registered first."""
-    code = (
-        "import sys, time; from isthmus.cli.main import build_parser; build_parser().format_help(); "
-        "print('torch' in sys.modules, time.process_time() < 0.5)"
-    )
+def test_help_answers_without_loading_anything_slow():
+    """Whatever command it is of: all of them are registered first."""
+    code = "import sys; from isthmus.cli import main; main.build_parser().format_help(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
+    slow = {"torch", "numpy", "tokenizers", "safetensors", "pyarrow", "matplotlib", "rich", "obstore"}
+    assert not slow & set(done.stdout.split())

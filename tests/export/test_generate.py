@@ -1,10 +1,10 @@
 """`isthmus generate`: transformers' greedy text, sound draws, whole characters."""
 
+import io
 import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -125,46 +125,50 @@ def test_it_stops_at_the_end_of_text_at_max_tokens_and_at_a_full_context(runs):
     assert list(ending.tokens(prompt, 1000, **settings)) == free[: free.index(free[2])]
 
 
-def test_text_is_streamed_to_stdout_while_it_is_made(runs, tmp_path):
-    command = [sys.executable, "-m", "isthmus.cli.main", "generate", str(runs["full"]), PROMPT]
-    done = subprocess.Popen(
-        [*command, "--temperature", "0", "--max-tokens", "8"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=tmp_path,
-    )
-    first = os.read(done.stdout.fileno(), 1 << 16)  # what the first flush brought
-    rest, notes = done.communicate()
-    assert first.decode().startswith(PROMPT)
-    assert (first + rest).endswith(b"\n")
-    assert len(first) < len(first + rest)
-    assert b"as a plain LLaMA" in notes
-    assert b"8 tokens" in notes
+class Output(io.TextIOWrapper):
+    """A stdout that keeps what had been written at each flush."""
+
+    def __init__(self, encoding="utf-8", terminal=False):
+        super().__init__(io.BytesIO(), encoding=encoding)
+        self.terminal, self.flushed = terminal, []
+
+    def isatty(self):
+        return self.terminal
+
+    def flush(self):
+        super().flush()
+        if not self.buffer.closed:
+            self.flushed.append(self.buffer.getvalue())
 
 
-def test_a_terminal_that_lacks_a_character_shows_another(runs, tmp_path):
-    command = [sys.executable, "-m", "isthmus.cli.main", "generate", str(runs["full"]), "caf\xe9"]
-    done = subprocess.run(
-        [*command, "--max-tokens", "3"],
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        cwd=tmp_path,
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(b"caf?")
+def generated(monkeypatch, output, *arguments):
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(["generate", *map(str, arguments)]) == 0
+    return list(filter(None, output.flushed))
 
 
-def test_a_terminal_gets_no_escape_sequence_and_a_pipe_gets_every_byte(runs, tmp_path):
-    said = "a\x1b[31mb\u009bc"
-    command = [sys.executable, "-m", "isthmus.cli.main", "generate", str(runs["full"]), said]
-    command += ["--max-tokens", "1", "--temperature", "0"]
-    master, terminal = os.openpty()
-    subprocess.run(command, stdout=terminal, stderr=subprocess.DEVNULL, cwd=tmp_path, check=True)
-    os.close(terminal)
-    assert os.read(master, 1 << 16).decode().startswith("a\ufffd[31mb\ufffdc")
-    os.close(master)
-    piped = subprocess.run(command, capture_output=True, cwd=tmp_path, check=True).stdout
-    assert piped.decode().startswith(said)
+def test_text_is_streamed_to_stdout_while_it_is_made(runs, monkeypatch, capsys):
+    arguments = (runs["full"], PROMPT, "--temperature", 0, "--max-tokens", 8)
+    flushed = generated(monkeypatch, Output(), *arguments)
+    assert flushed[0].decode() == PROMPT
+    assert len(set(flushed)) > 4  # one flush for each token that ends a character
+    assert flushed[-1].endswith(b"\n")
+    notes = capsys.readouterr().err
+    assert "as a plain LLaMA" in notes
+    assert "8 tokens" in notes
+
+
+def test_a_terminal_that_lacks_a_character_shows_another(runs, monkeypatch):
+    flushed = generated(monkeypatch, Output("ascii"), runs["full"], "caf\xe9", "--max-tokens", 3)
+    assert flushed[-1].startswith(b"caf?")
+
+
+def test_a_terminal_gets_no_escape_sequence_and_a_pipe_gets_every_byte(runs, monkeypatch):
+    prompt = "a\x1b[31mb\u009bc"
+    arguments = (runs["full"], prompt, "--max-tokens", 1, "--temperature", 0)
+    shown = generated(monkeypatch, Output(terminal=True), *arguments)[-1].decode()
+    assert shown.startswith("a\ufffd[31mb\ufffdc")
+    assert generated(monkeypatch, Output(), *arguments)[-1].decode().startswith(prompt)
 
 
 def test_a_model_that_has_diverged_is_named_in_one_line(folders, tmp_path, capsys):
