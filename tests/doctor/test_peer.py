@@ -117,15 +117,15 @@ def test_no_frame_is_a_large_part_of_a_large_transfer():
         assert all(0 < size <= max(FIRST_BYTES, num_bytes / 16) for size in sizes)
 
 
-ASKING = HEADER.pack(MAGIC, ASK, 100, 0)
+ASKING = HEADER.pack(MAGIC, ASK, 100)
 JUNK = [
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"\x16\x03\x01" + os.urandom(200),
     b"\x80\x04\x95" + b"cos\nsystem\n(S'true'\ntR." * 4,
-    HEADER.pack(MAGIC, b"X", 100, 0),
-    HEADER.pack(MAGIC, ASK, 0, 0),
-    HEADER.pack(MAGIC, ASK, 2**64 - 1, 0),
-    HEADER.pack(b"isthmus-doctor/1", ASK, 100, 0),
+    HEADER.pack(MAGIC, b"X", 100),
+    HEADER.pack(MAGIC, ASK, 0),
+    HEADER.pack(MAGIC, ASK, 2**64 - 1),
+    HEADER.pack(b"isthmus-doctor/1", ASK, 100),
 ]
 
 
@@ -184,7 +184,7 @@ def test_a_link_that_cannot_be_made_is_one_line_and_says_which_ports():
         def answer():
             link, _ = server.accept()
             link.recv(HEADER.size, socket.MSG_WAITALL)
-            link.sendall(HEADER.pack(MAGIC, WAIT, 0, 0) + HEADER.pack(MAGIC, LINK, 2**40, 0))
+            link.sendall(HEADER.pack(MAGIC, WAIT, 0) + HEADER.pack(MAGIC, LINK, 2**40))
             link.recv(1)
 
         threading.Thread(target=answer, daemon=True).start()

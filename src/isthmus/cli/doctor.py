@@ -51,11 +51,11 @@ def register(commands: argparse._SubParsersAction) -> None:
         nargs="?",
         const="",
         metavar="HOST:PORT",
-        help="answer other machines that measure their link to this one, until Ctrl-C. Without an address on "
-        "all interfaces; nobody is asked who they are, so give the tunnel's address where there is one",
+        help="answer other machines that measure their link to this one, until Ctrl-C; without an address "
+        "on all interfaces. It authenticates nobody, so give the tunnel's address where there is one",
     )
     parser.add_argument(
-        "--seconds", type=float, default=4.0, metavar="X", help="how long each measurement takes (default: 4)"
+        "--seconds", type=float, default=4.0, metavar="X", help="duration of each measurement (default: 4)"
     )
     parser.add_argument(
         "--preset",
@@ -139,10 +139,10 @@ def listen(args: argparse.Namespace) -> int:
 
 def text(found: "Survey") -> str:
     gpus = [
-        f"{gpu['device']} {gpu['name']}, {size(gpu['free_bytes'])} free of {size(gpu['total_bytes'])}"
+        f"{gpu.device} {gpu.name}, {size(gpu.free_bytes)} free of {size(gpu.total_bytes)}"
         for gpu in found.gpus
     ]
-    lines = ["This machine", f"  cpu     {found.cpu['name']}, {found.cpu['cores']} cores"]
+    lines = ["This machine", f"  cpu     {found.cpu.name}, {found.cpu.cores} cores"]
     lines += [f"  gpu     {line}" for line in gpus or ["none that torch can use; training runs on the CPU"]]
     lines += ["", "Checks"]
     for check in found.checks:

@@ -1,4 +1,4 @@
-"""What a check is, and how a rate is measured. Standard library only."""
+"""What a check is, what is measured, and how a rate is. Standard library only."""
 
 import time
 from collections.abc import Callable
@@ -22,6 +22,29 @@ class Check:
     def __post_init__(self) -> None:
         if not self.ok and not self.cure:
             raise ValueError(f"{self.name}: a failed check says what to do")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    device: str  # "cuda:0"
+    name: str
+    total_bytes: int
+    free_bytes: int
+    available_bytes: int  # that training may use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRate:
+    """What one device trains at, in one precision."""
+
+    device: str  # "cpu", "cuda:0"
+    precision: str
+    preset: str
+    sequences: int
+    steps: int
+    step_seconds: float  # median
+    tflops: float  # 6 N per token
+    tokens_per_second: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,14 +2,13 @@
 
 import statistics
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from isthmus.config import PRESETS, InnerConfig, Member, Recipe, ReplicaConfig
 from isthmus.data.tokens import Batches
+from isthmus.doctor.checks import Gpu, TrainingRate
 from isthmus.planner.cost import step_flops
 from isthmus.planner.memory import process_memory
 from isthmus.replica.full import FullReplica
@@ -19,27 +18,20 @@ MOST_SEQUENCES = 32  # inner.batch's default
 STEPS = 4  # about, in the time given
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRate:
-    """What one device trains at, in one precision."""
-
-    device: str  # "cpu", "cuda:0"
-    precision: str
-    preset: str
-    sequences: int
-    steps: int
-    step_seconds: float  # median
-    tflops: float  # 6 N per token
-    tokens_per_second: float
-
-
-def gpus() -> list[dict[str, Any]]:
+def gpus() -> list[Gpu]:
     """Every CUDA device, with its memory."""
     found = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(i)
-        facts = {"name": torch.cuda.get_device_name(i), "total_bytes": total, "free_bytes": free}
-        found.append({"device": f"cuda:{i}", **facts, "available_bytes": int(free * USABLE_SHARE)})
+        found.append(
+            Gpu(
+                device=f"cuda:{i}",
+                name=torch.cuda.get_device_name(i),
+                total_bytes=total,
+                free_bytes=free,
+                available_bytes=int(free * USABLE_SHARE),
+            )
+        )
     return found
 
 

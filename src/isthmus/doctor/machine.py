@@ -1,4 +1,4 @@
-"""Processor, memory and disk of this machine, from what the operating system tells. Standard library only."""
+"""Processor, memory and disk of this machine, as the operating system reports them. Standard library only."""
 
 import os
 import platform
@@ -6,19 +6,31 @@ import secrets
 import shutil
 import time
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from isthmus.doctor.checks import Check
 from isthmus.runlog.words import size
 
-LEAST_FREE_BYTES = 10**9  # less is gone after a few saved rounds even of a small model
+LEAST_FREE_BYTES = 10**9  # a few saved rounds fill less than this, even of a small model
 MOST_WRITTEN_BYTES = 256 << 20
 _GROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
-def cpu() -> dict[str, Any]:
-    """Name, cores that this process may use, and whether they multiply bf16 by themselves."""
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    name: str
+    cores: int  # that this process may use
+    bf16: bool  # whether they multiply bf16 in hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    total_bytes: int
+    available_bytes: int
+
+
+def cpu() -> Cpu:
     lines: list[tuple[str, str]] = []
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -30,17 +42,17 @@ def cpu() -> dict[str, Any]:
     name = known.get("model name") or platform.processor() or platform.machine() or "unknown"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     native = any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
-    return {"name": " ".join(name.split()), "cores": cores, "bf16": native}
+    return Cpu(" ".join(name.split()), cores, native)
 
 
-def memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> dict[str, int] | None:
-    """Total and available bytes, no more than a container's limit; None where neither is told."""
+def memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Memory | None:
+    """Not more than a container's limit; None where the system does not say."""
     try:
         with open(proc / "meminfo", encoding="ascii") as file:
             facts = dict(line.split(":", 1) for line in file)
         total, available = (int(facts[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     except (OSError, KeyError, ValueError):
-        try:  # not Linux: there is no telling what is free
+        try:  # not Linux: what is free is not known
             total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         except (ValueError, OSError, AttributeError):
             return None
@@ -50,28 +62,27 @@ def memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) ->
             if most < total:
                 left = most - int((groups / used).read_text())
                 total, available = most, max(0, min(available, left))
-    return {"total_bytes": total, "available_bytes": available}
+    return Memory(total, available)
 
 
-def check_memory(found: dict[str, int] | None, least_bytes: int) -> Check:
+def check_memory(found: Memory | None, least_bytes: int) -> Check:
     """`least_bytes` is what the smallest replica needs."""
     if found is None:
         return Check(
             name="memory",
             ok=False,
-            words="this system does not tell how much there is",
+            words="this system does not say how much there is",
             cure="look it up, and compare with the memory that `isthmus plan RECIPE` predicts",
         )
-    words = f"{size(found['available_bytes'])} free of {size(found['total_bytes'])}"
-    if found["available_bytes"] < least_bytes:
-        need = f"even a nano replica needs {size(least_bytes)}"
-        cure = f"{need}: end other programs, or raise the container's limit"
-        return Check(name="memory", ok=False, words=words, cure=cure, facts=dict(found))
-    return Check(name="memory", ok=True, words=words, facts=dict(found))
+    words = f"{size(found.available_bytes)} free of {size(found.total_bytes)}"
+    need = f"even a nano replica needs {size(least_bytes)}"
+    cure = f"{need}: end other programs, or raise the container's limit"
+    ok = found.available_bytes >= least_bytes
+    return Check(name="memory", ok=ok, words=words, cure="" if ok else cure, facts=asdict(found))
 
 
 def check_disk(folder: Path, seconds: float) -> Check:
-    """Free space where runs and saved rounds go, and how fast bytes are on the disk for good."""
+    """Free space where runs and saved rounds go, and how fast bytes are written and synced."""
     path, block = folder / f".isthmus-doctor-{secrets.token_hex(8)}", os.urandom(1 << 20)
     try:
         free = shutil.disk_usage(folder).free

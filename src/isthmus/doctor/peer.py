@@ -2,7 +2,7 @@
 
 What is measured is a stage link, made by the code that trains (`doctor.stage_link`), in a process of its own
 on both sides. This module is how the two find each other: one TCP port, on which the asker says how long it
-will measure and the listener says where its end of the link waits. Every message is a header of 33 bytes. The
+will measure and the listener says where its end of the link waits. Every message is a header of 25 bytes. The
 listener measures with one machine at a time, for a bounded time, and hangs up on everything else. Standard
 library only.
 """
@@ -20,13 +20,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any
 
 from isthmus.doctor.checks import WRONG_CLOCK_SECONDS, Check, LinkRate, Say
 from isthmus.errors import ConfigError
 
 PORT = 29510
-HEADER = struct.Struct(">16scQQ")
+HEADER = struct.Struct(">16scQ")
 MAGIC = b"isthmus-doctor/2"
 # ASK: milliseconds. WAIT: the listener's clock in microseconds. LINK: the port at which its end waits.
 ASK, WAIT, LINK, BUSY, FAILED = b"A", b"W", b"L", b"B", b"F"
@@ -67,8 +68,8 @@ def shown(host: str, port: int) -> str:
 # Both sides
 
 
-def _read_header(link: socket.socket) -> tuple[bytes, int, int]:
-    """(letter, two numbers). ValueError as soon as it is another protocol, before the rest has come."""
+def _read_header(link: socket.socket) -> tuple[bytes, int]:
+    """(letter, number). ValueError as soon as it is another protocol, before the rest has come."""
     data = b""
     while len(data) < HEADER.size:
         part = link.recv(HEADER.size - len(data))
@@ -80,8 +81,8 @@ def _read_header(link: socket.socket) -> tuple[bytes, int, int]:
     return HEADER.unpack(data)[1:]
 
 
-def _write_header(link: socket.socket, letter: bytes, first: int = 0, second: int = 0) -> None:
-    link.sendall(HEADER.pack(MAGIC, letter, first, second))
+def _write_header(link: socket.socket, letter: bytes, number: int = 0) -> None:
+    link.sendall(HEADER.pack(MAGIC, letter, number))
 
 
 @contextmanager
@@ -91,6 +92,7 @@ def _stage_link(role: str, host: str, seconds: float) -> Iterator[subprocess.Pop
     pipe = subprocess.PIPE
     child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
     limit = threading.Timer(SESSION_SECONDS, child.kill)
+    limit.daemon = True
     limit.start()
     try:
         with child:
@@ -122,13 +124,7 @@ def check_peer(host: str, port: int, seconds: float, say: Say) -> tuple[list[Che
         rate, ahead = _measure(host, port, seconds, there)
     except PeerFault as fault:
         return [Check(name=where, ok=False, words=fault.words, cure=fault.cure)], None
-    facts = {
-        "up_mbps": rate.up_mbps,
-        "down_mbps": rate.down_mbps,
-        "both_ways_mbps": rate.both_ways_mbps,
-        "round_trip_ms": rate.round_trip_ms,
-        "clock_ahead_seconds": ahead,
-    }
+    facts = asdict(rate) | {"clock_ahead_seconds": ahead}
     checks = [Check(name=where, ok=True, words=rate.describe(), facts=facts)]
     if abs(ahead) > WRONG_CLOCK_SECONDS:
         words = f"the clocks of {where} and of this machine differ by {abs(ahead):.0f} s"
@@ -144,7 +140,7 @@ def _measure(host: str, port: int, seconds: float, there: str) -> tuple[LinkRate
         try:
             began = time.time()
             _write_header(link, ASK, int(seconds * 1000))
-            letter, clock, _ = _read_header(link)
+            letter, clock = _read_header(link)
             ahead = clock / 1e6 - (began + time.time()) / 2
             if letter == WAIT:
                 return _ask(link, where, seconds), ahead
@@ -164,7 +160,7 @@ def _ask(link: socket.socket, where: str, seconds: float) -> LinkRate:
     """Start our end while the listener starts its own, then join the two."""
     with _stage_link("ask", link.getpeername()[0], seconds) as child:
         link.settimeout(START_SECONDS)
-        letter, port, _ = _read_header(link)
+        letter, port = _read_header(link)
         if letter != LINK:
             words = f"{where} could not start its end of a stage link"
             raise PeerFault(words, "see what `isthmus doctor --listen` says there")
@@ -248,7 +244,7 @@ class Listener:
         try:
             with link:
                 link.settimeout(SILENCE_SECONDS)
-                letter, milliseconds, _ = _read_header(link)
+                letter, milliseconds = _read_header(link)
                 if letter != ASK or not 0 < milliseconds <= MOST_MILLISECONDS:
                     raise ValueError("junk")
                 # The machine before may be gone, and its process not yet.

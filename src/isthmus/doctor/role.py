@@ -1,7 +1,4 @@
-"""Which part this machine can play, by the planner's memory model and the measured rate.
-
-Standard library only.
-"""
+"""Which role this machine can take, by the planner's memory model and the measured rate."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,14 +10,14 @@ from isthmus.planner.memory import process_memory
 
 BATCH = InnerConfig().batch
 ROUND_STEPS = OuterConfig().inner_steps
-LONGEST_ROUND_SECONDS = 24 * 3600.0  # a machine that needs longer for a round would be waited for in vain
+LONGEST_ROUND_SECONDS = 24 * 3600.0  # a fleet does not wait longer for a machine
 BATCHES = tuple(BATCH >> i for i in range(6))  # 32 ... 1
 MICRO_BATCHES = (8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """One preset on this machine. A part that does not fit is 0."""
+    """One preset on this machine. A number is 0 where nothing fits."""
 
     preset: str
     full_batch: int  # the largest inner.batch of a full replica, up to the default
@@ -28,9 +25,7 @@ class Fit:
     stages: int  # the fewest stages of which this machine can be any one, at the default batch
     micro_batches: int  # that this needs
     stage_bytes: int  # of the largest stage
-    round_seconds: (
-        float | None
-    )  # 50 inner steps of a full replica with the default batch; None: no rate known
+    round_seconds: float | None  # 50 inner steps of a full replica, the default batch; None: no rate known
 
     @property
     def stage_round_seconds(self) -> float | None:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from isthmus.doctor.checks import WRONG_CLOCK_SECONDS, Check, LinkRate, Say, mbps, ramp
@@ -50,13 +51,9 @@ def check_bucket(
         except StoreError as error:
             return [Check(name=shown, ok=False, words=_bare(error, shown), cure=cure(error))], None
         except ConfigError as error:  # no credentials, or a folder that cannot be one
-            advice = (
-                "set them for this shell or service, see docs/operate.md, section 2"
-                if "credentials" in str(error)
-                else "give a folder that this user may write to"
-                if folder
-                else CURES["config"]
-            )
+            advice = "give a folder that this user may write to" if folder else CURES["config"]
+            if "credentials" in str(error):
+                advice = "set them for this shell or service, see docs/operate.md, section 2"
             return [Check(name=shown, ok=False, words=_bare(error, shown), cure=advice)], None
         checks = [Check(name=shown, ok=True, words="reached; these credentials may read and write")]
         rate = None
@@ -65,12 +62,7 @@ def check_bucket(
             checks.append(_clock(store, prefix, bool(folder)))
             say(f"measuring the link to {shown}")
             rate = _rate(store, key, seconds)
-            facts = {
-                "up_mbps": rate.up_mbps,
-                "down_mbps": rate.down_mbps,
-                "round_trip_ms": rate.round_trip_ms,
-            }
-            checks.append(Check(name="bucket link", ok=True, words=rate.describe(), facts=facts))
+            checks.append(Check(name="bucket link", ok=True, words=rate.describe(), facts=asdict(rate)))
         except StoreError as error:
             words = _bare(error, shown)
             checks.append(Check(name="bucket link", ok=False, words=words, cure=cure(error)))
@@ -84,7 +76,7 @@ def _open(url: str) -> Store:
     if folder:
         return open_store(url)
     store = Store(root, None)
-    with suppress(StoreRefused):  # there is a run already, larger than nothing
+    with suppress(StoreRefused):  # a run is there already, and its run.json is longer than 0 bytes
         store.get("run.json", max_bytes=0, deadline=time.monotonic() + TIMEOUT_SECONDS)
     return store
 
@@ -111,7 +103,7 @@ def _clock(store: Store, prefix: str, is_folder: bool) -> Check:
     began = time.monotonic()
     there = store.now(f"{prefix}/clock")
     ahead = time.time() - there
-    # Half of what the question took is not known; an HTTP date is a whole second.
+    # The store read its clock at some moment of the request; an HTTP date is a whole second.
     unsure = (time.monotonic() - began) / 2 + (0.0 if is_folder else 0.5)
     facts = {"ahead_seconds": ahead, "unsure_seconds": unsure}
     way = "ahead of" if ahead > 0 else "behind"
@@ -178,7 +170,7 @@ def _tidy(store: Store, *keys: str) -> list[Check]:
 
 @contextmanager
 def _as_it_was(folder: Path | None, prefix: str) -> Iterator[None]:
-    """Remove the folders again that trying a folder made."""
+    """Remove the folders that trying a folder made."""
     below = [folder / prefix, *(folder / prefix).parents] if folder else []
     made = [path for path in below if not path.exists()]
     try:

@@ -1,4 +1,4 @@
-"""All checks of `isthmus doctor`, one after another: what fails does not keep the rest from being tried."""
+"""All checks of `isthmus doctor`, one after another. After a failed one the others are still made."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -6,21 +6,34 @@ from typing import Any
 
 from isthmus.config import PRESETS
 from isthmus.doctor import machine
-from isthmus.doctor.checks import Check, LinkRate, Say
+from isthmus.doctor.checks import Check, Gpu, LinkRate, Say, TrainingRate
 from isthmus.doctor.peer import check_peer
 from isthmus.doctor.role import Fit, fits, least_bytes, role
 
 CPU_PRESET, GPU_PRESET = "10m", "178m"
-PAYS = 1.1  # bf16 on a CPU is recommended when it is so many times as fast
+PAYS = 1.1  # bf16 on a CPU is recommended where it is this many times as fast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedRate(TrainingRate):
+    name: str  # of the device
+
+    @property
+    def recipe_value(self) -> float:
+        return float(f"{self.tflops:.3g}")
+
+    @property
+    def source(self) -> str:
+        return f"{self.name}, {self.precision}, measured with {self.preset}"
 
 
 @dataclass(slots=True)
 class Survey:
     """What was found out."""
 
-    cpu: dict[str, Any] = field(default_factory=dict)
-    gpus: list[dict[str, Any]] = field(default_factory=list)
-    rates: list[dict[str, Any]] = field(default_factory=list)
+    cpu: machine.Cpu
+    gpus: list[Gpu] = field(default_factory=list)
+    rates: list[NamedRate] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     links: list[tuple[str, str, LinkRate]] = field(default_factory=list)  # recipe key, to whom, rate
     fits: list[Fit] = field(default_factory=list)
@@ -31,35 +44,37 @@ class Survey:
         return all(check.ok for check in self.checks)
 
     @property
-    def best(self) -> dict[str, Any] | None:
+    def best(self) -> NamedRate | None:
         """The rate at which training would run here: `auto` takes the GPU, in bf16, else the CPU in fp32."""
-        usual = [r for r in self.rates if r["precision"] == ("fp32" if r["device"] == "cpu" else "bf16")]
-        return next((r for r in usual if r["device"] != "cpu"), usual[0] if usual else None)
+        usual = [r for r in self.rates if r.precision == ("fp32" if r.device == "cpu" else "bf16")]
+        return next((r for r in usual if r.device != "cpu"), usual[0] if usual else None)
 
     @property
-    def faster_in_bf16(self) -> dict[str, Any] | None:
+    def faster_in_bf16(self) -> NamedRate | None:
         """Where the CPU trains, and would do so faster in bf16."""
-        if self.best is None or self.best["device"] != "cpu":
+        best = self.best
+        if best is None or best.device != "cpu":
             return None
-        others = [r for r in self.rates if r["device"] == "cpu" and r["precision"] == "bf16"]
-        return next((r for r in others if r["tflops"] > PAYS * self.best["tflops"]), None)
+        others = [r for r in self.rates if r.device == "cpu" and r.precision == "bf16"]
+        return next((r for r in others if r.tflops > PAYS * best.tflops), None)
 
     def recipe_lines(self) -> list[str]:
         """What to paste into a [[replicas]] table."""
         lines = []
         if self.best:
-            lines.append((f"tflops = {_rate(self.best)}", _whose(self.best)))
+            lines.append((f"tflops = {self.best.recipe_value}", self.best.source))
         if faster := self.faster_in_bf16:
-            lines.append((f"# tflops = {_rate(faster)}", f'with inner.precision = "bf16", {_whose(faster)}'))
+            note = f'with inner.precision = "bf16", {faster.source}'
+            lines.append((f"# tflops = {faster.recipe_value}", note))
         lines += [(f"{key} = {rate.recipe_value()}", to) for key, to, rate in self.links]
         return [f"{line:<54} # {note}" for line, note in lines]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "ok": self.ok,
-            "cpu": self.cpu,
-            "gpus": self.gpus,
-            "rates": self.rates,
+            "cpu": asdict(self.cpu),
+            "gpus": [asdict(gpu) for gpu in self.gpus],
+            "rates": [asdict(rate) for rate in self.rates],
             "checks": [asdict(check) for check in self.checks],
             "links": [
                 {"key": key, "to": to, **asdict(rate), "mbps": rate.mbps, "latency_ms": rate.latency_ms}
@@ -69,14 +84,6 @@ class Survey:
             "role": self.role,
             "recipe": self.recipe_lines(),
         }
-
-
-def _rate(rate: dict[str, Any]) -> float:
-    return float(f"{rate['tflops']:.3g}")
-
-
-def _whose(rate: dict[str, Any]) -> str:
-    return f"{rate['name']}, {rate['precision']}, measured with {rate['preset']}"
 
 
 def survey(
@@ -95,7 +102,7 @@ def survey(
     found.checks.append(machine.check_memory(memory, least_bytes()))
     say("writing to the disk")
     found.checks.append(machine.check_disk(folder or Path.cwd(), min(1.0, seconds)))
-    available = memory["available_bytes"] if memory else 0
+    available = memory.available_bytes if memory else 0
     trains = _train(found, available, preset, seconds, say)
     bucket_ok = True
     for url in buckets:
@@ -115,16 +122,14 @@ def survey(
         found.checks += checks
         if rate:
             found.links.append(("link", checks[0].name, rate))
-    best = found.best
-    on_gpu = bool(found.gpus)
-    room = found.gpus[0]["available_bytes"] if on_gpu else available
-    found.fits = fits(room, "bf16" if on_gpu else "fp32", best["tflops"] if best else None)
+    room, precision = (found.gpus[0].available_bytes, "bf16") if found.gpus else (available, "fp32")
+    found.fits = fits(room, precision, found.best.tflops if found.best else None)
     found.role = role(found.fits, trains, bucket_ok)
     return found
 
 
 def _train(found: Survey, available: int, preset: str, seconds: float, say: Say) -> bool:
-    """Measure every device; one of several alike stands for all. True if training works here at all."""
+    """Measure one device of each kind. True if training works here at all."""
     try:
         from isthmus.doctor.compute import gpus, num_threads, training_rate
     except (ImportError, OSError) as error:  # a torch for another system fails as an OSError
@@ -133,15 +138,15 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
         found.checks.append(Check(name="training", ok=False, words=words, cure=cure))
         return False
     found.gpus = gpus()
-    alike = {gpu["name"]: gpu for gpu in reversed(found.gpus)}
+    alike = {gpu.name: gpu for gpu in reversed(found.gpus)}
     todo = [
-        (gpu["device"], gpu["name"], gpu["available_bytes"], precision, preset or GPU_PRESET)
+        (gpu.device, gpu.name, gpu.available_bytes, precision, preset or GPU_PRESET)
         for gpu in reversed(alike.values())
         for precision in ("bf16", "fp32")
     ]
     threads = f"{num_threads()} thread{'s' * (num_threads() > 1)}"
-    cpu = ("cpu", f"{found.cpu['name']}, {threads}", available)
-    todo += [(*cpu, p, preset or CPU_PRESET) for p in ("fp32", "bf16") if p == "fp32" or found.cpu["bf16"]]
+    cpu = ("cpu", f"{found.cpu.name}, {threads}", available)
+    todo += [(*cpu, p, preset or CPU_PRESET) for p in ("fp32", "bf16") if p == "fp32" or found.cpu.bf16]
     done = False
     for device, name, room, precision, wanted in todo:
         model = _that_fits(wanted, precision, room)
@@ -154,7 +159,7 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
             found.checks.append(Check(name="training", ok=False, words=words, cure=cure))
             continue
         done = True
-        found.rates.append(asdict(rate) | {"name": name})
+        found.rates.append(NamedRate(**asdict(rate), name=name))
         words = (
             f"{device} {precision}: {rate.tflops:.3g} TFLOP/s, {rate.tokens_per_second:,.0f} tokens/s of "
             f"{model} ({rate.steps} inner steps on {rate.sequences} x {PRESETS[model].context} tokens, "
@@ -165,6 +170,6 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
 
 
 def _that_fits(preset: str, precision: str, room: int) -> str:
-    """The preset that was asked for, or the largest below it of which one sequence fits."""
+    """The preset that was asked for, or the largest of which one sequence fits."""
     sizes = [fit.preset for fit in fits(room, precision, None) if fit.full_batch]
     return preset if preset in sizes or not sizes else sizes[-1]
