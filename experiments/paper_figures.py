@@ -8,8 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from experiments.closed_form import closed_form
 from isthmus.errors import ConfigError
-from isthmus.planner.cost import closed_form
 from isthmus.planner.paper_loss import loss_at
 
 RATIOS = (("1", 1.0), ("1/8", 1 / 8), ("1/24", 1 / 24), ("1/96", 1 / 96), ("1/768", 1 / 768))

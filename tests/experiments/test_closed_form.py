@@ -2,8 +2,8 @@
 
 import pytest
 
+from experiments.closed_form import closed_form
 from isthmus.layout.schedule import deep, depths, gpipe, one_f_one_b, simulate_schedule
-from isthmus.planner.cost import closed_form
 
 MBPS = (10, 80, 100, 300, 1000, 10_000)
 TABLE = {
