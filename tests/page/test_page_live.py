@@ -8,7 +8,7 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-from browser import CHROMIUM, chromium
+from browser import CHROMIUM, watching
 from made import small
 
 from isthmus.config import dump_recipe
@@ -30,51 +30,45 @@ def train(tmp_path):
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(30)
+            process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
 @pytest.fixture
-def watch(tmp_path, train):
-    deadline = time.monotonic() + 60
+def watched(tmp_path, train):
+    deadline = time.monotonic() + 180
     while not (tmp_path / "run" / "about.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    command = [sys.executable, "-m", "isthmus.cli.main", "watch", str(tmp_path / "run"), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    yield process.stdout.readline().strip()
-    process.send_signal(signal.SIGINT)
-    process.wait(10)
+    with watching(tmp_path / "run") as (url, _):
+        yield url
 
 
-def test_a_replica_that_is_killed_is_seen_to_go_and_to_return(tmp_path, train, watch):
+def test_a_replica_that_is_killed_is_seen_to_go_and_to_return(page, tmp_path, train, watched):
     edge, bad = STATE.format("edge"), "document.querySelectorAll('#picture .boxed.gone').length"
-    with chromium() as page:
-        page.look_as(1280, 900)
-        page.go(watch)  # before the first round, perhaps before the bucket is there
-        page.until(f"{list(HEALTHY)}.includes({edge}) && {ROUND} >= 2", 90)
-        assert page.value("document.getElementById('heard').className") == "heard live"
-        before = page.value(ROUND)
-        pid = int((tmp_path / "run" / "work" / "edge" / "alive-1").read_text())
-        os.kill(pid, signal.SIGKILL)
-        gone = page.until(f"!{list(HEALTHY)}.includes({edge}) && {edge}", 30)
-        assert gone in ("silent", "starting", "catching up")
-        page.until(
-            "/edge (is gone|was started again)/.test(document.getElementById('events').textContent)", 20
-        )
-        page.until(f"{list(HEALTHY)}.includes({edge})", 60)
-        page.until(f"{bad} === 0", 10)
-        words = page.value("document.getElementById('events').textContent")
-        assert "edge is back" in words or "edge speaks again" in words
-        page.until(f"{ROUND} > {before + 2}", 60)
-        # The others went on; what the round did without it is in the grid, in words.
-        told = page.value(
-            "[...document.querySelectorAll('[role=gridcell]')].map(c => c.getAttribute('aria-label'))"
-        )
-        assert any("edge: contributed" in label for label in told)
-        train.send_signal(signal.SIGINT)
-        page.until("document.getElementById('status').textContent === 'interrupted'", 60)
-        page.until("document.getElementById('heard').textContent.startsWith('the run has ended')", 10)
-        assert page.complaints == []
-        assert {urlsplit(asked).netloc for asked in page.requests} == {urlsplit(watch).netloc}
+    page.go(watched)  # before the first round, perhaps before the bucket is there
+    page.until(f"{list(HEALTHY)}.includes({edge}) && {ROUND} >= 2")
+    assert page.value("document.getElementById('heard').className") == "heard live"
+    before = page.value(ROUND)
+    while not (pid := (tmp_path / "run" / "work" / "edge" / "alive-1").read_text()):
+        time.sleep(0.01)  # its process is writing it
+    os.kill(int(pid), signal.SIGKILL)
+    gone = page.until(f"!{list(HEALTHY)}.includes({edge}) && {edge}")
+    assert gone in ("silent", "starting", "catching up")
+    page.until("/edge (is gone|was started again)/.test(document.getElementById('events').textContent)")
+    page.until(f"{list(HEALTHY)}.includes({edge})")
+    page.until(f"{bad} === 0")
+    words = page.value("document.getElementById('events').textContent")
+    assert "edge is back" in words or "edge sends heartbeats again" in words
+    page.until(f"{ROUND} > {before + 2}")
+    # The others went on; what the round did without it is in the grid, in words.
+    told = page.value(
+        "[...document.querySelectorAll('[role=gridcell]')].map(c => c.getAttribute('aria-label'))"
+    )
+    assert any("edge: contributed" in label for label in told)
+    train.send_signal(signal.SIGINT)
+    page.until("document.getElementById('status').textContent === 'interrupted'")
+    page.until("document.getElementById('heard').textContent.startsWith('the run has ended')")
+    assert page.complaints == []
+    assert {urlsplit(asked).netloc for asked in page.requests} == {urlsplit(watched).netloc}

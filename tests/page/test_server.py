@@ -1,5 +1,6 @@
 """The server: GET and HEAD of a handful of paths, on loopback, with strict headers; bad input is one line."""
 
+import functools
 import http.client
 import json
 import shutil
@@ -18,6 +19,7 @@ from isthmus.cli.main import main
 from isthmus.page.server import Server, Watcher
 from isthmus.page.source import open_source
 from isthmus.runlog import RunDir
+from isthmus.store.objects import open_store
 
 
 @contextmanager
@@ -171,7 +173,8 @@ def test_a_bucket_that_cannot_be_reached_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr("isthmus.store.objects.DEFAULT_SECONDS", 1.0)
+    soon = functools.partial(open_store, timeout_seconds=1.0)
+    monkeypatch.setattr("isthmus.page.bucket_source.open_store", soon)
     assert "connection refused" in refused(capsys, "s3://nowhere/run")
     assert "is not a store" in refused(capsys, "ftp://nowhere/run")
     assert "no folder" in refused(capsys, "file:///no/such/folder")

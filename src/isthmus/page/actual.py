@@ -22,7 +22,7 @@ TFLOP = 1e12
 FORWARD, BACKWARD = ("activations", "tokens"), ("gradients",)  # what crosses a link between stages
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Line:
     """One figure, predicted and measured; bytes are of the whole run and of all replicas of the kind."""
 
@@ -93,18 +93,15 @@ def compare_rows(recipe: Recipe, about: About, rows: Iterable[Row]) -> Compariso
         if not simulated:
             if kind.name in stated and kind.name in measured:
                 rates = (stated[kind.name], None, measured[kind.name])
-                lines.append(_whole("", "training rate of a machine", "tflops", *rates, kind=kind.name))
-            lines += [
-                *_steps(both, trained),
-                *_links(both, len(trained)),
-                *_exchange(both),
-                *_memory(both, about),
-            ]
+                lines.append(Line(kind.name, "", "training rate of a machine", "tflops", *rates))
+            lines += (
+                _steps(both, trained) + _links(both, len(trained)) + _exchange(both) + _memory(both, about)
+            )
         else:
             lines += _shapes(both)
     predicted, peak = about.get("predicted_bytes"), about.get("peak_bytes")
     if simulated and predicted and peak:
-        lines.append(_whole("", "peak memory", "bytes", predicted, None, peak))
+        lines.append(Line("", "", "peak memory", "bytes", predicted, None, peak))
     rates = {r.name: "stated" if r.tflops else "measured" for r in recipe.replicas}
     return Comparison(rounds=len(trained), simulated=simulated, rates=rates, lines=tuple(lines))
 
@@ -156,7 +153,7 @@ class _Both:
         source: str = "measured",
     ) -> Line:
         again = predicted(self.again) if self.again else None
-        return _whole(where, what, unit, predicted(self.plan), again, measured, source, self.plan.name)
+        return Line(self.plan.name, where, what, unit, predicted(self.plan), again, measured, source)
 
     def typical(self, key: str, process: int | None = None) -> float | None:
         if process is None:
@@ -172,33 +169,11 @@ class _Both:
         return sum((figure.get("bytes") or {}).get(name, 0) for figure in self.figures for name in purposes)
 
 
-def _whole(
-    where: str,
-    what: str,
-    unit: str,
-    predicted: float | None,
-    again: float | None,
-    measured: float | None,
-    source: str = "measured",
-    kind: str = "",
-) -> Line:
-    return Line(
-        kind=kind,
-        where=where,
-        what=what,
-        unit=unit,
-        predicted=predicted,
-        at_measured_rate=again,
-        measured=measured,
-        source=source,
-    )
-
-
 def _fleet(plan: Forecast, again: Forecast | None, rows: Sequence[Row], simulated: bool) -> list[Line]:
     key, source = ("fleet_seconds", "virtual clock") if simulated else ("seconds", "measured")
     seconds = _typical([row[key] for row in rows])
     other = again.round_seconds if again else None
-    return [_whole("", "an outer round", "seconds", plan.round_seconds, other, seconds, source)]
+    return [Line("", "", "an outer round", "seconds", plan.round_seconds, other, seconds, source)]
 
 
 def _steps(both: _Both, rows: Sequence[Row]) -> list[Line]:
@@ -207,16 +182,11 @@ def _steps(both: _Both, rows: Sequence[Row]) -> list[Line]:
     lines = [both.line("", "an inner step", "seconds", lambda k: k.step.seconds, seconds and seconds / steps)]
     each = [both.typical("compute_seconds", s) for s in range(kind.stages)]
     if kind.stages > 1:
-        lines += [
-            both.line(
-                f"stage {s}",
-                "compute in a step",
-                "seconds",
-                lambda k, s=s: k.compute.stage_seconds_per_step[s],
-                own and own / steps,
+        for s, own in enumerate(each):
+            compute = lambda k, s=s: k.compute.stage_seconds_per_step[s]  # noqa: E731
+            lines.append(
+                both.line(f"stage {s}", "compute in a step", "seconds", compute, own and own / steps)
             )
-            for s, own in enumerate(each)
-        ]
     round_seconds = _typical([row.seconds for row in rows])
     known = [own for own in each if own]
     share = sum(known) / kind.stages / round_seconds if known and round_seconds else None
@@ -270,15 +240,8 @@ def _exchange(both: _Both) -> list[Line]:
         lines.append(_payload(both, where, way))
         rounds = max(1, len(both.figures))
         spent = [both.total(f"{way}_seconds", s) / rounds for s in range(both.plan.stages)]
-        lines.append(
-            both.line(
-                where,
-                "in a round",
-                "seconds",
-                lambda k, w=way: getattr(k.exchange, f"{w}_seconds"),
-                max(spent),
-            )
-        )
+        seconds = lambda k, w=way: getattr(k.exchange, f"{w}_seconds")  # noqa: E731
+        lines.append(both.line(where, "in a round", "seconds", seconds, max(spent)))
     return lines
 
 

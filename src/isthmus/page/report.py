@@ -46,7 +46,10 @@ def inlined(state: State) -> str:
         ('href="/icon.svg"', f'href="{icon_url}"'),
         ('<link rel="stylesheet" href="/page.css">', f"<style>{css}</style>"),
         ('<script src="/page.js" defer></script>\n', ""),
-        ("<!-- without a script -->", f"<h1>{name}</h1><ul>{said}</ul>"),
+        (
+            '<span>The same facts are at <a href="/state">/state</a>.</span>',
+            f"The run in words:<ul>{said}</ul>",
+        ),
         ("</body>", f'<script type="application/json" id="state">{_data(state)}</script>\n</body>'),
         ("</body>", f"<script>{js}</script>\n</body>"),
     ):
