@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from experiments import lines as results
 from experiments import work
@@ -12,10 +13,13 @@ from experiments.larger import SCALES as LARGER
 from experiments.tables import DEFAULT_SCALE, SCALES, Scale, pick_scale, tables_of
 from isthmus.errors import ConfigError, RunError
 
+if TYPE_CHECKING:
+    from experiments.runner import Outcome
+
 EPILOG = """tables:
 {tables}
   all            all of them; a row that several tables show is run once
-  larger         no table, and not among all: one run of the 178M model, half of its 8 replicas compressed
+  larger         not a table, not in all: one run of the 178M model, half of its 8 replicas compressed
 
 scales:
 {scales}
@@ -29,9 +33,8 @@ examples:
   isthmus reproduce larger --corpus corpus178m/ --device cuda --minutes 5     as many rounds as should fit
   isthmus reproduce --render                                   docs/results.md and its plots, from results/
 
-A finished run is one line in results/TABLE.jsonl. The same command again runs what is missing; what was
-under way when it was stopped is repeated. A method takes the learning rate that did best in `tune`, once
-that is complete.
+A finished run is one line in results/TABLE.jsonl. The same command again runs what is missing; a run that
+was stopped is repeated. A method takes the best learning rate of `tune`, once that table is complete.
 The corpus: isthmus data prepare TEXT --to corpus/ --vocab 8192 (of larger: --vocab 32000)
 """
 
@@ -78,7 +81,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--results", default="results", metavar="DIR", type=Path, help="default results/")
     parser.add_argument(
-        "--commit", metavar="ID", help="of this code, where neither git nor ISTHMUS_COMMIT tells"
+        "--commit", metavar="ID", help="of this code, if neither git nor ISTHMUS_COMMIT knows it"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="list the missing runs and the time they may take"
@@ -87,7 +90,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--docs", default="docs", metavar="DIR", type=Path, help="where --render writes (docs/)"
     )
-    parser.add_argument("--json", action="store_true", help="print the list, or what came of it, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the list or the outcome as JSON")
     parser.set_defaults(run=reproduce)
 
 
@@ -130,7 +133,7 @@ def seeds_of(text: str | None) -> list[int] | None:
 
 
 def list_runs(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
-    """What would be run. Without --corpus, lines of any corpus count as there."""
+    """What would be run. Without --corpus, lines of any corpus count."""
     lines = results.read(args.results, scale)
     runs = work.all_runs(tables, scale, args.corpus or "corpus/", lines, seeds_of(args.seeds), args.only)
     corpora = [fingerprint(args.corpus)] if args.corpus else {line["corpus"] for line in lines}
@@ -198,11 +201,11 @@ def run_tables(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
             total.faults += outcome.faults
             total.left += outcome.left
         if total.left and phase is phases[0]:
-            break  # the others would start with another learning rate than they end with
-    return tell(args, total)
+            break  # the learning rates of the others are not known yet
+    return print_outcome(args, total)
 
 
-def tell(args: argparse.Namespace, total) -> int:
+def print_outcome(args: argparse.Namespace, total: "Outcome") -> int:
     left = [str(run) for run in total.left]
     if args.json:
         print(json.dumps({"finished": total.finished, "left": left, "faults": total.faults}))

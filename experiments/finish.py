@@ -1,9 +1,9 @@
-"""What finishing dense comes to: plain and compressed loss before and after, by the tokens it takes.
+"""The finish table: plain and compressed loss before and after boundaries open, by the tokens it takes.
 
 Standard library only.
 """
 
-from experiments.figures import Book, Estimate
+from experiments.estimates import Book, Estimate
 from experiments.tables import finish_name, finishes, rung
 from isthmus.errors import ConfigError
 
@@ -82,11 +82,11 @@ def enough(book: Book, ratio: str, percent: float, how: str) -> str:
     if not tried:
         raise ConfigError(f'there is no way to finish "{how}"; there is open, full')
     names = {0: rung("pp", ratio), **tried}
-    prices = {n: price(book, name, ratio) for n, name in names.items()}
+    prices = {n: price(book, name, ratio) for n, name in sorted(names.items())}
     if not all(prices.values()):
         return "not run"
-    for n in sorted(names):
-        if prices[n].mean <= percent:
+    for n, above in prices.items():
+        if above and above.mean <= percent:
             tokens = finishing_tokens(book, names[n])
             return f"{n} of {book.scale.rounds} rounds ({tokens / 1e6:.1f} M tokens)" if n else "none"
     return f"more than the {max(tried)} rounds that were tried"

@@ -21,9 +21,9 @@ RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "178m-het-half-k128.t
 FIELDS = ("sustained_tokens_per_second", "predicted_bytes", "peak_bytes", "round_bytes")
 ASSUMED_FREE_BYTES = int(0.92 * 139 * 2**30)  # of an H200, for a list made on a machine without one
 
-# A thirtieth of the paper's tokens, so a smaller batch and H than the recipe's 32 and 50: there would be few
-# rounds to learn in. With `nano` on a CPU and 390 inner steps, H = 30 ended at 5.22, 15 at 4.97, 10 at 4.86.
-# The learning rate is the one tuned at 12M, lowered because the model is wider; nobody tuned it at this size.
+# A thirtieth of the paper's tokens. The recipe's batch of 32 and H = 50 would leave too few rounds, so both
+# are smaller. With `nano` on a CPU and 390 inner steps, H = 30 ended at 5.22, 15 at 4.97, 10 at 4.86.
+# The learning rate is the one tuned at 12M, lowered because the model is wider; it is not tuned at this size.
 _BATCH, _H = 8, 15
 SCALES = {
     "178m": Scale(
@@ -76,7 +76,7 @@ def larger_recipe(scale: Scale, corpus: str, seed: int = 0, rounds: int | None =
 
 
 def rounds_within(scale: Scale, minutes: float) -> int:
-    """As many as should end within so many minutes, the first compilation among them."""
+    """How many rounds should end within these minutes, including the first compilation."""
     seconds = minutes * 60 - (COMPILE_SECONDS if scale.record else 0.0)
     rounds = int(seconds * scale.tokens_per_second / larger_recipe(scale, "").round_tokens)
     if rounds < 1:
@@ -93,12 +93,12 @@ def predicted_seconds(scale: Scale, recipe: Recipe) -> float:
 
 
 def predicted_plan(recipe: Recipe) -> SimulatorPlan:
-    """How a GPU as large as an H200 would hold it."""
+    """The simulator's plan for a GPU as large as an H200."""
     return plan_simulator(recipe, "bf16", ASSUMED_FREE_BYTES, compiled=True, can_park=True)
 
 
 def read_larger(folder: Path, scale: Scale = SCALES["178m"]) -> list[Line]:
-    """Its finished lines; one that was cut off before its last round does not count."""
+    """Its finished lines; a run that was cut off before its last round does not count."""
     found = []
     for line in read(folder, scale):
         lacking = [name for name in FIELDS if line.get(name) is None]
@@ -110,7 +110,7 @@ def read_larger(folder: Path, scale: Scale = SCALES["178m"]) -> list[Line]:
 
 
 def describe(scale: Scale, recipe: Recipe) -> str:
-    """What a run would take, before it is started."""
+    """The plan of a run, before it starts."""
     tokens, plan = recipe.outer.rounds * recipe.round_tokens, predicted_plan(recipe)
     return (
         f"{recipe.name}: {fleet_in_words(recipe)}, {count(recipe.model.num_parameters)} parameters, "

@@ -12,7 +12,7 @@ from isthmus.errors import ConfigError
 
 
 def reproduce_larger(args: argparse.Namespace) -> int:
-    """Run it, or say what it would take."""
+    """Run it, or print its plan."""
     scale = larger.pick_larger(args.scale)
     recipe = larger.larger_recipe(scale, args.corpus or "corpus/", _seed(args.seeds), _rounds(args, scale))
     if args.tables != ["larger"]:
@@ -21,7 +21,7 @@ def reproduce_larger(args: argparse.Namespace) -> int:
     if args.only or args.jobs != 1:
         raise ConfigError("--only and --jobs are for tables; larger is one run in one process")
     if args.dry_run:
-        return _tell_plan(args, scale, recipe)
+        return _print_plan(args, scale, recipe)
     if not scale.record and args.results.resolve() == Path("results").resolve():
         raise ConfigError('--scale toy is a trial; give --results another folder than "results"')
     if not args.corpus:
@@ -42,16 +42,16 @@ def _rounds(args: argparse.Namespace, scale: Scale) -> int | None:
     return args.rounds if args.minutes is None else larger.rounds_within(scale, args.minutes)
 
 
-def _tell_plan(args: argparse.Namespace, scale: Scale, recipe: Recipe) -> int:
+def _print_plan(args: argparse.Namespace, scale: Scale, recipe: Recipe) -> int:
     if args.json:
-        told = {
+        facts = {
             "digest": digest(recipe),
             "rounds": recipe.outer.rounds,
             "tokens": recipe.outer.rounds * recipe.round_tokens,
             "seconds": round(larger.predicted_seconds(scale, recipe)),
             "predicted_bytes": larger.predicted_plan(recipe).predicted_bytes,
         }
-        print(json.dumps(told))
+        print(json.dumps(facts))
     else:
         print(larger.describe(scale, recipe))
     return 0

@@ -1,8 +1,8 @@
-"""What the page says of the larger run, from its line alone. Standard library only."""
+"""The larger run on the page, from its line alone. Standard library only."""
 
 from collections.abc import Mapping, Sequence
 
-from experiments.figures import VIEWS
+from experiments.estimates import VIEWS
 from experiments.lines import Line
 from isthmus.config import parse_recipe
 from isthmus.runlog import STAGE_PURPOSES
@@ -21,7 +21,7 @@ def larger_table(lines: Sequence[Line]) -> str:
 
 
 def facts(line: Line) -> list[tuple[str, str]]:
-    """What one line says, in words and figures."""
+    """One line of results as rows of a table."""
     recipe = parse_recipe(line["recipe"])
     model, inner, outer = recipe.model, recipe.inner, recipe.outer
     predicted, peak = line["predicted_bytes"], line["peak_bytes"]

@@ -1,7 +1,7 @@
 """Trains the larger run and writes its line: the simulator without run directory or saved state.
 
-The state of eight replicas would take longer to save than rounds take, so a run that is cut off is lost but
-for what it had measured: a file beside the results keeps that, at most a minute old.
+Saving the state of eight replicas would take longer than a round, so a run that is cut off cannot continue.
+A file beside the results keeps its measurements, at most a minute old.
 """
 
 import contextlib
@@ -26,30 +26,36 @@ from isthmus.files import replace_file
 from isthmus.replica.meter import peak_bytes
 from isthmus.runlog import Row
 from isthmus.runlog.live import open_view
+from isthmus.runlog.row import Figures
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
 from isthmus.simulator.rounds import simulate_rounds
 from isthmus.simulator.run import pick_plan, pick_precision
 
-PART_SECONDS = 60.0  # a device that is taken away costs at most so much of the curve
+PART_SECONDS = 60.0  # a device that is taken away costs at most this much of the curve
 
 
 class Measured:
-    """The rows of a run under way, and the line that they come to so far."""
+    """The rows of a run under way, and the line that they give so far."""
 
-    def __init__(self, part: Path, line_of: Callable[[Sequence[Row]], Line]) -> None:
+    def __init__(self, part: Path, line_of: Callable[[Sequence[Row], Sequence[float]], Line]) -> None:
         self.part, self.line_of = part, line_of
         self.rows: list[Row] = []
+        self.times: list[float] = []  # when each row came: a round is all that lies between two of them
         self.written = time.monotonic()
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        self.rows.append(dict(row) | {"at": time.perf_counter()})  # a round is all that lies between two rows
+    def append(self, row: Row) -> None:
+        self.rows.append(row)
+        self.times.append(time.perf_counter())
         if time.monotonic() - self.written >= PART_SECONDS:
             with contextlib.suppress(OSError):  # a full disk may have room again when the run ends
                 self.write()
 
+    def line(self) -> Line:
+        return self.line_of(self.rows, self.times)
+
     def write(self) -> None:
-        replace_file(self.part, json.dumps(self.line_of(self.rows), allow_nan=False) + "\n")
+        replace_file(self.part, json.dumps(self.line(), allow_nan=False) + "\n")
         self.written = time.monotonic()
 
 
@@ -63,8 +69,8 @@ def run_larger(
         torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
 
-    def line_of(rows: Sequence[Row]) -> Line:
-        seconds, found = time.perf_counter() - started, summed_up(recipe, rows)
+    def line_of(rows: Sequence[Row], times: Sequence[float]) -> Line:
+        seconds, found = time.perf_counter() - started, summed_up(recipe, rows, times)
         return origin(ROW, scale, recipe, corpus, device, precision, commit) | {
             "seconds": round(seconds, 3),
             "sustained_tokens_per_second": round(found["tokens"] / seconds),
@@ -77,7 +83,7 @@ def run_larger(
     measured = Measured(folder / f"{FILE}.part", line_of)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        measured.write()  # before the first step, not after the last, it is seen that nothing can be written
+        measured.write()  # a folder that cannot be written to must show before the first step
     except OSError as error:
         raise ConfigError(
             f"cannot write {measured.part}: {error.strerror}; give --results another folder"
@@ -87,11 +93,11 @@ def run_larger(
         with open_view(recipe, 0, recipe.outer.rounds) as view:
             view.note(f"{recipe.name}: {plan.describe(recipe.num_replicas)} on {device}, {precision}")
             simulate_rounds(recipe, fleet, LocalExchange(recipe), measured, view)
-        line = line_of(measured.rows)
+        line = measured.line()
         if None in [line[name] for name in LOSSES]:
-            raise RunError(f"a held-out loss is no number after round {recipe.outer.rounds}")
+            raise RunError(f"a held-out loss is not a number after round {recipe.outer.rounds}")
         append(folder / FILE, line)
-    except BaseException as error:  # also Ctrl-C: what there is, is kept
+    except BaseException as error:  # also Ctrl-C: the measurements are kept
         with contextlib.suppress(OSError):
             measured.write()
         if reason := _fault(error, plan.predicted_bytes):
@@ -102,7 +108,7 @@ def run_larger(
 
 
 def _fault(error: BaseException, predicted_bytes: int) -> str | None:
-    """In one line, where that says it all."""
+    """The error as one line, if a line is enough."""
     if isinstance(error, torch.OutOfMemoryError):
         return f"the device has too little memory; {predicted_bytes / 2**30:.1f} GiB were predicted"
     if isinstance(error, OSError):
@@ -110,10 +116,10 @@ def _fault(error: BaseException, predicted_bytes: int) -> str | None:
     return str(error) if isinstance(error, RunError) else None
 
 
-def summed_up(recipe: Recipe, rows: Sequence[Row]) -> dict[str, Any]:
+def summed_up(recipe: Recipe, rows: Sequence[Row], times: Sequence[float]) -> dict[str, Any]:
     """Rate, losses and bytes of the rounds so far; row 0 is the untrained model."""
-    trained = [row for row in rows if row["round"]]
-    seconds = [after["at"] - before["at"] for before, after in pairwise(rows)]
+    trained = [row for row in rows if row.round]
+    seconds = [after - before for before, after in pairwise(times)]
     usual = statistics.median(seconds[1:] or seconds or [math.inf])  # the first round compiles
     last = rows[-1] if rows else dict.fromkeys(LOSSES)
     return {
@@ -121,13 +127,13 @@ def summed_up(recipe: Recipe, rows: Sequence[Row]) -> dict[str, Any]:
         "tokens_per_second": round(recipe.round_tokens / usual),
         **{name: _number(last[name]) for name in LOSSES},
         "failed": None,
-        "round_bytes": _bytes_of_one(trained[-1]["measured"]) if trained else {},
-        "curve": [[row["round"], *(_number(row[name]) for name in LOSSES)] for row in rows],
-        "train": [[row["round"], _number(row["loss_train"])] for row in trained],
+        "round_bytes": _bytes_of_one(trained[-1].measured) if trained else {},
+        "curve": [[row.round, *(_number(row[name]) for name in LOSSES)] for row in rows],
+        "train": [[row.round, _number(row.loss_train)] for row in trained],
     }
 
 
-def _bytes_of_one(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+def _bytes_of_one(measured: Mapping[str, Figures]) -> dict[str, dict[str, int]]:
     """What one replica of each [[replicas]] table moved in a round, by purpose."""
     return {
         name: {purpose: total // facts["replicas"] for purpose, total in facts["bytes"].items()}

@@ -24,12 +24,12 @@ FIELDS = (
     "row", "scale", "seed", "digest", "recipe", "commit", "device", "torch", "corpus", "corpus_tokens",
     "parameters", "tokens", "seconds", "tokens_per_second", "curve",
 )  # fmt: skip
-# Not part of what a run computes: who it is, where its text lies, how often it is looked at.
+# These do not change what a run computes: its name, the folder of its text, how often it is scored.
 _APART = {"name", "seed", "data.corpus", "data.eval_every"}
 
 
 def digest(recipe: Recipe) -> str:
-    """Of the settings that differ from their defaults, so that a new key with a default changes none."""
+    """Of the settings that differ from their defaults: a new recipe key leaves the digests of old runs."""
     flat = json.dumps(_differing(recipe), sort_keys=True)
     return hashlib.sha256(flat.encode()).hexdigest()[:12]
 
@@ -52,7 +52,9 @@ def _changed(value: Any, cls: type) -> dict[str, Any]:
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
         now = getattr(value, f.name)
         if now != default:
-            found[f.name] = dataclasses.asdict(now) if dataclasses.is_dataclass(now) else now
+            if dataclasses.is_dataclass(now) and not isinstance(now, type):
+                now = dataclasses.asdict(now)
+            found[f.name] = now
     return found
 
 
@@ -64,7 +66,7 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         end = os.fstat(file).st_size
-        if end and os.pread(file, 1, end - 1) != b"\n":  # a kill cut the last line short: it counts no more
+        if end and os.pread(file, 1, end - 1) != b"\n":  # a kill cut the last line short: remove it
             whole = os.pread(file, end, 0)
             os.ftruncate(file, whole.rfind(b"\n") + 1)
         os.write(file, data)
@@ -93,7 +95,7 @@ def read(folder: Path, scale: Scale) -> list[Line]:
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
-    """Two runs with the same are the same run, whatever rows and tables show it."""
+    """Equal for two lines of the same run, in whichever rows and tables it appears."""
     return line["seed"], line["digest"], line["corpus"]
 
 

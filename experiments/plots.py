@@ -1,11 +1,11 @@
-"""The page's plots, as SVG that is the same, byte for byte, for the same lines."""
+"""The page's plots as SVG: the same lines give the same bytes."""
 
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from experiments.figures import VIEWS, Book
+from experiments.estimates import VIEWS, Book
 from experiments.finish import finishing_tokens, price
 from experiments.lines import Line
 from experiments.tables import PAPER_LADDER, finish_name, finishes, rung
@@ -103,7 +103,7 @@ def _curves(book: Book) -> Any:
 
 
 def _by_h(book: Book) -> Any:
-    """What half-compressed loses against open, by H."""
+    """The gap of the half-compressed fleet to the open one, by H."""
     hs = sorted({*book.scale.by_h, book.scale.inner_steps})
     own = book.scale.inner_steps
     names = ["het-8" if h == own else f"het-8-h{h}" for h in hs]
@@ -120,7 +120,7 @@ def _by_h(book: Book) -> Any:
 
 
 def _finish(book: Book) -> Any:
-    """How far the plain model lies above what the run trained, by the tokens that it finished with."""
+    """How far the plain model is above the compressed one, by the tokens of the finishing rounds."""
     ways = finishes(book.scale)
     ratios = [
         ratio

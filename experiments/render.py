@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from experiments.figures import VIEWS, Book, Estimate
+from experiments.estimates import VIEWS, Book, Estimate
 from experiments.finish import enough, finish_table
 from experiments.larger import read_larger
 from experiments.larger_page import larger_table
@@ -123,7 +123,7 @@ def _cells(entry: Shown, book: Book, paper: bool, gaps: bool) -> list[str]:
 
 
 def setup(book: Book) -> str:
-    """What was trained on what, from the lines."""
+    """Models, devices and corpora of the lines."""
     recipe, line = book.recipe("dense"), book.lines[0]
     model, tokens = recipe.model, recipe.outer.rounds * recipe.round_tokens
     held_out = recipe.data.eval_batches * recipe.inner.batch * model.context

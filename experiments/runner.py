@@ -21,7 +21,7 @@ WORKER = (sys.executable, "-m", "experiments.worker")
 
 
 def find_commit(given: str | None) -> str:
-    """Of this code: as given, from ISTHMUS_COMMIT, or from git; changed files are owned up to."""
+    """Of this code: as given, from ISTHMUS_COMMIT, or from git, with "+changes" if files differ."""
     if given or os.environ.get("ISTHMUS_COMMIT"):
         return given or os.environ["ISTHMUS_COMMIT"]
     try:
@@ -29,7 +29,7 @@ def find_commit(given: str | None) -> str:
         return head + ("+changes" if _git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         raise ConfigError(
-            "every line names the commit it was run from, and git does not tell it here; give --commit ID"
+            "every line names its commit, and git does not know it here; give --commit ID"
         ) from None
 
 
@@ -50,7 +50,7 @@ class Outcome:
 
 
 class Runner:
-    """Hands out one job at a time to every worker: a thread each, that talks with its process."""
+    """Gives every worker one job at a time. Each worker process has a thread here that talks to it."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class Runner:
         seconds: float | None = None,
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
-        """With `seconds`, no job is begun that may not end within them."""
+        """`seconds`: no job is begun that may take longer than what is left of them."""
         self.pending, self.total, self.scale, self.folder = jobs_of(runs), len(runs), scale, folder
         self.device, self.jobs, self.commit, self.say = device, min(jobs, len(self.pending)), commit, say
         self.deadline = None if seconds is None else time.monotonic() + seconds
-        self.pace = 0.0  # seconds a token of the job that ended last, beside the others
+        self.pace = 0.0  # seconds per token of the job that ended last, with all workers busy
         self.outcome, self.lock = Outcome(), threading.Lock()
         self.compiled: list[set[tuple]] = [set() for _ in range(self.jobs)]
         self.processes: list[subprocess.Popen] = []
@@ -82,7 +82,7 @@ class Runner:
                 thread.start()
             for thread in threads:
                 while thread.is_alive():
-                    thread.join(0.5)  # short, so that Ctrl-C is heard
+                    thread.join(0.5)  # short, so that Ctrl-C gets through
         finally:
             for process in self.processes:
                 if process.poll() is None:
@@ -90,7 +90,7 @@ class Runner:
                 process.wait()
         self.outcome.left += [run for job in self.pending for run in job.runs]  # their workers ended early
         if self.outcome.left:
-            self.say(f"{len(self.outcome.left)} runs were not begun; the same command goes on with them")
+            self.say(f"{len(self.outcome.left)} runs were not begun; the same command continues with them")
         return self.outcome
 
     def _start(self) -> subprocess.Popen:
@@ -106,13 +106,15 @@ class Runner:
 
     def _drive(self, i: int) -> None:
         process = self.processes[i]
+        assert process.stdin is not None
+        assert process.stdout is not None
         while job := self._take(i):
             began = time.monotonic()
             try:
                 process.stdin.write(json.dumps(self._task(job)) + "\n")
                 process.stdin.flush()
             except OSError:
-                pass  # it is dead, and answers nothing
+                pass  # it has ended, and readline() below returns nothing
             for run in job.runs:
                 answer = process.stdout.readline()
                 if not answer:

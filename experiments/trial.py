@@ -27,7 +27,7 @@ from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
 from isthmus.simulator.run import available_host_bytes, checked_corpus, pick_device, pick_precision
 
-# Each k is a compiled forward of its own; dynamo gives up at 8 and would go on uncompiled.
+# Each k has its own compiled forward; past 8, dynamo would silently continue uncompiled.
 torch._dynamo.config.recompile_limit = 64
 CURVE_POINTS = 50
 SCORED_TOGETHER = 16_384  # held-out tokens in one forward: a small inner batch would leave a GPU idle
@@ -50,7 +50,7 @@ class Course:
 
 
 def run_trial(row: str, scale: str, recipe: Recipe, device: str, commit: str) -> Line:
-    """Train, score, and say what came of it. A loss that is no number is a result too: `failed` says so."""
+    """Train, score, and return the line. A run whose loss is not a number has a line too, with `failed`."""
     (line,) = run_trials([(row, recipe)], scale, device, commit)
     return line
 
@@ -59,22 +59,22 @@ def run_trials(wanted: Sequence[tuple[str, Recipe]], scale: str, device: str, co
     """Lines of runs that differ in how they finish: the rounds that they share are trained once."""
     where = pick_device(device)
     first = wanted[0][1]
-    place = (checked_corpus(first), where, pick_precision(first, where))
+    setting = (checked_corpus(first), where, pick_precision(first, where))
     begin = {row: recipe.outer.rounds - recipe.finish.rounds for row, recipe in wanted}
     finished = {begin[row] for row, recipe in wanted if recipe.finish.rounds}
     stem, shared = dataclasses.replace(first, finish=FinishConfig()), Course()
-    states = _train(stem, *place, shared, range(1, max(begin.values()) + 1), keep=finished)
+    states = _train(stem, *setting, shared, range(1, max(begin.values()) + 1), keep=finished)
     for row, recipe in wanted:
         if recipe.finish.rounds:
             course = shared.until(begin[row])
             if begin[row] in states:
                 rounds = range(begin[row] + 1, recipe.outer.rounds + 1)
-                _train(recipe, *place, course, rounds, state=states[begin[row]])
+                _train(recipe, *setting, course, rounds, state=states[begin[row]])
             else:
                 course.failed = shared.failed
         else:
             course = shared
-        yield _line(row, scale, recipe, *place, course, commit)
+        yield _line(row, scale, recipe, *setting, course, commit)
 
 
 def _line(
@@ -89,14 +89,14 @@ def _line(
 ) -> Line:
     points, failed = course.points, course.failed
     if not failed and not all(math.isfinite(points[-1][name]) for name in LOSSES):
-        failed = f"a held-out loss is no number after round {points[-1]['round']}"
+        failed = f"a held-out loss is not a number after round {points[-1]['round']}"
     later = course.seconds[1:] or course.seconds  # the first round compiles
     last = dict.fromkeys(LOSSES) if failed else points[-1]
     kept = recipe.outer.rounds - recipe.finish.rounds
     return origin(row, scale, recipe, corpus, device, precision, commit) | {
         "tokens": recipe.outer.rounds * recipe.round_tokens,
-        "rounds_shared": kept if recipe.finish.rounds else 0,  # with the runs that finish otherwise, or not
-        "seconds": round(sum(course.seconds), 3),  # without the rounds shared
+        "rounds_shared": kept if recipe.finish.rounds else 0,  # with the other runs of its job
+        "seconds": round(sum(course.seconds), 3),  # without the shared rounds
         "tokens_per_second": round(recipe.round_tokens * len(later) / sum(later)) if later else 0,
         **{name: _rounded(last[name]) for name in LOSSES},
         "loss_closed": _rounded(course.closed),
@@ -139,11 +139,12 @@ def _train(
     state: State | None = None,
     keep: Collection[int] = (),
 ) -> dict[int, State]:
-    """Adds to the course as it goes. `state` is where the rounds begin, without it at theta^(0); gives the
-    states after the rounds in `keep`, on the host."""
+    """Train these rounds, from `state` or else from theta^(0), and add to the course round by round. Returns
+    the states after the rounds in `keep`, on the host."""
     compiled = device.type == "cuda"
     states: dict[int, State] = {}
-    try:
+
+    def train() -> None:  # a function of its own, so that its fleet is gone before the memory is collected
         free = int(torch.cuda.mem_get_info(device)[0] * 0.92) if compiled else available_host_bytes()
         plan = plan_simulator(recipe, precision, free, compiled=compiled, can_park=compiled)
         fleet = SimulatedFleet(recipe, corpus, device, precision, plan, compiled)
@@ -170,12 +171,14 @@ def _train(
         if recipe.finish.rounds:
             fleet.bases.begin_round(0)  # as if no boundary had opened
             course.closed = fleet.evaluate()["loss_pipelined"]
+
+    try:
+        train()
     except RunError as error:
         course.failed = str(error)
     finally:
-        fleet = None
-        gc.collect()
         if compiled:
+            gc.collect()
             torch.cuda.empty_cache()
     return states
 
@@ -199,7 +202,7 @@ def _scored_together(recipe: Recipe) -> Recipe:
 
 
 def _thin(points: list, kept: int) -> list:
-    """Some of them, the last and that of round `kept` among them: where finishing begins."""
+    """At most CURVE_POINTS or so, with the last one and that of round `kept`, where finishing begins."""
     step = -(-len(points) // CURVE_POINTS)
     ends = (kept, points[-1]["round"])
     return [point for n, point in enumerate(points) if n % step == 0 or point["round"] in ends]

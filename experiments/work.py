@@ -1,4 +1,4 @@
-"""The runs of some tables as a list: what is there already, what is missing, how long it may take."""
+"""The runs of some tables as a list: which have a line, which are missing, how long they may take."""
 
 import dataclasses
 import statistics
@@ -10,7 +10,7 @@ from experiments.tables import Row, Scale, Table, home_of, recipe_of, rows_of, t
 from isthmus.config import FinishConfig, Recipe
 from isthmus.errors import ConfigError
 
-COMPILE_SECONDS = 25.0  # of a worker that meets a forward for the first time on a GPU; assumed
+COMPILE_SECONDS = 25.0  # for a worker's first run of a forward on a GPU; assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Run:
 
     @property
     def unfinished(self) -> int:
-        """Tokens before the rounds that finish it."""
+        """Tokens before the finishing rounds."""
         return self.tokens - self.recipe.finish.rounds * self.recipe.round_tokens
 
     @property
     def signature(self) -> tuple:
-        """Equal for two runs whose inner steps are one compiled function."""
+        """Equal for two runs that share the compiled function of their inner steps."""
         r = self.recipe
         fleet = tuple((x.count, x.stages, x.compressed and x.subspace_dim(r.model.width)) for x in r.replicas)
         finishes = r.finish.rounds > 0  # a second function, whose boundaries open
@@ -46,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Runs that differ in how they finish, or one run: what they share is trained once."""
+    """One run, or several that differ only in how they finish: their shared rounds are trained once."""
 
     runs: tuple[Run, ...]
 
@@ -60,14 +60,14 @@ class Job:
 
     @property
     def trained_tokens(self) -> int:
-        """With what the runs share counted once."""
+        """Shared rounds count once."""
         whole = max(run.tokens if not run.recipe.finish.rounds else run.unfinished for run in self.runs)
         return whole + sum(run.tokens - run.unfinished for run in self.runs if run.recipe.finish.rounds)
 
 
 def jobs_of(runs: Sequence[Run]) -> list[Job]:
-    """Runs that are one run until they finish, together. Seed after seed, as the runs are; the longest of a
-    seed first, so that none is left alone at the end."""
+    """Group the runs that are equal until they finish. Seed after seed, in the order of the runs; the longest
+    job of a seed first, so that no long one remains alone at the end."""
     alike: dict[tuple, list[Run]] = {}
     for run in runs:
         stem = dataclasses.replace(run.recipe, finish=FinishConfig())
@@ -102,8 +102,8 @@ def all_runs(
     seeds: Sequence[int] | None = None,
     only: Sequence[str] = (),
 ) -> list[Run]:
-    """Every run of the tables: the first seed of every row, then the second, so that a stop at any moment
-    leaves rows that can be compared."""
+    """Every run of the tables: the first seed of every row, then the second. After a stop at any moment, the
+    rows can be compared."""
     rows, lrs = rows_of(scale), tuned_lrs(scale, lines)
     names = list(dict.fromkeys(shown.row for table in tables for shown in table.shown))
     check_rows(only, tables)
@@ -127,14 +127,14 @@ def missing(runs: Sequence[Run], lines: Sequence[Line], corpus: str) -> list[Run
 
 
 def rate(scale: Scale, lines: Sequence[Line]) -> tuple[float, bool]:
-    """Tokens/s of one worker beside its like, and whether it was measured (else assumed)."""
+    """Tokens/s of one worker while the others work too, and whether that was measured or assumed."""
     measured = [line["tokens_per_second"] for line in lines]
     return (statistics.median(measured), True) if measured else (scale.tokens_per_second, False)
 
 
 def predicted_seconds(runs: Sequence[Run], scale: Scale, lines: Sequence[Line], jobs: int) -> float:
-    """Of the whole list. Assumed rates are of the whole GPU, measured ones of one worker of `jobs`, with all
-    that a round holds."""
+    """For the whole list. An assumed rate is that of the whole GPU; a measured one is that of one worker of
+    `jobs`, over whole rounds."""
     each, measured = rate(scale, lines)
     tokens = sum(job.trained_tokens for job in jobs_of(runs))
     if measured:
@@ -147,8 +147,8 @@ def predicted_seconds(runs: Sequence[Run], scale: Scale, lines: Sequence[Line], 
 
 
 def next_job(pending: Sequence[Job], compiled: set[tuple], elsewhere: set[tuple]) -> Job:
-    """What a worker takes next: runs whose inner step it has compiled, or that no other worker has; the
-    runs of a later seed only where all that is left of this one belongs to others."""
+    """A worker's next job: one whose inner step it has compiled, or else one that no other worker has. A
+    later seed comes only when every job left of this one is compiled elsewhere."""
     first = [job for job in pending if job.seed == pending[0].seed]
 
     def candidates() -> Iterator[Job]:

@@ -1,7 +1,7 @@
-"""`python -m experiments.worker`: one run after another, in one process that keeps what it compiled.
+"""`python -m experiments.worker`: one run after another, in one process that keeps its compiled functions.
 
-Each line of stdin is a job as JSON, one or more runs; each line of stdout is what came of a run. The line of
-results is appended here, so that a parent that dies loses nothing that is finished. Ends when stdin does.
+Each line of stdin is a job as JSON, one or more runs; each line of stdout is the outcome of a run. Results
+are appended here, so that no finished run is lost when the parent dies. Ends when stdin does.
 """
 
 import json
@@ -16,9 +16,9 @@ from isthmus.config import parse_recipe
 
 def main() -> int:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints is not an answer
+    os.dup2(2, 1)  # prints of libraries go to stderr
     for text in sys.stdin:
-        from experiments.trial import run_trials  # torch, for a worker that has something to do
+        from experiments.trial import run_trials  # loads torch, once there is a job
 
         task = json.loads(text)
         files = [Path(run["file"]) for run in task["runs"]]
@@ -28,7 +28,7 @@ def main() -> int:
                 append(files.pop(0), line)
                 answer = {key: value for key, value in line.items() if key not in ("curve", "recipe")}
                 print(json.dumps(answer), file=answers, flush=True)
-        except Exception as error:  # whatever it was, the next job may fare better
+        except Exception as error:  # of any kind: the next job may succeed
             traceback.print_exc()
             for _ in files:
                 fault = {"fault": f"{type(error).__name__}: {error}".splitlines()[0]}

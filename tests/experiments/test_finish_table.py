@@ -2,20 +2,21 @@
 
 import pytest
 import torch
-from fabricated import line
+from fabricated import line as fabricated_line
 
 from experiments import trial
-from experiments.figures import Book
+from experiments.estimates import Book
 from experiments.finish import enough
 from experiments.plots import draw_all
 from experiments.render import render
 from experiments.tables import finishes, pick_scale, recipe_of, rows_of
 from experiments.trial import run_trial, run_trials
 from experiments.work import all_runs, jobs_of, pick_tables
-from isthmus.config import parse_recipe
+from isthmus.config import dump_recipe, parse_recipe
 from isthmus.errors import ConfigError
 
 SCALE = pick_scale("10m")
+SMALL = ["replicas.edge.count=2"]  # instead of 8
 
 
 def lines_of(row, fulls, pipelined=None, at=None):
@@ -28,7 +29,7 @@ def lines_of(row, fulls, pipelined=None, at=None):
         if at:
             curve.insert(1, [begins, *at, at[1]])
         closed = pipe + 0.5 if recipe.finish.rounds else None
-        lines.append(line(SCALE, row, seed, full, pipe, pipe, curve=curve, loss_closed=closed))
+        lines.append(fabricated_line(SCALE, row, seed, full, pipe, pipe, curve=curve, loss_closed=closed))
     return lines
 
 
@@ -101,9 +102,8 @@ def test_runs_that_finish_are_trained_with_the_run_that_does_not():
 
 def test_what_is_shared_is_trained_once_and_gives_what_separate_runs_give():
     scale = pick_scale("toy")
-    settings = ["data.eval_every=1", "outer.rounds=3", "inner.warmup_steps=1"]
-    base = recipe_of(rows_of(scale)["pp-8"], scale, 0, "builtin:sample", scale.lr)
-    text = run_trial("pp-8", "toy", base, "cpu", "here")["recipe"]
+    settings = [*SMALL, "data.eval_every=1", "outer.rounds=3", "inner.warmup_steps=1"]
+    text = dump_recipe(recipe_of(rows_of(scale)["pp-8"], scale, 0, "builtin:sample", scale.lr))
     wanted = [("none", parse_recipe(text, settings))]
     for how, n in (("open", 1), ("open", 2), ("full", 2)):
         finish = [f"finish.rounds={n}", f"finish.how={how}"]
@@ -126,15 +126,17 @@ def test_what_is_shared_is_trained_once_and_gives_what_separate_runs_give():
     assert all(line["loss_closed"] != line["loss_pipelined"] for line in together)
 
 
-def test_a_run_tells_the_losses_where_finishing_begins_however_rarely_it_is_scored():
+def test_a_line_has_the_losses_where_finishing_begins_however_rarely_it_is_scored():
     scale = pick_scale("toy")
     recipe = recipe_of(rows_of(scale)["pp-8-open-1"], scale, 0, "builtin:sample", scale.lr)
     assert recipe.finish.rounds == 1
-    told = run_trial("pp-8-open-1", "toy", recipe, "cpu", "here")
-    assert [point[0] for point in told["curve"]] == [0, 1, 2]
-    rare = parse_recipe(told["recipe"], ["data.eval_every=50", "outer.rounds=4", "replicas.edge.wire=fp32"])
-    told = run_trial("pp-8-open-1", "toy", rare, "cpu", "here")
-    assert [point[0] for point in told["curve"]] == [0, 3, 4]
-    (_, full, pipelined, _), (_, last_full, last_pipelined, _) = told["curve"][1:]
+    often = parse_recipe(dump_recipe(recipe), SMALL)
+    line = run_trial("pp-8-open-1", "toy", often, "cpu", "here")
+    assert [point[0] for point in line["curve"]] == [0, 1, 2]
+    settings = [*SMALL, "data.eval_every=50", "outer.rounds=4", "replicas.edge.wire=fp32"]
+    rare = parse_recipe(dump_recipe(recipe), settings)
+    line = run_trial("pp-8-open-1", "toy", rare, "cpu", "here")
+    assert [point[0] for point in line["curve"]] == [0, 3, 4]
+    (_, full, pipelined, _), (_, last_full, last_pipelined, _) = line["curve"][1:]
     assert full != pipelined
     assert last_full == last_pipelined

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fabricated import line
 
-from experiments.figures import Book
+from experiments.estimates import Book
 from experiments.lines import append, read
 from experiments.render import render, write_page
 from experiments.tables import SCALES, pick_scale

@@ -115,7 +115,7 @@ def test_a_limit_of_time_begins_nothing_that_would_pass_it(tmp_path, capfd):
     assert main(["reproduce", "4", *TOY, "--minutes", "0", "--results", str(tmp_path)]) == 0
     out, err = capfd.readouterr()
     assert "0 runs finished, 9 left" in out
-    assert "the same command goes on" in err
+    assert "the same command continues" in err
 
 
 def test_a_dry_run_lists_what_is_missing_and_its_time(tmp_path, capsys):

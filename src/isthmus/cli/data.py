@@ -21,7 +21,7 @@ examples:
   isthmus data prepare --hf allenai/c4:en --split train --limit-bytes 200_000_000 --to corpus/
       streamed from the Hugging Face hub (pip install 'isthmus[hf]')
 
-inputs: .txt  .jsonl  .parquet, and .txt/.jsonl/.json with .gz or .zst behind it (.json.gz means JSON lines).
+inputs: .txt  .jsonl  .parquet, and .txt/.jsonl/.json compressed as .gz or .zst (.json.gz means JSON lines).
   A line or a row is one document, its text in the field --text-field. A .txt is one document; a long one is
   cut at blank lines about every 32,000 characters, or where it says <|endoftext|>.
 
@@ -49,11 +49,11 @@ def register(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help="a text file, or a folder of them")
     parser.add_argument("--to", required=True, metavar="DIR", type=Path, help="folder of the new corpus")
-    words = parser.add_mutually_exclusive_group()
-    words.add_argument(
+    vocabulary = parser.add_mutually_exclusive_group()
+    vocabulary.add_argument(
         "--vocab", type=int, metavar="N", help="train a byte-level BPE of N tokens (default 8192)"
     )
-    words.add_argument(
+    vocabulary.add_argument(
         "--tokenizer", type=Path, metavar="FILE", help="use this tokenizer.json instead of training one"
     )
     parser.add_argument(

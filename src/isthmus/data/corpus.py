@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -135,8 +135,9 @@ def map_split(folder: Path, name: str, manifest: Manifest) -> TokenView:
     return TokenView(name, arrays)
 
 
+@cache
 def open_builtin() -> Corpus:
-    """The sample that comes with Isthmus, encoded in memory, which takes half a second."""
+    """The sample that comes with Isthmus, encoded in memory once per process, which takes half a second."""
     from isthmus.data.readers import find_files
     from isthmus.data.tokenizer import Encoder
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from obstore.store import LocalStore, from_url
-
 from isthmus.errors import ConfigError
 from isthmus.files import sync_folder
 from isthmus.store.retry import StoreRefused
@@ -55,6 +53,8 @@ def connect(root: str, folder: Path | None) -> Any:
     Credentials are checked first, because obstore would go on to ask the cloud's metadata service: the user
     states whose credentials are used.
     """
+    from obstore.store import LocalStore, from_url  # a machine without obstore reads run directories
+
     if folder:
         return LocalStore(folder)
     scheme = root.partition(":")[0]

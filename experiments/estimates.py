@@ -1,4 +1,4 @@
-"""Numbers from lines: which runs a row has, their means and standard errors, and how two rows compare.
+"""Estimates from lines: the runs of a row, their means and standard errors, and how two rows compare.
 
 Standard library only.
 """
@@ -14,7 +14,7 @@ from experiments.tables import Row, Scale, recipe_of, rows_of, rung
 from isthmus.errors import ConfigError
 
 VIEWS = ("full", "pipelined", "mixed")
-# Student's t, two-sided 95 %, by degrees of freedom: three seeds say less than two standard errors suggest.
+# Student's t, two-sided 95 %, by degrees of freedom: two standard errors are too few for three seeds.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
@@ -85,8 +85,8 @@ class Book:
         return Estimate.of(list(self.losses(name, view).values()))
 
     def gap(self, name: str, view: str, against: str | None = None) -> Estimate | None:
-        """Percent of the other's loss that this row is above it, pairing runs of one seed: they share data
-        and first weights, so most of the noise of a seed goes."""
+        """How far this row's loss is above the other's, in percent of it. Runs of one seed are paired: they
+        share data and first weights, which removes most of a seed's noise."""
         other = against or self.row(name).against
         if not other or other == name:
             return None
@@ -105,7 +105,7 @@ class Book:
         return [(x, statistics.mean(ys)) for x, ys in sorted(points.items()) if len(ys) == len(lines)]
 
     def verdict(self, name: str, other: str, view: str) -> str:
-        """How one row's loss lies to another's, in words that claim no more than the seeds bear out."""
+        """How one row's loss compares with another's, in words that claim only what the seeds show."""
         gap = self.gap(name, view, other)
         if gap is None:
             return "not compared yet"
