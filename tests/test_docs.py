@@ -119,11 +119,12 @@ def test_the_code_refers_to_sections_of_the_method_by_their_headings():
             assert rest.startswith(", "), f"{path}: name the heading of docs/method.md"
 
 
-def test_every_function_that_the_method_links_is_in_that_file():
-    linked = [(label.strip("`"), target) for label, target in links(METHOD) if label.startswith("`")]
+@pytest.mark.parametrize("page", [METHOD, ALSO[0]], ids=lambda page: page.name)
+def test_every_function_that_a_page_links_is_in_that_file(page):
+    linked = [(label.strip("`"), target) for label, target in links(page) if label.startswith("`")]
     assert len(linked) > 30
     for label, target in linked:
-        names = names_in((METHOD.parent / target).resolve())
+        names = names_in((page.parent / target).resolve())
         assert set(label.split(".")) <= names, f"{label} in {target}"
 
 
