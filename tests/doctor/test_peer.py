@@ -178,7 +178,15 @@ def test_a_second_machine_is_told_to_come_later_and_a_silent_one_keeps_nobody_wa
         assert said(port, ASKING, b"enough") == [WAIT]
 
 
-def test_a_link_that_cannot_be_made_is_one_line_and_says_which_ports():
+@pytest.mark.parametrize(
+    ("python", "words", "cure"),
+    [
+        (sys.executable, "answers, but the stage link to it fails", "TCP ports"),
+        ("/bin/false", "ended without a word", "import torch"),
+    ],
+)
+def test_a_link_that_cannot_be_made_is_one_line_and_says_what_to_do(python, words, cure, monkeypatch):
+    monkeypatch.setattr(sys, "executable", python)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
@@ -190,9 +198,9 @@ def test_a_link_that_cannot_be_made_is_one_line_and_says_which_ports():
         threading.Thread(target=answer, daemon=True).start()
         (check,), rate = check_peer("127.0.0.1", server.getsockname()[1], 0.1, quiet)
     assert rate is None
-    assert "answers, but the stage link to it fails" in check.words
+    assert words in check.words
     assert "\n" not in check.words
-    assert "TCP ports" in check.cure
+    assert cure in check.cure
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,9 @@ def _stage_link(role: str, host: str, seconds: float) -> Iterator[subprocess.Pop
 
 
 def _line(child: subprocess.Popen[str]) -> dict[str, Any]:
-    """The next thing that the process says; a fault where it ends without a word."""
+    """The next thing that the process says; nothing where it ends without a word."""
     assert child.stdout is not None
-    try:
-        return json.loads(child.stdout.readline())
-    except ValueError:
-        return {"fault": "its process ended; is torch installed?"}
+    return json.loads(child.stdout.readline() or "{}")
 
 
 # The side that asks
@@ -144,6 +141,8 @@ def _measure(host: str, port: int, seconds: float, there: str) -> tuple[LinkRate
             ahead = clock / 1e6 - (began + time.time()) / 2
             if letter == WAIT:
                 return _ask(link, where, seconds), ahead
+            if letter != BUSY:
+                raise ValueError("another protocol")
         except ValueError:
             raise PeerFault(f"{where} talks another protocol than isthmus doctor", there) from None
         except TimeoutError:
@@ -151,8 +150,6 @@ def _measure(host: str, port: int, seconds: float, there: str) -> tuple[LinkRate
         except OSError:
             words = f"{where} hung up: it does not talk isthmus doctor's protocol, or the link broke"
             raise PeerFault(words, there) from None
-    if letter != BUSY:
-        raise PeerFault(f"{where} talks another protocol than isthmus doctor", there)
     raise PeerFault(f"{where} is measuring with another machine", "try again in a minute")
 
 
@@ -168,6 +165,9 @@ def _ask(link: socket.socket, where: str, seconds: float) -> LinkRate:
         with suppress(BrokenPipeError):  # it ended; what it said before tells why
             print(port, file=child.stdin, flush=True)
         found = _line(child)
+    if not found:
+        words = f"this machine's end of the stage link to {where} ended without a word"
+        raise PeerFault(words, "see whether torch can be loaded here: python -c 'import torch'")
     if "fault" in found:
         raise PeerFault(
             f"{where} answers, but the stage link to it fails: {found['fault']}",
@@ -269,8 +269,11 @@ class Listener:
         address = link.getsockname()[0].removeprefix("::ffff:")  # IPv4 on a socket for both
         with _stage_link("serve", address, seconds) as child:
             first = self._hear(child, link)
-            if "fault" in first:
-                self._tell(f"cannot measure with {who}: {first['fault']}", "lost")
+            if "port" not in first:
+                why = first.get(
+                    "fault", "the process with this end of the link did not start; is torch installed?"
+                )
+                self._tell(f"cannot measure with {who}: {why}", "lost")
                 _write_header(link, FAILED)
                 return
             _write_header(link, LINK, first["port"])
