@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fabricated import line as fabricated_line
+from result_lines import line as fabricated_line
 
 from experiments import trial
 from experiments.estimates import Book

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from fabricated import line
+from result_lines import line
 
 from experiments.lines import append, read, tuned_lrs
 from experiments.tables import pick_scale

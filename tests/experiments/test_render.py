@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from fabricated import line
+from result_lines import line
 
 from experiments.estimates import Book
 from experiments.lines import append, read
