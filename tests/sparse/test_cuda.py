@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from isthmus import gpu
 from isthmus.layout.chunks import KINDS
-from isthmus.outer import aggregate, aggregate_many, feed_back_many
+from isthmus.outer import PlainCodec, aggregate, aggregate_many, codec_for, feed_back_many
 from isthmus.sparse import TopK, pack_many, unpack_many
 
 pytestmark = [
@@ -27,18 +28,23 @@ def tensors(device: str = "cuda", scale: float = 1.0) -> dict[str, torch.Tensor]
     return {name: tensor.to(device) for name, tensor in dense.items()}
 
 
+def codecs(keep: int, kind: str) -> tuple[PlainCodec, PlainCodec]:
+    """The plain form and, where Triton is installed, the kernels."""
+    return PlainCodec(64, keep, kind, "cuda"), codec_for("cuda", 64, keep, kind)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keep", [32, 1500, 4096])
 @pytest.mark.parametrize("scale", [1.0, 1e-37, 1e30])
 def test_bytes_decode_to_the_same_bits(kind, keep, scale):
-    codec = TopK(keep=keep, values=kind)
-    sent = codec.encode_many(tensors(scale=scale))
-    data = pack_many(sent)
-    here, there = unpack_many(data), unpack_many(data, "cuda")
-    for name in SHAPES:
-        assert torch.equal(codec.decode(here[name]), codec.decode(there[name]).cpu())
-        assert torch.equal(codec.decode(sent[name]), codec.decode(there[name]))
-    assert pack_many(here) == pack_many(there) == data
+    for codec in codecs(keep, kind):
+        sent = codec.encode_many(tensors(scale=scale))
+        data = codec.pack_many(sent)
+        here, there = unpack_many(data), codec.unpack_many(data)
+        for name in SHAPES:
+            assert torch.equal(codec.decode(here[name]), codec.decode(there[name]).cpu())
+            assert torch.equal(codec.decode(sent[name]), codec.decode(there[name]))
+        assert pack_many(here) == codec.pack_many(there) == data
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp64"])
@@ -57,14 +63,24 @@ def test_the_same_entries_are_selected(kind):
 @pytest.mark.parametrize("kind", ["2bit", "fp32"])
 @pytest.mark.parametrize("scale", [1.0, 1e-38])  # subnormal values, too
 def test_means_agree_to_the_last_bit(how, clip, kind, scale):
-    codec = TopK(keep=500, values=kind)
-    data = [pack_many(codec.encode_many(tensors(scale=scale * (m + 1)))) for m in range(7)]
-    here = aggregate_many([unpack_many(one) for one in data], how, clip)
-    there = aggregate_many([unpack_many(one, "cuda") for one in data], how, clip)
-    for name in SHAPES:
-        assert torch.equal(here[name], there[name].cpu())
+    for keep in (100, 500):  # kernels take up to 128 entries of a chunk
+        for codec in codecs(keep, kind):
+            data = codec.pack_all([codec.encode_many(tensors(scale=scale * (m + 1))) for m in range(7)])
+            here = aggregate_many([unpack_many(one) for one in data], how, clip)
+            there = codec.mean(codec.unpack_all(data), how, clip)
+            anchor = tensors()
+            wanted = {name: tensor.cpu().sub_(here[name] * 0.7) for name, tensor in anchor.items()}
+            codec.step(anchor, codec.unpack_all(data), 0.7, how, clip)
+            for name in SHAPES:
+                assert torch.equal(here[name], there[name].cpu())
+                assert torch.equal(anchor[name].cpu(), wanted[name])
     dense = [codec.decode(unpack_many(one)["wq"]) for one in data]
     assert torch.equal(aggregate(dense, how, clip), aggregate([x.cuda() for x in dense], how, clip).cpu())
+
+
+def test_kernels_are_chosen_where_they_can_run():
+    assert type(codec_for("cpu")) is PlainCodec
+    assert (type(codec_for("cuda")) is not PlainCodec) == gpu.usable(torch.device("cuda"))
 
 
 def test_feedback_on_a_gpu_loses_nothing():

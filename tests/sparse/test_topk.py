@@ -31,8 +31,8 @@ AWKWARD = [
 
 def slow_chunks(dense: torch.Tensor, side: int) -> list[list[tuple[int, float]]]:
     """Every chunk as (flat position or -1, value), by loops."""
-    place = layout(tuple(dense.shape), side, keep=0)
-    flat = dense.reshape(place.rows, place.cols)
+    grid = layout(tuple(dense.shape), side, keep=0)
+    flat = dense.reshape(grid.rows, grid.cols)
 
     def starts(count: int, whole: int, size: int) -> list[tuple[int, int]]:
         found, at = [], 0
@@ -43,14 +43,14 @@ def slow_chunks(dense: torch.Tensor, side: int) -> list[list[tuple[int, float]]]
         return found
 
     chunks = []
-    for top, tall in starts(place.down, place.whole_down, place.height):
-        for left, wide in starts(place.across, place.whole_across, place.width):
+    for top, tall in starts(grid.down, grid.whole_down, grid.height):
+        for left, broad in starts(grid.across, grid.whole_across, grid.width):
             chunk = []
-            for r in range(place.height):
-                for c in range(place.width):
-                    real = r < tall and c < wide
+            for r in range(grid.height):
+                for c in range(grid.width):
+                    real = r < tall and c < broad
                     row, col = top + r, left + c
-                    chunk.append((row * place.cols + col, flat[row, col].item()) if real else (-1, 0.0))
+                    chunk.append((row * grid.cols + col, flat[row, col].item()) if real else (-1, 0.0))
             chunks.append(chunk)
     return chunks
 
@@ -62,8 +62,8 @@ def test_chunks_are_a_permutation_that_a_loop_agrees_with(shape, side):
     chunks = to_chunks(dense, side)
     slow = slow_chunks(dense, side)
     assert chunks.tolist() == [[value for _, value in chunk] for chunk in slow]
-    places = sorted(place for chunk in slow for place, _ in chunk if place >= 0)
-    assert places == list(range(dense.numel()))
+    positions = sorted(position for chunk in slow for position, _ in chunk if position >= 0)
+    assert positions == list(range(dense.numel()))
     assert torch.equal(from_chunks(chunks, dense.shape, side), dense)
 
 
@@ -129,18 +129,18 @@ def test_the_largest_of_each_chunk_are_kept_and_padding_never_is(shape, keep):
     dense = torch.randn(shape, dtype=torch.float64)
     codec = TopK(keep=keep, values="fp64")
     payload = codec.encode(dense)
-    place = payload.layout
-    assert not in_padding(payload.index, place).any()
+    grid = payload.layout
+    assert not in_padding(payload.index, grid).any()
     assert (payload.index[:, 1:] > payload.index[:, :-1]).all()
     decoded = codec.decode(payload)
     assert torch.equal(decoded[decoded != 0], dense[decoded != 0])
-    assert (decoded != 0).sum() == place.chunks * place.kept
+    assert (decoded != 0).sum() == grid.chunks * grid.kept
     if keep == 4096:
         assert torch.equal(decoded, dense)
     else:
         expected = torch.zeros(dense.numel(), dtype=torch.float64)
         for chunk in slow_chunks(dense, 64):
-            for at, value in sorted(chunk, key=lambda entry: -abs(entry[1]))[: place.kept]:
+            for at, value in sorted(chunk, key=lambda entry: -abs(entry[1]))[: grid.kept]:
                 expected[at] = value
         assert torch.equal(decoded.flatten(), expected)
 

@@ -39,13 +39,13 @@ def assert_same(one: SparseChunks, other: SparseChunks) -> None:
 
 def assert_sound(payload: SparseChunks) -> None:
     """All that a payload promises."""
-    place = payload.layout
-    assert payload.values.shape == payload.index.shape == (place.chunks, place.kept)
+    layout = payload.layout
+    assert payload.values.shape == payload.index.shape == (layout.chunks, layout.kept)
     assert payload.index.dtype == torch.int16
     assert payload.values.isfinite().all()
     assert (payload.index[:, 1:] > payload.index[:, :-1]).all()
-    assert ((payload.index >= 0) & (payload.index < place.entries)).all()
-    assert not in_padding(payload.index, place).any()
+    assert ((payload.index >= 0) & (payload.index < layout.entries)).all()
+    assert not in_padding(payload.index, layout).any()
     again = unpack(pack(payload))
     assert torch.equal(again.index, payload.index)
     assert torch.equal(again.values, payload.values)

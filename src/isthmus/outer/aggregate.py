@@ -13,16 +13,16 @@ from torch import Tensor
 
 from isthmus.layout.chunks import Layout
 from isthmus.sparse.bundle import Bundle, Shapes, SparseChunks, arrange, owners
-from isthmus.sparse.topk import add_at, flat_positions, origins
+from isthmus.sparse.topk import add_at, decode, flat_positions, origins
 
 Item = Tensor | SparseChunks
 
 
 class RunningMean:
-    """The mean of payloads of a whole model, one accumulator (and one count) whatever the number of replicas.
+    """The mean of the payloads of a whole model, in one accumulator and one count for all replicas.
 
     "contributors" divides each coordinate's sum by the number of replicas that sent it, "all" by the number
-    of replicas, as eq. 2 has it. A zero carries nothing and does not count as sent, in a payload or densely.
+    of replicas, as in eq. 2. A zero does not count as sent, in a payload or in a dense tensor.
     """
 
     def __init__(self, how: str = "contributors") -> None:
@@ -70,7 +70,7 @@ class RunningMean:
         self.num_added += 1
 
     def _add_group(self, index: Tensor, values: Tensor, layout: Layout, origin: Tensor, skip: Tensor) -> None:
-        """Add a group's chunks, which start at `origin` and whose rows are `skip` entries apart."""
+        """Add a group's chunks (C, J): each starts at `origin`, with `skip` entries between its rows."""
         position = flat_positions(index, layout.width, origin, skip[:, None])
         add_at(self.total, position, values)
         if self.count is not None:
@@ -124,8 +124,8 @@ def aggregate_many(
 ) -> dict[str, Tensor]:
     """`aggregate` for every parameter of a model; the tensors returned are views of one buffer.
 
-    `replicas` may be a generator, and then no more than one replica's payloads are held at a time; clipping
-    has to see all of them first.
+    `replicas` may be a generator; then one replica's payloads are in memory at a time, unless clipping has to
+    see all of them first.
     """
     return add_all(RunningMean(how), replicas, clip).result()
 
@@ -153,26 +153,16 @@ def _aggregate_dense(items: list[Item], how: str, factors: Tensor | None) -> Ten
     """The same with dense tensors among the items."""
     if how not in ("contributors", "all"):
         raise ValueError(f"aggregation is {how!r}; it is 'contributors' or 'all'")
-    tensors = [item.values if isinstance(item, SparseChunks) else item for item in items]
-    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    total = torch.zeros(items[0].shape, dtype=dtype, device=tensors[0].device)
+    dense = [decode(item) if isinstance(item, SparseChunks) else item.detach() for item in items]
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in dense) else torch.float32
+    total = torch.zeros(dense[0].shape, dtype=dtype, device=dense[0].device)
     count = torch.zeros_like(total, dtype=torch.int16) if how == "contributors" else None
-    for i, item in enumerate(items):
-        factor = None if factors is None else factors[i, 0]
-        if isinstance(item, SparseChunks):
-            layout = item.layout
-            position = flat_positions(
-                item.index, layout.width, origins(layout, total.device), layout.cols - layout.width
-            )
-            values = _scaled(item.values, factor)
-            add_at(total.view(-1), position, values)
-            if count is not None:
-                add_at(count.view(-1), position, values != 0)
-        else:
-            values = _scaled(item.detach(), factor)
-            total.add_(values)
-            if count is not None:
-                count.add_(values != 0)
+    for i, values in enumerate(dense):
+        if factors is not None:
+            values = values * factors[i, 0].to(values.dtype)
+        total.add_(values)
+        if count is not None:
+            count.add_(values != 0)
     _divide(total, count, len(items))
     return total
 
@@ -182,10 +172,6 @@ def _divide(total: Tensor, count: Tensor | None, number: int) -> None:
         total.view(-1).div_(torch.full((1,), number, dtype=total.dtype, device=total.device))
     else:
         total.div_(count.clamp_(min=1))
-
-
-def _scaled(values: Tensor, factor: Tensor | None) -> Tensor:
-    return values if factor is None else values * factor.to(values.dtype)
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from isthmus.runlog.facts import Facts
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one replica brings to one outer round: its packed shards, by their place in `traffic.shards`.
+    """What one replica brings to one outer round: its packed shards, by their index in `traffic.shards`.
 
     A process holds those it needs: the whole update, or what concerns its stage.
     """

@@ -33,8 +33,7 @@ class FusedCodec(PlainCodec):
         decay: float,
         scale: float = 1.0,
     ) -> list[Bundle]:
-        """All replicas in one go. If a value is refused (ValueError), the feedback holds beta e + Delta less
-        what was taken out."""
+        """All replicas at once. If an entry is refused (ValueError), the feedback is already overwritten."""
         shapes = {name: tuple(tensor.shape) for name, tensor in anchor.items() if name in params[0]}
         layouts, groups, _ = arrange(tuple(shapes.items()), self.side, self.keep)
         rows, odd = len(params), []
@@ -49,7 +48,7 @@ class FusedCodec(PlainCodec):
             if (
                 self.values != "fp64"
                 and all(map(launch.fits, group_layouts))
-                and launch.plain_fp32([tensor for some in tensors for tensor in some])
+                and launch.contiguous_fp32([tensor for some in tensors for tensor in some])
             ):
                 done[i], flag = launch.feed_back(*tensors, group_layouts, decay, scale, self.values)
                 odd.append(flag)
@@ -91,7 +90,7 @@ class FusedCodec(PlainCodec):
             if (
                 all(bundle.key == bundles[0].key for bundle in bundles)
                 and all(map(launch.fits, layouts.values()))
-                and launch.plain_fp32([*(anchor[name] for name in bundles[0]), *values])
+                and launch.contiguous_fp32([*(anchor[name] for name in bundles[0]), *values])
             ):
                 for i, names in enumerate(groups):
                     tensors, own = [anchor[name] for name in names], [layouts[name] for name in names]
@@ -113,7 +112,7 @@ class FusedMean(RunningMean):
     @torch.no_grad()
     def step(self, anchor: Mapping[str, Tensor], step_size: float) -> None:
         tensors = [anchor[name] for name in self.shapes]
-        if self.num_added and launch.plain_fp32([self.total, *tensors]):
+        if self.num_added and launch.contiguous_fp32([self.total, *tensors]):
             launch.apply(tensors, self.total, self.count, self.num_added, step_size)
         else:
             super().step(anchor, step_size)

@@ -47,7 +47,7 @@ class Group(NamedTuple):
 
     @staticmethod
     def join(groups: Sequence["Group"]) -> "Group":
-        """Several replicas' groups, one after the other; `row` takes one out again."""
+        """Groups of the same chunks, one after the other; `row` takes one out again."""
         if len(groups) == 1:
             return groups[0]
         scales = [group.scale for group in groups if group.scale is not None]
@@ -187,15 +187,7 @@ def _check(name: str, payload: SparseChunks, layout: Layout) -> None:
 
 def _group(payloads: Sequence[SparseChunks]) -> Group:
     """The payloads of a group's tensors, one after the other."""
-
-    def joined(parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    scales = [payload.scale for payload in payloads if payload.scale is not None]
-    bases = [payload.base for payload in payloads if payload.base is not None]
-    return Group(
-        joined([payload.index for payload in payloads]),
-        joined([payload.values for payload in payloads]),
-        joined(scales) if scales else None,
-        torch.stack(bases) if bases else None,
-    )
+    return Group.join([
+        Group(own.index, own.values, own.scale, None if own.base is None else own.base.view(1))
+        for own in payloads
+    ])  # fmt: skip

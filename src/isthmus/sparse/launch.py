@@ -35,7 +35,7 @@ def fits(layout: Layout) -> bool:
     )  # fmt: skip
 
 
-def plain_fp32(tensors: Sequence[Tensor]) -> bool:
+def contiguous_fp32(tensors: Sequence[Tensor]) -> bool:
     """Whether kernels can read these tensors as arrays of fp32."""
     return all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
 
@@ -74,9 +74,9 @@ def feed_back(
     scale: float,
     kind: str,
 ) -> tuple[Group, Tensor]:
-    """e <- decay e + scale (anchor - params) in place; what is sent of it, which is taken out of it.
+    """e <- decay e + scale (anchor - params); select what is sent; e <- e - what is sent. All in place.
 
-    Gives the group's payload and a flag that is not zero where an entry is not finite.
+    Returns the group's payload and a flag that is not zero where an entry is not finite.
     """
     device, layout, keep = params[0].device, layouts[0], layouts[0].kept
     owner, origin, cols = _chunk_table(tuple(layouts), device)

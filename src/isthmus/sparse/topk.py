@@ -106,6 +106,13 @@ def add_payload(dense: Tensor, payload: SparseChunks, sign: int = 1) -> None:
     add_at(dense.view(-1), position, payload.values if sign > 0 else -payload.values)
 
 
+def decode(payload: SparseChunks) -> Tensor:
+    """The tensor that a payload stands for, zero where nothing was kept."""
+    dense = payload.values.new_zeros(payload.shape)
+    add_payload(dense, payload)
+    return dense
+
+
 def largest(magnitude: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of each row of (C, P), in descending order, and where; NaN counts as largest.
 
@@ -140,7 +147,7 @@ class TopK:
         self.side, self.keep, self.values = side, keep, values
 
     def __repr__(self) -> str:
-        return f"TopK(side={self.side}, keep={self.keep}, values={self.values!r})"
+        return f"{type(self).__name__}(side={self.side}, keep={self.keep}, values={self.values!r})"
 
     def encode(self, dense: Tensor) -> SparseChunks:
         """The payload of one tensor; ValueError if an entry is not finite."""
@@ -148,9 +155,7 @@ class TopK:
 
     def decode(self, payload: SparseChunks) -> Tensor:
         """The tensor that a payload stands for, zero where nothing was kept."""
-        dense = payload.values.new_zeros(payload.shape)
-        add_payload(dense, payload)
-        return dense
+        return decode(payload)
 
     @torch.no_grad()
     def encode_many(self, dense: Mapping[str, Tensor]) -> Bundle:
@@ -189,7 +194,7 @@ class TopK:
 
 
 def refuse_not_finite(dense: Mapping[str, Tensor]) -> None:
-    """Name the tensor of which nothing could be encoded."""
+    """Raise a ValueError that names the tensor with an entry that is not finite, if there is one."""
     name = next((name for name, tensor in dense.items() if not tensor.isfinite().all()), None)
     if name is None:
         return
@@ -197,7 +202,7 @@ def refuse_not_finite(dense: Mapping[str, Tensor]) -> None:
 
 
 def as_sent(values: Tensor, kind: str) -> Tensor:
-    """Round to the kind on the wire; what its range cannot hold is sent as its largest and stays feedback."""
+    """Round to the kind on the wire. A value out of range is sent as the largest; the rest is feedback."""
     if kind == "fp64":
         return values.double()
     if kind == "bf16":
