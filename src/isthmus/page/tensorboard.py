@@ -1,5 +1,6 @@
 """Rounds as a TensorBoard event file, written with tensorboardX."""
 
+import os
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -31,7 +32,7 @@ class EventWriter:
         self.event, self.summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.file = EventsWriter(str(folder / "events"), ".isthmus")  # writes at once, without a thread
+            self.file = EventsWriter(str(folder / "events"), f".{os.getpid()}.isthmus")
         except OSError as error:
             raise ConfigError(f"cannot write TensorBoard files to {folder}: {error.strerror}") from None
         self.done = -1  # the newest round that was written
