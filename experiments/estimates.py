@@ -66,7 +66,7 @@ class Book:
 
     def row(self, name: str) -> Row:
         if name not in self.rows:
-            raise ConfigError(f'there is no row "{name}"; there is {", ".join(self.rows)}')
+            raise ConfigError(f'there is no row "{name}"; there are {", ".join(self.rows)}')
         return self.rows[name]
 
     def finished(self, name: str) -> list[Line]:
@@ -78,7 +78,7 @@ class Book:
 
     def losses(self, name: str, view: str) -> dict[int, float]:
         if view not in VIEWS:
-            raise ConfigError(f'there is no loss "{view}"; there is {", ".join(VIEWS)}')
+            raise ConfigError(f'there is no loss "{view}"; there are {", ".join(VIEWS)}')
         return {line["seed"]: line[f"loss_{view}"] for line in self.finished(name)}
 
     def loss(self, name: str, view: str) -> Estimate | None:

@@ -77,10 +77,10 @@ def enough(book: Book, ratio: str, percent: float, how: str) -> str:
     compressed one of the run that never opened."""
     if ratio not in book.scale.finished():
         there = ", ".join(book.scale.finished())
-        raise ConfigError(f"no run with k/d = {ratio} is finished; there is {there}")
+        raise ConfigError(f"no run with k/d = {ratio} is finished; there are {there}")
     tried = {n: finish_name(ratio, how, n) for one, n in finishes(book.scale) if one == how}
     if not tried:
-        raise ConfigError(f'there is no way to finish "{how}"; there is open, full')
+        raise ConfigError(f'there is no way to finish "{how}"; there are open, full')
     names = {0: rung("pp", ratio), **tried}
     prices = {n: price(book, name, ratio) for n, name in sorted(names.items())}
     if not all(prices.values()):

@@ -88,7 +88,7 @@ def _figure(name: str, drawn: Sequence[str]) -> str:
 def table_of(name: str, book: Book) -> str:
     tables = tables_of(book.scale)
     if name not in tables:
-        raise ConfigError(f'there is no table "{name}"; there is {", ".join(tables)}')
+        raise ConfigError(f'there is no table "{name}"; there are {", ".join(tables)}')
     shown = tables[name].shown
     paper = any(entry.paper for entry in shown)
     gaps = any(book.row(entry.row).against not in ("", entry.row) for entry in shown)

@@ -83,7 +83,7 @@ def pick_tables(names: Sequence[str], scale: Scale) -> list[Table]:
         return list(tables.values())
     for name in names:
         if name not in tables:
-            raise ConfigError(f'there is no table "{name}"; there is {", ".join(tables)}, all')
+            raise ConfigError(f'there is no table "{name}"; there are {", ".join(tables)}, all')
     return [table for table in tables.values() if table.name in names]
 
 

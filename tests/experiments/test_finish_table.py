@@ -75,9 +75,9 @@ def test_enough_is_the_fewest_rounds_that_keep_the_bound():
     assert enough(book, "1/8", -50, "open") == "more than the 20 rounds that were tried"
     assert enough(book, "1/64", 2, "open") == "not run"
     assert enough(book, "1/8", 2, "full") == "not run"
-    with pytest.raises(ConfigError, match="there is 1/8, 1/64"):
+    with pytest.raises(ConfigError, match="there are 1/8, 1/64"):
         enough(book, "1/3", 2, "open")
-    with pytest.raises(ConfigError, match="there is open, full"):
+    with pytest.raises(ConfigError, match="there are open, full"):
         enough(book, "1/8", 2, "ajar")
 
 
