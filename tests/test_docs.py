@@ -19,10 +19,13 @@ from isthmus.runlog import Row
 
 ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
-METHOD, OPERATE, PROTOCOL = (ROOT / "docs" / f"{name}.md" for name in ("method", "operate", "protocol"))
-ALSO = [ROOT / "docs" / f"{name}.md" for name in ("architecture", "plan", "use", "watch")]
+DOCS = ROOT / "docs"
+METHOD, OPERATE, PROTOCOL = DOCS / "method.md", DOCS / "operate.md", DOCS / "protocol.md"
+ARCHITECTURE, PLAN, USE, WATCH = (DOCS / f"{name}.md" for name in ("architecture", "plan", "use", "watch"))
 PAGES = pytest.mark.parametrize(
-    "page", [README, CONTRIBUTING, METHOD, OPERATE, PROTOCOL, *ALSO], ids=lambda page: page.name
+    "page",
+    [README, CONTRIBUTING, ARCHITECTURE, METHOD, OPERATE, PROTOCOL, PLAN, USE, WATCH],
+    ids=lambda page: page.name,
 )
 OURS = ("src/", "tests/", "docs/", "recipes/", "bench/", "experiments/")
 
@@ -103,7 +106,7 @@ def test_every_page_and_heading_that_the_code_refers_to_exists():
     for path in sources("src", "tests", "experiments", "bench"):
         prose = re.sub(r"\s+(?:# )?", " ", text(path))  # a reference may be wrapped
         for name, rest in re.findall(r"docs/([\w-]+)\.md(, [A-Z].{,80})?", prose):
-            page = ROOT / "docs" / f"{name}.md"
+            page = DOCS / f"{name}.md"
             assert page.exists(), f"{path}: docs/{name}.md"
             if rest:
                 found += 1
@@ -119,7 +122,7 @@ def test_the_code_refers_to_sections_of_the_method_by_their_headings():
             assert rest.startswith(", "), f"{path}: name the heading of docs/method.md"
 
 
-@pytest.mark.parametrize("page", [METHOD, ALSO[0]], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [METHOD, ARCHITECTURE], ids=lambda page: page.name)
 def test_every_function_that_a_page_links_is_in_that_file(page):
     linked = [(label.strip("`"), target) for label, target in links(page) if label.startswith("`")]
     assert len(linked) > 30
