@@ -63,10 +63,10 @@ def test_a_replica_that_is_killed_is_seen_to_go_and_to_return(page, tmp_path, tr
     assert "edge is back" in words or "edge sends heartbeats again" in words
     page.until(f"{ROUND} > {before + 2}")
     # The others went on; what the round did without it is in the grid, in words.
-    told = page.value(
+    found = page.value(
         "[...document.querySelectorAll('[role=gridcell]')].map(c => c.getAttribute('aria-label'))"
     )
-    assert any("edge: contributed" in label for label in told)
+    assert any("edge: contributed" in label for label in found)
     train.send_signal(signal.SIGINT)
     page.until("document.getElementById('status').textContent === 'interrupted'")
     page.until("document.getElementById('heard').textContent.startsWith('the run has ended')")

@@ -120,15 +120,15 @@ def test_rows_of_a_real_run_pass_unchanged(run):
 def test_a_hostile_folder_gives_a_state_that_is_json_and_holds_nothing_from_outside(tmp_path):
     source = RunSource(hostile(tmp_path / "run"))
     state = StateBuilder().build(source.look())
-    told = json.dumps(state, allow_nan=False)
-    assert SECRET not in told
+    text = json.dumps(state, allow_nan=False)
+    assert SECRET not in text
     assert any("leads out of the folder" in problem for problem in state["problems"])
     assert any("not rows of a run" in problem for problem in state["problems"])
     assert [line["points"] for line in state["charts"][0]["series"] if line["name"] == "full"] == [
         [[2000, 4.5], [3000, 4.25]]
     ]
     assert state["run"]["status"] == MARKUP
-    assert len(told) < 100_000
+    assert len(text) < 100_000
 
 
 @pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl", "about.json"])

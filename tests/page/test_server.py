@@ -116,7 +116,7 @@ def test_another_sites_name_for_this_machine_is_not_served(server):
         assert ask(server, "/state", Host=name)[0].status == 200
 
 
-def test_it_listens_on_loopback_and_warns_where_it_is_told_to_do_otherwise(run):
+def test_it_listens_on_loopback_and_warns_on_other_addresses(run):
     for host, warned in (("127.0.0.1", False), ("0.0.0.0", True)):
         process = watch(run.path, "--port", "0", "--host", host)
         try:

@@ -22,12 +22,12 @@ from isthmus.runlog.words import size, summary
 from isthmus.store.objects import open_store
 
 
-def told(run):
+def state_of(run):
     return StateBuilder().build(open_source(str(run.path)).look())
 
 
 def test_the_page_agrees_with_the_run_in_words_figures_and_colours(run):
-    state = told(run)
+    state = state_of(run)
     assert state["summary"] == summary(run)
     assert state["sums"] == totals(run.rows())
     assert [kind["colour"] for kind in state["kinds"]] == [1, 2]
@@ -36,7 +36,7 @@ def test_the_page_agrees_with_the_run_in_words_figures_and_colours(run):
 
 
 def test_the_tile_between_replicas_says_what_the_sentence_says(tmp_path):
-    state = told(make_run(tmp_path / "run", recipe(), 20))
+    state = state_of(make_run(tmp_path / "run", recipe(), 20))
     (tile,) = [tile for tile in state["tiles"] if tile["name"] == "Between replicas"]
     assert any(f"Between replicas {tile['value']} crossed" in sentence for sentence in state["summary"])
     assert state["traffic"][1]["title"].startswith(f"Between replicas: {tile['value']}, and ")
@@ -48,7 +48,7 @@ def test_the_bars_name_control_where_they_hold_it(run, tmp_path):
     rows = [row | {"bytes": row.bytes | {"control": 5_000_000}} for row in run.rows()]
     fleet.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sums = totals(fleet.rows())
-    stages, replicas = told(fleet)["traffic"]
+    stages, replicas = state_of(fleet)["traffic"]
     control = sums["bytes"]["control"]
     updates = size(sums["link_bytes"]["replicas"] - control)
     assert replicas["title"] == f"Between replicas: {updates}, and {size(control)} of control"
@@ -57,12 +57,12 @@ def test_the_bars_name_control_where_they_hold_it(run, tmp_path):
 
 
 def test_a_run_without_control_does_not_mention_it(run):
-    _, replicas = told(run)["traffic"]
+    _, replicas = state_of(run)["traffic"]
     assert "control" not in replicas["title"].lower() + replicas["note"].lower()
 
 
 def test_curves_hold_every_forward_and_every_kind(run):
-    forwards, kinds, gap, norm = told(run)["charts"]
+    forwards, kinds, gap, norm = state_of(run)["charts"]
     assert [line["name"] for line in forwards["series"]] == ["mixed", "full", "pipelined", "training"]
     assert [y for _, y in forwards["series"][1]["points"]] == pytest.approx(
         [row["loss_full"] for row in run.rows()], rel=1e-5
@@ -101,7 +101,7 @@ def test_rows_from_before_the_bias_was_measured_still_make_a_page(run):
 
 
 def test_the_bias_gauge_has_every_boundary_with_its_first_and_last_value(run):
-    (kind,) = told(run)["bias"]["kinds"]
+    (kind,) = state_of(run)["bias"]["kinds"]
     first, last = run.rows()[0]["bias"]["edge"], run.rows()[-1]["bias"]["edge"]
     assert kind["gauges"] == [{"boundary": 0, "now": last["outside"][0], "first": first["outside"][0]}]
     assert kind["drift"] == last["drift"]
@@ -138,7 +138,7 @@ def beat(state, unix, incarnation="aa", pid=7):
     return SeenHeartbeat(said, unix)
 
 
-def test_a_replica_that_goes_and_comes_back_is_told():
+def test_a_replica_that_goes_and_comes_back_is_reported():
     clock = 1000.0
     builder = StateBuilder(lambda: clock)
 
@@ -266,9 +266,9 @@ def test_a_bucket_in_s3_is_read_alike_and_nothing_is_written_to_it(settled, tmp_
         for path in sorted(bucket.rglob("*.json")):
             store.put(str(path.relative_to(bucket)), path.read_bytes())
         far, near = open_source("s3://runs/small"), open_source(str(bucket))
-        told = [StateBuilder(lambda: 0.0).build(source.look(30.0)) for source in (far, near)]
+        states = [StateBuilder(lambda: 0.0).build(source.look(30.0)) for source in (far, near)]
         for key in ("sums", "last", "rounds", "charts", "now"):
-            assert told[0][key] == told[1][key]
+            assert states[0][key] == states[1][key]
         asked = far.reader.ledger.store.requests
         assert asked["get"] > 0
         assert asked["put"] == asked["create"] == asked["delete"] == 0

@@ -145,9 +145,9 @@ class Page:
         self.until("document.documentElement?.dataset.ready === 'yes'", seconds)
 
     def value(self, expression: str) -> Any:
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, told["exceptionDetails"]
-        return told["result"].get("value")
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     def until(self, expression: str, seconds: float = 120.0) -> Any:
         """The expression's value, once it is true."""
