@@ -4,9 +4,9 @@
 
 Four machines in a row, as network namespaces, with rate-limited cables between neighbours, and on each one
 stage whose compute is a fixed wait: nothing else is simulated. Isthmus' stages run `PipelinedReplica` over
-`comm.stages`; torch's run `PipelineStage` with `Schedule1F1B` and `ScheduleGPipe` over gloo, in the same
-processes, on the same cables, with activations of the same size. r is the time of a micro-batch on a link,
-one way and headers included, over its time t on a stage, forward and backward.
+links between processes; torch's run `PipelineStage` with `Schedule1F1B` and `ScheduleGPipe` over gloo, in the
+same processes, on the same cables, with activations of the same size. r is the time of a micro-batch on a
+link, one way and headers included, over its time t on a stage, forward and backward.
 
     ceiling    m / (m + (S-1)(1 + 2(r + latency/t))), which no flush with whole backwards beats
     isthmus    m t / the median inner step, once the depths are chosen from measured times
@@ -128,8 +128,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "stock": args.stock,
                 "steps": args.steps,
             }
-            for told in results(network, names, job, Path(folder)):
-                point = {"r": ratio, "latency_ms": args.latency_ms, "mbps": mbps} | told
+            for result in results(network, names, job, Path(folder)):
+                point = {"r": ratio, "latency_ms": args.latency_ms, "mbps": mbps} | result
                 points.append(judged(point, args.stages, t))
                 say(points[-1])
     return points
@@ -160,8 +160,8 @@ def judged(point: dict[str, Any], num_stages: int, t: float) -> dict[str, Any]:
     used = {name: m * t / seconds for name, seconds in point["step_seconds"].items()}
     shares = {name: value / ceiling for name, value in used.items()}
     off = {name: s / point["step_seconds"][name] for name, s in point["predicted_seconds"].items()}
-    told = {"ceiling": ceiling, "utilisation": used, "share_of_ceiling": shares}
-    return point | told | {"predicted_over_measured": off}
+    judgement = {"ceiling": ceiling, "utilisation": used, "share_of_ceiling": shares}
+    return point | judgement | {"predicted_over_measured": off}
 
 
 def shortcomings(point: dict[str, Any]) -> list[str]:
@@ -271,12 +271,12 @@ def isthmus(job: dict[str, Any], m: int, port: int, backward: str) -> dict[str, 
             time.sleep(FORWARD * t)
             part = self.frames()[0][0]
             out = z_in if z_in is not None else torch.ones(part.shape, dtype=part.dtype)
-            self.held[micro_batch] = (None, out)
+            self.activations[micro_batch] = (None, out)
             return out.double().mean() / m if self.last else out
 
         def backward(self, micro_batch: int, grad: torch.Tensor | None = None, seconds: float = back):
             time.sleep(seconds)
-            _, out = self.held.pop(micro_batch)
+            _, out = self.activations.pop(micro_batch)
             return None if self.first else out if grad is None else grad
 
         def backward_input(self, micro_batch: int, grad: torch.Tensor | None = None):
@@ -288,7 +288,7 @@ def isthmus(job: dict[str, Any], m: int, port: int, backward: str) -> dict[str, 
         def squared_norm(self) -> float:
             return 0.0
 
-        def step(self, squared_norm: float) -> None:
+        def step(self, squared_norm: float, inner_step: int) -> None:
             pass
 
     class Tokens:
@@ -296,9 +296,9 @@ def isthmus(job: dict[str, Any], m: int, port: int, backward: str) -> dict[str, 
             return torch.zeros(recipe.inner.batch, recipe.model.context + 1, dtype=torch.long)
 
     recipe = recipe_of(job["num_stages"], m, backward, job["mbps"], job["latency_ms"])
-    member, place = recipe.fleet()[0], {"replica": "edge", "stage": job["stage"]}
-    store, address = open_store(**place, master=f"{job['master']}:{port}", session=f"{m} {backward}")
-    links = connect(**place, num_stages=job["num_stages"], store=store, address=address)
+    member, stage = recipe.fleet()[0], {"replica": "edge", "stage": job["stage"]}
+    store, address = open_store(**stage, master=f"{job['master']}:{port}", session=f"{m} {backward}")
+    links = connect(**stage, num_stages=job["num_stages"], store=store, address=address)
     tokens = Tokens() if job["stage"] == 0 else None
     replica = PipelinedReplica(recipe, member, [Waiting(recipe, member, job["stage"])], [links], tokens)
     seconds = []
@@ -325,8 +325,8 @@ class Stock:
         import torch.distributed as dist
 
         self.job = job
-        place = {"rank": job["stage"], "world_size": job["num_stages"]}
-        dist.init_process_group("gloo", init_method=f"tcp://{job['master']}:29500", **place)
+        rank = {"rank": job["stage"], "world_size": job["num_stages"]}
+        dist.init_process_group("gloo", init_method=f"tcp://{job['master']}:29500", **rank)
 
     def seconds(self, name: str, m: int) -> float:
         import torch

@@ -1,4 +1,4 @@
-"""The exchange inside one process: nothing travels, everything is counted as if it did."""
+"""The exchange inside one process: payloads stay here and are counted as if they travelled."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from isthmus.outer.exchange import Contribution
 
 
 class LocalExchange:
-    """An Exchange among replicas of one process; counts each shard once up, and down once for each machine
+    """An Exchange among replicas of one process. It counts each shard once up, and once down for each machine
     that reads it."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -27,7 +27,7 @@ class LocalExchange:
                 sizes = [len(shard) for shard in contribution.shards.values()]
                 self.sent[contribution.replica]["payload_up"] += sum(sizes)
                 for name, readers in self.readers.items():
-                    mine = name == contribution.replica  # held already by the machine that sent it
+                    mine = name == contribution.replica  # one of its machines has it already
                     self.sent[name]["payload_down"] += sum(
                         size * (count - mine) for size, count in zip(sizes, readers, strict=True)
                     )

@@ -11,24 +11,26 @@ from isthmus.config import Member, Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.data.tokens import Batches
 from isthmus.errors import RunError
+from isthmus.layout.learning_rate import learning_rate
 from isthmus.layout.stages import EMBEDDING
 from isthmus.layout.traffic import shards
-from isthmus.model.inner import learning_rate
 from isthmus.model.llama import forward, init_params, token_losses
 from isthmus.outer import outer_method
 from isthmus.outer.exchange import Contribution
+from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.planner.memory import SimulatorPlan
+from isthmus.replica.base import precision_dtypes
 from isthmus.replica.evaluate import Scorer
-from isthmus.replica.stack import Stack
+from isthmus.replica.stack import Losses, Stack
+from isthmus.runlog.row import Scores
 from isthmus.subspace import grassmann_step
 from isthmus.subspace.boundaries import BasisSet, boundary_functions
 
-Progress = Callable[[int], None]  # told the inner steps done in this round
+Progress = Callable[[int], None]  # called with the inner steps done in this round
 
 
 class SimulatedFleet:
-    """Every replica of a recipe in this process. The loop drives it as it would drive one replica of a real
-    fleet: train a round, hand over contributions, apply what the exchange returns, evaluate."""
+    """Every replica of a recipe in this process: a Fleet, which the loop of outer rounds drives."""
 
     def __init__(
         self,
@@ -40,18 +42,17 @@ class SimulatedFleet:
         compiled: bool,
         first: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`first` is theta^(0); without it, the one that the recipe's seed draws."""
+        """`first` is theta^(0); without it, the recipe's seed draws one."""
         self.recipe, self.device, self.plan = recipe, device, plan
         if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)  # kernels, graphs and events go to the current one
+            torch.cuda.set_device(device)  # kernels, graphs and events use the current device
         self.members = recipe.fleet()
-        self.wide = torch.float64 if precision == "fp64" else torch.float32
-        self.dtype = torch.bfloat16 if precision == "bf16" else self.wide
+        master_dtype, self.dtype = precision_dtypes(precision)
         self.batches = Batches(
             corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context
         )
-        self.bases = BasisSet(recipe, device, self.wide)
-        # What is recorded keeps its memory, so only one stack is, and where half of what is free is left.
+        self.bases = BasisSet(recipe, device, master_dtype)
+        # Recorded work keeps its memory: only a single stack is recorded, and only in half of what is free.
         self.recorded = (
             compiled
             and gpu.usable(device)
@@ -60,7 +61,7 @@ class SimulatedFleet:
         )
         self.scorer = Scorer(recipe, corpus, self.bases, device, self.dtype, self.recorded)
         self.anchor = {
-            name: tensor.to(device, self.wide)
+            name: tensor.to(device, master_dtype)
             for name, tensor in (first or init_params(recipe.model, recipe.seed)).items()
         }
         # Without adaptation (Table 5a) T_perp stays at its first value, whatever the embedding does.
@@ -68,7 +69,7 @@ class SimulatedFleet:
         self.table = table
         self.shared = recipe.outer.method == "adamw"
         self.outer = None if self.shared else outer_method(recipe.outer, self.anchor)
-        forwards: dict | None = {} if compiled else None
+        forwards: dict[tuple, Losses] | None = {} if compiled else None
         self.stacks = [
             Stack(
                 recipe,
@@ -91,31 +92,33 @@ class SimulatedFleet:
             for stack in self.stacks:
                 stack.move("cpu")
         self.shards = shards(recipe)
-        self.reader = ThreadPoolExecutor(max_workers=1)  # reads ahead; starts no thread until asked
+        self.reader = ThreadPoolExecutor(max_workers=1)  # reads ahead; its thread starts with the first task
         self.ahead: dict[tuple[int, int], Future[Tensor]] = {}
+        self.losses = self.norms = torch.zeros(0)  # of the last round, (H, M); of its last inner step, (M,)
 
-    def train_round(self, round_index: int, progress: Progress) -> tuple[Tensor, Tensor, list[Contribution]]:
-        """H inner steps of every replica; losses (H, M), the last gradient norms (M,), and the
-        contributions."""
-        losses, norms, contributions = [], [], []
+    def train_round(self, round_index: int, progress: Progress) -> list[Contribution]:
+        """H inner steps of every replica, then their contributions."""
+        losses: list[Tensor] = []
+        norms: list[Tensor] = []
+        contributions: list[Contribution] = []
         self.bases.begin_round(round_index + 1)
         steps = self.recipe.outer.inner_steps
         for turn, stack in enumerate(self.stacks):
             if self.plan.parked:
                 stack.move(self.device)
             stack.begin_round(self.anchor)
-            taken, pace = [], gpu.Pace(self.device)
+            taken, step_norms, pace = [], torch.zeros(1), gpu.Pace(self.device)
             for h in range(steps):
                 step_losses, step_norms = stack.inner_step(self._tokens(stack, round_index * steps + h))
                 taken.append(step_losses)
-                if self.device.type == "cpu":  # elsewhere looking would make the host wait
+                if self.device.type == "cpu":  # on a GPU this check would make the host wait
                     self._check_finite(step_losses[None], stack.members, round_index, h)
                 pace.launched()
                 progress((turn * steps + h + 1) // len(self.stacks))
-            stack.opt.zero_grad()  # nobody needs them while the round ends and others have their turn
+            stack.zero_grad()  # frees memory for the end of the round and for the other stacks
             try:
-                contributions += self._contribute(stack) if self.outer else []
-            finally:  # a GPU is asked for losses only now; one that is not finite is the cause of the rest
+                contributions += self._contribute(stack, self.outer) if self.outer else []
+            finally:  # a GPU's losses are checked only now: one that is not finite explains what else fails
                 losses.append(torch.stack(taken).cpu())  # (H, R)
                 self._check_finite(losses[-1], stack.members, round_index, 0)
             norms.append(step_norms.detach().cpu().double().expand(len(stack.members)))
@@ -125,7 +128,7 @@ class SimulatedFleet:
         return contributions
 
     def _tokens(self, stack: Stack, inner_step: int) -> Tensor:
-        """(R, B, L + 1) on the device. For a GPU the next step's are read while this one's are used."""
+        """(R, B, L + 1) on the device. For a GPU, the next step's tokens are read while this step runs."""
         if self.device.type != "cuda":
             return self._read(stack, inner_step)
         ready = self.ahead.pop((id(stack), inner_step), None)
@@ -138,43 +141,40 @@ class SimulatedFleet:
         tokens = self.batches.stacked(inner_step)[first : first + len(stack.members)]
         return tokens.pin_memory() if self.device.type == "cuda" else tokens.long()
 
-    def _contribute(self, stack: Stack) -> list[Contribution]:
+    def _contribute(self, stack: Stack, outer: SparseLoCo) -> list[Contribution]:
         """Every replica's payload, packed shard by shard, as it would leave its machines."""
-        # A GPU encodes the stack at once; elsewhere one after the other, which holds one payload at a time.
-        places = range(len(stack.members))
-        if self.device.type == "cuda" and self.outer.codec.keep < self.outer.codec.side**2:
-            return self._contribute_some(stack, places)
-        return [contribution for i in places for contribution in self._contribute_some(stack, [i])]
-
-    def _contribute_some(self, stack: Stack, places: Sequence[int]) -> list[Contribution]:
-        names = ", ".join(stack.members[i].name for i in places)
-        try:
-            sent = self.outer.contribute_all(
-                [stack.sent_from(i, self.anchor) for i in places],
-                [stack.row(stack.feedback, i) for i in places],
-            )
-        except ValueError as error:
-            raise RunError(f"replica {names}: {error}") from error
-        packed = [
-            self.outer.codec.pack_all([bundle.part(shard) for bundle in sent]) for shard in self.shards
-        ]  # [shard][replica]
-        return [
-            Contribution(stack.members[i].name, {s: shard[r] for s, shard in enumerate(packed)})
-            for r, i in enumerate(places)
-        ]
+        # A GPU encodes the stack at once. A CPU encodes one replica after the other, to keep memory low.
+        at_once = self.device.type == "cuda" and outer.codec.keep < outer.codec.side**2
+        rows = range(len(stack.members))
+        contributions: list[Contribution] = []
+        for some in [rows] if at_once else [[i] for i in rows]:
+            members = [stack.members[i] for i in some]
+            try:
+                sent = outer.contribute_all(
+                    [stack.sent_from(i, self.anchor) for i in some],
+                    [stack.row(stack.feedback, i) for i in some],
+                )
+            except ValueError as error:
+                raise RunError(f"replica {', '.join(m.name for m in members)}: {error}") from error
+            # [shard][replica]
+            packed = [outer.codec.pack_all([bundle.part(shard) for bundle in sent]) for shard in self.shards]
+            contributions += [
+                Contribution(member.name, {s: shard[r] for s, shard in enumerate(packed)})
+                for r, member in enumerate(members)
+            ]
+        return contributions
 
     def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
         """Decode what the exchange returned and take the anchor to theta^(t)."""
         if self.outer:
-            # Shard by shard, as the machines of a pipelined replica would: each sums what it holds.
+            # Shard by shard, as the machines of a pipelined replica do: each sums its own.
             for i in range(len(self.shards)):
                 packed = [one.shards[i] for one in contributions]
                 self.outer.apply(self.outer.codec.unpack_all(packed))
         self._turn_basis(round_number * self.recipe.outer.inner_steps - 1)
 
     def _turn_basis(self, inner_step: int) -> None:
-        """Table 5c: after every `grassmann_every` inner steps, turn each U toward the activation
-        gradients."""
+        """Table 5c: every `grassmann_every` inner steps, turn each U toward the activation gradients."""
         every = self.recipe.subspace.grassmann_every
         if not every or (inner_step + 1) % every or self.bases.opening:  # a boundary that opens keeps its U
             return
@@ -210,7 +210,7 @@ class SimulatedFleet:
         flat = grad.flatten(0, -2).double()  # (B L, D)
         return flat.mT @ flat
 
-    def evaluate(self) -> dict[str, float | dict[str, float] | None]:
+    def evaluate(self) -> Scores:
         """The three held-out losses at the anchor."""
         return self.scorer.score(self.anchor, self.table)
 

@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 def random_basis(width: int, dim: int, seed: int) -> Tensor:
-    """U (D, K) with orthonormal columns, drawn from the seed: the same on every machine, no bytes spent
-    (sec. 2.2).
+    """U (D, K) with orthonormal columns, drawn from the seed: the same on every machine without sending it
+    (sec. 2.2 of arXiv 2601.02360).
 
-    Drawn and factorised in float64 on the CPU, so that every device rounds the same matrix.
+    It is drawn and factorised in float64 on the CPU, so that every device rounds the same matrix.
     """
     if not 1 <= dim <= width:
         raise ValueError(f"subspace of {dim} dimensions in a width of {width}; 1 to {width} fit")
@@ -24,8 +24,8 @@ def project(x: Tensor, basis: Tensor) -> Tensor:
 
 
 def grassmann_step(basis: Tensor, covariance: Tensor, lr: float) -> Tensor:
-    """Turn U toward the span of the activation gradients: one Riemannian step on ||G - G U U^T||^2 (Table
-    5c).
+    """Turn U toward the span of the activation gradients (Table 5c): one Riemannian step on
+    ||G - G U U^T||^2.
 
     covariance = sum of g^T g (D, D). The tangent direction is 2 (I - U U^T) C U, retracted by QR.
     """

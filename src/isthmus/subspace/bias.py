@@ -1,4 +1,4 @@
-"""The bias gauge: how much of the stream a compressed boundary drops, and how far the embedding leaves S."""
+"""The bias of compression: how much of the stream a boundary drops, how far the embedding leaves S."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ Measure = Callable[[Tensor, Tensor], Tensor]  # (stream, tokens) -> a share, sti
 def outside(basis: Tensor, table: Tensor) -> Measure:
     """||r - r U U^T||^2 / ||r||^2 of r = x - T_perp[tokens]: the share of energy that the boundary drops.
 
-    `table` is the whole TE, as the boundary has it; T_perp is taken of the rows that are looked up.
+    `table` is the whole TE, as the boundary has it; only the rows that are looked up are split.
     """
 
     def share(x: Tensor, tokens: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def outside(basis: Tensor, table: Tensor) -> Measure:
 
 
 def watched(function: BoundaryFunction, measure: Measure, shares: list[Tensor]) -> BoundaryFunction:
-    """The same boundary function, which notes what it dropped."""
+    """The same boundary function; it also appends what it dropped to `shares`."""
 
     def send(x: Tensor, tokens: Tensor) -> Tensor:
         shares.append(measure(x, tokens))
@@ -43,7 +43,7 @@ def drift(table: Tensor, frozen: Tensor, basis: Tensor) -> Tensor:
     of arXiv 2601.02360 fold it into T_perp. `frozen` is the table that the round began with, on any
     device.
 
-    A piece at a time: a vocabulary is large, and this must not be what a device runs out of memory for.
+    It takes ROWS rows at a time: the device must not run out of memory for this.
     """
     moved = whole = torch.zeros((), dtype=torch.float64, device=basis.device)
     for now, before in zip(table.split(ROWS), frozen.split(ROWS), strict=True):
@@ -58,4 +58,5 @@ def _energy(x: Tensor) -> Tensor:
 
 
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:
-    return part / whole.clamp(min=torch.finfo(torch.float64).tiny)  # of nothing, none
+    # An empty stream has no dropped energy.
+    return part / whole.clamp(min=torch.finfo(torch.float64).tiny)

@@ -1,4 +1,4 @@
-"""Which rows of a stack cross a stage boundary after which layer, and what the crossing does to them."""
+"""The stage boundaries of replicas: after which layer, for which rows of a stack, and what they do."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from isthmus.model.llama import BoundaryFunction
 from isthmus.subspace import OpenBoundary, OpeningBoundary, SubspaceBoundary, random_basis
 from isthmus.subspace.wire import LocalLink
 
-Key = tuple  # tells two crossings apart: where, how many dimensions, which wire, which U, how open
+Key = tuple  # equal for boundaries that do the same: the wire, the U, whether they open
 
 
 def derived_seed(seed: int, *path: str | int) -> int:
@@ -42,7 +42,7 @@ class BasisSet:
         self.share = torch.zeros((), device=device, dtype=dtype)  # its a
 
     def begin_round(self, round_number: int) -> bool:
-        """True where crossings built before cross otherwise now. Once open, only the value of a changes."""
+        """True where boundaries must be built anew. Once they open, only the value of a changes."""
         share, before = self.recipe.opening(round_number), self.opening
         self.opening = share is not None
         self.share.fill_(share or 0.0)
@@ -73,8 +73,8 @@ class BasisSet:
 def boundary_functions(
     recipe: Recipe, members: Sequence[Member], bases: BasisSet, table: Tensor, rows_each: int = 1
 ) -> dict[int, list[tuple[slice, BoundaryFunction]]]:
-    """For each edge (layers before it), the rows of the leading axis that cross there; neighbours that
-    cross alike cross together. `rows_each` is the number of rows that each member has."""
+    """For each edge (layers before it), the boundaries there and their rows of the leading axis; neighbours
+    with the same boundary share it. `rows_each` is the number of rows that each member has."""
     at: dict[int, list[tuple[slice, Key, Member, int]]] = {}
     for i, member in enumerate(members):
         rows = slice(i * rows_each, (i + 1) * rows_each)
@@ -124,7 +124,7 @@ def write_projection(weight: Tensor, basis: Tensor) -> Tensor:
 def projected(
     recipe: Recipe, member: Member, bases: BasisSet, params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The matrices among these that a replica keeps in S (Table 5b), there."""
+    """The matrices among these that a replica keeps in S (Table 5b), projected onto S."""
     if not recipe.subspace.weight_projection:
         return {}
     return {
@@ -141,8 +141,9 @@ def as_sent(
     params: Mapping[str, Tensor],
     anchor: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """What a replica's pseudo-gradient is taken from: a replica that projects started its round from P W, so
-    what the projection took from W was not learnt and is put back. Sent, it would come again every round."""
+    """What a replica's pseudo-gradient is taken from. A replica that projects started its round from P W.
+    The part of W that the projection removed was not learnt, so it is put back: otherwise it would be sent in
+    every round."""
     start = projected(recipe, member, bases, anchor)
     return {
         name: params[name] + (anchor[name] - start[name]) if name in start else p

@@ -21,9 +21,8 @@ class SubspaceBoundary:
     Both maps are affine, so plain autograd on each side of the wire already sends back grad @ U.
 
     Any table that differs from T_perp only inside S gives the same result: the difference is subtracted
-    before the projection and added after it. The engines hand in the whole TE of the anchor, which leaves
-    smaller numbers
-    for bf16 to carry (and spares a second table).
+    before the projection and added after it. Replicas use the whole TE of the anchor: bf16 then carries
+    smaller numbers, and no second table is needed.
     """
 
     def __init__(self, basis: Tensor, t_perp: Tensor) -> None:
@@ -41,10 +40,10 @@ class SubspaceBoundary:
 
 
 class OpeningBoundary(OpenBoundary):
-    """A boundary in a finishing round: x_hat = T + (P + a (I - P)) (x - T), from a = 0, which is the subspace
-    boundary, to a = 1, which is none (docs/method.md, Finishing rounds).
+    """A boundary in a finishing round: x_hat = T + (P + a (I - P)) (x - T). At a = 0 it is the subspace
+    boundary, at a = 1 it changes nothing (docs/method.md, Finishing rounds).
 
-    What lies outside S needs the whole stream on the wire. The sender blends, so that what crosses is x_hat.
+    The part outside S needs the whole stream on the wire. The sender blends and sends x_hat.
     """
 
     def __init__(self, basis: Tensor, t_perp: Tensor, share: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a stage link does to numbers: it rounds them to the wire's type, both ways."""
+"""What a stage link does to numbers: it rounds them to the wire's type in both directions."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ WIRE_TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float
 
 
 class LocalLink:
-    """A stage link inside one process: nothing travels, everything is rounded as if it did."""
+    """A stage link inside one process: it rounds as a real link does."""
 
     def __init__(self, wire: str) -> None:
         self.dtype = WIRE_TYPES[wire]
 
     def carry(self, z: Tensor) -> Tensor:
-        # A wire wider than the stream changes nothing.
+        # A wire of higher precision than the stream changes nothing.
         return as_on_wire(z, self.dtype) if self.dtype.itemsize < z.dtype.itemsize else z
