@@ -1,6 +1,6 @@
 """The Recipe tree: TOML in, frozen and checked dataclasses out.
 
-May import no other package; standard library only.
+May import nothing else; standard library only.
 """
 
 from isthmus.config.checks import nearest

@@ -9,6 +9,7 @@ library only.
 
 import ipaddress
 import json
+import os
 import re
 import select
 import socket
@@ -163,7 +164,7 @@ def _ask(link: socket.socket, where: str, seconds: float) -> LinkRate:
             raise PeerFault(words, "see what `isthmus doctor --listen` says there")
         assert child.stdin is not None
         with suppress(BrokenPipeError):  # it ended; what it said before tells why
-            print(port, file=child.stdin, flush=True)
+            os.write(child.stdin.fileno(), f"{port}\n".encode())
         found = _line(child)
     if not found:
         words = f"this machine's end of the stage link to {where} ended without a word"
