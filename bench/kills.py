@@ -94,7 +94,7 @@ class Process:
     pid: int
     role: str
     replica: str
-    name: str  # of the place it holds: its successor has the same
+    name: str  # what it is; the process that replaces it has the same name
 
 
 def processes(folder: Path) -> Iterator[Process]:

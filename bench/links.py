@@ -6,7 +6,9 @@
 Needs root and iproute2: the two stages are on two machines, which are network namespaces, joined by a veth
 pair with a token bucket. Every line of the table is a run of its own, by `isthmus init` and two times
 `isthmus join`; the bucket is a folder. The link time is that of one direction, as both go at once. Other work
-on this computer makes the short steps longer and the ratios smaller.
+on this computer makes the short steps longer and the ratios smaller. Exit status 1 where a step is shorter
+than its link time (something went around the cable), or where k/d = 1/8 makes a step at 20 Mb/s or less not
+even four times as short.
 
 The prediction is `isthmus plan`'s, by its event simulation, links at their stated rate, headers not counted.
 It needs the rate of the machines (tflops): the operations of an inner step over the seconds that the stages
@@ -72,7 +74,7 @@ BUSY = 0.95
 
 @dataclass
 class Measured:
-    """One run: what its processes told with their commits."""
+    """One run: what its processes reported with their commits."""
 
     step_seconds: float  # an inner step in the faster of the rounds
     stage_seconds: list[float]  # of them, what each stage computed
@@ -110,15 +112,15 @@ def measure(text: str, mbps: float, seconds: float = 300.0) -> Measured:
 def calibrate(args: argparse.Namespace) -> float:
     """The training rate of one machine, in TFLOP/s: see above."""
     text = recipe_text(args, mbps=1e5, ratio=args.ratios[-1])
-    told = measure(text, 0.0)
-    rate = rate_of(parse_recipe(text), told)
-    stages = ", ".join(f"{each:.3f}" for each in told.stage_seconds)
-    say(f"without a rate: {told.step_seconds:.3f} s a step, stages compute {stages} s: {rate:.4f} TFLOP/s")
+    run = measure(text, 0.0)
+    rate = rate_of(parse_recipe(text), run)
+    stages = ", ".join(f"{each:.3f}" for each in run.stage_seconds)
+    say(f"without a rate: {run.step_seconds:.3f} s a step, stages compute {stages} s: {rate:.4f} TFLOP/s")
     return rate
 
 
-def rate_of(recipe: Recipe, told: Measured) -> float:
-    return step_flops(recipe) / sum(told.stage_seconds) / 1e12
+def rate_of(recipe: Recipe, measured: Measured) -> float:
+    return step_flops(recipe) / sum(measured.stage_seconds) / 1e12
 
 
 def recipe_text(
@@ -149,8 +151,8 @@ def by_ratio(args: argparse.Namespace, tflops: float) -> list[dict[str, Any]]:
         for ratio in args.ratios:
             text = recipe_text(args, mbps=mbps, ratio=ratio)
             recipe = parse_recipe(text)
-            told = measure(text, mbps)
-            (before,), (kind,) = predict(recipe, tflops).kinds, predict(recipe, rate_of(recipe, told)).kinds
+            run = measure(text, mbps)
+            (before,), (kind,) = predict(recipe, tflops).kinds, predict(recipe, rate_of(recipe, run)).kinds
             rows.append(
                 {
                     "mbps": mbps,
@@ -160,10 +162,23 @@ def by_ratio(args: argparse.Namespace, tflops: float) -> list[dict[str, Any]]:
                     "predicted_seconds": kind.step.seconds,
                     "predicted_bytes": sum(kind.bytes[purpose] for purpose in PURPOSES),
                 }
-                | asdict(told)
+                | asdict(run)
             )
-            say(f"{mbps:g} Mb/s, k/d {ratio}: {told.step_seconds:.3f} s, {kind.step.seconds:.3f} predicted")
+            say(f"{mbps:g} Mb/s, k/d {ratio}: {run.step_seconds:.3f} s, {kind.step.seconds:.3f} predicted")
     return rows
+
+
+def shortcomings(rows: list[dict[str, Any]]) -> list[str]:
+    open_seconds = {row["mbps"]: row["step_seconds"] for row in rows if row["ratio"] == "none"}
+    found = []
+    for row in rows:
+        where = f"{row['mbps']:g} Mb/s, k/d {row['ratio']}"
+        if row["step_seconds"] < row["link_seconds"]:
+            found.append(f"{where}: a step took less than its link time")
+        shorter = open_seconds.get(row["mbps"], float("inf")) / row["step_seconds"]
+        if row["ratio"] == "1/8" and row["mbps"] <= 20 and shorter < 4:
+            found.append(f"{where}: a step is {shorter:.1f} times as short, which should be at least 4")
+    return found
 
 
 def by_ratio_table(rows: list[dict[str, Any]]) -> str:
@@ -264,7 +279,10 @@ def main() -> int:
         print(json.dumps({"tflops": tflops, "rows": rows}, indent=2))
     else:
         print((by_auto_table if args.auto else by_ratio_table)(rows))
-    return 0
+    short = [] if args.auto else shortcomings(rows)
+    for line in short:
+        say(f"links: {line}")
+    return 1 if short else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The twin: `simulate` and `train` of one recipe and seed are the same run, and its bytes are those
 predicted.
 
-One real run per recipe serves all its tests: starting thirteen processes is most of the time they take.
+One real run per recipe serves all its tests: starting its processes is most of the time they take.
 """
 
 import re
@@ -30,12 +30,12 @@ RUN = recipe_text(
     model={"width": 64, "ffn": 96, "context": 32},
     inner={"lr": 4e-3, "warmup_steps": 4},
     outer={"inner_steps": 4, "rounds": ROUNDS, "keep": 64, "values": "fp32"},
-    bucket={"anchor_every": 2, "deadline_seconds": 600},
+    bucket={"anchor_every": 2, "deadline_seconds": 3600},
 )
 EDGE = pipelined("edge", stages=2, compression="1/8", wire="fp32")
 FAR = pipelined("far", stages=4, compression="1/4", wire="fp32")
 SMALL = replicas("rack") + EDGE
-FLEET = replicas("rack", count=2) + EDGE + FAR
+FLEET = SMALL + FAR
 FP64 = ["inner.precision=fp64", "outer.values=fp64", "replicas.edge.wire=fp64", "replicas.far.wire=fp64"]
 AS_SHIPPED = ["outer.values=2bit", "replicas.edge.wire=bf16"]
 PROJECTED = ["subspace.weight_projection=true"]  # Table 5b: what is sent begins at P W
@@ -76,9 +76,9 @@ def ledger_of(run_dir: Path) -> Ledger:
     return Ledger(store, read_run(store))
 
 
-def run_both(folder: Path, settings: list[str], fleet: str = FLEET) -> Twins:
+def run_both(folder: Path, settings: list[str], fleet: str = SMALL) -> Twins:
     recipe = parse_recipe(RUN + fleet, settings)
-    everybody = f"bucket.quorum={recipe.num_replicas}"  # however late: this machine may be busy
+    everybody = f"bucket.quorum={recipe.num_replicas}"  # also on a machine that is busy
     recipe = parse_recipe(RUN + fleet, [*settings, everybody])
     twins = Twins(recipe, folder / "real")
     plain_apply = SimulatedFleet.apply
@@ -103,31 +103,26 @@ def run_both(folder: Path, settings: list[str], fleet: str = FLEET) -> Twins:
 
 
 @pytest.fixture(scope="module")
-def fp32(tmp_path_factory: pytest.TempPathFactory) -> Twins:
-    return run_both(tmp_path_factory.mktemp("fp32"), [])
-
-
-@pytest.fixture(scope="module")
 def fp64(tmp_path_factory: pytest.TempPathFactory) -> Twins:
-    return run_both(tmp_path_factory.mktemp("fp64"), FP64)
+    return run_both(tmp_path_factory.mktemp("fp64"), FP64, FLEET)
 
 
 @pytest.fixture(scope="module")
 def as_shipped(tmp_path_factory: pytest.TempPathFactory) -> Twins:
-    return run_both(tmp_path_factory.mktemp("as-shipped"), AS_SHIPPED, SMALL)
+    return run_both(tmp_path_factory.mktemp("as-shipped"), AS_SHIPPED)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Twins:
-    return run_both(tmp_path_factory.mktemp("finished"), FINISHING, SMALL)
+    return run_both(tmp_path_factory.mktemp("finished"), FINISHING)
 
 
 @pytest.fixture(scope="module")
 def projected(tmp_path_factory: pytest.TempPathFactory) -> Twins:
-    return run_both(tmp_path_factory.mktemp("projected"), PROJECTED, SMALL)
+    return run_both(tmp_path_factory.mktemp("projected"), PROJECTED)
 
 
-@pytest.mark.parametrize("twins", ["fp32", "finished", "projected"])
+@pytest.mark.parametrize("twins", ["finished", "projected"])
 def test_weights_after_every_round_are_the_simulators_in_float32(request, twins):
     both = request.getfixturevalue(twins)
     assert len(both.real) == len(both.simulated) == ROUNDS
@@ -160,9 +155,7 @@ def test_a_hair_apart_before_the_codec_is_a_few_entries_apart_after_it(as_shippe
         assert parted < 0.01 * entries
 
 
-@pytest.mark.parametrize(
-    ("twins", "tolerance"), [("fp32", 1e-5), ("fp64", 1e-9), ("as_shipped", 1e-2), ("finished", 1e-5)]
-)
+@pytest.mark.parametrize(("twins", "tolerance"), [("fp64", 1e-9), ("as_shipped", 1e-2), ("finished", 1e-5)])
 def test_losses_in_the_rows_agree(request, twins, tolerance):
     both = request.getfixturevalue(twins)
     assert [row["round"] for row in both.real_rows] == list(range(ROUNDS + 1))
@@ -176,7 +169,7 @@ def test_losses_in_the_rows_agree(request, twins, tolerance):
             assert real[name] == simulated[name]
 
 
-@pytest.mark.parametrize("twins", ["fp32", "fp64", "as_shipped"])
+@pytest.mark.parametrize("twins", ["fp64", "as_shipped"])
 def test_every_process_reports_the_replayed_anchor_after_every_round(request, twins):
     both = request.getfixturevalue(twins)
     processes = sum(member.config.stages for member in both.recipe.fleet())
@@ -191,7 +184,7 @@ def test_every_process_reports_the_replayed_anchor_after_every_round(request, tw
     assert [row["anchor"] for row in both.real_rows[1:]] == both.digests
 
 
-@pytest.mark.parametrize("twins", ["fp32", "fp64", "as_shipped", "finished"])
+@pytest.mark.parametrize("twins", ["fp64", "as_shipped", "finished"])
 def test_bytes_that_the_processes_counted_are_those_that_traffic_predicts(request, twins):
     both = request.getfixturevalue(twins)
     counted = totals(both.real_rows)["bytes"]

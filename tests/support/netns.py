@@ -73,8 +73,8 @@ class Network:
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for machine in self.machines:
             name = self._name(machine)
-            told = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-            for pid in told.stdout.split():  # started by us: nobody else is there
+            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            for pid in found.stdout.split():  # started by us: nobody else is there
                 subprocess.run(["kill", "-9", pid], capture_output=True)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
         for carrier in self.carriers:
@@ -156,8 +156,8 @@ class Network:
     def sent_and_received(self, cable: Cable) -> tuple[int, int]:
         """The same, by its first end."""
         folder = f"/sys/class/net/{cable.interfaces[0]}/statistics"
-        told = self._inside(cable.machines[0], "cat", f"{folder}/tx_bytes", f"{folder}/rx_bytes")
-        sent, received = map(int, told.split())
+        counters = self._inside(cable.machines[0], "cat", f"{folder}/tx_bytes", f"{folder}/rx_bytes")
+        sent, received = map(int, counters.split())
         return sent, received
 
     def command(self, machine: str, command: Sequence[str]) -> list[str]:
@@ -201,13 +201,13 @@ def join_by_stages(
     that holds nothing but the keys. environments: of a machine, where it differs from ours."""
     processes = []
     for stage, machine in enumerate(cable.machines):
-        place = folder / machine
-        place.mkdir()
-        shutil.copytree(folder / "keys", place / "keys")
+        own = folder / machine
+        own.mkdir()
+        shutil.copytree(folder / "keys", own / "keys")
         command = isthmus("join", url, "--replica", replica, "--stage", stage, "--threads", 1)
         command += ["--master", f"{cable.addresses[0]}:29500"]
         env = {**os.environ, **environments.get(machine, {})}
-        processes.append(network.start(machine, command, folder / f"{machine}.log", cwd=place, env=env))
+        processes.append(network.start(machine, command, folder / f"{machine}.log", cwd=own, env=env))
     return processes
 
 

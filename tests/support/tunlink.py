@@ -1,6 +1,6 @@
 """A cable with a latency: carries packets between a TUN device in each of two network namespaces.
 
-    python tests/fleet/tunlink.py NAMESPACE DEVICE NAMESPACE DEVICE LATENCY_MS
+    python tests/support/tunlink.py NAMESPACE DEVICE NAMESPACE DEVICE LATENCY_MS
 
 Not every kernel has netem. Each packet is delivered LATENCY_MS after it came, whatever the others do; the
 rate is the devices' own affair (a token bucket on each). Prints one line when it carries, and goes on until
@@ -37,10 +37,10 @@ def reason_to_skip() -> str:
 def attach(namespace: str, device: str) -> int:
     """The packets of a TUN device that exists in a namespace, as a file."""
     libc = ctypes.CDLL(None, use_errno=True)
-    place = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    if libc.setns(place, CLONE_NEWNET):
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    if libc.setns(descriptor, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), f"namespace {namespace}")
-    os.close(place)
+    os.close(descriptor)
     file = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TUN | IFF_NO_PI))
     return file
@@ -51,8 +51,8 @@ def carry(one: int, two: int, latency_seconds: float) -> None:
     under_way: dict[int, deque[tuple[float, bytes]]] = {one: deque(), two: deque()}  # by where they go
     while True:
         due = min((packets[0][0] for packets in under_way.values() if packets), default=None)
-        patience = None if due is None else max(0.0, due - time.monotonic())
-        for file in select.select([one, two], [], [], patience)[0]:
+        timeout = None if due is None else max(0.0, due - time.monotonic())
+        for file in select.select([one, two], [], [], timeout)[0]:
             packets = under_way[two if file == one else one]
             with suppress(BlockingIOError):
                 while True:

@@ -1,7 +1,9 @@
 """`isthmus join` and `isthmus leave`: this machine's part of a fleet."""
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from isthmus.errors import ConfigError
 
@@ -23,51 +25,26 @@ def register(commands: argparse._SubParsersAction) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("url", help="the run's bucket: s3://bucket/prefix, or a folder")
-    parser.add_argument(
-        "--replica", required=True, metavar="NAME", help="which replica this machine is (part of)"
-    )
-    parser.add_argument(
-        "--key", metavar="FILE", help="the replica's private key (default: keys/RUN/NAME.key)"
-    )
-    parser.add_argument(
-        "--stage", type=int, help="this machine's stage, where stages are on several machines"
-    )
-    parser.add_argument("--master", metavar="HOST:PORT", help="where stage 0 listens for the others")
-    parser.add_argument(
-        "--work", metavar="DIR", help="private state of this replica (default: work/RUN/NAME)"
-    )
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
-    parser.add_argument(
-        "--threads", type=int, default=0, help="CPU threads of each process (default: torch's)"
-    )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="torch.compile for a full replica: the first step takes longer, the others less",
-    )
-    parser.add_argument(
-        "--wait", type=float, default=60.0, metavar="SECONDS", help="how long to look for the master (60)"
-    )
-    parser.add_argument(
-        "--link-timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="a stage that is silent for so long counts as lost (60)",
-    )
-    parser.add_argument(
-        "--stall-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="kill a worker that makes no progress for so long (30)",
-    )
-    parser.add_argument(
-        "--trust-network",
-        action="store_true",
-        help="let stages talk over a public address; gloo neither encrypts nor authenticates",
-    )
+    add = parser.add_argument  # dest names a field of LauncherConfig
+    add("url", help="the run's bucket: s3://bucket/prefix, or a folder")
+    add("--replica", required=True, metavar="NAME", help="which replica this machine is (part of)")
+    add("--key", default="", metavar="FILE", help="the replica's private key (default: keys/RUN/NAME.key)")
+    add("--stage", type=int, help="this machine's stage, where stages are on several machines")
+    add("--master", default="", metavar="HOST:PORT", help="where stage 0 listens for the others")
+    add("--work", dest="work_dir", default="", metavar="DIR", help="private state (default: work/RUN/NAME)")
+    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    threads = "CPU threads of each process (default: torch's)"
+    add("--threads", dest="num_threads", type=int, default=0, metavar="THREADS", help=threads)
+    compiles = "torch.compile for a full replica: the first step takes longer, the others less"
+    add("--compile", dest="compiled", action="store_true", help=compiles)
+    seconds: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
+    add("--wait", dest="wait_seconds", default=60.0, help="how long to look for the master (60)", **seconds)
+    lost = "a stage that is silent for so long counts as lost (60)"
+    add("--link-timeout", dest="link_timeout_seconds", default=60.0, help=lost, **seconds)
+    stalled = "kill a worker that makes no progress for so long (30)"
+    add("--stall-timeout", dest="stall_seconds", default=30.0, help=stalled, **seconds)
+    trusts = "let stages talk over a public address; gloo neither encrypts nor authenticates"
+    add("--trust-network", action="store_true", help=trusts)
     parser.set_defaults(run=join)
 
     leave_parser = commands.add_parser(
@@ -76,10 +53,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         description="Ask a replica, wherever it runs, to leave at the end of its round. Needs its key.",
     )
     leave_parser.add_argument("url", help="the run's bucket: s3://bucket/prefix, or a folder")
-    leave_parser.add_argument("--replica", required=True, metavar="NAME", help="who is to leave")
-    leave_parser.add_argument(
-        "--key", metavar="FILE", help="the replica's private key (default: keys/RUN/NAME.key)"
-    )
+    leave_parser.add_argument("--replica", required=True, metavar="NAME", help="the replica")
+    leave_parser.add_argument("--key", metavar="FILE", help="its private key (default: keys/RUN/NAME.key)")
     leave_parser.set_defaults(run=leave)
 
 
@@ -87,23 +62,8 @@ def join(args: argparse.Namespace) -> int:
     from isthmus.runtime.launcher import launch
     from isthmus.runtime.process import LauncherConfig
 
-    return launch(
-        LauncherConfig(
-            url=args.url,
-            replica=args.replica,
-            key=args.key or "",
-            work_dir=args.work or "",
-            device=args.device,
-            num_threads=args.threads,
-            compiled=args.compile,
-            stage=args.stage,
-            master=args.master or "",
-            wait_seconds=args.wait,
-            link_timeout_seconds=args.link_timeout,
-            stall_seconds=args.stall_timeout,
-            trust_network=args.trust_network,
-        )
-    )
+    names = {field.name for field in fields(LauncherConfig)}
+    return launch(LauncherConfig(**{name: value for name, value in vars(args).items() if name in names}))
 
 
 def leave(args: argparse.Namespace) -> int:

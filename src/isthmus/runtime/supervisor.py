@@ -22,17 +22,24 @@ REFUSED_SECONDS = 180.0  # for a launcher that was up and now refuses its input
 class LocalLauncher:
     """One launcher on this machine: for a whole replica, or for one stage of it."""
 
-    def __init__(self, member: Member, config: LauncherConfig, log: Path) -> None:
-        self.member, self.config, self.log = member, config, log
-        self.work = Path(config.work_dir)
+    def __init__(
+        self, member: Member, common: LauncherConfig, folder: Path, stage: int | None = None, master: str = ""
+    ) -> None:
+        self.member = member
+        self.name = member.name if stage is None else f"{member.name}.{stage}"
+        self.work, self.log = folder / "work" / self.name, folder / "logs" / f"{self.name}.log"
+        self.config = replace(
+            common,
+            replica=member.name,
+            key=str(folder / "keys" / f"{member.name}.key"),
+            work_dir=str(self.work),
+            stage=stage,
+            master=master,
+            parent=os.getpid(),
+        )
         self.process: subprocess.Popen[bytes] | None = None
         self.refused_since, self.refused_at = 0.0, float("-inf")
         self.not_before = 0.0
-
-    @property
-    def name(self) -> str:
-        stage = self.config.stage
-        return self.member.name if stage is None else f"{self.member.name}.{stage}"
 
     @property
     def leads(self) -> bool:
@@ -73,32 +80,28 @@ class LocalLauncher:
 class LocalSupervisor:
     """All launchers of a fleet, on this machine; a launcher that dies or hangs is started again.
 
-    `template` is what their configs share. A replica in `apart` has a launcher for every stage, as if each
+    `common` is what their configs share. A replica in `apart` has a launcher for every stage, as if each
     stage were on a machine of its own.
     """
 
     def __init__(
-        self, recipe: Recipe, folder: Path, template: LauncherConfig, apart: Collection[str] = ()
+        self, recipe: Recipe, folder: Path, common: LauncherConfig, apart: Collection[str] = ()
     ) -> None:
-        self.url, self.stall_seconds = template.url, template.stall_seconds
+        self.url, self.stall_seconds = common.url, common.stall_seconds
         self.restarts = 0
         self.leaving = False
         self.watchdog = Watchdog()
         self.num_workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
-        threads = template.num_threads or max(1, (os.cpu_count() or 1) // self.num_workers)
+        threads = common.num_threads or max(1, (os.cpu_count() or 1) // self.num_workers)
+        common = replace(common, num_threads=threads)
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         self.launchers: list[LocalLauncher] = []
         for member in recipe.fleet():
-            key = str(folder / "keys" / f"{member.name}.key")
-            common = replace(template, replica=member.name, key=key, num_threads=threads, parent=os.getpid())
-            stages, master = [None], ""
             if member.name in apart:
-                stages, master = range(member.config.stages), f"127.0.0.1:{free_port('127.0.0.1')}"
-            for stage in stages:
-                name = member.name if stage is None else f"{member.name}.{stage}"
-                work = str(folder / "work" / name)
-                config = replace(common, work_dir=work, stage=stage, master=master)
-                self.launchers.append(LocalLauncher(member, config, folder / "logs" / f"{name}.log"))
+                master, stages = f"127.0.0.1:{free_port('127.0.0.1')}", range(member.config.stages)
+                self.launchers += [LocalLauncher(member, common, folder, s, master) for s in stages]
+            else:
+                self.launchers.append(LocalLauncher(member, common, folder))
 
     def start_all(self) -> None:
         for launcher in self.launchers:

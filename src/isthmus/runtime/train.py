@@ -97,8 +97,8 @@ def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) ->
 
 
 def _supervisor(run: RunDir, device: str, apart: Collection[str] = (), **launcher: Any) -> LocalSupervisor:
-    template = LauncherConfig(url=bucket_of(run), replica="", device=device, **launcher)
-    return LocalSupervisor(run.recipe, run.path.resolve(), template, apart)
+    common = LauncherConfig(url=bucket_of(run), replica="", device=device, **launcher)
+    return LocalSupervisor(run.recipe, run.path.resolve(), common, apart)
 
 
 def _run(
