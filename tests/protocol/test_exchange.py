@@ -17,6 +17,7 @@ from isthmus.layout.traffic import outer_bytes
 from isthmus.protocol import closer as closer_module
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.trust import MAX_DOCUMENT_BYTES
+from isthmus.runlog.facts import Facts
 from isthmus.runtime.create import create
 from isthmus.store import open_store
 
@@ -50,12 +51,10 @@ def test_sixteen_closers_race_for_a_manifest_and_one_wins(any_store_url: str, tm
     run = Little(any_store_url, tmp_path, recipe)
     assert len(run.names) == 16
     signers = [run.signer(name) for name in run.names]
-    root = open_store(any_store_url)
     # Twenty buckets at a time: SeaweedFS lets those who wait for a key's lock sleep for a second each.
     for start in range(0, 20 if any_store_url.startswith("s3") else 100, 20):
-        races = [
-            [Ledger(root.under(f"race-{start + n}"), run.run, each) for each in signers] for n in range(20)
-        ]
+        stores = [open_store(f"{any_store_url}/race-{start + n}") for n in range(20)]
+        races = [[Ledger(store, run.run, each) for each in signers] for store in stores]
         gate = threading.Barrier(16 * 20)
 
         def create_one(ledger: Ledger, gate: threading.Barrier = gate) -> bool:
@@ -247,3 +246,13 @@ def test_no_credential_is_in_the_bucket(seaweed_url: str, tmp_path: Path):
     for key in store.list():
         data = store.get(key, max_bytes=1 << 24)
         assert not any(secret in data for secret in secrets), key
+
+
+def test_a_replicas_facts_are_those_of_all_its_processes():
+    first = Facts(loss=2.0, bytes={"activations": 3}, measured={"compute_seconds": [1.0]})
+    second = Facts(loss=9.0, bytes={"gradients": 1, "activations": 4}, measured={"compute_seconds": [2.0]})
+    counts = {"activations": 7, "gradients": 1, "control": 5}
+    assert Facts.gather([first, second.plus(Facts(bytes={"control": 5}))]) == Facts(
+        loss=2.0, bytes=counts, measured={"compute_seconds": [1.0, 2.0]}
+    )
+    assert Facts.gather([first] * 33).measured == {}  # too long for a commit

@@ -64,7 +64,7 @@ def sealed_again(body: bytes) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-@refused("the commit is not signed: it is no document of ours")
+@refused("the commit is not signed: it is not a document of ours")
 def unsigned(c: Replica, b: Replica) -> None:
     mine = c.update()
     put_commit(c, canonical({"body": c.entry(mine).to_dict(), "replica": "c"}), mine)

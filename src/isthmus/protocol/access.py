@@ -1,7 +1,4 @@
-"""A run's bucket, from what a person typed, and who belongs to the run.
-
-Loads no torch, so that `isthmus status` answers at once.
-"""
+"""A run's bucket, from what a person typed, and who belongs to the run. Loads no torch."""
 
 from pathlib import Path
 
@@ -10,22 +7,21 @@ from isthmus.errors import ConfigError
 from isthmus.protocol.ledger import Ledger, RunInfo, read_run
 from isthmus.protocol.trust import load_signer
 from isthmus.runlog import RunDir
-from isthmus.store.objects import open_store
+from isthmus.store import open_store
 
 
 def bucket_of(run: RunDir) -> str:
-    """Of a run of `train`: the one that its recipe names, or the folder beside it."""
+    """The bucket of a run of `train`: the one that its recipe names, or the folder beside it."""
     return run.recipe.bucket.url or str((run.path / "bucket").resolve())
 
 
 def open_ledger(url: str) -> Ledger:
-    """Of a bucket, or of the run directory of `train` that stands for its own."""
+    """The ledger in a bucket, given by its URL or by the run directory of `train`."""
     if "://" not in url and Path(url, "recipe.toml").is_file():
         run = RunDir.open(url)
         if not run.recipe.bucket.url and not (run.path / "bucket").is_dir():
-            raise ConfigError(
-                f"{url} has no bucket, as a simulated run; `isthmus report {url}` tells what came of it"
-            )
+            words = f"`isthmus report {url}` tells what came of it"
+            raise ConfigError(f"{url} has no bucket, as a simulated run; {words}")
         url = bucket_of(run)
     store = open_store(url, create=False)
     return Ledger(store, read_run(store))

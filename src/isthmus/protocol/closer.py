@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from isthmus.config import Recipe
 from isthmus.errors import Diverged, RunStopped
@@ -20,15 +20,6 @@ STEP_IN_SECONDS = 3.0  # the next closer in line waits this much longer
 CLOCK_ERROR_SECONDS = 2.0  # the store's clock is right to about a second
 PAUSE_SECONDS = 2.0  # without an answer from the store: it may have been away, for the others too
 BACK_OFF_SECONDS = 6.0  # the longest that a client waits before it tries the store again, and a little
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of one commit."""
-
-    entry: Entry | None
-    reason: str = ""
-    other_anchor: bool = False  # a good commit, but from another anchor than ours
 
 
 def opening_seconds(recipe: Recipe) -> float:
@@ -63,7 +54,9 @@ class Closer:
         self.round = 0
         self.closable_since: float | None = None
         self.away = 0.0  # seconds of the open round that its deadline does not count
-        self.verdicts: dict[tuple[str, str], Verdict] = {}  # by name and the commit's hash: judged once
+        self.verdicts: dict[
+            tuple[str, str], Entry | Refused
+        ] = {}  # by name and the commit's hash: judged once
         self.answers: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, was it alive)
         self.silences: dict[str, tuple[float | None, float]] = {}  # replica -> (its last beat, since when)
         self.answered, self.forgive_until = self.clock(), 0.0
@@ -137,11 +130,11 @@ class Closer:
             if key not in self.verdicts:
                 self.verdicts[key] = self._verdict(data, name, round_number, anchor)
             verdict = self.verdicts[key]
-            if verdict.entry:
-                accepted[name] = verdict.entry
+            if isinstance(verdict, Entry):
+                accepted[name] = verdict
             else:
-                refused[name] = verdict.reason
-                others += verdict.other_anchor
+                refused[name] = "".join(c if c.isprintable() else "?" for c in str(verdict)[:300])
+                others += isinstance(verdict, OtherAnchor)
         if others > len(accepted):
             raise Diverged(
                 f"replica {self.own} holds another anchor than {others} of those who gave to round "
@@ -151,7 +144,7 @@ class Closer:
         self._refuse_outliers(accepted, refused, history)
         return accepted, refused
 
-    def _verdict(self, data: bytes, name: str, round_number: int, anchor: str) -> Verdict:
+    def _verdict(self, data: bytes, name: str, round_number: int, anchor: str) -> Entry | Refused:
         try:
             entry = self.ledger.check_commit(data, name, round_number, anchor)
             square = 0.0
@@ -161,10 +154,9 @@ class Closer:
                 square += sum(float(p.values.double().square().sum()) for p in payloads.values())
                 if not math.isfinite(square):
                     raise Refused(f"shard {shard.index} is not finite")
-            return Verdict(replace(entry, norm=math.sqrt(square)))
+            return replace(entry, norm=math.sqrt(square))
         except Refused as reason:
-            words = "".join(letter if letter.isprintable() else "?" for letter in str(reason)[:300])
-            return Verdict(None, words, isinstance(reason, OtherAnchor))
+            return type(reason)(str(reason))  # without its traceback, which keeps the payloads alive
 
     def _refuse_outliers(
         self, accepted: dict[str, Entry], refused: dict[str, str], history: Sequence[float]
@@ -195,7 +187,7 @@ class Closer:
         quorum = min(stated, len(self.names)) or len(members) // 2 + 1
         alive = any([self.alive(name) for name in awaited])  # a list: every silence is listened to
         if not alive and not stated:
-            return True  # nobody who is missing is there, so waiting would not help
+            return True  # all who are missing have gone, so waiting would not help
         return len(accepted) >= quorum and (not alive or self._past_deadline(previous))
 
     def _past_deadline(self, previous: Manifest | None) -> bool:

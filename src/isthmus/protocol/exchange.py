@@ -45,19 +45,19 @@ class LedgerExchange:
 
     def hold_anchor(self, round_number: int, digests: Mapping[int, str]) -> str:
         """Say which anchor this replica holds after `round_number`; its processes must hold the same."""
-        parts = collect(self.control, dict(digests), len(self.ledger.shards))
-        for mine in self.control.share(json.dumps({str(i): d for i, d in digests.items()}).encode()):
-            for index, digest in json.loads(mine).items():
-                if parts[int(index)] != digest:
+        parts: dict[int, str] = {}
+        for data in self.control.share(json.dumps(dict(digests)).encode()):
+            for index, digest in json.loads(data).items():
+                if parts.setdefault(int(index), digest) != digest:
                     raise Diverged(
                         f"replica {self.replica}: its stages hold different copies of shard {index} "
                         f"after round {round_number}"
                     )
-        self.anchor = anchor_digest(parts)
+        self.anchor = anchor_digest([parts[i] for i in range(len(self.ledger.shards))])
         return self.anchor
 
     def closed(self, round_number: int) -> Sequence[Contribution] | None:
-        """All processes of a replica take the lead's answer, so that none trains a round the others skip."""
+        """All processes take the leader's answer, so that none trains a round the others skip."""
         self.reader.forget()
         there = self.control.rank == 0 and self.ledger.manifest(round_number) is not None
         return self._counted(self._await(round_number)) if agree(self.control, there) else None

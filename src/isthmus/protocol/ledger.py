@@ -214,10 +214,10 @@ class Ledger:
             raise RunStopped(words) from None
         return manifest
 
-    def last_round(self, at_least: int = 0) -> int:
+    def last_round(self) -> int:
         """The newest settled round; 0 before the first."""
         rounds = [int(name) for key in self.store.list("manifests/") if (name := _stem(key)).isdigit()]
-        newest = max([at_least, *rounds])
+        newest = max([0, *rounds])
         while self.store.head(_manifest_key(newest + 1)) is not None:  # a listing may lag behind
             newest += 1
         return newest

@@ -18,8 +18,7 @@ MAX_DOCUMENT_BYTES = 4 * 2**20
 
 
 class Refused(ValueError):
-    """Something from the network that does not count; the text is the reason, fit for a log and a
-    manifest."""
+    """Something from the network does not count; the text is the reason, for logs and manifests."""
 
 
 class OtherAnchor(Refused):
@@ -83,7 +82,7 @@ def load_signer(path: Path, replica: str) -> Signer:
 
 
 def open_sealed(data: bytes, kind: str, run_id: str, keys: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
-    """(replica, body) of a signed document, or Refused: no trust in a byte before its signature."""
+    """(replica, body) of a signed document, or Refused: no byte is trusted before its signature."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -92,10 +91,10 @@ def open_sealed(data: bytes, kind: str, run_id: str, keys: Mapping[str, str]) ->
         body, replica, signature = document["body"], document["replica"], document["signature"]
         signature = bytes.fromhex(signature)
         signed = _signed_bytes(kind, run_id, body)
+        if not isinstance(body, dict) or not isinstance(replica, str):
+            raise TypeError
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise Refused(f"the {kind} is not signed: it is no document of ours") from None
-    if not isinstance(body, dict) or not isinstance(replica, str):
-        raise Refused(f"the {kind} is not signed: it is no document of ours")
+        raise Refused(f"the {kind} is not signed: it is not a document of ours") from None
     if replica not in keys:
         raise Refused(f"the {kind} is signed by a stranger ({replica!r:.80}), who is not on the run's list")
     try:

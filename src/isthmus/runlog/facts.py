@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -27,22 +27,13 @@ class Facts:
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> "Facts":
         """From a stranger: a value that is not of the right type and size is left out."""
-        counts, rows = body.get("bytes"), body.get("measured")
         return cls(
             loss=number(body, "loss"),
             grad_norm=number(body, "grad_norm"),
             seconds=number(body, "seconds"),
             trip_seconds=number(body, "trip_seconds"),
-            bytes={
-                name: count
-                for name, count in (counts.items() if isinstance(counts, dict) else ())
-                if _is_name(name) and _is_number(count, int) and count >= 0
-            },
-            measured={
-                name: row
-                for name, row in (rows.items() if isinstance(rows, dict) else ())
-                if _is_name(name) and _is_figures(row)
-            },
+            bytes={name: n for name, n in _named(body, "bytes") if _is_number(n, int) and n >= 0},
+            measured={name: row for name, row in _named(body, "measured") if _is_figures(row)},
         )
 
     def plus(self, more: "Facts") -> "Facts":
@@ -78,8 +69,12 @@ def word(body: Mapping[str, Any], key: str) -> str:
     return value if isinstance(value, str) and len(value) <= 200 and value.isprintable() else ""
 
 
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and re.fullmatch("[a-z_]{1,40}", name) is not None
+def _named(body: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
+    """The entries of a table whose names are plain."""
+    table = body.get(key)
+    for name, value in table.items() if isinstance(table, dict) else ():
+        if isinstance(name, str) and re.fullmatch("[a-z_]{1,40}", name):
+            yield name, value
 
 
 def _is_figures(row: Any) -> bool:

@@ -149,11 +149,11 @@ class Trainer:
         """Only the manifest says whether our update counted, by the hashes of its shards."""
         pending, self.pending = self.pending, None
         manifest = self.ledger.manifest(round_number)
-        if pending is None or manifest is None or self.exchange.counts_in(manifest, pending):
+        assert manifest is not None, "only a settled round is applied"
+        if pending is None or self.exchange.counts_in(manifest, pending):
             return
-        self.outer.take_back(
-            unpack_shards(self.ledger, pending.shards, self.outer.codec.unpack_many), self.feedback
-        )
+        sent = unpack_shards(self.ledger, pending.shards, self.outer.codec.unpack_many)
+        self.outer.take_back(sent, self.feedback)
         self.log(f"round {round_number} was settled without our update; it returned to the error feedback")
 
     def _hold(self, round_number: int) -> None:

@@ -5,7 +5,6 @@ bad network is waited out until the caller's deadline. What the objects mean is 
 """
 
 import asyncio
-import copy
 import os
 import re
 import secrets
@@ -39,13 +38,14 @@ Allow = Callable[[int], float]  # how many seconds a transfer of so many bytes m
 # Up to here a request travels apart from bulk, so that a heartbeat never queues behind it.
 CONTROL_BYTES = 1 << 18
 DURABLE_BYTES = 1 << 20
+CLOCK_SECONDS = 300.0  # a reading of the store's clock is good for so long
 STALE_SECONDS = 3600.0  # the writer of a temporary file this old is dead
 _TEMPORARY = re.compile(r"#\d+$")  # obstore leaves such names out of a listing
 
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What a HEAD tells."""
+    """The answer to a HEAD."""
 
     size: int
     modified_unix_seconds: float
@@ -55,10 +55,7 @@ class Store:
     """Objects under keys. Any thread may call; `deadline` is a value of `time.monotonic()`."""
 
     def __init__(self, url: str, folder: Path | None) -> None:
-        self.url = self._root = url
-        self._folder = folder
-        self._prefix = ""
-        # Shared by every view that `under` makes.
+        self.url, self._folder = url, folder
         self._clients: dict[str, Any] = {}
         self._up, self._down = Rate(), Rate()
         self._tally: Counter[str] = Counter()
@@ -68,16 +65,9 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
 
-    def under(self, prefix: str) -> "Store":
-        """The same store seen from `prefix`, with the same connections and counters."""
-        view = copy.copy(self)
-        view._prefix = self._key(prefix) + "/"
-        view.url = f"{self.url}/{prefix}"
-        return view
-
     @property
     def bytes_sent(self) -> int:
-        """Bytes of objects in writes that the store answered; headers are not counted."""
+        """Bytes of objects in writes that the store answered, without headers."""
         return self._tally["bytes sent"]
 
     @property
@@ -105,11 +95,8 @@ class Store:
             self._down.saw(size, time.monotonic() - began)
             return data
 
-        try:
-            data = self._persist("get", key, max_bytes, read, deadline)
-        except FileNotFoundError:
-            return None
-        self._count("bytes received", len(data))
+        data = self._persist("get", key, max_bytes, read, deadline)
+        self._count("bytes received", len(data or b""))
         return data
 
     def put(
@@ -155,26 +142,22 @@ class Store:
             meta = await asyncio.wait_for(obstore.head_async(client, path), allow(0))
             return Info(meta["size"], meta["last_modified"].timestamp())
 
-        try:
-            return self._persist("head", key, 0, look, deadline)
-        except FileNotFoundError:
-            return None
+        return self._persist("head", key, 0, look, deadline)
 
     def list(self, prefix: str = "", *, deadline: float | None = None) -> list[str]:
         """Every key below `prefix`, which is a whole path segment ("payloads/rack-0"), in order.
 
         Always from the start: a listing from an offset misses keys on SeaweedFS.
         """
-        path = self._key(prefix.rstrip("/")) if prefix else self._prefix.rstrip("/")
+        path = self._key(prefix.rstrip("/")) if prefix else None
 
         async def names(client: Any, allow: Allow) -> list[str]:
-            batches, found = obstore.list(client, path or None, chunk_size=1000), []
+            batches, found = obstore.list(client, path, chunk_size=1000), []
             while batch := await asyncio.wait_for(anext(batches, None), allow(0)):
                 found += [meta["path"] for meta in batch]
             return found
 
-        found = self._persist("list", prefix, 0, names, deadline)
-        return sorted(name.removeprefix(self._prefix) for name in found)
+        return sorted(self._persist("list", prefix, 0, names, deadline) or ())
 
     def delete(self, key: str, *, deadline: float | None = None) -> None:
         """Remove the object; an absent one is not an error."""
@@ -183,12 +166,9 @@ class Store:
         async def remove(client: Any, allow: Allow) -> None:
             await asyncio.wait_for(obstore.delete_async(client, path), allow(0))
 
-        try:
-            self._persist("delete", key, 0, remove, deadline)
-        except FileNotFoundError:
-            return
+        self._persist("delete", key, 0, remove, deadline)
 
-    def now(self, key: str = "probe/clock", *, max_age_seconds: float = 300.0) -> float:
+    def now(self, key: str = "probe/clock") -> float:
         """The store's clock in Unix seconds: what all replicas share, whatever their own clocks say.
 
         Taken from the Last-Modified of a small object written under `key`, carried on by the monotonic clock:
@@ -197,7 +177,7 @@ class Store:
         asked = time.monotonic()
         with self._lock:
             offset, read_at = self._clock.get("offset"), self._clock.get("read at", 0.0)
-        if offset is None or asked - read_at > max_age_seconds:
+        if offset is None or asked - read_at > CLOCK_SECONDS:
             try:
                 self.put(key, b"clock", durable=False)
                 written = time.monotonic()
@@ -231,24 +211,11 @@ class Store:
             with suppress(StoreError):  # a contributor may be allowed to write and not to delete
                 self.delete(key, deadline=time.monotonic() + 5)
 
-    def sweep(self, older_than_seconds: float = STALE_SECONDS) -> int:
-        """Remove temporary files that a killed writer left in a folder; how many there were."""
-        stale = 0
-        for base, _, names in os.walk(self._folder) if self._folder else ():
-            for path in (Path(base, name) for name in names if _TEMPORARY.search(name)):
-                try:
-                    if time.time() - path.lstat().st_mtime > older_than_seconds:
-                        path.unlink()
-                        stale += 1
-                except OSError:
-                    continue  # its writer was faster
-        return stale
-
     def _key(self, key: str) -> str:
         segments = key.split("/")
         if len(key) > 700 or not all(SEGMENT.fullmatch(segment) for segment in segments):
             raise StoreRefused(f"{key[:80]!r} is not a key: write letters, digits and ._=+- between slashes")
-        return self._prefix + key
+        return key
 
     def _count(self, what: str, amount: int = 1) -> None:
         with self._lock:
@@ -258,7 +225,7 @@ class Store:
         lane = "control" if num_bytes <= CONTROL_BYTES else "bulk"
         with self._lock:
             if lane not in self._clients:
-                self._clients[lane] = connect(self._root, self._folder)
+                self._clients[lane] = connect(self.url, self._folder)
             return self._clients[lane]
 
     def _backoff(self, num_bytes: int, deadline: float | None) -> Backoff:
@@ -304,6 +271,7 @@ class Store:
     def _persist(
         self, verb: str, key: str, size: int, work: Callable[..., Any], deadline: float | None
     ) -> Any:
+        """What `work` returns, tried again until the deadline; None where the object is absent."""
         backoff = self._backoff(size, deadline)
         while True:
             try:
@@ -311,7 +279,7 @@ class Store:
             except Exception as error:
                 fault = self._fault(error)
                 if fault.kind == "absent" and verb != "put":
-                    raise FileNotFoundError(key) from None
+                    return None
                 if not backoff.again(fault):
                     raise self._error(verb, key, fault, backoff) from None
 
@@ -343,7 +311,7 @@ def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) 
             raise ConfigError(f"{root} is a file; the store needs a folder") from None
         except OSError as error:
             raise ConfigError(f"cannot write to the folder {root}: {error.strerror or error}") from None
-        store.sweep()
+        _remove_stale(folder)
         return store
     try:
         store.get("run.json", max_bytes=0, deadline=time.monotonic() + timeout_seconds)
@@ -352,3 +320,12 @@ def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) 
     except StoreError as error:
         raise ConfigError(str(error)) from None
     return store
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove temporary files that killed writers left."""
+    for base, _, names in os.walk(folder):
+        for path in (Path(base, name) for name in names if _TEMPORARY.search(name)):
+            with suppress(OSError):  # its writer was faster
+                if time.time() - path.lstat().st_mtime > STALE_SECONDS:
+                    path.unlink()
