@@ -97,7 +97,7 @@ def train_shared(rank, port, folder):
         grad_accum_steps=2,
         process_group=process_group,
     )
-    if rank:  # only number 0 is told the anchor
+    if rank:  # only process 0 is given the anchor
         given = replica.begin_round
         replica.begin_round = lambda anchor: given(None)
     seen, params = trained(recipe, replica)

@@ -51,10 +51,10 @@ def test_drift_is_relative_to_t_perp_and_blind_to_what_happens_inside_s(monkeypa
 
 def test_every_compressed_boundary_is_measured_on_the_stream_that_reaches_it():
     recipe = parse_recipe(RECIPE)
-    cpu, wide = torch.device("cpu"), torch.float64
-    bases = BasisSet(recipe, cpu, wide)
-    scorer = Scorer(recipe, open_corpus(recipe.data.corpus), bases, cpu, wide)
-    params = {name: t.to(wide) for name, t in init_params(recipe.model, 0).items()}
+    cpu, dtype = torch.device("cpu"), torch.float64
+    bases = BasisSet(recipe, cpu, dtype)
+    scorer = Scorer(recipe, open_corpus(recipe.data.corpus), bases, cpu, dtype)
+    params = {name: t.to(dtype) for name, t in init_params(recipe.model, 0).items()}
     table = params[EMBEDDING]
     scorer.hold(table * 1.5)
     bias = scorer.score(params, table)["bias"]
@@ -62,13 +62,13 @@ def test_every_compressed_boundary_is_measured_on_the_stream_that_reaches_it():
     basis = bases.get(recipe.fleet()[1], 0)
     tokens = scorer.held_out[0][:, :-1]
     t_perp = (table @ complement(basis))[tokens]
-    x, shares = embed(params, tokens, wide), []
+    x, shares = embed(params, tokens, dtype), []
     for i in range(2):
         rest = run_layers(params, range(i, i + 1), x, recipe.model, scorer.rope) - t_perp
         kept = rest @ basis @ basis.T
         shares.append((rest - kept).square().sum() / rest.square().sum())
         x = kept + t_perp
-    assert_close(torch.tensor(bias["edge"]["outside"], dtype=wide), torch.stack(shares))
+    assert_close(torch.tensor(bias["edge"]["outside"], dtype=dtype), torch.stack(shares))
     assert bias["edge"]["drift"] == pytest.approx(1 / 3)
 
 

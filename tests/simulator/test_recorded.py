@@ -121,7 +121,7 @@ def test_where_no_graph_can_be_recorded_work_goes_on_one_by_one(monkeypatch):
         replayed(torch.tensor(number))
     with pytest.warns(UserWarning, match="not permitted when stream is capturing$"):
         assert replayed(torch.tensor(10))[0] == 11
-    assert replayed(torch.tensor(20))[0] == 21  # and nobody asks again
+    assert replayed(torch.tensor(20))[0] == 21  # and no other recording is tried
     assert [x.item() for x in seen] == [*range(gpu.Replayed.WARM), 10, 20]
     assert streams == [before]
     other = gpu.Replayed(work)

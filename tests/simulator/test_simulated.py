@@ -123,7 +123,9 @@ def test_identical_replicas_make_both_aggregations_agree(corpus):
 
 def test_every_replica_starts_a_round_with_the_same_parts_of_the_embedding(corpus):  # eqs. 3-4
     fleet = train(corpus, MIXED)
-    tables = [boundary_table(crossing) for stack in fleet.stacks for crossing in each_crossing(stack)]
+    tables = [
+        boundary_table(boundary_fn) for stack in fleet.stacks for boundary_fn in each_boundary_fn(stack)
+    ]
     assert tables
     for basis, table in tables:
         t_s, t_perp = split(table, basis)
@@ -133,13 +135,15 @@ def test_every_replica_starts_a_round_with_the_same_parts_of_the_embedding(corpu
         assert_close(t_s + t_perp, table)
 
 
-def each_crossing(stack):
-    return [crossing for here in stack.boundary_fns.values() for _, crossing in here]
+def each_boundary_fn(stack):
+    return [boundary_fn for here in stack.boundary_fns.values() for _, boundary_fn in here]
 
 
-def boundary_table(crossing):
-    boundary = crossing.__closure__[0].cell_contents
-    boundary = boundary if isinstance(boundary, SubspaceBoundary) else crossing.__closure__[1].cell_contents
+def boundary_table(boundary_fn):
+    boundary = boundary_fn.__closure__[0].cell_contents
+    boundary = (
+        boundary if isinstance(boundary, SubspaceBoundary) else boundary_fn.__closure__[1].cell_contents
+    )
     return boundary.basis, boundary.t_perp
 
 
