@@ -26,8 +26,8 @@ from isthmus.runtime.recorder import Recorder
 from isthmus.runtime.resume import TIMEOUT_SECONDS, StartingHeartbeats, keys_of
 from isthmus.runtime.supervisor import LocalSupervisor
 
-ROUNDS = 6
-INNER_STEPS = 60
+ROUNDS = 5
+INNER_STEPS = 100
 ALONE = recipe_text(
     RACK,
     name="again",
@@ -46,12 +46,13 @@ class Fleet:
     """`isthmus train` in a process group of its own, as a shell starts it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.run, self.said = folder, folder / "run", ""
+        self.folder, self.run, self.said, self.anchors_before = folder, folder / "run", "", 0
         self.started: list[subprocess.Popen] = []
         (folder / "again.toml").write_text(RECIPE)
 
     def start(self, *words: str) -> subprocess.Popen:
         words = words or ("train", "again.toml", "--run", "run", "--device", "cpu")
+        self.anchors_before = self.anchors_of_last_stage()
         self.started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "isthmus.cli.main", *words],
@@ -79,32 +80,39 @@ class Fleet:
             assert time.monotonic() < deadline, "it did not come so far"
             time.sleep(0.01)
 
-    def signal_workers(self, number: signal.Signals, *replicas: str) -> None:
-        for process in kills.processes(self.run):
-            if process.role != "launcher" and process.replica in replicas:
-                os.kill(process.pid, number)
+    def last_stage(self) -> int:
+        """The process of edge's stage 1."""
+        return next(process.pid for process in kills.processes(self.run) if process.name == "edge stage 1")
 
-    def heartbeat(self, replica: str) -> Heartbeat | None:
-        found = open_ledger(str(self.run / "bucket")).heartbeat(replica)
-        return found and found[0]
+    def anchors_of_last_stage(self) -> int:
+        log = self.run / "logs" / "edge.log"
+        return len(re.findall(r"\[edge/1\] round \d+: anchor", log.read_text())) if log.exists() else 0
+
+    def new_heartbeat(self, replica: str) -> Heartbeat:
+        """One that was made after this call; the next may have been under way before it."""
+        ledger = open_ledger(str(self.run / "bucket"))
+        for _ in range(2):
+            before = ledger.heartbeat(replica)
+            self.until(lambda before=before: ledger.heartbeat(replica) not in (None, before))
+        return ledger.heartbeat(replica)[0]
 
     def stop_in_a_round(self, after: int) -> int:
-        """SIGSTOP all workers while all of them train the same round, a later one than `after`; its number.
+        """Stop edge's last stage in the middle of a round that rack has delivered; the number of the round.
 
-        Between two rounds they look whether to leave, and Ctrl-C there could part them.
+        In the middle: between two rounds a replica looks whether to leave, and Ctrl-C there could part them.
         """
-
-        def all_train(t: int) -> bool:
-            beats = [self.heartbeat(replica) for replica in REPLICAS]
-            return all(b and b.state == "training" and b.inner_step > (t - 1) * INNER_STEPS for b in beats)
-
-        for t in range(after + 1, ROUNDS):
-            self.until(lambda t=t: all_train(t) or self.delivered(t) > 0)
-            self.signal_workers(signal.SIGSTOP, *REPLICAS)
-            if all_train(t) and not self.delivered(t):
+        self.until(lambda: self.settled(after) and self.anchors_of_last_stage() > self.anchors_before)
+        stage = self.last_stage()
+        while True:
+            time.sleep(0.05)
+            os.kill(stage, signal.SIGSTOP)
+            t = 1 + len(list((self.run / "bucket" / "manifests").glob("*.json")))
+            assert t <= ROUNDS, "every round was over before it was seen"
+            heartbeat = self.new_heartbeat("edge")
+            if heartbeat.state == "training" and heartbeat.inner_step > (t - 1) * INNER_STEPS:
+                self.until(lambda t=t: self.delivered(t) == 1)
                 return t
-            self.signal_workers(signal.SIGCONT, *REPLICAS)
-        pytest.fail("every round was over before it was seen")
+            os.kill(stage, signal.SIGCONT)
 
     def settled(self, round_number: int) -> bool:
         return (self.run / "bucket" / "manifests" / f"{round_number:06d}.json").exists()
@@ -203,7 +211,7 @@ def test_ended_in_every_way_and_resumed_it_ends_in_the_same_bits(straight, fleet
     first = fleet.stop_in_a_round(1)
     process.send_signal(signal.SIGINT)
     fleet.until(lambda: all(path.exists() for path in leave_files))
-    fleet.signal_workers(signal.SIGCONT, *REPLICAS)
+    os.kill(fleet.last_stage(), signal.SIGCONT)
     assert fleet.end(process) == 0, fleet.said
     last = fleet.said.splitlines()[-1]
     assert last == "isthmus: go on with: isthmus train --resume run"
@@ -221,9 +229,7 @@ def test_ended_in_every_way_and_resumed_it_ends_in_the_same_bits(straight, fleet
     assert not fleet.settled(second)
 
     process = fleet.start("train", "--resume", "run")
-    third = fleet.stop_in_a_round(second)
-    fleet.signal_workers(signal.SIGCONT, "rack")
-    fleet.until(lambda: fleet.delivered(third) == 1)
+    third = fleet.stop_in_a_round(second - 1)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     process.stdout.close()
