@@ -124,8 +124,9 @@ class Page:
             self.complaints.append(params["entry"]["text"])
 
     def forget(self) -> None:
-        """What a test before this one left behind."""
-        self.value("0")  # events that are under way are read first
+        """Leave the page of the test before this one, which would go on asking its server."""
+        self.call("Page.navigate", url="about:blank")
+        self.until("location.href === 'about:blank' && document.readyState === 'complete'")
         self.requests.clear()
         self.complaints.clear()
 
