@@ -19,7 +19,7 @@ MOST_SECOND_TRIES = 10
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A race is a bug, so a failed test fails. A test with @pytest.mark.second_try("why") is run once more."""
+    """A race is a bug, so a failed test fails. One with @pytest.mark.second_try("why") is run once more."""
     functions = set()
     for item in items:
         mark = item.get_closest_marker("second_try")

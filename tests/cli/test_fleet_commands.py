@@ -221,9 +221,7 @@ def test_a_public_master_is_taken_where_the_network_is_trusted(
     here: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ):
     started: list[str] = []
-    monkeypatch.setattr(
-        agent, "run_agent", lambda config, workers, host, *rest: started.append(host) or 0
-    )
+    monkeypatch.setattr(agent, "run_agent", lambda config, workers, host, *rest: started.append(host) or 0)
     command = (*JOIN, "edge", "--stage", "0", "--master", "8.8.8.8:29500", "--trust-network")
     assert said(*command)[0] == 0
     assert started == ["8.8.8.8"]

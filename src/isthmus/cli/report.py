@@ -15,8 +15,8 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "report",
         help="say in words what a run did, and write its page",
-        description="Say in words what a run did, and rewrite its report.html: the page of `isthmus watch` in one "
-        "file, which needs no server and no network.",
+        description="Say in words what a run did, and rewrite its report.html: the page of `isthmus watch` "
+        "in one file, which needs no server and no network.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
