@@ -24,7 +24,7 @@ test: $(READY) $(TRITON)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 	PYTHONPATH=$(TRITON) $(BIN)/pytest tests/sparse/test_fused.py tests/model/test_adam.py
 
 bench: $(READY)

@@ -2,10 +2,12 @@
 
 import os
 import signal
+from importlib.util import find_spec
 
 import pytest
 
-pytest_plugins = ["command_fixtures", "store_fixtures"]
+# A GPU machine may have no object store at hand; the tests of kernels need none.
+pytest_plugins = ["command_fixtures", *(["store_fixtures"] if find_spec("obstore") else [])]
 
 # Tensors are small here; threads would only wait for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,10 +18,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MOST_SECOND_TRIES = 10
+LONG = {"fleet", "simulator", "page", "compat", "experiments"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A race is a bug, so a failed test fails. One with @pytest.mark.second_try("why") is run once more."""
+    # Files that wait for real processes go first, so that none of them is left to run alone at the end.
+    items.sort(key=lambda item: not LONG & set(item.path.parts))
     functions = set()
     for item in items:
         mark = item.get_closest_marker("second_try")

@@ -12,6 +12,11 @@ from made import MARKUP, hostile
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; apt-get install chromium")
 SECTIONS = ["The fleet", "Loss", "Round by round", "Bytes", "Bias", "Plan against actual", "Time"]
 WIDTH = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+TOO_WIDE = (
+    "[...document.body.querySelectorAll('*')].map(e => [e, e.getBoundingClientRect()])"
+    ".filter(([e, box]) => box.width && box.right > document.documentElement.clientWidth)"
+    ".map(([e, box]) => `${e.tagName}.${e.className} ${box.right} ${e.textContent.slice(0, 60)}`)"
+)
 
 
 def headings(page):
@@ -45,7 +50,7 @@ def test_a_finished_run_shows_everything_and_asks_nobody_else(page, run, url):
 def test_a_phone_has_one_column_and_never_scrolls_sideways(page, run, url, width, dark):
     page.look_as(width, 844, dark=dark, touch=True)
     page.go(url)
-    assert page.value(WIDTH) <= 0
+    assert page.value(WIDTH) <= 0, page.value(TOO_WIDE)
     # No text is cut off by the picture's edge, and what is wider than the screen scrolls in its own box.
     out = page.value(
         "[...document.querySelectorAll('#picture svg text, .chart svg text')].filter(t => {"
