@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -16,6 +17,14 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Tests that are started in the background may have had Ctrl-C ignored, and processes would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def repeatable() -> None:
+    """A test draws the same numbers every time it is run, whatever ran before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
 
 MOST_SECOND_TRIES = 10
 LONG = {"fleet", "simulator", "page", "compat", "experiments"}
