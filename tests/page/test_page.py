@@ -51,6 +51,8 @@ def test_a_phone_has_one_column_and_never_scrolls_sideways(page, run, url, width
     page.look_as(width, 844, dark=dark, touch=True)
     page.go(url)
     assert page.value(WIDTH) <= 0, page.value(TOO_WIDE)
+    page.value("(last.heard_unix -= 86_400 * 100, tick())")  # long words, of a run that ended long ago
+    assert page.value(WIDTH) <= 0, page.value(TOO_WIDE)
     # No text is cut off by the picture's edge, and what is wider than the screen scrolls in its own box.
     out = page.value(
         "[...document.querySelectorAll('#picture svg text, .chart svg text')].filter(t => {"
