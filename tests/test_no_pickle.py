@@ -25,7 +25,7 @@ PACKAGES = ("multiprocessing", "torch.multiprocessing", "torch.distributed.rpc")
 
 
 def dotted(node: ast.expr) -> str:
-    """torch.load for the expression torch.load; "" for what is no plain path of names."""
+    """torch.load for the expression torch.load; "" for all else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
@@ -167,7 +167,7 @@ def test_a_replica_of_two_processes_trains_without_unpickling_a_byte(tmp_path: P
     assert any("loads __main__\n" in path.read_text() for path in (tmp_path / "seen").iterdir())
     ours = ("isthmus", "__main__", "torch.distributed")
     calls = [line.split() for line in lines if not line.startswith("started")]
-    # What a module of somebody else's does while it is being imported is no data of ours.
+    # Another package may unpickle its own data while it is imported.
     guilty = [call for call in calls if not any(name.startswith("importlib") for name in call)]
     guilty = [call for call in guilty if any(name.startswith(ours) for name in call[1:])]
     assert guilty == []

@@ -85,7 +85,7 @@ PLAIN = {
     "init: method adamw": (("init", "r.toml", "new", "--set", "outer.method=adamw"), 'outer.method "adamw"'),
     "init: unknown closer": (
         ("init", "r.toml", "new", "--closers", "rack,bob"),
-        'closer "bob" is no replica',
+        'closer "bob" is not a replica',
     ),
     "init: keys there": (("init", "r.toml", "new"), "keys/tiny already holds keys; give --keys another"),
     "init: keys a file": (

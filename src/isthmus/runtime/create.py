@@ -37,7 +37,7 @@ def create(
     names = [member.name for member in recipe.fleet()]
     for name in closers or ():
         if name not in names:
-            raise ConfigError(f'closer "{name}" is no replica of this recipe; there is {", ".join(names)}')
+            raise ConfigError(f'closer "{name}" is not a replica of this recipe; there is {", ".join(names)}')
     if keys_dir.exists() and any(keys_dir.iterdir()):
         raise ConfigError(f"{keys_dir} already holds keys; give --keys another folder")
     try:
