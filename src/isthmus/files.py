@@ -8,18 +8,18 @@ from typing import BinaryIO
 
 
 @contextlib.contextmanager
-def replacing(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
-    """A file to write into, which takes the place of `path` when the block ends without an exception.
+def replacing_by_name(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[Path]:
+    """A new empty file beside `path`, which takes its place when the block ends without an exception.
 
-    Its temporary name is new: O_EXCL refuses whatever lies there already, a planted link too.
+    For libraries that open files by their names. O_EXCL refuses whatever lies under the temporary name
+    already, a planted link too.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode))
     try:
-        with open(os.open(temporary, flags, mode), "wb") as file:
-            yield file
-            file.flush()
-            if sync:
+        yield temporary
+        if sync:
+            with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
@@ -29,17 +29,10 @@ def replacing(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[Bina
 
 
 @contextlib.contextmanager
-def replacing_by_name(path: Path) -> Iterator[Path]:
-    """`replacing` for a library that opens its files itself: a temporary path in place of an open file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+def replacing(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
+    """The same as an open file to write into."""
+    with replacing_by_name(path, mode, sync) as temporary, open(temporary, "wb") as file:
+        yield file
 
 
 def replace_file(path: Path, data: bytes | str, mode: int = 0o666, sync: bool = True) -> None:
