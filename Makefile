@@ -7,10 +7,6 @@ TRITON := $(VENV)/triton
 
 .PHONY: demo check test bench clean
 
-# pyright runs on Node.js, which it fetches where there is none.
-TYPES := if $(BIN)/pyright --version >/dev/null 2>&1; then $(BIN)/pyright; \
-    else echo "pyright cannot start here (no Node.js), so types are not checked"; fi
-
 demo: $(READY)
 	$(BIN)/isthmus train recipes/demo.toml
 
@@ -20,14 +16,14 @@ METHOD := tests/layout tests/model tests/outer tests/sparse tests/subspace tests
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(TYPES)
+	$(BIN)/pyright
 	$(BIN)/pytest -n 2 --dist worksteal $(METHOD)
 
 # Everything, two files at a time; then the GPU's kernels, under Triton's interpreter.
 test: $(READY) $(TRITON)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(TYPES)
+	$(BIN)/pyright
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 	PYTHONPATH=$(TRITON) $(BIN)/pytest tests/sparse/test_fused.py tests/model/test_adam.py
 

@@ -1,7 +1,6 @@
 """`isthmus train`: every replica of a recipe as real processes on this machine, recorded from the bucket."""
 
 import contextlib
-import datetime
 import shlex
 import signal
 import threading
@@ -12,12 +11,11 @@ from typing import Any
 
 import torch
 
-from isthmus import __version__
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.errors import ConfigError
 from isthmus.model import checkpoint
-from isthmus.model.initial import checked_first, start_digest
+from isthmus.model.initial import checked_first
 from isthmus.page.report import write_report
 from isthmus.planner.auto import resolve
 from isthmus.protocol.access import bucket_of
@@ -30,7 +28,7 @@ from isthmus.runtime.process import LauncherConfig
 from isthmus.runtime.recorder import Recorder
 from isthmus.runtime.resume import StartingHeartbeats, check_resumable, checked_ledger, keys_of, lock_run
 from isthmus.runtime.supervisor import LocalSupervisor
-from isthmus.simulator.run import Results, checked_corpus, pick_device, pick_precision
+from isthmus.simulator.run import Results, about_run, checked_corpus, pick_device, pick_precision
 from isthmus.store.objects import open_store
 
 
@@ -52,21 +50,10 @@ def train(
     used = pick_device(device)
     corpus = checked_corpus(recipe)
     first = checked_first(recipe, corpus)
-    about: About = {
-        "isthmus": __version__,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(used) if used.type == "cuda" else "cpu",
-        "device_used": str(used),  # for a resume: another one could mean another precision
-        "precision": pick_precision(recipe, used),
-        "mode": REAL,
-        "parameters": recipe.model.num_parameters,
-        "auto": [pick.reason for pick in picks],
-        "corpus": recipe.data.corpus,
-        "tokenizer_sha256": corpus.tokenizer_sha256,
-        "start_sha256": start_digest(first) if first else "",
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "status": "running",
-    }
+    about = about_run(recipe, picks, corpus, first, used, pick_precision(recipe, used)) | About(
+        mode=REAL,
+        device_used=str(used),  # for a resume: another one could mean another precision
+    )
     run = RunDir.create(run_dir or next_run_dir("runs", recipe.name), recipe, about)
     supervisor = _supervisor(run, device, apart, **launcher)
 

@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, cast
@@ -19,7 +19,7 @@ from isthmus.errors import ConfigError
 from isthmus.model import checkpoint
 from isthmus.model.initial import checked_first, first_params, start_digest
 from isthmus.page.report import write_report
-from isthmus.planner.auto import resolve
+from isthmus.planner.auto import Pick, resolve
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
 from isthmus.replica.meter import peak_bytes
 from isthmus.runlog import REAL, About, Row, RunDir, next_run_dir
@@ -69,28 +69,41 @@ def simulate(
     first = checked_first(recipe, corpus)
     compiled = where.type == "cuda" if compiled is None else compiled
     plan = pick_plan(recipe, where, precision, compiled, mode)
-    about: About = {
-        "isthmus": __version__,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
-        "device_type": where.type,
-        "precision": precision,
-        "compiled": compiled,
-        "mode": "stacked" if plan.group == recipe.num_replicas else "in turns",
-        "group": plan.group,
-        "pieces": plan.grad_accum_steps,
-        "parked": plan.parked,
-        "predicted_bytes": plan.predicted_bytes,
-        "parameters": recipe.model.num_parameters,
-        "auto": [pick.reason for pick in picks],
-        "corpus": recipe.data.corpus,
-        "tokenizer_sha256": corpus.tokenizer_sha256,
-        "start_sha256": start_digest(first) if first else "",
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "status": "running",
-    }
+    about = about_run(recipe, picks, corpus, first, where, precision) | About(
+        device_type=where.type,
+        compiled=compiled,
+        mode="stacked" if plan.group == recipe.num_replicas else "in turns",
+        group=plan.group,
+        pieces=plan.grad_accum_steps,
+        parked=plan.parked,
+        predicted_bytes=plan.predicted_bytes,
+    )
     run = RunDir.create(run_dir or next_run_dir("runs", recipe.name), recipe, about)
     return _run(run, recipe, corpus, where, plan, quiet, done=0, state=None, first=first)
+
+
+def about_run(
+    recipe: Recipe,
+    picks: Sequence[Pick],
+    corpus: Corpus,
+    first: Mapping[str, torch.Tensor] | None,
+    device: torch.device,
+    precision: str,
+) -> About:
+    """What about.json says of every run, simulated or real, when it starts."""
+    return About(
+        isthmus=__version__,
+        torch=torch.__version__,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        precision=precision,
+        parameters=recipe.model.num_parameters,
+        auto=[pick.reason for pick in picks],
+        corpus=recipe.data.corpus,
+        tokenizer_sha256=corpus.tokenizer_sha256,
+        start_sha256=start_digest(first) if first else "",
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        status="running",
+    )
 
 
 def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) -> Results:
