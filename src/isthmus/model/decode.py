@@ -14,6 +14,7 @@ from isthmus.model.llama import (
     embed,
     feed_forward,
     head,
+    layer_weights,
     linear,
     rms_norm,
     rope_table,
@@ -59,10 +60,10 @@ class Decoder:
         return head(self.params, x[:, -1:], self.model)[0, 0]
 
     def _layer(self, i: int, x: Tensor, end: int) -> Tensor:
-        block, eps, params = f"layers.{i}", self.model.norm_eps, self.params
+        weights, eps = layer_weights(self.params, i), self.model.norm_eps
         here = slice(self.length, end)
-        normed = rms_norm(x, params[f"{block}.attention_norm.weight"], eps)
-        q, k, v = (self._heads(normed, f"{block}.attention.{name}.weight") for name in ("wq", "wk", "wv"))
+        normed = rms_norm(x, weights["attention_norm.weight"], eps)
+        q, k, v = (self._heads(normed, weights[f"attention.{name}.weight"]) for name in ("wq", "wk", "wv"))
         self.keys[i, :, :, here] = rotate(k, self.cos[here], self.sin[here])
         self.values[i, :, :, here] = v
         mixed = F.scaled_dot_product_attention(
@@ -71,9 +72,9 @@ class Decoder:
             self.values[i, :, :, :end],
             is_causal=x.shape[1] > 1,
         )  # (1, heads, L, head_dim)
-        x = x + linear(mixed.transpose(1, 2).reshape(x.shape), params[f"{block}.attention.wo.weight"])
-        normed = rms_norm(x, params[f"{block}.ffn_norm.weight"], eps)
-        return x + feed_forward(params, f"{block}.feed_forward", normed)
+        x = x + linear(mixed.transpose(1, 2).reshape(x.shape), weights["attention.wo.weight"])
+        normed = rms_norm(x, weights["ffn_norm.weight"], eps)
+        return x + feed_forward(weights, normed)
 
-    def _heads(self, x: Tensor, name: str) -> Tensor:
-        return linear(x, self.params[name]).unflatten(-1, (self.model.heads, -1)).transpose(1, 2)
+    def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight).unflatten(-1, (self.model.heads, -1)).transpose(1, 2)

@@ -17,10 +17,18 @@ from isthmus.config import ModelConfig
 
 Params = Mapping[str, Tensor]
 Rope = tuple[Tensor, Tensor]  # cos and sin, (L, head_dim) each
+RunLayer = Callable[..., Tensor]  # (weights, x, model, cos, sin) -> x
 Weight = Tensor | Callable[[Tensor], Tensor]  # a matrix, or x -> x W^T where a stage defers its gradient
 BoundaryFunction = Callable[[Tensor, Tensor], Tensor]  # (stream, tokens) -> stream
 # For each number of layers, the boundaries behind them: rows of the leading axis, and what happens to them.
 BoundaryFunctions = Mapping[int, Sequence[tuple[slice, BoundaryFunction]]]
+
+LAYER_WEIGHTS = (
+    "attention_norm.weight",
+    *(f"attention.{matrix}.weight" for matrix in ("wq", "wk", "wv", "wo")),
+    "ffn_norm.weight",
+    *(f"feed_forward.{matrix}.weight" for matrix in ("w1", "w2", "w3")),
+)
 
 
 def init_tensor(name: str, shape: Sequence[int], model: ModelConfig, seed: int) -> Tensor:
@@ -100,38 +108,67 @@ def embed(params: Params, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     return F.embedding(tokens, table).to(dtype)
 
 
-def attention(params: Params, prefix: str, x: Tensor, model: ModelConfig, cos: Tensor, sin: Tensor) -> Tensor:
+def attention(weights: Params, x: Tensor, model: ModelConfig, cos: Tensor, sin: Tensor) -> Tensor:
     def heads(matrix: str) -> Tensor:
-        projected = linear(x, params[f"{prefix}.{matrix}.weight"])
+        projected = linear(x, weights[f"attention.{matrix}.weight"])
         # (R B, heads, L, head_dim)
         return projected.flatten(0, -3).unflatten(-1, (model.heads, -1)).transpose(1, 2)
 
     q, k, v = rotate(heads("wq"), cos, sin), rotate(heads("wk"), cos, sin), heads("wv")
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return linear(mixed.transpose(1, 2).reshape(x.shape), params[f"{prefix}.wo.weight"])
+    return linear(mixed.transpose(1, 2).reshape(x.shape), weights["attention.wo.weight"])
 
 
-def feed_forward(params: Params, prefix: str, x: Tensor) -> Tensor:
-    gate = F.silu(linear(x, params[f"{prefix}.w1.weight"]))
-    return linear(gate * linear(x, params[f"{prefix}.w3.weight"]), params[f"{prefix}.w2.weight"])
+def feed_forward(weights: Params, x: Tensor) -> Tensor:
+    gate = F.silu(linear(x, weights["feed_forward.w1.weight"]))
+    return linear(gate * linear(x, weights["feed_forward.w3.weight"]), weights["feed_forward.w2.weight"])
 
 
-def layer(params: Params, i: int, x: Tensor, model: ModelConfig, cos: Tensor, sin: Tensor) -> Tensor:
-    block, eps = f"layers.{i}", model.norm_eps
-    normed = rms_norm(x, params[f"{block}.attention_norm.weight"], eps)
-    x = x + attention(params, f"{block}.attention", normed, model, cos, sin)
-    normed = rms_norm(x, params[f"{block}.ffn_norm.weight"], eps)
-    return x + feed_forward(params, f"{block}.feed_forward", normed)
+def layer_weights(params: Params, i: int) -> dict[str, Tensor]:
+    """The weights of layer i under the names that all layers share: one compiled function serves them all."""
+    return {name: params[f"layers.{i}.{name}"] for name in LAYER_WEIGHTS}
+
+
+def layer(weights: Params, x: Tensor, model: ModelConfig, cos: Tensor, sin: Tensor) -> Tensor:
+    normed = rms_norm(x, weights["attention_norm.weight"], model.norm_eps)
+    x = x + attention(weights, normed, model, cos, sin)
+    return x + feed_forward(weights, rms_norm(x, weights["ffn_norm.weight"], model.norm_eps))
 
 
 def head(params: Params, x: Tensor, model: ModelConfig) -> Tensor:
     return linear(rms_norm(x, params["norm.weight"], model.norm_eps), params["output.weight"])
 
 
-def run_layers(params: Params, layers: range, x: Tensor, model: ModelConfig, rope: Rope) -> Tensor:
+def head_losses(weights: Params, x: Tensor, targets: Tensor, model: ModelConfig) -> Tensor:
+    """Head and loss together: compiled as one, they need not write all logits in float32."""
+    return token_losses(head(weights, x, model).view(*targets.shape, -1), targets)
+
+
+def run_layers(
+    params: Params, layers: range, x: Tensor, model: ModelConfig, rope: Rope, run_layer: RunLayer = layer
+) -> Tensor:
+    """`run_layer` is `layer` itself, or does the same: see `parts`."""
     for i in layers:
-        x = layer(params, i, x, model, *rope)
+        x = run_layer(layer_weights(params, i), x, model, *rope)
     return x
+
+
+def stream(
+    params: Params,
+    tokens: Tensor,
+    model: ModelConfig,
+    rope: Rope,
+    boundary_fns: BoundaryFunctions | None = None,
+    dtype: torch.dtype | None = None,
+    run_layer: RunLayer = layer,
+) -> Tensor:
+    """The residual stream (B, L, D) or (R, B, L, D) after all layers, with every stage boundary on the way."""
+    x = embed(params, tokens, dtype or params["tok_embeddings.weight"].dtype)
+    boundary_fns, done = boundary_fns or {}, 0
+    for edge in sorted(boundary_fns):
+        x = run_layers(params, range(done, edge), x, model, rope, run_layer)
+        x, done = cross(x, tokens, boundary_fns[edge]), edge
+    return run_layers(params, range(done, model.layers), x, model, rope, run_layer)
 
 
 def forward(
@@ -142,13 +179,8 @@ def forward(
     boundary_fns: BoundaryFunctions | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Logits of tokens (B, L) or (R, B, L), with every stage boundary on the way."""
-    x = embed(params, tokens, dtype or params["tok_embeddings.weight"].dtype)
-    boundary_fns, done = boundary_fns or {}, 0
-    for edge in sorted(boundary_fns):
-        x = cross(run_layers(params, range(done, edge), x, model, rope), tokens, boundary_fns[edge])
-        done = edge
-    return head(params, run_layers(params, range(done, model.layers), x, model, rope), model)
+    """Logits of tokens (B, L) or (R, B, L)."""
+    return head(params, stream(params, tokens, model, rope, boundary_fns, dtype), model)
 
 
 def cross(x: Tensor, tokens: Tensor, here: Sequence[tuple[slice, BoundaryFunction]]) -> Tensor:
