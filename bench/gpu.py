@@ -26,6 +26,7 @@ from fleets import EIGHT
 from isthmus import gpu
 from isthmus.config import Recipe, parse_recipe
 from isthmus.data.corpus import open_corpus
+from isthmus.data.tokens import Batches
 from isthmus.model import presets
 from isthmus.model.llama import forward, init_params, rope_table, token_losses
 from isthmus.outer import PlainCodec, codec_for
@@ -125,28 +126,42 @@ def codec(size: str, turns: int) -> dict[str, Any]:
 
 
 class Plain:
-    """One model, compiled, with torch's own fused AdamW and clipping, in bf16 over fp32 weights."""
+    """One model, compiled, with torch's own fused AdamW and clipping, in bf16 over fp32 weights.
 
-    def __init__(self, recipe: Recipe) -> None:
-        model = recipe.model
-        self.params = {name: t.cuda().requires_grad_() for name, t in init_params(model, recipe.seed).items()}
+    On a CPU, where bench/fleet.py is only tried out, all is fp32.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device, compiled: bool = True) -> None:
+        model, self.device = recipe.model, device
+        first = init_params(model, recipe.seed)
+        self.params = {name: tensor.to(device).requires_grad_() for name, tensor in first.items()}
         inner = recipe.inner
         self.clip, betas = inner.clip, (inner.beta1, inner.beta2)
         self.opt = torch.optim.AdamW(
             self.params.values(), inner.lr, betas, inner.eps, inner.weight_decay, fused=True
         )
-        rope = tuple(t.cuda() for t in rope_table(model, model.context))
+        rope = rope_table(model, model.context, device=device)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
         def loss(params: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-            return token_losses(forward(params, ids[:, :-1], model, rope, None, torch.bfloat16), ids[:, 1:])
+            return token_losses(forward(params, ids[:, :-1], model, rope, None, dtype), ids[:, 1:])
 
-        self.loss = torch.compile(loss, dynamic=False)
+        self.loss = torch.compile(loss, dynamic=False) if compiled else loss
 
     def step(self, ids: torch.Tensor) -> None:
         self.opt.zero_grad()
         self.loss(self.params, ids).backward()
         torch.nn.utils.clip_grad_norm_(self.params.values(), self.clip, foreach=True)
         self.opt.step()
+
+    def steps(self, batches: Batches, first: int, count: int) -> None:
+        """`count` steps from step `first` on, over all replicas' batches, to the last kernel's end."""
+        for step in range(first, first + count):
+            ids = batches.stacked(step).flatten(0, 1)
+            ids = ids.pin_memory() if self.device.type == "cuda" else ids
+            self.step(ids.to(self.device, non_blocking=True).long())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def train(size: str, corpus: str, rounds: int, steps: int, batch: int) -> dict[str, Any]:
@@ -182,18 +197,12 @@ def train(size: str, corpus: str, rounds: int, steps: int, batch: int) -> dict[s
         simulated(0)
     fleet.recipe = recipe
     peak_fleet = torch.cuda.max_memory_allocated()
-    plain = Plain(recipe)
-
-    def plain_round(index: int, steps: int = steps) -> None:
-        for h in range(steps):
-            ids = fleet.batches.stacked(index * steps + h).flatten(0, 1).pin_memory()
-            plain.step(ids.to(device, non_blocking=True).long())
-
-    plain_round(0, 2)
+    plain = Plain(recipe, device)
+    plain.steps(fleet.batches, 0, 2)
     parts.clear()
     rows = []
     for index in range(1, rounds + 1):
-        one = seconds(lambda i=index: plain_round(i))
+        one = seconds(lambda i=index: plain.steps(fleet.batches, i * steps, steps))
         all_of_them = seconds(lambda i=index: simulated(i))
         rows.append((recipe.round_tokens / one, recipe.round_tokens / all_of_them))
         print(

@@ -1,0 +1,386 @@
+"""A real fleet on this machine against plain training: whole rounds, in turns, on a GPU when there is one.
+
+    python bench/fleet.py --sizes 178m --batch 32 --inner-steps 50 --rounds 5 [--mps] [--out FILE.json]
+    python bench/fleet.py --parts startup kill            what a start takes; a kill during a state's write
+    python bench/fleet.py                                 without a GPU: a tiny model, to try the bench itself
+
+Parts: (a) plain training, compiled, bf16, fused AdamW, measured before and after the others; (b) one full
+replica under `isthmus join`; (c) a pipelined replica of four stages on the one device, at `none` and at 1/8;
+(d) two full replicas that share the device. A round of (b) to (d) counts whole: its tokens over the seconds
+between its manifest and the one before; the first round, which holds the start, is left out. "Standing
+still" is the share of a round outside its inner steps. All is made in a temporary folder, and removed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from joined import Failed, JoinedRun, join_options, random_corpus, rounds_of, speed
+
+from isthmus.config import Recipe, dump_recipe, parse_recipe
+from isthmus.data.corpus import open_corpus
+from isthmus.data.tokens import Batches
+from isthmus.model import presets
+
+RECIPE = """
+name = "bench"
+[model]
+preset = "{size}"
+context = {context}
+[data]
+corpus = "{corpus}"
+eval_batches = 1
+[inner]
+batch = {batch}
+micro_batches = {micro_batches}
+lr = 1e-3
+[outer]
+inner_steps = {inner_steps}
+rounds = {rounds}
+values = "2bit"
+[bucket]
+deadline_seconds = 3600
+heartbeat_seconds = {heartbeat_seconds}
+"""
+FULL = '[[replicas]]\nname = "full"\ncount = {count}\n'
+STAGES = '[[replicas]]\nname = "stages"\nkind = "pipelined"\nstages = 4\ncompression = "{compression}"\n'
+PARTS = ("a", "b", "c", "d", "startup", "kill")
+START_STEPS = 4  # H of a run that only starts
+Result = dict[str, Any]
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+class Bench:
+    """One size: its recipes, its folder, and the parts that are measured with them."""
+
+    def __init__(self, args: argparse.Namespace, size: str, folder: Path, mps: dict[str, str]) -> None:
+        self.args, self.size, self.folder, self.mps = args, size, folder, mps
+        self.context = args.context or presets[size].context
+        tokens = max(2**20, 16 * args.batch * self.context)
+        self.corpus = args.corpus or random_corpus(folder / "corpus", presets[size].vocab, tokens)
+        self.num_runs = 0
+        self.known = join_options()
+        self.results: list[Result] = []
+
+    def recipe(self, fleet: str, **changed: object) -> Recipe:
+        args = self.args
+        stated = {name: getattr(args, name) for name in ("batch", "micro_batches", "inner_steps", "rounds")}
+        stated |= {"size": self.size, "context": self.context, "corpus": self.corpus}
+        stated |= {"heartbeat_seconds": 3.0} | changed
+        return parse_recipe(RECIPE.format(**stated) + fleet, args.set)
+
+    def full(self, count: int = 1, **changed: object) -> Recipe:
+        return self.recipe(FULL.format(count=count), **changed)
+
+    def caches(self, name: str = "caches") -> dict[str, str]:
+        folder = self.folder / name
+        return {
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+        }
+
+    def options(self, recipe: Recipe) -> list[str]:
+        """Of `join`: what this checkout has by default, and what was asked for."""
+        args, cuda = self.args, self.args.device.startswith("cuda")
+        found = ["--device", args.device, *([] if cuda else ["--threads", "1"])]
+        if args.save_every is not None and "--save-every" in self.known:
+            found += ["--save-every", str(args.save_every)]
+        if "--no-compile" in self.known:
+            return [*found, "--no-compile"] if args.no_compile else found
+        stages = any(member.config.kind == "pipelined" for member in recipe.fleet())
+        return found if stages or args.no_compile or not cuda else [*found, "--compile"]
+
+    def run(self, recipe: Recipe, env: dict[str, str]) -> JoinedRun:
+        self.num_runs += 1
+        folder = self.folder / f"run-{self.num_runs}"
+        return JoinedRun(recipe, folder, self.caches() | env, self.options(recipe))
+
+    def end(self, run: JoinedRun) -> None:
+        """Keep its logs where they are wanted, and remove gigabytes of states at once."""
+        run.stop()
+        if self.args.logs:
+            self.args.logs.mkdir(parents=True, exist_ok=True)
+            for log in run.folder.glob("*.log"):
+                shutil.copy(log, self.args.logs / f"{self.size}-{run.folder.name}-{log.name}")
+        shutil.rmtree(run.folder, ignore_errors=True)
+
+    # The parts
+
+    def plain(self, when: str) -> Iterator[Result]:
+        """(a), in a process of its own, so that it holds no memory of the device afterwards."""
+        order = {"device": self.args.device, "rounds": self.args.plain_rounds}
+        order |= {"recipe": dump_recipe(self.full()), "compiled": not self.args.no_compile}
+        words = [sys.executable, __file__, "plain", json.dumps(order)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, env=dict(os.environ) | self.caches())
+        try:
+            out, _ = process.communicate(timeout=self.args.limit)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"plain training was not done within {self.args.limit:g} s") from None
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode:
+            raise Failed(f"plain training ended with status {process.returncode}")
+        yield {"label": f"plain training, {when}"} | json.loads(out.splitlines()[-1])
+
+    def joined(self, label: str, recipe: Recipe, env: dict[str, str]) -> Iterator[Result]:
+        """(b) to (d): every replica under a `join` of its own, to the end of the run."""
+        run, deadline = self.run(recipe, env), time.time() + self.args.limit
+        try:
+            run.join_all()
+            for t in range(1, recipe.outer.rounds + 1):
+                run.wait(lambda t=t: run.settled(t) is not None, deadline, f"round {t}")
+                say(f"  round {t} settled after {(run.settled(t) or 0) - (run.settled(t - 1) or 0):.2f} s")
+            run.wait_for_end(deadline)
+            starts = {name: run.first_step(name) for name in run.running}
+            yield {"label": label, "first_step": starts} | speed(run, rounds_of(run))
+        finally:
+            self.end(run)
+
+    def startup(self) -> Iterator[Result]:
+        """From `join` to the first inner step: cold caches, the same warm, and with a state to restore."""
+        recipe = self.full(inner_steps=START_STEPS, rounds=100_000, heartbeat_seconds=0.25)
+        for label in ("cold", "warm"):
+            run = self.run(recipe, self.caches("cold"))
+            try:
+                yield {"label": f"start, {label} caches"} | self.one_start(run)
+                if label == "warm":
+                    limit = time.time() + self.args.limit
+                    run.wait(lambda run=run: bool(run.saved("full")), limit, "saved state")
+                    run.stop()
+                    yield {"label": "start, warm caches, with a state"} | self.one_start(run)
+            finally:
+                self.end(run)
+
+    def one_start(self, run: JoinedRun) -> Result:
+        """What was reached when, as seen from outside; the worker's own line says more."""
+        work, reached = run.work("full"), {}
+        run.join("full")
+        began = run.began["full"]
+
+        def look() -> bool:
+            if found := run.find("full", r"\] joining ", began):
+                reached.setdefault("launcher ready", found[0].at - began)
+            for what, file in (("worker runs", "alive-0"), ("replica built", "incarnation")):
+                if (work / file).exists() and (work / file).stat().st_mtime >= began:
+                    reached.setdefault(what, (work / file).stat().st_mtime - began)
+            return run.first_step("full") is not None
+
+        run.wait(look, time.time() + self.args.limit, "first inner step")
+        return {"reached": reached} | (run.first_step("full") or {})
+
+    def kill(self) -> Iterator[Result]:
+        """SIGKILL for the worker in the middle of a state's write; the run must go on, and end."""
+        recipe = self.full(rounds=max(6, self.args.rounds))
+        run, deadline = self.run(recipe, {}), time.time() + self.args.limit
+        state = run.work("full") / "whole" / "state"
+        try:
+            run.join_all()
+            run.wait(lambda: run.last_settled() >= 2 and bool(run.saved("full")), deadline, "second round")
+            run.wait(lambda: any(state.glob("part-*")), deadline, "write of a state")
+            for pid in run.workers("full"):
+                os.kill(pid, signal.SIGKILL)
+            at, settled, whole = time.time(), run.last_settled(), run.saved("full")
+            cut = [path.name for path in state.glob("part-*")]
+            say(f"  killed in round {settled + 1}, during {cut}; whole states: {whole}")
+            run.wait_for_end(deadline)
+            back = run.find("full", r"back with the state of round (\d+)", at)
+            if run.last_settled() != recipe.outer.rounds:
+                raise Failed(f"{run.last_settled()} of {recipe.outer.rounds} rounds were settled")
+            yield {
+                "label": "SIGKILL during a state's write",
+                "cut": cut,
+                "settled_before": settled,
+                "whole_states": whole,
+                "back_with_round": int(back[1][1]) if back else None,
+                "recovery_seconds": (run.settled(settled + 1) or at) - at,
+                "rounds_settled": run.last_settled(),
+            }
+        finally:
+            self.end(run)
+
+    def measure(self) -> None:
+        """All parts, in turns; one that fails is told, and the next begins."""
+        under = " under MPS" if self.mps else ""
+        turns: list[tuple[str, Callable[[], Iterator[Result]]]] = [
+            ("a", lambda: self.plain("before")),
+            ("b", lambda: self.joined("one full replica", self.full(), {})),
+            ("c", lambda: self.joined(f"four stages, none{under}", self.stages("none"), self.mps)),
+            ("c", lambda: self.joined(f"four stages, 1/8{under}", self.stages("1/8"), self.mps)),
+            ("d", lambda: self.joined(f"two full replicas{under}", self.full(2), self.mps)),
+            ("a", lambda: self.plain("after")),
+            ("startup", self.startup),
+            ("kill", self.kill),
+        ]
+        for part, turn in turns:
+            if part not in self.args.parts:
+                continue
+            began = time.time()
+            say(f"{self.size}, part {part}")
+            try:
+                for result in turn():
+                    self.results.append({"part": part} | result)
+                    say(f"  {line(self.results[-1], 0.0)}")
+            except Failed as fault:
+                self.results.append({"part": part, "label": f"part {part}", "failed": str(fault)})
+                say(f"  FAILED: {fault}")
+            say(f"  ({time.time() - began:.0f} s)")
+
+    def stages(self, compression: str) -> Recipe:
+        return self.recipe(STAGES.format(compression=compression))
+
+
+def plain_training(order: dict[str, Any]) -> None:
+    """The process of part (a): one line of JSON on stdout."""
+    from gpu import Plain
+
+    recipe, device = parse_recipe(order["recipe"]), torch.device(order["device"])
+    text, steps = open_corpus(recipe.data.corpus).train, recipe.outer.inner_steps
+    batches = Batches(text, recipe.seed, 1, recipe.inner.batch, recipe.model.context)
+    plain = Plain(recipe, device, order["compiled"])
+    plain.steps(batches, 0, 3)  # compiles
+    rates = []
+    for index in range(order["rounds"]):
+        start = time.perf_counter()
+        plain.steps(batches, index * steps, steps)
+        rates.append(recipe.round_tokens / (time.perf_counter() - start))
+    say(json.dumps({"tokens_per_second": statistics.median(rates), "rates": rates}))
+
+
+@contextmanager
+def mps_server(wanted: bool, folder: Path) -> Iterator[dict[str, str]]:
+    """NVIDIA's MPS for parts (c) and (d): kernels of several processes run at the same time."""
+    if not wanted:
+        yield {}
+        return
+    env = {f"CUDA_MPS_{name}_DIRECTORY": str(folder / f"mps-{name.lower()}") for name in ("PIPE", "LOG")}
+    for path in env.values():
+        Path(path).mkdir(parents=True)
+    control, whole = "nvidia-cuda-mps-control", dict(os.environ) | env
+    subprocess.run([control, "-d"], env=whole, check=True)
+    try:
+        yield env
+    finally:
+        subprocess.run([control], input=b"quit\n", env=whole, timeout=30, check=False)
+
+
+# What is printed at the end
+
+
+def line(result: Result, plain: float) -> str:
+    label = f"({result['part']}) {result['label']}"
+    if "failed" in result:
+        return f"{label:44} FAILED: {result['failed']}"
+    if "back_with_round" in result:
+        return (
+            f"{label:44} {result['settled_before']} rounds settled, back with the state of round "
+            f"{result['back_with_round']}, the next round {result['recovery_seconds']:.1f} s later, "
+            f"{result['rounds_settled']} settled at the end"
+        )
+    if "seconds" in result:
+        reached = ", ".join(f"{what} {at:.1f}" for what, at in result["reached"].items())
+        return f"{label:44} {result['seconds']:8.1f} s to the first inner step ({reached}; {result['told']})"
+    ratio = f"{result['tokens_per_second'] / plain:7.3f}" if plain else f"{'':7}"
+    text = f"{label:44} {result['tokens_per_second']:12,.0f} tok/s {ratio}"
+    if "rounds" not in result:
+        return text
+    return (
+        f"{text}  round {result['round_seconds']:7.2f} s, inner steps {result['inner_seconds']:7.2f} s, "
+        f"standing still {100 * result['standing_still']:5.1f} % "
+        f"(at most {100 * result['worst_standing_still']:.1f} %)"
+    )
+
+
+def table(results: list[Result]) -> str:
+    """Every part, its ratio to (a), and where a round's seconds went: means over all rounds but the first."""
+    rates = [result["tokens_per_second"] for result in results if result["part"] == "a" and "rates" in result]
+    plain = statistics.mean(rates) if rates else 0.0
+    lines = [line(result, plain) for result in results]
+    for result in results:
+        if "rounds" not in result:
+            continue
+        lines.append(f"{result['label']}, a number for each process, mean of the rounds after the first:")
+        for name in result["rounds"][-1]["replicas"]:
+            told = [row["replicas"][name] for row in result["rounds"][1:] if name in row["replicas"]]
+            for key in told[-1]["measured"]:
+                rows = [each["measured"][key] for each in told if key in each["measured"]]
+                means = [statistics.mean(values) for values in zip(*rows, strict=False)]
+                lines.append(f"  {name:10} {key:20} {' '.join(shown(key, mean) for mean in means)}")
+    return "\n".join(lines)
+
+
+def shown(key: str, value: float) -> str:
+    return f"{value / 2**20:10,.1f} MiB" if key.endswith("_bytes") else f"{value:10.3f}"
+
+
+def arguments() -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--parts", nargs="+", default=list("abcd"), choices=PARTS)
+    add("--sizes", nargs="+", default=["178m" if cuda else "nano"], help="presets (178m; nano on a CPU)")
+    add("--batch", type=int, default=32 if cuda else 4, help="rows of a replica's batch (32; 4 on a CPU)")
+    add("--context", type=int, default=0 if cuda else 64, help="tokens of a row (the preset's; 64 on a CPU)")
+    add("--inner-steps", type=int, default=50 if cuda else 4, metavar="H", help="a round's (50; 4 on a CPU)")
+    add("--rounds", type=int, default=5 if cuda else 3, help="of (b) to (d) (5; 3 on a CPU)")
+    add("--plain-rounds", type=int, default=2, help="of (a), each time (2)")
+    add("--micro-batches", type=int, default=4, help="of a pipelined replica (4)")
+    add("--save-every", type=float, metavar="SECONDS", help="passed to `join` (default: its own)")
+    add("--no-compile", action="store_true", help="nothing is compiled, (a) neither")
+    add("--mps", action="store_true", help="(c) and (d) under NVIDIA's MPS, started and stopped here")
+    add("--device", default="cuda" if cuda else "cpu")
+    add("--corpus", type=Path, metavar="DIR", help="a prepared corpus (default: random tokens)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the recipe")
+    add("--limit", type=float, default=240.0, metavar="SECONDS", help="of each part (240)")
+    add("--dir", type=Path, help="where the temporary folder is made (default: the system's)")
+    add("--logs", type=Path, metavar="DIR", help="keep the logs of `join` here")
+    add("--out", type=Path, metavar="FILE", help="write all figures as JSON")
+    return parser.parse_args()
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["plain"]:
+        plain_training(json.loads(sys.argv[2]))
+        return 0
+    args = arguments()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that children are ended too
+    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
+    found: dict[str, Any] = {"device": name, "torch": torch.__version__, "sizes": {}}
+    found["arguments"] = {key: str(value) for key, value in vars(args).items()}
+    say(f"{name}, torch {torch.__version__}, {found['arguments']}")
+    if args.save_every is not None and "--save-every" not in join_options():
+        say("`join` has no --save-every in this checkout; it is left out")
+    if args.dir:
+        args.dir.mkdir(parents=True, exist_ok=True)
+    temporary = tempfile.TemporaryDirectory(prefix="isthmus-fleet-", dir=args.dir, ignore_cleanup_errors=True)
+    with temporary as at, mps_server(args.mps, Path(at)) as mps:
+        for size in args.sizes:
+            bench = Bench(args, size, Path(at).resolve() / size, mps)
+            found["sizes"][size] = bench.results
+            try:
+                bench.measure()
+            finally:  # also after Ctrl-C: what was measured is not lost
+                say(f"\n{size}, {args.batch} x {bench.context} tokens a step, H = {args.inner_steps}")
+                say(table(bench.results))
+                if args.out:
+                    args.out.write_text(json.dumps(found, indent=1))
+    return int(any("failed" in result for results in found["sizes"].values() for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
