@@ -1,0 +1,283 @@
+"""A full replica that no process holds whole: torch's FSDP2 cuts every weight between the processes."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from isthmus.config import Member, Recipe
+from isthmus.data.tokens import Batches
+from isthmus.errors import ConfigError, RunError
+from isthmus.layout.stages import EMBEDDING, stage_names
+from isthmus.model.inner import InnerOpt
+from isthmus.model.llama import LAYER_WEIGHTS, embed, init_tensor, rope_table
+from isthmus.model.parts import parts
+from isthmus.replica.base import precision_dtypes
+from isthmus.replica.clock import Clock
+from isthmus.replica.full import LOOPBACK
+from isthmus.replica.process_groups import Store, make_group
+
+HEAD = ("norm.weight", "output.weight")
+# Between rounds a process may be uploading while the others already wait for it.
+TIMEOUT_SECONDS = 1800.0
+
+
+class ShardedReplica:
+    """A Replica without stages, cut between the processes of one machine.
+
+    In the inner step (eq. 1) every process has its rows of every weight, gradient and moment; a layer is
+    whole only while it runs. In the outer step (eq. 2) process r answers for the weights that stage r of as
+    many stages would train: it holds their anchor and error feedback and encodes their payload, so the model
+    is never whole in one process there either. `begin_round` and `named_parameters` carry the weights from
+    one cut to the other, one tensor at a time. All processes make every call.
+    """
+
+    round_trip_seconds = 0.0
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        member: Member,
+        batches: Batches,
+        mesh: DeviceMesh,
+        *,
+        device: torch.device | str = "cpu",
+        precision: str = "fp32",
+        compiled: bool = False,
+    ) -> None:
+        """`mesh` comes from `shard_mesh`."""
+        self.recipe, self.member, self.batches = recipe, member, batches
+        self.rank, self.num_processes = mesh.get_local_rank(), mesh.size()
+        if recipe.inner.batch % self.num_processes:
+            raise ConfigError(
+                f"inner.batch is {recipe.inner.batch}, which {self.num_processes} processes do not divide; "
+                "change one of them"
+            )
+        self.device, self.clock = torch.device(device), Clock(torch.device(device))
+        self.master_dtype, dtype = precision_dtypes(precision)
+        self.shapes = recipe.model.shapes()
+        owned = stage_names(recipe.model, self.num_processes)
+        self.owners = {name: rank for rank, names in enumerate(owned) for name in names}
+        with self._faults():
+            self.model = _Model(recipe, mesh, self.device, self.master_dtype, dtype, compiled)
+        self.params = self.model.weights()
+        # Rows are dealt as torch.chunk does: a short tensor may leave the last processes without any.
+        self.local = {n: rows for n, p in self.params.items() if (rows := _rows(p)).numel()}
+        self.opt = InnerOpt(self.local, recipe.inner, recipe.num_inner_steps)
+        self.norms: Tensor | None = None
+
+    @property
+    def grad_norm(self) -> float:
+        return math.nan if self.norms is None else self.norms.item()
+
+    @torch.no_grad()
+    def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
+        """Each process has the anchor of what it answers for; every other receives its rows of it."""
+        with self._faults():
+            for name, owner in self.owners.items():
+                whole = self._padded(anchor[name]) if owner == self.rank else None
+                received = self._empty(name, 1)
+                dist.scatter(received, self._pieces(whole), src=owner)
+                if name in self.local:
+                    self.local[name].copy_(received[: len(self.local[name])])
+
+    @torch.no_grad()
+    def named_parameters(self) -> dict[str, Tensor]:
+        """What this process answers for, whole: gathered now, so later inner steps do not change it."""
+        found = {}
+        with self._faults():
+            for name, owner in self.owners.items():
+                whole = self._empty(name, self.num_processes) if owner == self.rank else None
+                own = self.local.get(name)
+                rows = self._empty(name, 1).zero_() if own is None else _filled(own, self._share(name))
+                dist.gather(rows, self._pieces(whole), dst=owner)
+                if whole is not None:
+                    found[name] = whole[: self.shapes[name][0]]
+        return found
+
+    def _share(self, name: str) -> int:
+        """Rows of a process; the last ones may have fewer."""
+        return -(-self.shapes[name][0] // self.num_processes)
+
+    def _empty(self, name: str, shares: int) -> Tensor:
+        shape = (shares * self._share(name), *self.shapes[name][1:])
+        return torch.empty(shape, dtype=self.master_dtype, device=self.device)
+
+    def _padded(self, whole: Tensor) -> Tensor:
+        """With rows for every process: itself, where they divide it."""
+        num_rows = -(-len(whole) // self.num_processes) * self.num_processes
+        return _filled(whole.to(self.device, self.master_dtype), num_rows)
+
+    def _pieces(self, whole: Tensor | None) -> list[Tensor] | None:
+        return None if whole is None else list(whole.chunk(self.num_processes))
+
+    def inner_step(self, inner_step: int) -> Tensor:
+        """One InnerOpt update of the whole replica (eq. 1); its loss, the same in every process."""
+        with self.clock, self._faults():
+            tokens = self.batches.at(self.member.index, inner_step)
+            own = tokens.chunk(self.num_processes)[self.rank].to(self.device).long()  # (B, L + 1)
+            loss = self.model(own[:, :-1], own[:, 1:])
+            loss.backward()  # each layer's gradients are averaged as they appear, and cut
+            for name, rows in self.local.items():
+                rows.grad = _rows(self.params[name].grad)
+            square = self.opt.squared_norm().double().sum()
+            totals = torch.stack([square, loss.detach().double() / self.num_processes])
+            dist.all_reduce(totals)
+            self.opt.advance(inner_step)
+            self.norms = self.opt.update(totals[:1].to(self.master_dtype))
+            self.opt.zero_grad()
+            self.model.zero_grad()
+        return totals[1]
+
+    def state(self) -> dict[str, Tensor]:
+        """This process's rows of both moments."""
+        return self.opt.state()
+
+    def restore(self, state: Mapping[str, Tensor], step_count: int) -> None:
+        with torch.no_grad():
+            self.opt.restore(state, step_count)
+
+    def pop_counts(self) -> dict[str, int]:
+        return {}  # there are no stages
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if any(word in str(error) for word in ("by peer", "imed out", "pair closure")):
+                raise RunError(
+                    f"replica {self.member.name}: process {self.rank} lost the other processes of the replica"
+                ) from None
+            raise
+
+
+class _Unit(nn.Module):
+    """Weights that are gathered together, and the function of them."""
+
+    def __init__(self, weights: Mapping[str, Tensor], prefix: str, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.prefix, self.run = prefix, run
+        for name, value in weights.items():
+            self.register_parameter(name.replace(".", "/"), nn.Parameter(value))  # torch allows no dot
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name.replace("/", "."): p for name, p in self.named_parameters(recurse=False)}
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.run(self.weights(), *inputs)
+
+
+class _Model(nn.Module):
+    """Embedding, layers and head, each cut as soon as it is drawn: the whole model is never here."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        mesh: DeviceMesh,
+        device: torch.device,
+        master_dtype: torch.dtype,
+        dtype: torch.dtype,
+        compiled: bool,
+    ) -> None:
+        super().__init__()
+        model = recipe.model
+        shapes, rope = model.shapes(), rope_table(model, model.context, master_dtype, device)
+        chosen = parts(compiled, recipe.inner.recompute)
+        # Weights travel as the stream reads them; gradients are averaged in the precision of the weights.
+        half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master_dtype, cast_forward_inputs=False)
+        policy = half if dtype != master_dtype else MixedPrecisionPolicy(cast_forward_inputs=False)
+
+        def unit(names: Mapping[str, str], prefix: str, run: Callable[..., Tensor], **how: Any) -> _Unit:
+            drawn = {
+                own: init_tensor(name, shapes[name], model, recipe.seed).to(device, master_dtype)
+                for own, name in names.items()
+            }
+            made = _Unit(drawn, prefix, run)
+            fully_shard(made, mesh=mesh, **how)
+            return made
+
+        def run_layer(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+            return chosen.layer(weights, x, model, *rope)
+
+        def run_head(weights: Mapping[str, Tensor], x: Tensor, targets: Tensor) -> Tensor:
+            return chosen.head_losses(weights, x, targets, model)
+
+        # A row of the table is looked up as it is, and rounded then: its gradients are added up in full.
+        whole = MixedPrecisionPolicy(cast_forward_inputs=False)
+        first = unit({EMBEDDING: EMBEDDING}, "", partial(embed, dtype=dtype), mp_policy=whole)
+        layers = [
+            unit({n: f"layers.{i}.{n}" for n in LAYER_WEIGHTS}, f"layers.{i}.", run_layer, mp_policy=policy)
+            for i in range(model.layers)
+        ]
+        # The head's backward follows its forward at once, so it stays whole in between.
+        last = unit({n: n for n in HEAD}, "", run_head, mp_policy=policy, reshard_after_forward=False)
+        self.units = nn.ModuleList([first, *layers, last])
+        fully_shard(self, mesh=mesh)
+
+    def weights(self) -> dict[str, Tensor]:
+        """All of them, under full-model names."""
+        units = [unit for unit in self.units if isinstance(unit, _Unit)]
+        return {unit.prefix + name: p for unit in units for name, p in unit.weights().items()}
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of these rows."""
+        first, *layers, last = self.units
+        x = first(inputs)  # (B, L, D)
+        for each in layers:
+            x = each(x)
+        return last(x, targets)
+
+
+def _rows(tensor: Tensor | None) -> Tensor:
+    """This process's rows: the storage itself, detached."""
+    assert isinstance(tensor, DTensor), "FSDP gives every weight and its gradient as a DTensor"
+    return tensor.to_local().detach()
+
+
+def _filled(rows: Tensor, num_rows: int) -> Tensor:
+    """With zeros below, up to so many rows; itself where it has them."""
+    if len(rows) == num_rows:
+        return rows.contiguous()
+    filled = rows.new_zeros(num_rows, *rows.shape[1:])
+    filled[: len(rows)] = rows
+    return filled
+
+
+def shard_mesh(
+    store: Store,
+    rank: int,
+    num_processes: int,
+    device: torch.device | str,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> DeviceMesh:
+    """The mesh of a sharded replica: NCCL between GPUs, else gloo on loopback.
+
+    FSDP and DTensor look their groups up in torch.distributed, so this is the default group of the process.
+    """
+    torch_distributed: Any = dist  # whose stubs lack this
+    kind, timeout = torch.device(device).type, timedelta(seconds=timeout_seconds)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cuda:nccl"
+    else:
+        # torch's own gloo would listen on the address that the host's name resolves to.
+        def loopback(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+            return make_group("gloo", store, rank, size, LOOPBACK, timeout)
+
+        torch_distributed.Backend.register_backend("loopback", loopback, devices=["cpu"])
+        backend = "cpu:loopback"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_processes, timeout=timeout)
+    return init_device_mesh(kind, (num_processes,))
