@@ -107,10 +107,6 @@ PLAIN = {
     "join: a stranger's key": ((*JOIN, "rack", "--key", "stranger.key"), "is not the key of replica rack"),
     "join: another's key": ((*JOIN, "rack", "--key", "keys/tiny/edge.key"), "is not the key of replica rack"),
     "join: device": ((*JOIN, "rack", "--device", "tpu"), "tpu"),
-    "join: a stage to compile": (
-        (*JOIN, "edge", "--compile"),
-        "is pipelined; --compile is for full",
-    ),
     "join: stage 2 of 2": (
         (*JOIN, "edge", "--stage", "2", "--master", "127.0.0.1:9"),
         "has the stages 0 to 1",

@@ -60,3 +60,29 @@ def test_fused_steps_are_the_plain_ones(monkeypatch, half, by_stage):
             exact = {} if DEVICE == "cuda" else {"rtol": 2**-7, "atol": 0}  # the interpreter cuts bits off
             assert_close(copies[half], params[half].bfloat16(), **(exact or {"rtol": 0, "atol": 0}))
     assert opt.step_count == 4
+
+
+def test_one_replica_takes_the_same_steps_also_clipped_by_a_given_norm(monkeypatch):
+    """Without a leading axis, as a stage has its weights."""
+    config = InnerConfig(lr=1e-2, clip=1.0, weight_decay=0.1, warmup_steps=0)
+
+    def one(tensors):
+        return {name: tensor.detach()[0].clone().requires_grad_() for name, tensor in tensors.items()}
+
+    monkeypatch.setattr(gpu, "usable", lambda device: False)
+    plain = one(weights())
+    reference = InnerOpt(plain, config, 10)
+    monkeypatch.setattr(gpu, "usable", lambda device: True)
+    params = one(weights())
+    copies = {"w": params["w"].detach().bfloat16().requires_grad_()}
+    opt = InnerOpt(params, config, 10, copies=copies)
+    for step in range(3):
+        halves = [gradients(2 * step + i, "w") for i in range(2)]
+        for name in SHAPES:
+            total = sum(half[name][0].float() for half in halves)
+            plain[name].grad, params[name].grad = total, total.clone()
+        square = opt.squared_norm()
+        assert_close(square, reference.squared_norm(), rtol=1e-5, atol=0)
+        assert_close(opt.step(4 * square), reference.step(4 * square), rtol=1e-5, atol=0)
+        for name in SHAPES:
+            assert_close(params[name], plain[name], rtol=1e-5, atol=1e-6)

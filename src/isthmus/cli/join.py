@@ -35,14 +35,16 @@ def register(commands: argparse._SubParsersAction) -> None:
     add("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     threads = "CPU threads of each process (default: torch's)"
     add("--threads", dest="num_threads", type=int, default=0, metavar="THREADS", help=threads)
-    compiles = "torch.compile for a full replica: the first step takes longer, the others less"
-    add("--compile", dest="compiled", action="store_true", help=compiles)
+    compiles = "torch.compile, layer by layer: a longer first step, shorter others (default: on a GPU)"
+    add("--compile", dest="compiled", action=argparse.BooleanOptionalAction, help=compiles)
     seconds: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
     add("--wait", dest="wait_seconds", default=60.0, help="how long to look for the master (60)", **seconds)
     lost = "a stage that is silent for so long counts as lost (60)"
     add("--link-timeout", dest="link_timeout_seconds", default=60.0, help=lost, **seconds)
     stalled = "kill a worker that makes no progress for so long (30)"
     add("--stall-timeout", dest="stall_seconds", default=30.0, help=stalled, **seconds)
+    saves = "save private state after a round, at most so often (60); updates are always saved"
+    add("--save-every", dest="save_seconds", default=60.0, help=saves, **seconds)
     trusts = "let stages talk over a public address; gloo neither encrypts nor authenticates"
     add("--trust-network", action="store_true", help=trusts)
     parser.set_defaults(run=join)

@@ -1,4 +1,4 @@
-"""InnerOpt's step on a GPU: two kernels for each tensor, for any number of replicas."""
+"""InnerOpt's step on a GPU: two kernels for each tensor, for one replica or for a stack of them."""
 
 from collections.abc import Mapping
 from itertools import accumulate
@@ -14,10 +14,10 @@ BLOCK = 2048
 
 
 class FusedAdamW:
-    """Clipping and AdamW of stacked tensors (R, ...).
+    """Clipping and AdamW of tensors that carry `rows` replicas in front, (R, ...), or of one replica's.
 
-    `copies` holds bf16 leaves by name: the forward reads them in place of the weight, and they receive its
-    gradient.
+    `copies` holds bf16 leaves by name: the forward reads them in place of the weight. The gradient is theirs,
+    or the weight's where it was added up over micro-batches in the weight's precision.
     """
 
     def __init__(
@@ -26,9 +26,9 @@ class FusedAdamW:
         first: Mapping[str, Tensor],
         second: Mapping[str, Tensor],
         copies: Mapping[str, Tensor],
+        rows: int,
     ) -> None:
-        self.params, self.first, self.second, self.copies = params, first, second, copies
-        self.rows = len(next(iter(params.values())))
+        self.params, self.first, self.second, self.copies, self.rows = params, first, second, copies, rows
         self.counts = [-(-(p.numel() // self.rows) // BLOCK) for p in params.values()]
         self.starts = [0, *accumulate(self.counts)]
         device = next(iter(params.values())).device
@@ -42,8 +42,10 @@ class FusedAdamW:
         )
 
     def _grad(self, name: str) -> Tensor:
-        grad = self.copies.get(name, self.params[name]).grad
-        assert grad is not None
+        grad = self.params[name].grad
+        if grad is None:
+            grad = self.copies[name].grad
+        assert grad is not None, "an update needs a gradient for every weight"
         return grad.contiguous()
 
     def squares(self) -> Tensor:

@@ -63,8 +63,7 @@ class InnerOpt:
 
     `modified` names the d-sided matrices with the row-constant second moment of Table 5d, each with a mask
     (R,) of the replicas that use it. `copies` are bf16 leaves: the forward reads them in place of some
-    weights, and they receive the gradients. They are for stacks on a GPU (see `adam`) and stay equal to the
-    weights.
+    weights. They are for a GPU (see `adam`) and stay equal to the weights.
     """
 
     def __init__(
@@ -94,10 +93,11 @@ class InnerOpt:
         self.first = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.copies = dict(copies or {})
-        quick = stacked and not self.modified and FusedAdamW.fits(self.params)
-        self.fused = FusedAdamW(self.params, self.first, self.second, self.copies) if quick else None
+        quick = not self.modified and FusedAdamW.fits(self.params)
+        rows = len(next(iter(self.params.values()))) if stacked else 1
+        self.fused = FusedAdamW(self.params, self.first, self.second, self.copies, rows) if quick else None
         if self.copies and not quick:
-            raise ValueError("copies of weights are for stacks on a GPU that take plain AdamW")
+            raise ValueError("copies of weights are for a GPU, and for plain AdamW")
         self._bind()
 
     def _bind(self) -> None:
@@ -111,6 +111,8 @@ class InnerOpt:
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
         """(R,) of the gradients in `.grad`: what a stage adds to the squared norm of its replica."""
+        if self.fused:
+            return self.fused.squares().sum(1)
         return squared_norms(self._grads(), self.stacked).sum(1)
 
     def _grads(self) -> dict[str, Tensor]:
@@ -140,7 +142,9 @@ class InnerOpt:
         """The device's part: clip, then AdamW. A stage clips by the squared norm (1,) of its replica."""
         limit = self.config.clip or math.inf
         if self.fused:
-            scales, norms = clip_scales(self.fused.squares(), limit, self.groups, squared_norm)
+            known = squared_norm is not None
+            squares = squared_norm.new_zeros(1, len(self.params)) if known else self.fused.squares()
+            scales, norms = clip_scales(squares, limit, self.groups, squared_norm)
             self.fused.step(scales, self.config)
             return norms
         norms = clip_(self._grads(), limit, self.groups, self.stacked, squared_norm)

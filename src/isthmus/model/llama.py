@@ -162,7 +162,7 @@ def stream(
     dtype: torch.dtype | None = None,
     run_layer: RunLayer = layer,
 ) -> Tensor:
-    """The residual stream (B, L, D) or (R, B, L, D) after all layers, with every stage boundary on the way."""
+    """The stream (B, L, D) or (R, B, L, D) after all layers, with every stage boundary on the way."""
     x = embed(params, tokens, dtype or params["tok_embeddings.weight"].dtype)
     boundary_fns, done = boundary_fns or {}, 0
     for edge in sorted(boundary_fns):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import Member, Recipe
+from isthmus.data.ahead import ReadAhead
 from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError, RunError
 from isthmus.layout.stages import EMBEDDING
@@ -54,8 +55,11 @@ class FullReplica:
                 f"inner.batch is {recipe.inner.batch}, which {self.num_processes} processes in "
                 f"{grad_accum_steps} accumulation steps do not divide; change inner.batch or their number"
             )
-        self.recipe, self.member, self.batches = recipe, member, batches
+        self.recipe, self.member = recipe, member
         self.device = torch.device(device)
+        self.tokens = ReadAhead(
+            lambda step: batches.at(member.index, step).chunk(self.num_processes)[self.rank], self.device
+        )
         self.clock = Clock(self.device)
         master_dtype, dtype = precision_dtypes(precision)
         drawn = init_params(recipe.model, recipe.seed)
@@ -69,7 +73,8 @@ class FullReplica:
             dtype=dtype,
             grad_accum_steps=grad_accum_steps,
             shared=True,  # so its weights have no leading axis, which costs a CPU time
-            compiled={} if compiled else None,
+            compiled=compiled,
+            recorded=compiled and not process_group,
             reduce_grads=self._average if process_group else None,
         )
         self.norms: Tensor | None = None
@@ -81,6 +86,7 @@ class FullReplica:
     def begin_round(self, anchor: Mapping[str, Tensor] | None) -> None:
         """Process 0 has the anchor; the others receive it from there."""
         self._receive(self.named_parameters(), anchor)
+        self.stack.opt.refresh_copies()
 
     @torch.no_grad()
     def _receive(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor] | None) -> None:
@@ -93,8 +99,7 @@ class FullReplica:
 
     def inner_step(self, inner_step: int) -> Tensor:
         with self.clock, self._faults():
-            tokens = self.batches.at(self.member.index, inner_step)
-            own = tokens.chunk(self.num_processes)[self.rank].to(self.device).long()  # (B, L + 1)
+            own = self.tokens.at(inner_step)  # (B, L + 1)
             losses, self.norms = self.stack.inner_step(own[None], inner_step)
             if self.process_group:
                 self._average([losses])

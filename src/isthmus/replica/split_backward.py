@@ -24,25 +24,26 @@ class DeferredGradients:
 class DeferredWeight:
     """Stands for a weight: multiplies by it, and notes in `deferred` what its gradient needs."""
 
-    def __init__(self, weight: Tensor, deferred: DeferredGradients) -> None:
-        self.weight, self.deferred = weight, deferred
+    def __init__(self, read: Tensor, weight: Tensor, deferred: DeferredGradients) -> None:
+        """`read` is the weight, or a copy of it in the stream's type."""
+        self.read, self.weight, self.deferred = read, weight, deferred
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, self.weight, self.deferred)
+        return _Product.apply(x, self.read.detach(), self.weight, self.deferred)
 
 
 class _Product(torch.autograd.Function):
     """x W^T; its backward stops at x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredGradients) -> Tensor:
-        read = weight.to(x.dtype)
+    def forward(ctx: Any, x: Tensor, read: Tensor, weight: Tensor, deferred: DeferredGradients) -> Tensor:
+        read = read.to(x.dtype)
         ctx.save_for_backward(x, read)
         ctx.weight, ctx.deferred = weight, deferred
         return x @ read.mT
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         x, read = ctx.saved_tensors
         ctx.deferred.products.append((ctx.weight, x, grad))
-        return grad @ read, None, None
+        return grad @ read, None, None, None

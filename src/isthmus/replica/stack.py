@@ -8,11 +8,10 @@ from torch import Tensor
 from isthmus import gpu
 from isthmus.config import Member, Recipe
 from isthmus.layout.stages import EMBEDDING
-from isthmus.model.llama import forward, rope_table, token_losses
+from isthmus.model.llama import rope_table, stream
+from isthmus.model.parts import parts
 from isthmus.replica.trainable import Trainable
-from isthmus.subspace.boundaries import BasisSet, as_sent, boundary_functions, forward_key
-
-Losses = Callable[[Mapping[str, Tensor], Tensor], Tensor]  # (weights, tokens) -> (R,)
+from isthmus.subspace.boundaries import BasisSet, as_sent, boundary_functions
 
 
 class Stack(Trainable):
@@ -30,13 +29,12 @@ class Stack(Trainable):
         dtype: torch.dtype,
         grad_accum_steps: int = 1,
         shared: bool = False,
-        compiled: dict[tuple, Losses] | None = None,
+        compiled: bool = False,
         recorded: bool = False,
         reduce_grads: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
-        """`compiled` keeps the compiled forwards of all stacks that are given it; None compiles nothing.
-        `recorded` steps are launched as one graph where possible, which keeps a step's memory allocated.
-        `reduce_grads` averages the gradients, in place, with those of other processes.
+        """`compiled`: see `parts`. `recorded` steps are launched as one graph where possible, which keeps a
+        step's memory allocated. `reduce_grads` averages gradients, in place, with those of other processes.
         """
         lead = () if shared else (len(members),)
         params = {name: t.expand(*lead, *t.shape).clone() for name, t in anchor.items()}
@@ -50,7 +48,8 @@ class Stack(Trainable):
         never_stale = shared and recipe.subspace.adaptation
         self.table = self.params[EMBEDDING].detach() if never_stale else table
         self.rope = rope_table(recipe.model, recipe.model.context, self.master_dtype, self.device)
-        self.compiled, self.recorded = compiled, recorded and self.opt.fused is not None
+        self.parts = parts(compiled, recipe.inner.recompute)
+        self.recorded = recorded and self.opt.fused is not None
         self.reduce_grads = reduce_grads
         self._build_boundaries()
 
@@ -60,10 +59,6 @@ class Stack(Trainable):
         rows = recipe.inner.batch // self.grad_accum_steps if self.shared else 1
         self.boundary_fns = boundary_functions(recipe, members, bases, self.table, rows)
         self.opening = bases.opening
-        self._losses: Losses = self._member_losses
-        if self.compiled is not None:  # stacks with the same boundaries are the same function
-            key = (len(members), *(forward_key(recipe, member, bases) for member in members))
-            self._losses = self.compiled.setdefault(key, torch.compile(self._member_losses, dynamic=False))
         self._work = gpu.Replayed(self._step) if self.recorded else self._step
 
     def _member_losses(self, params: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
@@ -71,8 +66,10 @@ class Stack(Trainable):
         inputs, targets = tokens[..., :-1], tokens[..., 1:]
         if self.shared:
             inputs = inputs.flatten(0, 1)
-        logits = forward(params, inputs, self.recipe.model, self.rope, self.boundary_fns, self.dtype)
-        return token_losses(logits.view(*targets.shape, -1), targets)
+        model, run_layer = self.recipe.model, self.parts.layer
+        x = stream(params, inputs, model, self.rope, self.boundary_fns, self.dtype, run_layer)
+        weights = {name: params[name] for name in ("norm.weight", "output.weight")}
+        return self.parts.head_losses(weights, x, targets, model)
 
     def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
         """All replicas take the anchor's values; weights that they share are the anchor."""
@@ -99,7 +96,7 @@ class Stack(Trainable):
         losses = torch.zeros(len(self.members), device=tokens.device, dtype=torch.float64)
         weight = 1 / (self.grad_accum_steps * (len(self.members) if self.shared else 1))
         for part in tokens.chunk(self.grad_accum_steps, dim=1):
-            part_losses = self._losses(leaves, part)
+            part_losses = self._member_losses(leaves, part)
             grads = torch.autograd.grad(part_losses.sum() * weight, list(leaves.values()))
             for leaf, grad in zip(leaves.values(), grads, strict=True):
                 leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)

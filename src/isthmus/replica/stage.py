@@ -9,7 +9,8 @@ from torch import Tensor
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError
 from isthmus.layout.stages import EMBEDDING, boundaries, stage_names
-from isthmus.model.llama import Params, embed, head, init_tensor, rope_table, run_layers, token_losses
+from isthmus.model.llama import Params, embed, init_tensor, rope_table, run_layers
+from isthmus.model.parts import parts
 from isthmus.replica.base import precision_dtypes
 from isthmus.replica.links import TOKEN_TYPES, Frame, TensorSpec
 from isthmus.replica.split_backward import DeferredGradients, DeferredWeight
@@ -36,7 +37,9 @@ class Stage(Trainable):
         *,
         device: torch.device | str = "cpu",
         precision: str = "fp32",
+        compiled: bool = False,
     ) -> None:
+        """`compiled`: see `parts`; a split backward, which keeps products back, is not compiled."""
         model, num_stages = recipe.model, member.config.stages
         if recipe.subspace.grassmann_every and member.config.compressed:
             raise ConfigError(
@@ -49,7 +52,8 @@ class Stage(Trainable):
             return init_tensor(name, model.shapes()[name], model, recipe.seed).to(device, master_dtype)
 
         params = {name: draw(name) for name in stage_names(model, num_stages)[index]}
-        super().__init__(recipe, [member], params, BasisSet(recipe, device, master_dtype))
+        bases, half = BasisSet(recipe, device, master_dtype), self.dtype == torch.bfloat16
+        super().__init__(recipe, [member], params, bases, bf16_copies=half)
         self.member, self.index, self.wire = member, index, WIRE_TYPES[member.config.wire]
         self.first, self.last = index == 0, index == num_stages - 1
         edges = (0, *boundaries(model.layers, num_stages), model.layers)
@@ -61,6 +65,7 @@ class Stage(Trainable):
         # Of each micro-batch in flight: what came in (None at the first stage), and what went out.
         self.activations: dict[int, tuple[Tensor | None, Tensor]] = {}
         self.split = recipe.inner.backward == "split"
+        self.parts = parts(compiled and not self.split, recipe.inner.recompute)
         self.deferred: dict[int, DeferredGradients] = {}  # of micro-batches in flight, in a split backward
 
     def _boundary(self, number: int) -> OpenBoundary | SubspaceBoundary:
@@ -91,29 +96,33 @@ class Stage(Trainable):
         stage the loss: this micro-batch's share of the batch's mean, scaled by 1/m."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         leaf = None
+        weights, model = self.leaves, self.recipe.model
         if z_in is None:
-            x = embed(self.params, inputs, self.dtype)  # (B, L, D)
+            x = embed(weights, inputs, self.dtype)  # (B, L, D)
         else:
             leaf = z_in.to(self.dtype).detach().requires_grad_()
             x = self.before.expand(leaf, inputs)  # (B, L, K) -> (B, L, D)
-        x = run_layers(self._layer_params(micro_batch), self.layers, x, self.recipe.model, self.rope)
+        layer_params = self._layer_params(micro_batch, weights)
+        x = run_layers(layer_params, self.layers, x, model, self.rope, self.parts.layer)
         if self.last:
-            logits = head(self.params, x, self.recipe.model)  # (B, L, V)
-            out = token_losses(logits, targets) / self.recipe.inner.micro_batches
+            own = {name: weights[name] for name in ("norm.weight", "output.weight")}
+            out = self.parts.head_losses(own, x, targets, model) / self.recipe.inner.micro_batches
         else:
             out = self.after.compress(x, inputs)  # (B, L, D) -> (B, L, K)
         self.activations[micro_batch] = (leaf, out)
         return out.detach() if self.last else out.detach().to(self.wire)
 
-    def _layer_params(self, micro_batch: int) -> Params:
+    def _layer_params(self, micro_batch: int, weights: Params) -> Params:
         if not self.split:
-            return self.params
+            return weights
         deferred = self.deferred[micro_batch] = DeferredGradients()
-        weights = {
-            name: DeferredWeight(p, deferred) if name.startswith("layers.") and p.dim() == 2 else p
-            for name, p in self.params.items()
+        products = {
+            name: DeferredWeight(p, self.params[name], deferred)
+            for name, p in weights.items()
+            if name.startswith("layers.") and p.dim() == 2
         }
-        return cast(Params, weights)  # `linear`, the only reader of matrices, also takes what multiplies
+        # `linear`, the only reader of matrices, also takes what multiplies.
+        return cast(Params, {**weights, **products})
 
     def backward(self, micro_batch: int, grad: Tensor | None = None) -> Tensor | None:
         """Gradient of z_out (B, L, K), None at the last stage -> gradient of z_in (B, L, K), None at the
@@ -126,6 +135,7 @@ class Stage(Trainable):
         """The part of `backward` that the stage before waits for."""
         leaf, out = self.activations.pop(micro_batch)
         out.backward(None if grad is None else grad.to(out.dtype))
+        self.collect_grads()
         return None if leaf is None or leaf.grad is None else leaf.grad.to(self.wire)
 
     def backward_weight(self, micro_batch: int) -> None:

@@ -38,7 +38,7 @@ class Trainable:
         first = next(iter(self.params.values()))
         self.master_dtype, self.device = first.dtype, first.device
         modified = self._modified()
-        possible = bf16_copies and stacked and not modified and FusedAdamW.fits(self.params)
+        possible = bf16_copies and not modified and FusedAdamW.fits(self.params)
         self.copies = self._bf16_copies() if possible else {}
         self.opt = InnerOpt(
             self.params,
@@ -61,7 +61,7 @@ class Trainable:
         return {
             name: p.detach().bfloat16().requires_grad_()
             for name, p in self.params.items()
-            if p.dim() == 3 and name != EMBEDDING
+            if p.dim() == 2 + self.stacked and name != EMBEDDING
         }
 
     def _clip_groups(self) -> Tensor | None:
@@ -96,6 +96,16 @@ class Trainable:
         """The host's part of an update: its number and its learning rate, those of this inner step of the
         run. Without a number, the run's steps are the updates."""
         self.opt.advance(inner_step)
+
+    @torch.no_grad()
+    def collect_grads(self) -> None:
+        """Add the copies' gradients to those of their weights, in the precision of the weights: between the
+        parts of a batch whose gradients are added up."""
+        for name, copy in self.copies.items():
+            if copy.grad is not None:
+                weight = self.params[name]
+                weight.grad = copy.grad.float() if weight.grad is None else weight.grad.add_(copy.grad)
+                copy.grad = None
 
     @torch.no_grad()
     def update(self, squared_norm: Tensor | None = None) -> Tensor:

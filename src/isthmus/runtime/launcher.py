@@ -65,15 +65,13 @@ def check_device(config: LauncherConfig, member: "Member") -> None:
     from isthmus import gpu
     from isthmus.simulator.run import pick_device
 
-    device, kind = pick_device(config.device), member.config.kind
+    device = pick_device(config.device)
     if member.config.backend == "nccl" and device.type != "cuda":
         raise ConfigError(
             f'replica {member.name} has backend "nccl", which needs a CUDA device on every stage'
         )
     if not config.compiled:
         return
-    if kind != "full":
-        raise ConfigError(f"replica {member.name} is {kind}; --compile is for full replicas")
     if device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise ConfigError("--compile needs a C++ compiler on a CPU; install g++, or leave --compile out")
     if device.type == "cuda" and not gpu.usable(device):

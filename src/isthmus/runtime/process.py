@@ -32,7 +32,8 @@ class LauncherConfig:
     work_dir: str = ""  # default: work/RUN/NAME
     device: str = "auto"
     num_threads: int = 0  # 0: as many as torch takes
-    compiled: bool = False  # a full replica's forward and backward
+    compiled: bool | None = None  # None: on a GPU
+    save_seconds: float = 60.0  # state on disk is at most so old, and the time of a write older
     stage: int | None = None  # None: all stages are on this machine
     master: str = ""  # HOST:PORT of stage 0, where stages are on several machines
     wait_seconds: float = 60.0  # for the master

@@ -190,6 +190,7 @@ def build_replica(
     """
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - it is public
 
+    from isthmus import gpu
     from isthmus.replica.control_group import SingleProcess, StageControlGroup
     from isthmus.replica.full import FullReplica, share_batches
     from isthmus.replica.leader import LeaderReplica
@@ -198,6 +199,7 @@ def build_replica(
     from isthmus.replica.stage import Stage
 
     recipe, whole = run.recipe, member.config.kind == "full"
+    compiled = gpu.usable(device) if config.compiled is None else config.compiled
 
     def full_replica(process_group: Any = None) -> FullReplica:
         assert batches is not None
@@ -208,7 +210,7 @@ def build_replica(
             device=device,
             precision=precision,
             process_group=process_group,
-            compiled=config.compiled,
+            compiled=compiled,
         )
 
     if whole and at.size == 1:
@@ -236,7 +238,7 @@ def build_replica(
         trust_network=config.trust_network,
         backend=member.config.backend,
     )
-    stage = Stage(recipe, member, at.rank, device=device, precision=precision)
+    stage = Stage(recipe, member, at.rank, device=device, precision=precision, compiled=compiled)
     return PipelinedReplica(recipe, member, [stage], [(before, after)], batches), control
 
 

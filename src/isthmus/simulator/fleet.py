@@ -1,13 +1,14 @@
 """M replicas on one device, stacked or in turns."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from isthmus import gpu
 from isthmus.config import Member, Recipe
+from isthmus.data.ahead import ReadAhead
 from isthmus.data.corpus import Corpus
 from isthmus.data.tokens import Batches
 from isthmus.errors import RunError
@@ -21,7 +22,7 @@ from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.planner.memory import SimulatorPlan
 from isthmus.replica.base import precision_dtypes
 from isthmus.replica.evaluate import Scorer
-from isthmus.replica.stack import Losses, Stack
+from isthmus.replica.stack import Stack
 from isthmus.runlog.row import Scores
 from isthmus.subspace import grassmann_step
 from isthmus.subspace.boundaries import BasisSet, boundary_functions
@@ -69,7 +70,6 @@ class SimulatedFleet:
         self.table = table
         self.shared = recipe.outer.method == "adamw"
         self.outer = None if self.shared else outer_method(recipe.outer, self.anchor)
-        forwards: dict[tuple, Losses] | None = {} if compiled else None
         self.stacks = [
             Stack(
                 recipe,
@@ -80,7 +80,7 @@ class SimulatedFleet:
                 dtype=self.dtype,
                 grad_accum_steps=plan.grad_accum_steps,
                 shared=self.shared,
-                compiled=forwards,
+                compiled=compiled,
                 recorded=self.recorded,
             )
             for at in range(0, len(self.members), plan.group)
@@ -92,8 +92,7 @@ class SimulatedFleet:
             for stack in self.stacks:
                 stack.move("cpu")
         self.shards = shards(recipe)
-        self.reader = ThreadPoolExecutor(max_workers=1)  # reads ahead; its thread starts with the first task
-        self.ahead: dict[tuple[int, int], Future[Tensor]] = {}
+        self.tokens = [ReadAhead(partial(self._read, stack), device) for stack in self.stacks]
         self.losses = self.norms = torch.zeros(0)  # of the last round, (H, M); of its last inner step, (M,)
 
     def train_round(self, round_index: int, progress: Progress) -> list[Contribution]:
@@ -109,7 +108,7 @@ class SimulatedFleet:
             stack.begin_round(self.anchor)
             taken, step_norms, pace = [], torch.zeros(1), gpu.Pace(self.device)
             for h in range(steps):
-                step_losses, step_norms = stack.inner_step(self._tokens(stack, round_index * steps + h))
+                step_losses, step_norms = stack.inner_step(self.tokens[turn].at(round_index * steps + h))
                 taken.append(step_losses)
                 if self.device.type == "cpu":  # on a GPU this check would make the host wait
                     self._check_finite(step_losses[None], stack.members, round_index, h)
@@ -127,19 +126,10 @@ class SimulatedFleet:
         self.losses, self.norms = torch.cat(losses, dim=1), torch.cat(norms)
         return contributions
 
-    def _tokens(self, stack: Stack, inner_step: int) -> Tensor:
-        """(R, B, L + 1) on the device. For a GPU, the next step's tokens are read while this step runs."""
-        if self.device.type != "cuda":
-            return self._read(stack, inner_step)
-        ready = self.ahead.pop((id(stack), inner_step), None)
-        tokens = ready.result() if ready else self._read(stack, inner_step)
-        self.ahead = {(id(stack), inner_step + 1): self.reader.submit(self._read, stack, inner_step + 1)}
-        return tokens.to(self.device, non_blocking=True).long()
-
     def _read(self, stack: Stack, inner_step: int) -> Tensor:
+        """(R, B, L + 1)."""
         first = stack.members[0].index
-        tokens = self.batches.stacked(inner_step)[first : first + len(stack.members)]
-        return tokens.pin_memory() if self.device.type == "cuda" else tokens.long()
+        return self.batches.stacked(inner_step)[first : first + len(stack.members)]
 
     def _contribute(self, stack: Stack, outer: SparseLoCo) -> list[Contribution]:
         """Every replica's payload, packed shard by shard, as it would leave its machines."""
