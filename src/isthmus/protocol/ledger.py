@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from isthmus.config import Recipe, dump_recipe, parse_recipe
-from isthmus.errors import ConfigError, RunError, RunStopped
+from isthmus.errors import ConfigError, RunError, RunStopped, Unreachable
 from isthmus.layout.traffic import shard_bytes, shards
 from isthmus.protocol.documents import Entry, Manifest, RunInfo, Shard
 from isthmus.protocol.heartbeat import Heartbeat
@@ -73,7 +73,7 @@ def read_run(store: Store) -> RunInfo:
     try:
         data = store.get("run.json", max_bytes=MAX_DOCUMENT_BYTES)
         if data is None:
-            raise ConfigError("there is no run in this bucket; create one with `isthmus init RECIPE URL`")
+            raise Unreachable("there is no run in this bucket; create one with `isthmus init RECIPE URL`")
         body = json.loads(data)
         if body["format"] != FORMAT:
             raise ConfigError(f"run.json is of format {body['format']!r}; this Isthmus reads format {FORMAT}")

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import obstore
 
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, Unreachable
 from isthmus.store.retry import (
     DEFAULT_SECONDS,
     Backoff,
@@ -206,7 +206,7 @@ class Store:
                     "use a store that honours it"
                 )
         except StoreError as error:
-            raise ConfigError(str(error)) from None
+            raise error.at_start() from None
         finally:
             with suppress(StoreError):  # a contributor may be allowed to write and not to delete
                 self.delete(key, deadline=time.monotonic() + 5)
@@ -289,7 +289,8 @@ class Store:
         if fault.kind == "absent":
             fault = Fault("config", "a write is answered by 404: is there such a bucket, is it S3?", False)
         tail = f" ({backoff.spent()})" if fault.retry else ""
-        return StoreError(f"{self.url}: {verb} {key}: {fault.words}{tail}", fault.kind)
+        passes = fault.retry or fault.kind != "disk"
+        return StoreError(f"{self.url}: {verb} {key}: {fault.words}{tail}", fault.kind, passes)
 
 
 def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) -> Store:
@@ -301,7 +302,7 @@ def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) 
     store = Store(root, folder)
     if folder and not create:
         if not folder.is_dir():
-            raise ConfigError(f"there is no folder {root}; give the URL that `isthmus init` was given")
+            raise Unreachable(f"there is no folder {root}; give the URL that `isthmus init` was given")
         return store
     if folder:
         try:
@@ -318,7 +319,7 @@ def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) 
     except StoreRefused:
         pass  # there is a run already
     except StoreError as error:
-        raise ConfigError(str(error)) from None
+        raise error.at_start() from None
     return store
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from isthmus.errors import RunError
+from isthmus.errors import PASSING_ERRNO, ConfigError, RunError, Unreachable
 
 DEFAULT_SECONDS = 60.0
 FLOOR_BYTES_PER_SECOND = 0.25e6 / 8  # the slowest link that is still waited for
@@ -26,11 +26,19 @@ EXPIRED_TRIES = 4  # credentials are renewed by others; they get a few seconds t
 
 
 class StoreError(RunError):
-    """The store cannot be used, or not in time. `kind` is that of the last Fault: "network", "denied", ..."""
+    """The store cannot be used, or not in time. `kind` is that of the last Fault: "network", "denied", ...
 
-    def __init__(self, message: str, kind: str) -> None:
+    Credentials, a clock and a URL do not become right by themselves.
+    """
+
+    def __init__(self, message: str, kind: str, passes: bool = True) -> None:
         super().__init__(message)
         self.kind = kind
+        self.passes = passes and kind not in ("denied", "config", "clock")
+
+    def at_start(self) -> ConfigError:
+        """The same, to a person who has just named this store."""
+        return (Unreachable if self.passes else ConfigError)(str(self))
 
 
 class StoreRefused(ValueError):
@@ -60,8 +68,6 @@ _NETWORK = (
     ("NetworkUnreachable", "no route to it"),
     ("HostUnreachable", "no route to it"),
 )
-_PASSING = {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT, errno.EIO}
-_PASSING |= {errno.ENOSPC, errno.EDQUOT}  # somebody may make room
 
 
 def classify(error: BaseException) -> Fault:
@@ -107,7 +113,7 @@ def classify(error: BaseException) -> Fault:
     if number := getattr(error, "errno", None) or (int(found[1]) if found else 0):
         if number == errno.ENOTDIR:  # a key below an object: a bucket would say 404
             return Fault("absent", os.strerror(number), False)
-        return Fault("disk", os.strerror(number), number in _PASSING)
+        return Fault("disk", os.strerror(number), number in PASSING_ERRNO)
     if "error sending request" in text or "HTTP error" in text or "error decoding" in text:
         reason = next((words for mark, words in _NETWORK if mark in text), "the connection broke")
         return Fault("network", f"cannot reach the store: {reason}", True)
