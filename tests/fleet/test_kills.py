@@ -355,6 +355,7 @@ def joined(tmp_path_factory) -> Iterator[Joined]:
     assert kills.check_left_over(folder) == []
 
 
+@pytest.mark.fleet_check
 def test_join_is_refused_while_the_name_is_live(joined):
     words = joined.words("rack-1", "elsewhere")
     done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
@@ -362,6 +363,7 @@ def test_join_is_refused_while_the_name_is_live(joined):
     assert re.fullmatch(r"isthmus: replica rack-1 is live in this run .*\n", done.stderr)
 
 
+@pytest.mark.fleet_check
 def test_ctrl_c_leaves_at_the_end_of_the_round_with_all_stages(joined):
     joined.running["edge"].send_signal(signal.SIGINT)
     assert joined.running["edge"].wait(LIMIT_SECONDS) == 0
@@ -370,6 +372,7 @@ def test_ctrl_c_leaves_at_the_end_of_the_round_with_all_stages(joined):
     assert len(re.findall(r"left after round \d+", joined.log("edge"))) == 2
 
 
+@pytest.mark.fleet_check
 def test_leave_by_command_from_anywhere(joined, capsys):
     words = ["leave", joined.url, "--replica", "rack-0", "--key", str(joined.folder / "keys" / "rack-0.key")]
     assert main(words) == 0
@@ -381,6 +384,7 @@ def test_leave_by_command_from_anywhere(joined, capsys):
     assert capsys.readouterr().err == "isthmus: replica rack-0 is not in the run now\n"
 
 
+@pytest.mark.fleet_check
 def test_after_a_crash_the_same_command_goes_on_and_two_ctrl_c_leave_now(joined):
     joined.running["rack-1"].kill()
     joined.running["rack-1"].wait()

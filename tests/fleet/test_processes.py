@@ -1,5 +1,6 @@
 """Several processes of one machine as one full replica: the same run as with one."""
 
+import pytest
 from small_recipes import recipe_text, replicas
 
 from isthmus import simulate, train
@@ -14,6 +15,7 @@ RECIPE = recipe_text(
 )
 
 
+@pytest.mark.fleet_check
 def test_two_processes_that_share_a_full_replica_train_what_one_would(tmp_path):
     recipe = parse_recipe(RECIPE)
     real = train(recipe, tmp_path / "real", device="cpu", quiet=True)
