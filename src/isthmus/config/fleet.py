@@ -6,7 +6,7 @@ from fractions import Fraction
 from isthmus.config.checks import above, at_least, choice
 from isthmus.errors import ConfigError
 
-AUTO = "auto"  # a replica's compression, to be picked by its link
+AUTO = "auto"  # to be picked before a run: compression by the link, sharding and recompute by the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,15 @@ class ReplicaConfig:
     count: int = 1
     stages: int = 1
     processes: int = 1  # of a full replica: several GPUs of one machine that share every batch
+    sharding: str = AUTO  # "full": its processes cut the model between them; "none": each has it whole
+    recompute: str = AUTO  # "yes": as inner.recompute, for these replicas only; or "no"
     compression: str = "none"  # k/d between stages, as "1/8"; "auto": planner.auto picks it before a run
     wire: str = "bf16"  # what activations and their gradients cross a link as; or "fp32", "fp64"
     backend: str = "gloo"  # between stages; "nccl" where all are GPUs on one fast network
     link: LinkConfig = field(default_factory=LinkConfig)  # between stages
     bucket_link: LinkConfig | None = None  # to the other replicas, by every machine; as `link` when not given
     tflops: float = 0.0  # training rate of one machine; 0: not known, the simulator's own time is taken
+    memory_gb: float = 0.0  # that one process may use, in 1e9 bytes: of its GPU, where it has one; 0: unknown
 
     def __post_init__(self) -> None:
         where = f"replica {self.name}"
@@ -47,12 +50,20 @@ class ReplicaConfig:
         choice(f"{where}: kind", self.kind, ("full", "pipelined"))
         choice(f"{where}: wire", self.wire, ("bf16", "fp32", "fp64"))
         choice(f"{where}: backend", self.backend, ("gloo", "nccl"))
+        choice(f"{where}: sharding", self.sharding, (AUTO, "none", "full"))
+        choice(f"{where}: recompute", self.recompute, (AUTO, "no", "yes"))
         at_least(f"{where}: count", self.count, 1)
         at_least(f"{where}: stages", self.stages, 1)
         at_least(f"{where}: processes", self.processes, 1)
         at_least(f"{where}: tflops", self.tflops, 0)
+        at_least(f"{where}: memory_gb", self.memory_gb, 0)
         if self.kind == "pipelined" and self.processes > 1:
             raise ConfigError(f"{where} is pipelined: one process for each stage; drop processes")
+        if self.sharding == "full" and self.processes == 1:
+            raise ConfigError(
+                f'{where}: sharding = "full" cuts the model between the processes of a full replica; give it '
+                "processes = 2 or more, or drop sharding"
+            )
         if self.kind == "full" and (self.stages != 1 or self.compression != "none"):
             raise ConfigError(
                 f'{where} is full: no stages and no compression; set kind = "pipelined" or drop them'
@@ -81,6 +92,16 @@ class ReplicaConfig:
                 'most 1 such as "1/8", or "none", or "auto"'
             )
         return ratio
+
+    @property
+    def sharded(self) -> bool:
+        """Is a full replica cut between its processes? "auto" is not, until planner.auto.resolve says so."""
+        return self.sharding == "full"
+
+    @property
+    def parts(self) -> int:
+        """Processes that each answer for a part of the model in the outer step: stages, or shards."""
+        return self.processes if self.sharded else self.stages
 
     @property
     def compressed(self) -> bool:

@@ -173,6 +173,11 @@ class Recipe:
                     f"replica {replica.name}: {replica.stages} stages for {self.model.layers} layers; "
                     f"stages is at most {self.model.layers}"
                 )
+            if replica.sharded and replica.processes > self.model.layers:
+                raise ConfigError(
+                    f"replica {replica.name}: {replica.processes} processes share {self.model.layers} layers "
+                    f'with sharding = "full"; processes is at most {self.model.layers} then'
+                )
             if self.inner.batch % replica.processes:
                 raise ConfigError(
                     f"replica {replica.name}: {replica.processes} processes do not divide inner.batch = "
@@ -233,6 +238,14 @@ class Recipe:
                 "finish.rounds opens boundaries, and subspace.weight_projection keeps the weights in S; drop "
                 "one of them"
             )
+
+    def recomputes(self, replica: ReplicaConfig) -> bool:
+        """Do these replicas run their layers again in the backward?"""
+        return self.inner.recompute or replica.recompute == "yes"
+
+    def trained_by(self, member: Member) -> "Recipe":
+        """As the processes of this replica train: inner.recompute is the answer for them."""
+        return replace(self, inner=replace(self.inner, recompute=self.recomputes(member.config)))
 
     def opening(self, round_number: int) -> float | None:
         """a of x_hat = T + (P + a (I - P)) (x - T) in this outer round; None where boundaries compress."""

@@ -14,12 +14,13 @@ GRADIENT_BYTES = 4  # dense data parallelism averages fp32 gradients
 
 
 def shards(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
-    """How every replica cuts its update: so finely that each stage of each replica finds its own part whole.
+    """How every replica cuts its update: so finely that each stage of each replica finds its own part whole,
+    and each process of a sharded one.
 
-    The embedding stands alone where there are stages, because every compressed stage applies its update
+    The embedding stands alone where there are such parts, because every compressed stage applies its update
     (docs/method.md, The embedding).
     """
-    return _shards(recipe.model, frozenset(r.stages for r in recipe.replicas if r.stages > 1))
+    return _shards(recipe.model, frozenset(r.parts for r in recipe.replicas if r.parts > 1))
 
 
 @lru_cache(maxsize=256)
@@ -54,8 +55,9 @@ def codec_settings(recipe: Recipe) -> tuple[int, str]:
 
 
 def machine_shards(recipe: Recipe, replica: ReplicaConfig) -> tuple[tuple[list[int], list[int]], ...]:
-    """(shards it writes, shards it reads) of every machine of a replica, as the exchange has them."""
-    return _machine_shards(shards(recipe), recipe.model, replica.stages, replica.compressed)
+    """(shards it writes, shards it reads) of every machine of a replica, or of every process of a sharded
+    one, as the exchange has them."""
+    return _machine_shards(shards(recipe), recipe.model, replica.parts, replica.compressed)
 
 
 @lru_cache(maxsize=256)

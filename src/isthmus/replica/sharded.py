@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from isthmus.config import Member, Recipe
+from isthmus.data.ahead import ReadAhead
 from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError, RunError
 from isthmus.layout.stages import EMBEDDING, stage_names
@@ -55,7 +56,7 @@ class ShardedReplica:
         compiled: bool = False,
     ) -> None:
         """`mesh` comes from `shard_mesh`."""
-        self.recipe, self.member, self.batches = recipe, member, batches
+        self.recipe, self.member = recipe, member
         self.rank, self.num_processes = mesh.get_local_rank(), mesh.size()
         if recipe.inner.batch % self.num_processes:
             raise ConfigError(
@@ -63,6 +64,9 @@ class ShardedReplica:
                 "change one of them"
             )
         self.device, self.clock = torch.device(device), Clock(torch.device(device))
+        self.tokens = ReadAhead(
+            lambda step: batches.at(member.index, step).chunk(self.num_processes)[self.rank], self.device
+        )
         self.master_dtype, dtype = precision_dtypes(precision)
         self.shapes = recipe.model.shapes()
         owned = stage_names(recipe.model, self.num_processes)
@@ -123,8 +127,7 @@ class ShardedReplica:
     def inner_step(self, inner_step: int) -> Tensor:
         """One InnerOpt update of the whole replica (eq. 1); its loss, the same in every process."""
         with self.clock, self._faults():
-            tokens = self.batches.at(self.member.index, inner_step)
-            own = tokens.chunk(self.num_processes)[self.rank].to(self.device).long()  # (B, L + 1)
+            own = self.tokens.at(inner_step)  # (B, L + 1)
             loss = self.model(own[:, :-1], own[:, 1:])
             loss.backward()  # each layer's gradients are averaged as they appear, and cut
             for name, rows in self.local.items():

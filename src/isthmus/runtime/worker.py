@@ -5,14 +5,14 @@ import os
 import signal
 import sys
 import time
-import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isthmus.errors import ConfigError, Diverged, RunError, RunStopped
+from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable
 from isthmus.files import replace_file
+from isthmus.runtime.failure import PASSING_STATUS, Failure, Settled, failure_note
 from isthmus.runtime.liveness import AliveFile
 from isthmus.runtime.process import LauncherConfig, Log, die_with_parent, logger
 
@@ -54,23 +54,19 @@ def main(argv: list[str]) -> int:
     AliveFile(work / f"alive-{at.rank}").start()
     try:
         return run_worker(config, at, log)
-    except (ConfigError, RunStopped) as error:  # a restart would not help: the launcher reads this and ends
-        replace_file(work / "fatal", f"{2 if isinstance(error, ConfigError) else 1} {error}")
-        return 3
-    except Diverged as error:
-        log(f"{error}; its private state is put aside")
-        for state in work.glob("*/state"):
+    except Exception as error:
+        failure = Failure.of(error)
+        if isinstance(error, ConfigError | RunStopped) and not failure.passes:
+            # No restart would help, not even a second one: the launcher reads this and ends.
+            replace_file(work / "fatal", f"{2 if isinstance(error, ConfigError) else 1} {error}")
+            return 3
+        failure.write(failure_note(work, at.rank))  # first: a neighbour that loses us ends too
+        diverged = isinstance(error, Diverged)
+        log(failure.text + "; its private state is put aside" * diverged)
+        for state in work.glob("*/state") if diverged else ():
             with suppress(OSError):  # another stage was faster
                 state.rename(state.with_name(f"state-diverged-{time.time_ns()}"))
-        return 1
-    except RunError as error:
-        log(str(error))
-        return 1
-    except Exception as error:  # a full disk, no memory on the device: one line, and a restart after a while
-        log(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
-        traceback.print_exc(limit=-3)
-        time.sleep(5)
-        return 1
+        return PASSING_STATUS if failure.passes else 1
 
 
 def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
@@ -94,7 +90,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     try:
         store = open_store(config.url, create=False)
         run = read_run(store)
-    except ConfigError as error:  # the launcher found both: the store is away for now
+    except Unreachable as error:  # the launcher found both: the store is away for now
         raise RunError(str(error)) from None
     recipe, member = run.recipe, find_member(run, config.replica)
     ledger = Ledger(store, run, load_signer(Path(config.key), config.replica))
@@ -108,13 +104,14 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         batches = Batches(train, recipe.seed, recipe.num_replicas, inner.batch, recipe.model.context)
     try:
         replica, control = build_replica(config, run, member, at, batches, device, precision)
-    except ConfigError as error:  # neighbours that are not there yet, a port in use: worth another start
+    except Unreachable as error:  # neighbours that are not there yet, a port in use: worth another start
         raise RunError(str(error)) from None
-    if whole and at.rank > 0:
+    if whole and at.rank > 0 and not member.config.sharded:
         assert isinstance(replica, FullReplica)
         follow_leader(replica, control)
         return 0
-    work_dir = Path(config.work_dir) / ("whole" if whole else f"stage-{at.rank}")
+    part = f"shard-{at.rank}" if member.config.sharded else "whole" if whole else f"stage-{at.rank}"
+    work_dir = Path(config.work_dir) / part
     incarnation = control.share(os.urandom(8))[0].hex()
     trainer = Trainer(recipe, member, replica, ledger, control, device, work_dir, incarnation, log)
     heartbeats = HeartbeatThread(trainer, incarnation, recipe.bucket.heartbeat_seconds)
@@ -132,9 +129,8 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         trainer.status.state = "catching up"
         done = trainer.resume()
         rounds = range(done + 1, recipe.outer.rounds + 1)
-        to_the_end = run_rounds(
-            trainer, trainer.exchange, rounds, lambda h: None, lambda t, seconds: None, leave
-        )
+        settled = Settled(Path(config.work_dir), at.rank)
+        to_the_end = run_rounds(trainer, trainer.exchange, rounds, settled.step, settled.round, leave)
         trainer.status.state = "finished" if to_the_end else "left"
         trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
         log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
@@ -184,7 +180,8 @@ def build_replica(
     device: "torch.device",
     precision: str,
 ) -> tuple["Replica", "ControlGroup"]:
-    """This process's part of the replica (the whole model, or one stage of it) and its control group.
+    """This process's part of the replica (the whole model, or one stage or shard of it) and its control
+    group.
 
     Stage 0 and every process of a full replica have `batches`.
     """
@@ -198,7 +195,7 @@ def build_replica(
     from isthmus.replica.process_groups import connect, open_store
     from isthmus.replica.stage import Stage
 
-    recipe, whole = run.recipe, member.config.kind == "full"
+    recipe, whole = run.recipe.trained_by(member), member.config.kind == "full"
     compiled = gpu.usable(device) if config.compiled is None else config.compiled
 
     def full_replica(process_group: Any = None) -> FullReplica:
@@ -224,6 +221,13 @@ def build_replica(
     )
     timeout_seconds = CONTROL_TIMEOUT_FACTOR * config.link_timeout_seconds
     control = StageControlGroup(member.name, at.rank, at.size, PrefixStore("control", store), timeout_seconds)
+    if member.config.sharded:
+        from isthmus.replica.sharded import ShardedReplica, shard_mesh  # FSDP takes a second to import
+
+        assert batches is not None
+        mesh = shard_mesh(PrefixStore("shards", store), at.rank, at.size, device)
+        how = {"device": device, "precision": precision, "compiled": compiled}
+        return ShardedReplica(recipe, member, batches, mesh, **how), control
     if whole:
         replica = full_replica(share_batches(PrefixStore("batches", store), at.rank, at.size, device))
         return (LeaderReplica(replica, control), SingleProcess()) if at.rank == 0 else (replica, control)
