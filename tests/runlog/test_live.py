@@ -1,10 +1,11 @@
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from fabricate import FULL, PIPELINED, recipe, rows
 
-from isthmus.runlog import totals
+from isthmus.runlog import Row, totals
 from isthmus.runlog.live import PlainView, is_interactive, open_view
 from isthmus.runlog.terminal import TerminalView
 
@@ -47,6 +48,37 @@ def test_unevaluated_rounds_and_fleets_without_pipelines_keep_the_columns():
     assert "pipelined" not in "".join(lines[:5])
 
 
+def unscored(row: Row) -> Row:
+    return replace(row, loss_full=None, loss_pipelined=None, loss_mixed=None, loss_by_kind={}, bias={})
+
+
+@pytest.mark.parametrize("fleet", [FULL, FULL + PIPELINED], ids=["full", "mixed"])
+def test_losses_that_come_later_are_in_the_line_or_right_after_it(fleet):
+    whole = rows(recipe(fleet), 3)
+    at_once = shown(recipe(fleet), whole).splitlines()
+    stream = io.StringIO()
+    with open_view(recipe(fleet), 0, 20, stream=stream) as view:
+        view.round(unscored(whole[0]), awaited=True)
+        assert stream.getvalue() == ""
+        view.losses(whole[0])
+        view.round(unscored(whole[1]), awaited=True)
+        view.round(unscored(whole[2]), awaited=True)
+        view.losses(whole[1])
+        assert view.progress.awaited == {2}
+        view.losses(whole[2])
+        view.round(unscored(whole[3]), awaited=True)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == at_once[0]
+    assert re.match(r"round  1/20  loss .* -", lines[1])
+    full, pipelined, mixed = (whole[1][f"loss_{name}"] for name in ("full", "pipelined", "mixed"))
+    losses = f"losses full {full:.2f}, pipelined {pipelined or 0:.2f}, mixed {mixed:.2f}"
+    assert lines[2] == f"round 1: {f'loss {full:.2f}' if fleet == FULL else losses}"
+    assert lines[3].partition("ETA")[0] == at_once[2].partition("ETA")[0]
+    assert lines[4].startswith("round  3/20")  # printed at the end, without
+    assert len(lines) == 5
+    assert view.progress.loss_and_change("loss_full")[0] == whole[2].loss_full
+
+
 def test_one_replica_sends_nothing_and_the_line_says_nothing_of_it():
     alone = recipe(FULL.replace("2", "1"))
     assert "sent" not in shown(alone, rows(alone, 3))
@@ -82,6 +114,32 @@ def test_only_a_terminal_with_somebody_before_it_is_redrawn(monkeypatch, term, c
     assert not is_interactive(io.StringIO())
     view = open_view(recipe(), 0, 20, stream=Terminal())
     assert isinstance(view, TerminalView if interactive else PlainView)
+
+
+def test_on_a_terminal_losses_are_amended_in_place(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("CI", raising=False)
+    made = rows(recipe(), 2)
+    with open_view(recipe(), 0, 20, stream=Terminal()) as view:
+        assert isinstance(view, TerminalView)
+
+        def drawn() -> str:
+            with view.console.capture() as capture:
+                view.console.print(view.draw())
+            return capture.get()
+
+        view.round(made[0])
+        view.round(unscored(made[1]), awaited=True)
+        view.round(unscored(made[2]), awaited=True)
+        assert f"{made[0].loss_full:.3f}" in drawn()
+        assert "scoring rounds 1 to 2" in drawn()
+        view.losses(made[1])
+        assert f"{made[1].loss_full:.3f}" in drawn()
+        assert "scoring round 2" in drawn()
+        view.losses(made[2])
+        assert f"{made[2].loss_full:.3f}" in drawn()
+        assert "scoring" not in drawn()
 
 
 def test_the_terminal_view_fits_80_columns_and_tells_losses_bytes_and_time(monkeypatch):

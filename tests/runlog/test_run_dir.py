@@ -92,6 +92,39 @@ def test_rows_of_other_versions_are_read_and_kept_as_they_were_written(run: RunD
     assert run.rows()[1].tokens == 5
 
 
+def test_any_row_can_be_amended_and_tidy_leaves_one_line_for_each_round(run: RunDir):
+    for number in range(4):
+        run.append({"round": number, "tokens": number})
+    with open(run.metrics_path, "rb") as followed:  # by somebody's tail -f
+        followed.read()
+        run.amend(Row(round=1, tokens=5))
+        run.append({"round": 4, "tokens": 4})
+        run.amend(Row(round=0, tokens=7))
+        assert [json.loads(line)["round"] for line in followed] == [1, 4, 0]
+    amended = [Row(round=t, tokens=tokens) for t, tokens in enumerate((7, 5, 2, 3, 4))]
+    assert run.rows() == amended
+    run.tidy()
+    lines = run.metrics_path.read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [0, 1, 2, 3, 4]
+    assert run.rows() == amended
+    before = run.metrics_path.stat().st_ino
+    run.tidy()
+    assert run.metrics_path.stat().st_ino == before  # there was nothing to do
+
+
+def test_a_kill_while_a_row_is_amended_leaves_the_old_one(run: RunDir):
+    run.append({"round": 0, "tokens": 1})
+    run.append({"round": 1, "tokens": 2})
+    whole = run.metrics_path.read_bytes()
+    run.amend(Row(round=0, tokens=9))
+    new = run.metrics_path.read_bytes()[len(whole) :]
+    for cut in range(len(new)):
+        run.metrics_path.write_bytes(whole + new[:cut])
+        assert [row.tokens for row in run.rows()] == [1, 2]
+    run.metrics_path.write_bytes(whole + new)
+    assert [row.tokens for row in run.rows()] == [9, 2]
+
+
 def test_truncate_drops_the_rounds_after_the_given_one(run: RunDir):
     for number in range(6):
         run.append({"round": number})

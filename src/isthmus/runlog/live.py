@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -61,25 +62,31 @@ class Progress:
             self._count(row)
         self.step, self.num_steps = 0, recipe.outer.inner_steps
         self.inner_losses: float | Sequence[float] | None = None
+        self.awaited: set[int] = set()  # rounds whose losses are still being measured
         self.began = self.round_began = time.monotonic()
         self.recent: deque[float] = deque(maxlen=8)  # seconds of the last rounds, evaluation included
 
     def inner(self, step: int, num_steps: int, losses: float | Sequence[float] | None) -> None:
         self.step, self.num_steps, self.inner_losses = step, num_steps, losses
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Row, awaited: bool = False) -> None:
         now = time.monotonic()
         if row.round > 0:
             self.recent.append(now - self.round_began)
         self.rounds_done, self.round_began, self.step = row.round, now, 0
+        if awaited:
+            self.awaited.add(row.round)
         self._count(row)
+
+    def fill_in(self, row: Row) -> None:
+        """A row that was added before has its losses now."""
+        self.awaited.discard(row.round)
+        self._measure(row)
 
     def _count(self, row: Row) -> None:
         """Sums are kept, not rows: the last of 3,000 rounds costs no more than the first."""
         self.last = row
-        for field, known in self.measured.items():
-            if row[field] is not None:
-                known.append(row[field])
+        self._measure(row)
         new = totals([row])
         self.sums["seconds"] += new["seconds"]
         if new["fleet_seconds"] is not None:
@@ -87,6 +94,11 @@ class Progress:
         for kind in ("link_bytes", "dense_bytes"):
             for link in new[kind]:
                 self.sums[kind][link] += new[kind][link]
+
+    def _measure(self, row: Row) -> None:
+        for field, known in self.measured.items():
+            if row[field] is not None:
+                known.append(row[field])
 
     def eta_seconds(self) -> float | None:
         """The rest at the pace of the last rounds; before the first has ended, at that of its steps."""
@@ -131,20 +143,58 @@ class View:
         """`step` of `num_steps` inner steps of this round are done; `losses` are numbers, not tensors."""
         self.progress.inner(step, num_steps, losses)
 
-    def round(self, row: Row) -> None:
-        """An outer round has ended (row 0: the evaluation before the first)."""
-        self.progress.add(row)
+    def round(self, row: Row, awaited: bool = False) -> None:
+        """An outer round has ended (row 0: the evaluation before the first). `awaited`: its losses come
+        later, by `losses`."""
+        self.progress.add(row, awaited)
+
+    def losses(self, row: Row) -> None:
+        """The losses of a round that was shown before; None if there will be none."""
+        self.progress.fill_in(row)
 
     def note(self, text: str) -> None:
         """Something worth a line of its own, such as a replica that left."""
 
 
 class PlainView(View):
-    """One aligned line a round, for logs and pipes."""
+    """One aligned line a round, for logs and pipes. A line waits for its losses until the next round ends."""
 
-    def round(self, row: Row) -> None:
-        super().round(row)
-        self._write(self._line(row))
+    def __init__(self, progress: Progress, stream: TextIO) -> None:
+        super().__init__(progress, stream)
+        self.held: Row | None = None  # its line is not printed yet
+        self.lock = threading.RLock()  # rounds and their losses come from two threads
+
+    def __exit__(self, *exception: Any) -> None:
+        self._print_held()
+
+    def round(self, row: Row, awaited: bool = False) -> None:
+        with self.lock:
+            self._print_held()
+            super().round(row, awaited)
+            self.held = row
+            if not awaited:
+                self._print_held()
+
+    def losses(self, row: Row) -> None:
+        with self.lock:
+            super().losses(row)
+            if self.held is not None and self.held.round == row.round:
+                self.held = row
+                self._print_held()
+            elif row.loss_full is not None:
+                self._write(f"round {row.round}: {self._losses_alone(row)}")
+
+    def _losses_alone(self, row: Row) -> str:
+        if len(self.progress.losses) == 1:
+            return f"loss {row.loss_full:.2f}"
+        fields = ("loss_full", "loss_pipelined", "loss_mixed")
+        return "losses " + ", ".join(f"{LOSSES[f]} {row[f]:.2f}" for f in fields if row[f] is not None)
+
+    def _print_held(self) -> None:
+        with self.lock:
+            held, self.held = self.held, None
+            if held is not None:
+                self._write(self._line(held))
 
     def note(self, text: str) -> None:
         self._write(text)
@@ -168,7 +218,7 @@ class PlainView(View):
 
     def _write(self, text: str) -> None:
         # A closed pipe or a terminal that hung up ends the progress lines, not the run.
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError), self.lock:
             print(text, file=self.stream, flush=True)
 
 

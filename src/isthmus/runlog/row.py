@@ -187,6 +187,19 @@ class Row(Mapping[str, Any]):
                     pairs = zip(kind.get(key) or [0] * len(more), more, strict=False)
                     kind[key] = [max(pair) if key in LARGEST else sum(pair) for pair in pairs]
 
+    def fill_in(self, scores: Scores | None, anchor: str | None) -> None:
+        """What is known later than the rest: held-out losses and bias, and the digest of the weights."""
+        for name, value in (scores or {}).items():
+            setattr(self, name, value)
+        if self.round:
+            self.anchor = anchor
+
+    def is_filled_in(self, recipe: Recipe) -> bool:
+        """Has all that `fill_in` gives a row of this round. Losses that are not finite are None, but have
+        kinds."""
+        scored = self.loss_full is not None or bool(self.loss_by_kind) or not recipe.is_scored(self.round)
+        return scored and (self.anchor is not None or self.round == 0)
+
     def _count(self, facts: Facts) -> None:
         for purpose, number in facts.bytes.items():
             self.bytes[purpose] = self.bytes.get(purpose, 0) + number

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.runlog.live import LOSSES, Progress, View
-from isthmus.runlog.words import clock, fleet_in_words, rate, size, times
+from isthmus.runlog.words import clock, fleet_in_words, rate, rounds_in_words, size, times
 
 
 class TerminalView(View):
@@ -93,6 +93,8 @@ class TerminalView(View):
             if change is not None:
                 text.append(f" {change:+.3f}", style="green" if change <= 0 else "red")
             text.append("   ")
+        if awaited := sorted(self.progress.awaited):
+            text.append(f"scoring {rounds_in_words(awaited)}", style="dim")
         return text
 
     def _training(self) -> Text:

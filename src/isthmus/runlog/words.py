@@ -1,7 +1,7 @@
 """A run in words: the sentences that end a run, and how bytes, counts and times are written."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from isthmus.config import Recipe, ReplicaConfig
@@ -13,6 +13,13 @@ def first_and_last(rows: Iterable[Row], field: str) -> tuple[Row, Row] | None:
     """The first and the last row that measured `field`; None when none did."""
     measured = [row for row in rows if row[field] is not None]
     return (measured[0], measured[-1]) if measured else None
+
+
+def rounds_in_words(rounds: Sequence[int]) -> str:
+    """`round 7`, `rounds 8 to 12`; rounds between that are not among them are not told apart."""
+    if len(rounds) == 1:
+        return f"round {rounds[0]}"
+    return f"rounds {min(rounds)} to {max(rounds)}"
 
 
 def summary(run: RunDir | str | Path) -> list[str]:
