@@ -1,7 +1,8 @@
 """The three held-out losses, full, pipelined and mixed (docs/method.md, Three losses), and the bias that
 compressed boundaries bring in."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +12,13 @@ from isthmus.config import Member, Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.data.tokens import validation_batches
 from isthmus.layout.stages import EMBEDDING
-from isthmus.model.llama import forward, rope_table, token_losses
+from isthmus.model.llama import RunLayer, rope_table, stream
+from isthmus.model.parts import parts
 from isthmus.runlog.row import Bias, Scores, by_kind
 from isthmus.subspace.bias import drift, outside, watched
 from isthmus.subspace.boundaries import BasisSet, boundary_functions, forward_key, projected
+
+LOGIT_BYTES = 1 << 30  # of float32 logits at a time, where a Scorer shares its device with a fleet
 
 
 class Scorer:
@@ -28,9 +32,18 @@ class Scorer:
         device: torch.device,
         dtype: torch.dtype,
         recorded: bool = False,
+        *,
+        rows: int | None = None,
+        compiled: bool = False,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        """`recorded`: on a GPU with memory to spare, the forwards are launched as one graph."""
+        """`recorded`: on a GPU with memory to spare, the forwards are launched as one graph. `rows`: so many
+        sequences at a time instead of whole batches. `compiled`: see `parts`. `check` is called before
+        each layer, and may end the scoring by an exception.
+        """
         self.recipe, self.bases, self.dtype, self.device = recipe, bases, dtype, device
+        self.rows, self.parts = rows, parts(compiled)
+        self.run_layer = checked(self.parts.layer, check) if check else self.parts.layer
         self.members = recipe.fleet()
         batches = validation_batches(
             corpus, recipe.inner.batch, recipe.model.context, recipe.data.eval_batches
@@ -79,7 +92,9 @@ class Scorer:
 
         def work() -> tuple[Tensor, Tensor]:
             shares: list[Tensor] = []
-            losses = [self._loss(anchor, table, member, shares) for member in forwards.values()]
+            # Each weight is read many times below, where a batch is taken in parts.
+            near = {name: tensor.to(self.dtype) for name, tensor in anchor.items()} if self.rows else None
+            losses = [self._loss(anchor, near, table, member, shares) for member in forwards.values()]
             return torch.stack(losses), torch.stack(shares) if shares else losses[0].new_zeros(0)
 
         if not self.recorded:
@@ -114,21 +129,61 @@ class Scorer:
         return [drift(embedding, self.frozen, basis).item() for basis in bases.values()]
 
     def _loss(
-        self, anchor: Mapping[str, Tensor], table: Tensor, member: Member | None, shares: list[Tensor]
+        self,
+        anchor: Mapping[str, Tensor],
+        near: Mapping[str, Tensor] | None,
+        table: Tensor,
+        member: Member | None,
+        shares: list[Tensor],
     ) -> Tensor:
-        """Appends to `shares` what each compressed boundary dropped of the first held-out batch."""
+        """Appends to `shares` what each compressed boundary dropped of the first held-out batch. `near` is
+        the anchor in the precision of the stream, if there is such a copy."""
+        weights = dict(near or anchor)
         if member is not None:
-            anchor = dict(anchor) | projected(self.recipe, member, self.bases, anchor)
+            weights |= projected(self.recipe, member, self.bases, anchor)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(self.held_out):
-            boundary_fns = (
-                boundary_functions(self.recipe, [member], self.bases, table, len(batch)) if member else {}
-            )
-            if member and member.config.compressed and number == 0:
-                for boundary, edge in enumerate(sorted(boundary_fns)):
-                    ((rows, cross),) = boundary_fns[edge]
-                    measure = outside(self.bases.get(member, boundary), table)
-                    boundary_fns[edge] = [(rows, watched(cross, measure, shares))]
-            logits = forward(anchor, batch[:, :-1], self.recipe.model, self.rope, boundary_fns, self.dtype)
-            total += token_losses(logits, batch[:, 1:]).double() * len(batch)
+            dropped: list[list[Tensor]] = []  # [part of the batch][boundary]
+            for part in batch.split(self.rows or len(batch)):
+                dropped.append([])
+                loss = self._part_loss(weights, part, table, member, dropped[-1] if number == 0 else None)
+                total += loss.double() * len(part)
+            shares += [
+                column[0] if len(column) == 1 else torch.stack(column).mean()
+                for column in zip(*dropped, strict=True)
+            ]
         return total / sum(map(len, self.held_out))
+
+    def _part_loss(
+        self,
+        weights: Mapping[str, Tensor],
+        part: Tensor,  # (B, L + 1)
+        table: Tensor,
+        member: Member | None,
+        dropped: list[Tensor] | None,
+    ) -> Tensor:
+        model, boundary_fns = self.recipe.model, {}
+        if member:
+            boundary_fns = boundary_functions(self.recipe, [member], self.bases, table, len(part))
+        if member and member.config.compressed and dropped is not None:
+            for boundary, edge in enumerate(sorted(boundary_fns)):
+                ((rows, cross),) = boundary_fns[edge]
+                measure = outside(self.bases.get(member, boundary), table)
+                boundary_fns[edge] = [(rows, watched(cross, measure, dropped))]
+        x = stream(weights, part[:, :-1], model, self.rope, boundary_fns, self.dtype, self.run_layer)
+        head = {name: weights[name] for name in ("norm.weight", "output.weight")}
+        return self.parts.head_losses(head, x, part[:, 1:], model)
+
+
+def checked(run_layer: RunLayer, check: Callable[[], None]) -> RunLayer:
+    def run(*args: Any) -> Tensor:
+        check()
+        return run_layer(*args)
+
+    return run
+
+
+def rows_that_fit(recipe: Recipe) -> int:
+    """How many sequences may be scored at a time on a device that others use too."""
+    one = recipe.model.context * recipe.model.vocab * 4
+    return min(recipe.inner.batch, max(1, LOGIT_BYTES // one))

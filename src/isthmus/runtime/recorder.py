@@ -1,32 +1,38 @@
-"""Records a run from its bucket alone: replays it, scores it, and writes the run directory."""
+"""Records a run from its bucket alone: a row when a round is settled, its losses when they are known."""
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import torch
 
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
-from isthmus.layout.stages import EMBEDDING
-from isthmus.model.llama import init_tensor
+from isthmus.errors import RunError
 from isthmus.protocol.ledger import Ledger, Manifest
 from isthmus.protocol.replay import Replay
-from isthmus.replica.evaluate import Scorer
 from isthmus.runlog import REAL, About, Row, RunDir
 from isthmus.runlog.facts import Facts
 from isthmus.runlog.live import View
 from isthmus.runlog.row import Scores
+from isthmus.runlog.words import rounds_in_words
+from isthmus.runtime.scoring import Place, ScoredAnchor, Stopped
 from isthmus.store.retry import StoreError
-from isthmus.subspace.boundaries import BasisSet
+
+PASSING = ("network", "busy", "slow")  # kinds of StoreError that a reader waits out
 
 
 class Recorder:
-    """A reader of the ledger: replays every round as the replicas did, scores it, and adds a row.
+    """A reader of the ledger. `advance` adds a row as soon as a round is settled, from its manifest alone.
+    `fill_in` replays the rounds as the replicas did, scores them, and amends their rows.
 
-    In a run directory that has rows already it goes on after the last of them. `pause` is (a round, the
-    seconds of it in which the run was stopped).
+    `Scoring` calls the second from a thread of its own: it may be rounds behind, and holds up neither the
+    rows nor the fleet. In a run directory that has rows already, both go on after what is there. `pause` is
+    (a round, the seconds of it in which the run was stopped).
     """
 
     def __init__(
@@ -36,56 +42,58 @@ class Recorder:
         run: RunDir,
         view: View,
         pause: tuple[int, float] = (0, 0.0),
+        where: Sequence[Place] = (Place(),),
     ) -> None:
         self.ledger, self.run, self.view, self.pause = ledger, run, view, pause
         self.recipe: Recipe = ledger.run.recipe
+        self.stopped = threading.Event()
+        self.anchor = ScoredAnchor(ledger, corpus, list(where), view.note, self.stopped)
+        self.changed = threading.Condition()  # guards rows, on disk and here
+        self.fault = ""  # why there are no more losses
         rows = run.rows()
-        done = rows[-1].round if rows else 0
-        self.replay = Replay(ledger, done)
-        while self.replay.round < done and self.replay.step():
-            pass
-        cpu = torch.device("cpu")
-        anchor = self.replay.anchor[EMBEDDING]
-        self.scorer = Scorer(self.recipe, corpus, BasisSet(self.recipe, cpu, anchor.dtype), cpu, anchor.dtype)
-        self.table = anchor
-        if not self.recipe.subspace.adaptation:  # then T_perp stays at its first value; see check_trainable
-            shape = tuple(anchor.shape)
-            self.table = init_tensor(EMBEDDING, shape, self.recipe.model, self.recipe.seed).to(anchor.dtype)
-        self.frozen_round = -1  # the round whose embedding the scorer keeps
-        self.last = rows[-1] if rows else self._append(Row.untrained(self.recipe, self._scores(), 0.0))
+        # Of what was recorded, the rows that are not whole yet; the file has all of them.
+        self.waiting = {row.round: row for row in rows if not row.is_filled_in(self.recipe)}
+        if rows:
+            self.last = rows[-1]
+            with contextlib.suppress(RunError):  # from here on manifests are read, instead of from the first
+                anchors = [t for t in ledger.anchor_rounds() if t <= self.last.round]
+                ledger.read_anchor(max(anchors, default=0), [])
+        else:
+            self.last = self._append(Row.untrained(self.recipe, None, 0.0))
 
-    def _scores(self) -> Scores:
-        self.scorer.bases.begin_round(self.replay.round)
-        return self.scorer.score(self.replay.anchor, self.table)
+    @property
+    def replay(self) -> Replay:
+        """At the newest round that was replayed."""
+        return self.anchor.replay
+
+    # Rows
 
     def _append(self, row: Row) -> Row:
-        self.run.append(row)
-        self.view.round(row)
+        with self.changed:
+            self.run.append(row)
+            self.waiting[row.round] = row
+            self.view.round(row, awaited=self.recipe.is_scored(row.round) and not self.fault)
+            self.changed.notify_all()
         return row
 
     def advance(self) -> Manifest | None:
         """Record one more round, if it is settled."""
-        if self.frozen_round != self.replay.round:  # the next step changes the anchor in place
-            self.scorer.hold(self.table)
-            self.frozen_round = self.replay.round
-        manifest = self.replay.step()
+        manifest = self.ledger.manifest(self.last.round + 1)
         if manifest is None:
             return None
         if manifest.round == self.pause[0]:
             manifest = replace(manifest, seconds=max(manifest.seconds - self.pause[1], 1e-3))
-        scores = self._scores() if self.recipe.is_scored(manifest.round) else None
-        row = Row.from_manifest(self.recipe, manifest, self.last.tokens, scores, self.replay.digest())
-        self.last = self._append(row)
+        self.last = self._append(Row.from_manifest(self.recipe, manifest, self.last.tokens))
         return manifest
 
-    def record(self, stop: Callable[[], bool], poll_seconds: float = 0.5) -> None:
+    def record(self, stop: Callable[[], bool], poll_seconds: float = 0.1) -> None:
         """Record until the last round is settled, or `stop` says so and no settled round is left."""
-        while self.replay.round < self.recipe.outer.rounds:
+        while self.last.round < self.recipe.outer.rounds:
             over = stop()
             try:
                 settled = self.advance()
             except StoreError as error:  # a reader waits until the store is back
-                if error.kind not in ("network", "busy", "slow"):
+                if error.kind not in PASSING:
                     raise
                 self.view.note(f"{error}; still trying")
                 settled = None
@@ -104,8 +112,126 @@ class Recorder:
                 break
             time.sleep(0.2)
         if self.last.round > 0:
-            self.last.add_farewells(self.recipe, found)
-            self.run.amend(self.last)
+            with self.changed:
+                self.last.add_farewells(self.recipe, found)
+                self.run.amend(self.last)
+
+    # Losses
+
+    def fill_in(self) -> bool:
+        """Replay and score the oldest round whose row is not whole; False when there is none."""
+        with self.changed:
+            if not self.waiting:
+                return False
+            wanted = min(self.waiting)
+        reached, scores, digest = self.anchor.somewhere(lambda: self._measure(wanted))
+        self.anchor.check()
+        with self.changed:
+            skipped = [self.waiting.pop(t) for t in sorted(self.waiting) if t < reached]
+            if row := self.waiting.pop(reached, None):
+                row.fill_in(scores, digest)
+                self.run.amend(row)
+            for each in (*skipped, *([row] if row else [])):
+                self.view.losses(each)
+        if lost := [row.round for row in skipped if self.recipe.is_scored(row.round)]:
+            self.view.note(
+                f"no held-out losses of {rounds_in_words(lost)}: payloads were swept before they were scored"
+            )
+        return True
+
+    def _measure(self, wanted: int) -> tuple[int, Scores | None, str]:
+        reached = self.anchor.reach(wanted)
+        scored = self.recipe.is_scored(reached) and not self.fault
+        return reached, *self.anchor.with_digest(self._scores_or_none if scored else lambda: None)
+
+    def _scores_or_none(self) -> Scores | None:
+        """Losses that cannot be measured end the losses, not the run; the anchor goes on."""
+        try:
+            return self._scores()
+        except Stopped:
+            raise
+        except Exception as error:
+            if self.anchor.may_move(error):
+                raise
+            self.fail(error)
+            return None
+
+    def _scores(self) -> Scores:
+        return self.anchor.scores()
+
+    def fail(self, error: Exception) -> None:
+        """There will be no more losses."""
+        self.fault = (str(error).splitlines() or [""])[0] or type(error).__name__
+        self.view.note(f"no more held-out losses: {self.fault}; the fleet goes on")
+        with self.changed:
+            for row in self.waiting.values():
+                self.view.losses(row)
+
+    def has_last_anchor(self) -> bool:
+        """Is `replay` at the last recorded round?"""
+        return self.anchor.held is not None and self.anchor.held.round == self.last.round
+
+    def problem(self) -> str:
+        """Which rounds have no losses because measuring them failed, and why; empty if none did."""
+        if not self.fault:
+            return ""
+        unscored = [row.round for row in self.run.rows() if not row.is_filled_in(self.recipe)]
+        which = f"{rounds_in_words(unscored)} could" if unscored else "the last anchor could"
+        return f"{which} not be scored: {self.fault}"
+
+
+class Scoring(threading.Thread):
+    """Fills in the rows of a recorder while it records; for `with`."""
+
+    RETRY_SECONDS = 1.0  # while the store is away
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(daemon=True, name="scoring")
+        self.recorder, self.ended = recorder, False
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.recorder.stopped.set()
+        self._end()
+        self.join(timeout=10)
+
+    def run(self) -> None:
+        torch.set_num_threads(1)  # the replicas need the cores more
+        recorder = self.recorder
+        while True:
+            with recorder.changed:
+                recorder.changed.wait_for(lambda: recorder.waiting or self.ended)
+            try:
+                if not recorder.fill_in():  # then the last round is recorded, and its anchor is the model
+                    recorder.anchor.somewhere(lambda: recorder.anchor.reach(recorder.last.round))
+                    return
+            except Stopped:
+                return
+            except StoreError as error:
+                if error.kind not in PASSING:
+                    return recorder.fail(error)
+                recorder.stopped.wait(self.RETRY_SECONDS)
+            except Exception as error:
+                return recorder.fail(error)
+
+    def finish(self) -> None:
+        """Wait until every recorded round is scored; says so where it takes a while."""
+        self._end()
+        self.join(timeout=1.0)
+        with self.recorder.changed:
+            rounds = [t for t in sorted(self.recorder.waiting) if self.recorder.recipe.is_scored(t)]
+        if self.is_alive() and rounds:
+            self.recorder.view.note(f"scoring {rounds_in_words(rounds)}")
+        while self.is_alive():  # Ctrl-C is heard
+            self.join(timeout=0.5)
+
+    def _end(self) -> None:
+        with self.recorder.changed:
+            self.ended = True
+            self.recorder.changed.notify_all()
 
 
 def farewells(ledger: Ledger) -> dict[str, Facts]:

@@ -13,7 +13,7 @@ import torch
 
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus, open_corpus
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, RunError
 from isthmus.model import checkpoint
 from isthmus.model.initial import checked_first
 from isthmus.page.report import write_report
@@ -25,8 +25,9 @@ from isthmus.runlog.live import View, open_view
 from isthmus.runtime.checks import check_trainable
 from isthmus.runtime.create import create
 from isthmus.runtime.process import LauncherConfig
-from isthmus.runtime.recorder import Recorder
+from isthmus.runtime.recorder import Recorder, Scoring
 from isthmus.runtime.resume import StartingHeartbeats, check_resumable, checked_ledger, keys_of, lock_run
+from isthmus.runtime.scoring import places
 from isthmus.runtime.supervisor import LocalSupervisor
 from isthmus.simulator.run import Results, about_run, checked_corpus, pick_device, pick_precision
 from isthmus.store.objects import open_store
@@ -61,7 +62,7 @@ def train(
         return Ledger(open_store(supervisor.url), create(recipe, supervisor.url, keys_of(run), first=first))
 
     with lock_run(run):
-        return _run(run, corpus, supervisor, begin, quiet)
+        return _run(run, corpus, supervisor, begin, used, quiet)
 
 
 def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) -> Results:
@@ -69,7 +70,7 @@ def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) ->
     run = RunDir.open(run_dir)
     check_resumable(run)
     device = run.about.get("device_used", "auto") if device == "auto" else device
-    pick_device(device)
+    used = pick_device(device)
     with lock_run(run):
         supervisor = _supervisor(run, device)
         ledger = checked_ledger(run, supervisor)
@@ -80,7 +81,8 @@ def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) ->
         with StartingHeartbeats(ledger, supervisor, keys_of(run)):
             run.truncate(last)
             run.update_about(status="running", error=None)
-            return _run(run, open_corpus(run.recipe.data.corpus), supervisor, lambda: ledger, quiet, pause)
+            corpus = open_corpus(run.recipe.data.corpus)
+            return _run(run, corpus, supervisor, lambda: ledger, used, quiet, pause)
 
 
 def _supervisor(run: RunDir, device: str, apart: Collection[str] = (), **launcher: Any) -> LocalSupervisor:
@@ -93,6 +95,7 @@ def _run(
     corpus: Corpus,
     supervisor: LocalSupervisor,
     begin: Callable[[], Ledger],
+    device: torch.device,
     quiet: bool,
     pause: tuple[int, float] = (0, 0.0),
 ) -> Results:
@@ -109,14 +112,20 @@ def _run(
             view.note(f"{run.path}: {fleet}, bucket {supervisor.url}{resumed}")
             for reason in about.get("auto", ()):
                 view.note(reason)
-            recorder = Recorder(ledger, corpus, run, view, pause)
-            interrupted = _record(recorder, supervisor, view)
-            recorder.add_farewells(supervisor.all_ended)
-        if not interrupted:
-            supervisor.finish()
+            where = places(device, pick_precision(recipe, device))
+            recorder = Recorder(ledger, corpus, run, view, pause, where)
+            with Scoring(recorder) as scoring:
+                interrupted = _record(recorder, supervisor, view)
+                recorder.add_farewells(supervisor.all_ended)
+                if not interrupted:
+                    supervisor.finish()
+                scoring.finish()
+        if recorder.has_last_anchor():
+            checkpoint.save_tensors(run.model_path, recorder.replay.anchor)
+        if problem := recorder.problem():
+            raise RunError(f"{problem}; {how_to_go_on(run)}")
         # `isthmus leave` may have ended all replicas before the last round.
-        status = "finished" if recorder.replay.round == recipe.outer.rounds else "interrupted"
-        checkpoint.save_tensors(run.model_path, recorder.replay.anchor)
+        status = "finished" if recorder.last.round == recipe.outer.rounds else "interrupted"
     except KeyboardInterrupt:
         status = "interrupted"
         raise KeyboardInterrupt(f"interrupted; {how_to_go_on(run)}" if ledger else "interrupted") from None
@@ -125,6 +134,8 @@ def _run(
         raise
     finally:
         supervisor.stop(5.0)
+        with contextlib.suppress(OSError, ConfigError):
+            run.tidy()
         restarts = about.get("restarts", 0) + supervisor.restarts
         run.update_about(status=status, error=error, restarts=restarts)
         with contextlib.suppress(OSError, ConfigError):

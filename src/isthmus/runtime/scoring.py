@@ -1,0 +1,178 @@
+"""The anchor of every settled round, replayed and scored where there is power: on the run's GPU, or a CPU."""
+
+import gc
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from isthmus import gpu
+from isthmus.config import Recipe
+from isthmus.data.corpus import Corpus
+from isthmus.errors import ConfigError, RunError
+from isthmus.layout.stages import EMBEDDING
+from isthmus.model.llama import init_tensor
+from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.replay import MissingPayloads, Replay
+from isthmus.replica.base import precision_dtypes
+from isthmus.replica.evaluate import Scorer, rows_that_fit
+from isthmus.runlog.row import Scores
+from isthmus.subspace.boundaries import BasisSet
+
+T = TypeVar("T")
+Note = Callable[[str], None]
+CPU = torch.device("cpu")
+
+
+class Stopped(Exception):
+    """Nobody waits for the losses any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where scoring runs, and how."""
+
+    device: torch.device = CPU
+    dtype: torch.dtype | None = None  # of the stream; None: that of the weights
+    compiled: bool = False
+    shared: bool = False  # with replicas that need its memory: a few sequences at a time
+
+
+def places(device: torch.device, precision: str) -> list[Place]:
+    """From the fastest to the one that always works. A fleet on CPUs is scored as it always was."""
+    if device.type != "cuda":
+        return [Place()]
+    on_gpu = Place(device, precision_dtypes(precision)[1], shared=True)
+    compiled = [Place(on_gpu.device, on_gpu.dtype, compiled=True, shared=True)] if gpu.usable(device) else []
+    return [*compiled, on_gpu, Place(shared=True)]
+
+
+class ScoredAnchor:
+    """One anchor, which follows the settled rounds at its own pace, and its held-out losses.
+
+    Memory does not grow with the rounds that it is behind. What fails on one place is done again on the next
+    of `where`, from the bucket.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        corpus: Corpus,
+        where: list[Place],
+        note: Note,
+        stopped: threading.Event | None = None,
+    ) -> None:
+        # A ledger of its own: the thread that records reads from the other.
+        self.ledger, self.corpus, self.note = Ledger(ledger.store, ledger.run), corpus, note
+        self.recipe: Recipe = ledger.run.recipe
+        self.where, self.stopped = list(where), stopped or threading.Event()
+        self.held: Replay | None = None
+        self.scorer: Scorer | None = None
+        self.first_table: Tensor | None = None
+        self.began_with: Tensor | None = None  # the table that the last replayed round began with
+        self.compressed = any(member.config.compressed for member in self.recipe.fleet())
+        self.hasher = ThreadPoolExecutor(1, thread_name_prefix="digest")  # its thread starts with a task
+
+    @property
+    def replay(self) -> Replay:
+        assert self.held is not None, "reach a round first"
+        return self.held
+
+    def check(self) -> None:
+        if self.stopped.is_set():
+            raise Stopped
+
+    def somewhere(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which calls `reach` first; of the next place, if this one cannot do it."""
+        while True:
+            try:
+                return work()
+            except Exception as fault:
+                if not self.may_move(fault):
+                    raise
+                self._leave_place(fault)
+
+    def may_move(self, fault: Exception) -> bool:
+        """No room, no compiler, a kernel that does not run: another place may do it."""
+        return len(self.where) > 1 and not isinstance(fault, RunError | ConfigError | Stopped)
+
+    def _leave_place(self, fault: Exception) -> None:
+        words = (str(fault).splitlines() or [type(fault).__name__])[0]
+        full = isinstance(fault, torch.OutOfMemoryError) or "out of memory" in words
+        left = self.where.pop(0)
+        while full and len(self.where) > 1 and self.where[0].device == left.device:
+            self.where.pop(0)
+        self.held = self.scorer = self.first_table = self.began_with = None  # half a step may be taken
+        gc.collect()
+        if left.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self.where[0].device == left.device:
+            self.note(f"scoring goes on without compiling: {words}")
+        else:
+            why = f"{left.device} has no room for it" if full else words
+            self.note(f"scoring goes on on the CPU, and takes longer: {why}")
+
+    def reach(self, round_number: int) -> int:
+        """Replay up to a settled round; the round reached. It is a later one where payloads were swept and
+        only an anchor leads further."""
+        if self.held is None:
+            device = self.where[0].device
+            if device.type == "cuda" and device.index is not None:
+                torch.cuda.set_device(device)  # kernels use this thread's current device
+            self.held = Replay(self.ledger, max(0, round_number - 1), device=device)
+        while self.held.round < round_number:
+            self.check()
+            if self.compressed:
+                table = self._table(self.held)  # the step changes the anchor in place
+                self.began_with = table.clone() if self.began_with is None else self.began_with.copy_(table)
+            try:
+                if self.held.step() is None:
+                    raise RunError(f"round {self.held.round + 1} was settled, and its manifest is gone")
+            except MissingPayloads:
+                later = [t for t in self.ledger.anchor_rounds() if t > self.held.round]
+                if not later:
+                    raise
+                self.held.jump(later[0])
+                self.began_with = None  # it is not known
+        return self.held.round
+
+    def scores(self) -> Scores:
+        """Of the anchor as it is now."""
+        scorer = self.scorer = self.scorer or self._make_scorer()
+        scorer.frozen = self.began_with
+        scorer.bases.begin_round(self.replay.round)
+        return scorer.score(self.replay.anchor, self._table(self.replay))
+
+    def _make_scorer(self) -> Scorer:
+        here, dtype = self.where[0], self.replay.anchor[EMBEDDING].dtype
+        return Scorer(
+            self.recipe,
+            self.corpus,
+            BasisSet(self.recipe, here.device, dtype),
+            here.device,
+            here.dtype or dtype,
+            rows=rows_that_fit(self.recipe) if here.shared else None,
+            compiled=here.compiled,
+            check=self.check,
+        )
+
+    def _table(self, replay: Replay) -> Tensor:
+        """The embedding that compressed boundaries subtract."""
+        anchor = replay.anchor[EMBEDDING]
+        if self.recipe.subspace.adaptation:
+            return anchor
+        if self.first_table is None:  # then T_perp stays at its first value; see check_trainable
+            shape = tuple(anchor.shape)
+            self.first_table = init_tensor(EMBEDDING, shape, self.recipe.model, self.recipe.seed).to(anchor)
+        return self.first_table
+
+    def with_digest(self, scores: Callable[[], Scores | None]) -> tuple[Scores | None, str]:
+        """Scores, and the anchor's digest, which the host makes while a GPU scores."""
+        if self.where[0].device.type != "cuda":
+            return scores(), self.replay.digest()
+        digest = self.hasher.submit(self.replay.digest)
+        return scores(), digest.result()
