@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import struct
+from dataclasses import replace
 
 import pytest
 from made import MARKUP, hostile
@@ -85,6 +86,26 @@ def test_event_files_hold_every_round_once_and_read_back(run, tmp_path):
             assert found["held-out by kind/edge"] == pytest.approx(row.loss_by_kind["edge"], rel=1e-6)
             assert found["bias/edge/boundary 0"] == pytest.approx(row.bias["edge"]["outside"][0], rel=1e-6)
     assert json.loads((run.path / "about.json").read_text())["status"] == "finished"
+
+
+def test_losses_that_come_later_are_a_second_event_of_their_round(run, tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    rows = run.rows()
+    nothing = {"loss_full": None, "loss_pipelined": None, "loss_mixed": None, "loss_by_kind": {}, "bias": {}}
+    writer = EventWriter(tmp_path / "tb")
+    writer.add([*rows[:2], replace(rows[2], **nothing), replace(rows[3], **nothing)])
+    writer.add([*rows[:3], replace(rows[3], **nothing), rows[4]])
+    writer.add(rows)
+    writer.add(rows)
+    (path,) = (tmp_path / "tb").iterdir()
+    events = [Event.FromString(record) for record in records(path)][1:]
+    assert [event.step for event in events] == [0, 1, 2, 3, 2, 4, 3]
+    found = [{value.tag: value.simple_value for value in event.summary.value} for event in events]
+    assert found[2].keys() & found[4].keys() == set()
+    whole = found[1].keys()
+    assert found[2].keys() | found[4].keys() == found[3].keys() | found[6].keys() == whole
+    assert found[4]["held-out/full"] == pytest.approx(rows[2].loss_full, rel=1e-6)
 
 
 def records(path):

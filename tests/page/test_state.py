@@ -215,6 +215,40 @@ def test_what_rows_decide_is_made_anew_when_they_change_and_only_then(run):
     assert (after["last"]["loss_full"], after["rounds"]["settled"]) == (4.0, 4)
 
 
+def test_losses_that_are_filled_in_later_reach_the_page_the_report_and_other_programs(run, tmp_path):
+    """Of an earlier round, while the file is followed, and again when it is tidied at the run's end."""
+    shutil.copytree(run.path, tmp_path / "run")
+    late, whole = RunDir.open(tmp_path / "run"), run.rows()
+    late.truncate(1)
+    blank = {"loss_full": None, "loss_pipelined": None, "loss_mixed": None, "loss_by_kind": {}, "bias": {}}
+    for row in whole[2:4]:
+        late.append(row | blank)
+    source, builder = open_source(str(late.path)), StateBuilder(lambda: 1000.0)
+
+    def full_curve(state):
+        return next(line for line in state["charts"][0]["series"] if line["name"] == "full")["points"]
+
+    state = builder.build(source.look())
+    assert state["run"]["round"] == 3
+    assert len(full_curve(state)) == 2
+    assert state["tiles"][0]["words"].endswith(", after round 1")
+    late.amend(whole[2])
+    state = builder.build(source.look())
+    assert [x for x, _ in full_curve(state)] == [row.tokens for row in whole[:3]]
+    assert state["last"]["loss_full"] == whole[2].loss_full
+    assert state["tiles"][0]["words"].endswith(", after round 2")
+    assert len(state["bias"]["charts"][0]["series"][0]["points"]) == 3
+    assert f'{{run="small",forward="full"}} {whole[2].loss_full!r}' in exposition(state, now=0.0)
+    late.append(whole[4] | blank)
+    late.amend(whole[4])
+    late.amend(whole[3])
+    before = builder.build(source.look())
+    late.tidy()
+    after = builder.build(source.look())
+    assert before["charts"] == after["charts"] == builder.build(open_source(str(run.path)).look())["charts"]
+    assert "after round" not in after["tiles"][0]["words"]
+
+
 def test_a_run_that_lost_its_rows_is_not_said_to_be_done(run):
     raw = Raw(run.recipe, {"status": "finished"}, rows_of(run, 1.0)[:2], "x", has_bucket=False)
     assert StateBuilder().build(raw)["now"].endswith("1 of its 4 rounds are written down here.")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from isthmus.config import dump_recipe
+from isthmus.config import Recipe, dump_recipe
 from isthmus.page import charts, replicas, rounds
 from isthmus.page.clean import text
 from isthmus.page.source import Raw
@@ -87,7 +87,7 @@ class StateBuilder:
         words = lambda: sentences(recipe, raw.about, rows)  # noqa: E731
         plan = lambda: charts.plan(rows, recipe, raw.about)  # noqa: E731
         self.from_rows = {
-            "tiles": tiles(rows, sums),
+            "tiles": tiles(rows, sums, recipe),
             "summary": _safely(words, [], "the summary", self.odd),
             "kinds": replicas.kinds(raw),
             "charts": charts.charts(rows, recipe),
@@ -195,13 +195,15 @@ def _steps(group: list[State], steps: int) -> str:
     return f", inner step {low} of {steps}" if low == high else f", inner steps {low} to {high} of {steps}"
 
 
-def tiles(rows: list[Row], sums: Totals) -> list[State]:
+def tiles(rows: list[Row], sums: Totals, recipe: Recipe) -> list[State]:
     """The figures that people look for first; those that do not apply are left out."""
     found: list[State] = []
     for field, name in (("loss_mixed", "Held-out loss"), ("loss_train", "Training loss")):
         if (ends := first_and_last(rows, field)) and not found:
             first, last = (row[field] for row in ends)
             words = f"nats, from {first:.3f}" if ends[1] is not ends[0] else "nats"
+            if any(recipe.is_scored(row.round) for row in rows if row.round > ends[1].round):
+                words += f", after round {ends[1].round:,}"  # the losses of later rounds are not known yet
             found.append({"name": name, "value": f"{last:.3f}", "words": words})
     if sums["tokens"]:
         words = f"tokens in {duration(sums['seconds'])}"

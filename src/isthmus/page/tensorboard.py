@@ -21,8 +21,12 @@ SCALARS = {
 }
 
 
+LATER = ("held-out", "bias/")  # how the tags begin that a row may get after the others
+
+
 class EventWriter:
-    """Appends one event for each round to a file of its own in `folder`."""
+    """Appends one event for each round to a file of its own in `folder`, and a second for losses that were
+    known later."""
 
     def __init__(self, folder: Path, started: str = "") -> None:
         # These import torch, which takes seconds: only where event files are asked for.
@@ -36,6 +40,7 @@ class EventWriter:
         except OSError as error:
             raise ConfigError(f"cannot write TensorBoard files to {folder}: {error.strerror}") from None
         self.done = -1  # the newest round that was written
+        self.unscored: set[int] = set()  # of those, the rounds that had no held-out loss yet
         try:
             self.began = datetime.fromisoformat(started).timestamp()
         except ValueError:
@@ -46,13 +51,21 @@ class EventWriter:
         at = self.began
         for row in rows:
             at += row.seconds or 0.0
-            if row.round <= self.done:
-                continue
-            values = [self.summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row)]
-            summary = self.summary(value=values)
-            self.file.write_event(self.event(wall_time=at, step=row.round, summary=summary))
-            self.done = row.round
+            scored = row.loss_full is not None
+            if row.round > self.done:
+                self._write(at, row)
+                self.done = row.round
+                self.unscored |= set() if scored else {row.round}
+            elif scored and row.round in self.unscored:
+                self._write(at, row, LATER)
+                self.unscored.discard(row.round)
         self.file.flush()
+
+    def _write(self, at: float, row: Row, begins: str | tuple[str, ...] = "") -> None:
+        known = [(tag, value) for tag, value in scalars(row) if tag.startswith(begins)]
+        values = [self.summary.Value(tag=tag, simple_value=value) for tag, value in known]
+        summary = self.summary(value=values)
+        self.file.write_event(self.event(wall_time=at, step=row.round, summary=summary))
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
