@@ -1,14 +1,17 @@
 """A real fleet on this machine against plain training: whole rounds, in turns, on a GPU when there is one.
 
     python bench/fleet.py --sizes 178m --batch 32 --inner-steps 50 --rounds 5 [--mps] [--out FILE.json]
-    python bench/fleet.py --parts startup kill            what a start takes; a kill during a state's write
+    python bench/fleet.py --parts startup kill train
     python bench/fleet.py                                 without a GPU: a tiny model, to try the bench itself
 
 Parts: (a) plain training, compiled, bf16, fused AdamW, measured before and after the others; (b) one full
 replica under `isthmus join`; (c) a pipelined replica of four stages on the one device, at `none` and at 1/8;
 (d) two full replicas that share the device. A round of (b) to (d) counts whole: its tokens over the seconds
 between its manifest and the one before; the first round, which holds the start, is left out. "Standing
-still" is the share of a round outside its inner steps. All is made in a temporary folder, and removed.
+still" is the share of a round outside its inner steps. Further parts: startup, the seconds from `join` to
+the first inner step; kill, SIGKILL for a worker while its state is being written; train, how long after a
+round was settled `isthmus train` of a full and a pipelined replica has its row and its three losses. All is
+made in a temporary folder, and removed.
 """
 
 import argparse
@@ -22,12 +25,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from joined import Failed, JoinedRun, join_options, random_corpus, rounds_of, speed
+from fleet_table import Result, line, table
+from joined import Failed, JoinedRun, join_options, mps_server, random_corpus, rounds_of, speed, watch_rows
 
 from isthmus.config import Recipe, dump_recipe, parse_recipe
 from isthmus.data.corpus import open_corpus
@@ -56,9 +60,8 @@ heartbeat_seconds = {heartbeat_seconds}
 """
 FULL = '[[replicas]]\nname = "full"\ncount = {count}\n'
 STAGES = '[[replicas]]\nname = "stages"\nkind = "pipelined"\nstages = 4\ncompression = "{compression}"\n'
-PARTS = ("a", "b", "c", "d", "startup", "kill")
+PARTS = ("a", "b", "c", "d", "train", "startup", "kill")
 START_STEPS = 4  # H of a run that only starts
-Result = dict[str, Any]
 
 
 def say(text: str) -> None:
@@ -152,6 +155,34 @@ class Bench:
         finally:
             self.end(run)
 
+    def train(self) -> Iterator[Result]:
+        """`isthmus train` of a mixed fleet: when is a settled round's row there, and when is it whole?"""
+        recipe = self.recipe(FULL.format(count=1) + STAGES.format(compression="1/8"))
+        folder = self.folder / "train"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / "train.toml"
+        file.write_text(dump_recipe(recipe))
+        words = ["-m", "isthmus.cli.main", "train", file, "--run", folder, "--device", self.args.device]
+        env = dict(os.environ) | self.caches() | self.mps
+        whole = [sys.executable, *map(str, words)]
+        process = subprocess.Popen(whole, stdout=subprocess.DEVNULL, env=env)  # its rows go to stderr
+        try:
+            rows, losses = watch_rows(process, folder / "metrics.jsonl", time.time() + self.args.limit)
+            settled = [(folder / "bucket" / "run.json").stat().st_mtime]
+            manifests = sorted((folder / "bucket" / "manifests").glob("[0-9]*.json"))
+            settled += [path.stat().st_mtime for path in manifests]
+            if len(settled) <= recipe.outer.rounds or losses.keys() < set(range(1, len(settled))):
+                raise Failed(f"{len(manifests)} rounds, rows {sorted(rows)}, with losses {sorted(losses)}")
+        finally:
+            process.kill()  # the fleet dies with it
+            process.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+        lags = [(rows[t] - settled[t], losses[t] - settled[t]) for t in range(1, len(settled))]
+        took = [after - before for before, after in pairwise(settled)]
+        # Round 1 holds the start, so it is measured by the others' length.
+        worst = max(lag[1] / min(seconds, took[-1]) for lag, seconds in zip(lags, took, strict=True))
+        yield {"label": "isthmus train, mixed", "lags": lags, "round_times": took, "worst_share": worst}
+
     def startup(self) -> Iterator[Result]:
         """From `join` to the first inner step: cold caches, the same warm, and with a state to restore."""
         recipe = self.full(inner_steps=START_STEPS, rounds=100_000, heartbeat_seconds=0.25)
@@ -224,6 +255,7 @@ class Bench:
             ("c", lambda: self.joined(f"four stages, 1/8{under}", self.stages("1/8"), self.mps)),
             ("d", lambda: self.joined(f"two full replicas{under}", self.full(2), self.mps)),
             ("a", lambda: self.plain("after")),
+            ("train", self.train),
             ("startup", self.startup),
             ("kill", self.kill),
         ]
@@ -260,72 +292,6 @@ def plain_training(order: dict[str, Any]) -> None:
         plain.steps(batches, index * steps, steps)
         rates.append(recipe.round_tokens / (time.perf_counter() - start))
     say(json.dumps({"tokens_per_second": statistics.median(rates), "rates": rates}))
-
-
-@contextmanager
-def mps_server(wanted: bool, folder: Path) -> Iterator[dict[str, str]]:
-    """NVIDIA's MPS for parts (c) and (d): kernels of several processes run at the same time."""
-    if not wanted:
-        yield {}
-        return
-    env = {f"CUDA_MPS_{name}_DIRECTORY": str(folder / f"mps-{name.lower()}") for name in ("PIPE", "LOG")}
-    for path in env.values():
-        Path(path).mkdir(parents=True)
-    control, whole = "nvidia-cuda-mps-control", dict(os.environ) | env
-    subprocess.run([control, "-d"], env=whole, check=True)
-    try:
-        yield env
-    finally:
-        subprocess.run([control], input=b"quit\n", env=whole, timeout=30, check=False)
-
-
-# What is printed at the end
-
-
-def line(result: Result, plain: float) -> str:
-    label = f"({result['part']}) {result['label']}"
-    if "failed" in result:
-        return f"{label:44} FAILED: {result['failed']}"
-    if "back_with_round" in result:
-        return (
-            f"{label:44} {result['settled_before']} rounds settled, back with the state of round "
-            f"{result['back_with_round']}, the next round {result['recovery_seconds']:.1f} s later, "
-            f"{result['rounds_settled']} settled at the end"
-        )
-    if "seconds" in result:
-        reached = ", ".join(f"{what} {at:.1f}" for what, at in result["reached"].items())
-        return f"{label:44} {result['seconds']:8.1f} s to the first inner step ({reached}; {result['told']})"
-    ratio = f"{result['tokens_per_second'] / plain:7.3f}" if plain else f"{'':7}"
-    text = f"{label:44} {result['tokens_per_second']:12,.0f} tok/s {ratio}"
-    if "rounds" not in result:
-        return text
-    return (
-        f"{text}  round {result['round_seconds']:7.2f} s, inner steps {result['inner_seconds']:7.2f} s, "
-        f"standing still {100 * result['standing_still']:5.1f} % "
-        f"(at most {100 * result['worst_standing_still']:.1f} %)"
-    )
-
-
-def table(results: list[Result]) -> str:
-    """Every part, its ratio to (a), and where a round's seconds went: means over all rounds but the first."""
-    rates = [result["tokens_per_second"] for result in results if result["part"] == "a" and "rates" in result]
-    plain = statistics.mean(rates) if rates else 0.0
-    lines = [line(result, plain) for result in results]
-    for result in results:
-        if "rounds" not in result:
-            continue
-        lines.append(f"{result['label']}, a number for each process, mean of the rounds after the first:")
-        for name in result["rounds"][-1]["replicas"]:
-            told = [row["replicas"][name] for row in result["rounds"][1:] if name in row["replicas"]]
-            for key in told[-1]["measured"]:
-                rows = [each["measured"][key] for each in told if key in each["measured"]]
-                means = [statistics.mean(values) for values in zip(*rows, strict=False)]
-                lines.append(f"  {name:10} {key:20} {' '.join(shown(key, mean) for mean in means)}")
-    return "\n".join(lines)
-
-
-def shown(key: str, value: float) -> str:
-    return f"{value / 2**20:10,.1f} MiB" if key.endswith("_bytes") else f"{value:10.3f}"
 
 
 def arguments() -> argparse.Namespace:

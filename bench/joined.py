@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -9,7 +10,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from isthmus.protocol.access import open_ledger
 from isthmus.runtime.create import create
 
 POLL_SECONDS = 0.02
+LOSSES = ("loss_full", "loss_pipelined", "loss_mixed")
 FIRST_STEP = r"first inner step after [\d.]+ s.*"
 
 
@@ -234,3 +237,44 @@ def speed(run: JoinedRun, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "contributions": counted,
         "rounds": list(rows),
     }
+
+
+def watch_rows(
+    process: subprocess.Popen[bytes], path: Path, deadline: float
+) -> tuple[dict[int, float], dict[int, float]]:
+    """When each round's row was first there, and when it first had all its losses, until the run ends."""
+    rows: dict[int, float] = {}
+    losses: dict[int, float] = {}
+    while True:
+        over = process.poll() is not None
+        for text in path.read_text().splitlines() if path.exists() else ():
+            with suppress(ValueError):  # a line that is being written
+                row = json.loads(text)
+                rows.setdefault(row["round"], time.time())
+                if all(row.get(name) is not None for name in LOSSES):
+                    losses.setdefault(row["round"], time.time())
+        if over:
+            break
+        if time.time() > deadline:
+            raise Failed(f"`isthmus train` was not done; rows {sorted(rows)}, with losses {sorted(losses)}")
+        time.sleep(0.02)
+    if process.returncode:
+        raise Failed(f"`isthmus train` ended with status {process.returncode}")
+    return rows, losses
+
+
+@contextmanager
+def mps_server(wanted: bool, folder: Path) -> Iterator[dict[str, str]]:
+    """NVIDIA's MPS for parts (c) and (d): kernels of several processes run at the same time."""
+    if not wanted:
+        yield {}
+        return
+    env = {f"CUDA_MPS_{name}_DIRECTORY": str(folder / f"mps-{name.lower()}") for name in ("PIPE", "LOG")}
+    for path in env.values():
+        Path(path).mkdir(parents=True)
+    control, whole = "nvidia-cuda-mps-control", dict(os.environ) | env
+    subprocess.run([control, "-d"], env=whole, check=True)
+    try:
+        yield env
+    finally:
+        subprocess.run([control], input=b"quit\n", env=whole, timeout=30, check=False)
