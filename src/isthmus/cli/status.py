@@ -23,6 +23,7 @@ class MemberStatus:
     loss: float | None
     tokens_per_second: float | None
     delivered: bool  # its update of the open round
+    waits_for: str = ""  # of a replica whose launcher has no worker now
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def gather(ledger: "Ledger") -> RunStatus:
-    from isthmus.protocol.heartbeat import GONE, silent_after
+    from isthmus.protocol.heartbeat import GONE, WAITING, silent_after, waiting_text
 
     recipe = ledger.run.recipe
     last = ledger.last_round()
@@ -70,21 +71,26 @@ def gather(ledger: "Ledger") -> RunStatus:
     members, now = [], clock(ledger.store)
     for member in recipe.fleet():
         heartbeat, written_at = ledger.heartbeat(member.name) or (None, now)
+        waits_for = ""
         state, age = heartbeat.state if heartbeat else "not seen", max(0.0, now - written_at)
         if heartbeat and not heartbeat.gone and age > silent_after(recipe):
             state = "silent"
+        if waiting := ledger.waiting(member.name, written_at if heartbeat else None, now):
+            age = max(0.0, now - waiting[1])
+            state, waits_for = WAITING, waiting_text(waiting[0], age)
         members.append(
             MemberStatus(
                 replica=member.name,
                 kind=member.config.kind,
                 stages=member.config.stages,
                 state=state,
-                heartbeat_age_seconds=age if heartbeat else None,
+                heartbeat_age_seconds=age if heartbeat or waits_for else None,
                 round=heartbeat and heartbeat.round,
                 inner_step=heartbeat and heartbeat.inner_step,
                 loss=heartbeat and heartbeat.loss,
                 tokens_per_second=heartbeat and heartbeat.tokens_per_second,
                 delivered=not over and ledger.has_commit(member.name, last + 1),
+                waits_for=waits_for,
             )
         )
     expected = manifest.members if manifest else [m.replica for m in members]
@@ -133,6 +139,7 @@ def table(found: RunStatus) -> str:
             f"{number(m.loss, '.3f'):>8}{number(m.tokens_per_second, ',.0f'):>10}"
             f"  {'delivered' if m.delivered else '-'}"
         )
+    lines += [f"{m.replica} waits: {m.waits_for}" for m in found.members if m.waits_for]
     if found.awaited:
         lines.append(f"round {found.round + 1} waits for {', '.join(found.awaited)}")
     for name, reason in found.refused.items():

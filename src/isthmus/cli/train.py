@@ -7,6 +7,7 @@ from isthmus.cli.arguments import add_recipe, add_run
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
 from isthmus.runlog import RunDir
+from isthmus.runtime.failure import told_in_one_line
 
 EPILOG = """examples:
   isthmus train recipes/demo.toml
@@ -44,9 +45,13 @@ def train(args: argparse.Namespace) -> int:
     if args.resume and (args.set or args.run_dir):
         raise ConfigError("--resume goes on with the run as it was; --set and --run are for a new one")
     recipe = args.recipe and load_recipe(args.recipe, args.set)
-    from isthmus.cli.simulate import print_results
-    from isthmus.runtime.train import how_to_go_on, resume
-    from isthmus.runtime.train import train as start
+    from isthmus.runtime.versions import check_torch
+
+    check_torch()
+    with told_in_one_line():
+        from isthmus.cli.simulate import print_results
+        from isthmus.runtime.train import how_to_go_on, resume
+        from isthmus.runtime.train import train as start
 
     if recipe:
         results = start(recipe, args.run_dir, device=args.device, quiet=args.quiet)

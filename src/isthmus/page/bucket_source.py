@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from isthmus.errors import ConfigError, RunError
 from isthmus.page.clean import text
 from isthmus.page.read import FolderBucket, bounded_recipe
 from isthmus.page.source import Raw, SeenHeartbeat, Settled
-from isthmus.protocol.heartbeat import Heartbeat
+from isthmus.protocol.heartbeat import WAITING, Heartbeat
 from isthmus.protocol.ledger import Ledger, Manifest, read_run
 from isthmus.protocol.trust import MAX_DOCUMENT_BYTES
 from isthmus.runlog import Row
@@ -139,6 +140,18 @@ class BucketReader:
         for name, heartbeat in found.items():
             raw.heartbeats[name] = SeenHeartbeat(heartbeat, self._here(self.modified[name]))
             raw.heard(raw.heartbeats[name].seen_unix)
+        for name, waiting in zip(self.names, self.pool.map(self._waiting, self.names), strict=True):
+            if waiting:
+                said, written = waiting
+                last = found.get(name, Heartbeat())
+                told = replace(
+                    last, state=WAITING, awaiting=said.awaiting, waited_seconds=said.waited_seconds
+                )
+                raw.heartbeats[name] = SeenHeartbeat(told, self._here(written))
+                raw.heard(raw.heartbeats[name].seen_unix)
+
+    def _waiting(self, name: str) -> tuple[Heartbeat, float] | None:
+        return self.ledger.waiting(name, self.modified.get(name), self.wall() - (self.skew or 0.0))
 
     def _here(self, store_unix: float) -> float:
         """A time of the store by this machine's clock, and never in the future."""

@@ -6,7 +6,7 @@ from typing import Any
 from isthmus.config import LinkConfig, Member, Recipe, ReplicaConfig
 from isthmus.page.clean import number
 from isthmus.page.source import Raw
-from isthmus.protocol.heartbeat import GONE, Heartbeat, silent_after
+from isthmus.protocol.heartbeat import GONE, WAITING, Heartbeat, silent_after, waiting_text
 from isthmus.runlog import Row
 from isthmus.runlog.row import Figures
 from isthmus.runlog.words import rate, size
@@ -161,7 +161,7 @@ def _replica(member: Member, raw: Raw, now: float) -> dict[str, Any]:
         "state": state,
         "why": why,
         "tone": "good" if state in HEALTHY else "bad" if state == "silent" else "wait",
-        "up": state not in ("silent", "not seen", "left", "interrupted", "failed"),
+        "up": state not in ("silent", WAITING, "not seen", "left", "interrupted", "failed"),
         "seen_unix": round(seen.seen_unix, 1) if seen else None,
         "round": heartbeat.round if seen else None,
         "inner_step": into if state in ("training", "silent", "delivering", "delivered") else None,
@@ -200,6 +200,8 @@ def _state(member: Member, raw: Raw, now: float) -> tuple[str, str]:
     state = (seen and seen.heartbeat.state) or unknown
     if state in GONE:
         return state, ""
+    if seen and state == WAITING:  # its launcher speaks, because none of its workers runs
+        return state, waiting_text(seen.heartbeat, now - seen.seen_unix)
     gone = [file.stage for file in files if now - file.seen_unix > ALIVE_SECONDS]
     if gone:
         if member.config.stages == 1:

@@ -9,12 +9,16 @@ from isthmus.runlog.facts import Facts, count, number, word
 
 GONE = ("left", "finished")  # the replica has ended, and said so
 LEAVING = ("leaving", "left")  # the next round does not wait for it
+WAITING = "waiting"  # of a launcher without a worker; in waiting.json, never in live.json
 MISSED_HEARTBEATS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """members/<replica>/live.json. An empty text or a zero stands for what is not known."""
+    """members/<replica>/live.json, and waiting.json beside it, where a launcher says why no worker runs.
+
+    An empty text or a zero stands for what is not known.
+    """
 
     incarnation: str = ""
     kind: str = ""
@@ -25,6 +29,7 @@ class Heartbeat:
     loss: float | None = None
     tokens_per_second: float | None = None
     awaiting: str = ""
+    waited_seconds: float | None = None  # of a launcher that waits, when this was written
     farewell: Facts = field(default_factory=Facts)  # what it counted after its last commit
     pid: int = 0
 
@@ -53,9 +58,16 @@ class Heartbeat:
             loss=number(body, "loss"),
             tokens_per_second=number(body, "tokens_per_second"),
             awaiting=word(body, "awaiting"),
+            waited_seconds=number(body, "waited_seconds"),
             farewell=Facts.from_dict(farewell) if isinstance(farewell, dict) else Facts(),
             pid=count(body, "pid"),
         )
+
+
+def waiting_text(heartbeat: Heartbeat, age_seconds: float) -> str:
+    """What a launcher waits for, and for how long now: its own clock until it wrote, then the reader's."""
+    seconds = max(0.0, (heartbeat.waited_seconds or 0.0) + age_seconds)
+    return f"{heartbeat.awaiting} (for {seconds:.0f} s)"
 
 
 def silent_after(recipe: Recipe) -> float:

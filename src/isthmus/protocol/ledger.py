@@ -2,6 +2,7 @@
 
     run.json                                  the recipe, a 128-bit run id, who may contribute and close
     members/<replica>/live.json               heartbeat of the incarnation that runs now
+    members/<replica>/waiting.json            what its launcher waits for while none runs; nobody waits for it
     payloads/<replica>/<t>/<shard>-<sha256>   one shard of one update
     payloads/<replica>/<t>/commit.json        written last and signed; no commit, not delivered
     manifests/<t>.json                        which commits count in round t; only if absent, chained, signed
@@ -23,7 +24,7 @@ from isthmus.config import Recipe, dump_recipe, parse_recipe
 from isthmus.errors import ConfigError, RunError, RunStopped, Unreachable
 from isthmus.layout.traffic import shard_bytes, shards
 from isthmus.protocol.documents import Entry, Manifest, RunInfo, Shard
-from isthmus.protocol.heartbeat import Heartbeat
+from isthmus.protocol.heartbeat import WAITING, Heartbeat, silent_after
 from isthmus.protocol.trust import (
     MAX_DOCUMENT_BYTES,
     OtherAnchor,
@@ -284,20 +285,34 @@ class Ledger:
     # Heartbeats
 
     def beat(self, heartbeat: Heartbeat) -> None:
+        """A launcher that waits says so in a file of its own: closers go by the heartbeats of workers."""
         sealed = self.signer.seal("heartbeat", self.run.run_id, heartbeat.to_dict())
-        self.store.put(f"members/{self.signer.replica}/live.json", sealed)
+        name = WAITING if heartbeat.state == WAITING else "live"
+        self.store.put(f"members/{self.signer.replica}/{name}.json", sealed)
 
-    def heartbeat(self, replica: str) -> tuple[Heartbeat, float] | None:
+    def heartbeat(self, replica: str, name: str = "live") -> tuple[Heartbeat, float] | None:
         """(the replica's last heartbeat, when it was written by the store's clock), or None."""
-        key = f"members/{replica}/live.json"
+        key = f"members/{replica}/{name}.json"
         try:
-            info, data = self.store.head(key), self.store.get(key, max_bytes=MAX_HEARTBEAT_BYTES)
+            info = self.store.head(key)
+            data = self.store.get(key, max_bytes=MAX_HEARTBEAT_BYTES) if info else None
             if info is None or data is None:
                 return None
             signer, body = open_sealed(data, "heartbeat", self.run.run_id, self.run.keys)
         except (Refused, StoreRefused):  # a heartbeat that breaks the rules counts as none
             return None
         return (Heartbeat.from_dict(body), info.modified_unix_seconds) if signer == replica else None
+
+    def waiting(self, replica: str, live_at: float | None, now: float) -> tuple[Heartbeat, float] | None:
+        """What the replica's launcher waits for, and when it said so: only where no worker's heartbeat has
+        come since, and where it is not old itself. Both times are the store's. Readers only."""
+        every = self.run.recipe.bucket.heartbeat_seconds
+        if live_at is not None and now - live_at < 2 * every:  # a worker is there: ask no more of the store
+            return None
+        found = self.heartbeat(replica, WAITING)
+        if found is None or found[1] < (live_at or 0.0) or now - found[1] > silent_after(self.run.recipe):
+            return None
+        return found
 
     def shard_key(self, replica: str, round_number: int, shard: Shard) -> str:
         return f"payloads/{replica}/{round_number:06d}/{shard.index}-{shard.digest}"

@@ -14,7 +14,7 @@ from torch.distributed import (  # torch's stubs do not list these names as expo
 )
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
-from isthmus.errors import ConfigError, RunError
+from isthmus.errors import ConfigError, RunError, Unreachable
 from isthmus.replica.links import LinkPeers, ProcessLink
 
 Store = TorchStore
@@ -79,7 +79,7 @@ def open_store(
         own = check_private(_reach(replica, host, port, deadline, join_seconds), trust_network)
         store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     if _ask(store, "session", deadline, replica) != session:
-        raise ConfigError(
+        raise Unreachable(
             f"replica {replica}: {master} is stage 0 of another run or start than stage {stage}'s"
         )
     return store, own
@@ -159,7 +159,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise Unreachable(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def _reach(replica: str, host: str, port: int, deadline: float, join_seconds: float) -> str:
@@ -172,7 +172,7 @@ def _reach(replica: str, host: str, port: int, deadline: float, join_seconds: fl
         except OSError as error:
             if left <= 0:
                 why = error.strerror or "no answer"
-                raise ConfigError(
+                raise Unreachable(
                     f"replica {replica}: no stage 0 at {host}:{port} within {join_seconds:g} s ({why}); "
                     "start it, or correct --master"
                 ) from None

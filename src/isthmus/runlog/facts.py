@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+MAX_WORD = 200  # characters of a short text
 MAX_PROCESSES = 32  # a replica of more processes reports no `measured`: a commit would get too long
 
 
@@ -66,7 +67,7 @@ def count(body: Mapping[str, Any], key: str) -> int:
 def word(body: Mapping[str, Any], key: str) -> str:
     """A short text that can be printed, or an empty one."""
     value = body.get(key)
-    return value if isinstance(value, str) and len(value) <= 200 and value.isprintable() else ""
+    return value if isinstance(value, str) and len(value) <= MAX_WORD and value.isprintable() else ""
 
 
 def _named(body: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:

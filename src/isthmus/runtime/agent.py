@@ -6,25 +6,32 @@ import shutil
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from isthmus.runtime.failure import Failure, Final
 from isthmus.runtime.liveness import Watchdog
-from isthmus.runtime.process import NOTES, LauncherConfig, Log, describe_exit, lock_file
+from isthmus.runtime.process import NOTES, LauncherConfig, Log, lock_file
+from isthmus.runtime.restarts import Restarts
+from isthmus.runtime.waiting import WaitingNotes
 
-MAX_RESTARTS = 1_000_000  # whether to give up on a machine that keeps failing is for the operator to decide
+MAX_RESTARTS = 1_000_000  # Failures decides when to stop, not torch
 POLL_SECONDS = 0.25
-QUICK_SECONDS = 20.0  # a worker that ends sooner than this was not helped by the restart
-LONGEST_PAUSE_SECONDS = 30.0
 
 
-def run_agent(config: LauncherConfig, num_workers: int, host: str, port: int, log: Log) -> int:
+def run_agent(
+    config: LauncherConfig,
+    num_workers: int,
+    host: str,
+    port: int,
+    log: Log,
+    waiting: WaitingNotes | None = None,
+) -> int:
     """Run this machine's workers until the replica has finished or left; then the status is 0.
 
     Ctrl-C leaves at the end of the round, a second one now. `num_workers` counts all machines of the replica.
+    A fault that cannot pass ends it with a RunError, the second time that it comes.
     """
     work = Path(config.work_dir)
     work.mkdir(parents=True, exist_ok=True)
@@ -36,8 +43,10 @@ def run_agent(config: LauncherConfig, num_workers: int, host: str, port: int, lo
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda signum, frame: interrupts.append(signum))
+        restarts = Restarts(config, num_workers, log, waiting or WaitingNotes(work, None, 60.0))
+        last: tuple[Failure, float] | None = None
         while True:
-            agent = _AgentThread(config, num_workers, host, port, log)
+            agent = _AgentThread(config, num_workers, host, port, restarts, last)
             agent.start()
             _watch(agent, work, interrupts, config.stall_seconds, log)
             leaving = (work / "leave").exists()
@@ -46,8 +55,10 @@ def run_agent(config: LauncherConfig, num_workers: int, host: str, port: int, lo
                 if not agent.finished:  # it was not in any round
                     log("left")
                 return 0
-            log(f"{agent.error}; trying again in 2 s")
-            time.sleep(2)
+            if agent.final:
+                raise agent.final
+            last = agent.failure, max(1.0, restarts.judge([agent.failure]))
+            log(f"{agent.failure.text}; trying again in {last[1]:g} s")
 
 
 def _watch(agent: "_AgentThread", work: Path, interrupts: list[int], stall_seconds: float, log: Log) -> None:
@@ -63,12 +74,14 @@ def _watch(agent: "_AgentThread", work: Path, interrupts: list[int], stall_secon
             agent.kill_workers()
             os._exit(130)
         if (work / "leave").exists():
-            agent.rendezvous.set_closed()  # a machine that waits for the others need not wait to the end
+            agent.leave()
         workers = {work / f"alive-{rank}": (rank, pid) for rank, pid in agent.pids().items()}
         for path, seconds in watchdog.look({path: pid for path, (_, pid) in workers.items()}).items():
             if seconds > stall_seconds:
                 rank, pid = workers[path]
-                log(f"{agent.worker_name(rank)} has made no progress for {seconds:.0f} s; killing it")
+                log(
+                    f"{agent.restarts.worker_name(rank)} has made no progress for {seconds:.0f} s; killing it"
+                )
                 watchdog.forget(path)
                 _kill(pid)
         if (work / "fatal").exists():
@@ -81,49 +94,75 @@ def _watch(agent: "_AgentThread", work: Path, interrupts: list[int], stall_secon
 class _AgentThread(threading.Thread):
     """The elastic agent in a thread of its own, since signals go to the main thread."""
 
-    def __init__(self, config: LauncherConfig, num_workers: int, host: str, port: int, log: Log) -> None:
+    def __init__(
+        self,
+        config: LauncherConfig,
+        num_workers: int,
+        host: str,
+        port: int,
+        restarts: Restarts,
+        last: tuple[Failure, float] | None = None,
+    ) -> None:
+        """`last`: why the agent before this one ended, and how long to wait before this one begins."""
         from isthmus.runtime.rendezvous import StageRendezvous
 
         super().__init__(daemon=True, name="agent")
-        self.config, self.num_workers, self.log = config, num_workers, log
+        self.config, self.num_workers, self.restarts = config, num_workers, restarts
+        self.last = last
         num_machines = 1 if config.stage is None else num_workers
         self.rendezvous = StageRendezvous(
-            config.replica, config.stage or 0, num_machines, host, port, log=log
+            config.replica,
+            config.stage or 0,
+            num_machines,
+            host,
+            port,
+            log=restarts.log,
+            waiting=restarts.waiting,
         )
         self.finished = False
-        self.error = f"replica {config.replica}: the elastic agent stopped"
+        self.failure = Failure("stopped", f"replica {config.replica}: the elastic agent stopped", True)
+        self.final: Final | None = None
         self.agent: Any = None
 
     def run(self) -> None:
-        from torch.distributed.elastic.agent.server.api import WorkerSpec
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-
         config = self.config
+        if self.last:
+            self.restarts.pause(*self.last)
+            if self.restarts.leaving.is_set():
+                return
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we log restarts ourselves
-        spec = WorkerSpec(
-            role=config.replica,
-            local_world_size=self.num_workers if config.stage is None else 1,
-            entrypoint=sys.executable,
-            args=("-m", "isthmus.runtime.worker", replace(config, parent=os.getpid()).to_json()),
-            rdzv_handler=self.rendezvous,
-            max_restarts=MAX_RESTARTS,
-            monitor_interval=POLL_SECONDS,
-        )
         # The agent keeps a folder for every start of every worker; in the system's folder they would pile up.
         folder = Path(config.work_dir) / f"{config.launcher_name}.agent"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
         try:
-            self.agent = _stage_agent(spec, DefaultLogsSpecs(log_dir=str(folder)), self.worker_name, self.log)
+            from torch.distributed.elastic.agent.server.api import WorkerSpec
+            from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            spec = WorkerSpec(
+                role=config.replica,
+                local_world_size=self.num_workers if config.stage is None else 1,
+                entrypoint=sys.executable,
+                args=("-m", "isthmus.runtime.worker", replace(config, parent=os.getpid()).to_json()),
+                rdzv_handler=self.rendezvous,
+                max_restarts=MAX_RESTARTS,
+                monitor_interval=POLL_SECONDS,
+            )
+            self.agent = _stage_agent(spec, DefaultLogsSpecs(log_dir=str(folder)), self.restarts)
             result = self.agent.run()
             self.finished = result is not None and not result.is_failed()
+        except Final as error:
+            self.final = error
         except Exception as error:
-            self.error = (str(error).splitlines() or [type(error).__name__])[0]
-            if config.replica not in self.error:
-                self.error = f"replica {config.replica}: {self.error}"
+            self.failure = Failure.of(error)
         finally:
             self.rendezvous.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+    def leave(self) -> None:
+        """A machine that waits, for the others or for its next start, need not wait to the end."""
+        self.rendezvous.set_closed()
+        self.restarts.leaving.set()
 
     def pids(self) -> dict[int, int]:
         """Rank -> process id of the workers that run here now."""
@@ -138,16 +177,13 @@ class _AgentThread(threading.Thread):
             if local in ranks and process.returncode is None
         }
 
-    def worker_name(self, rank: int) -> str:
-        return "the worker" if self.num_workers == 1 else f"stage {rank}"
-
     def kill_workers(self) -> None:
         for pid in self.pids().values():
             _kill(pid)
 
 
-def _stage_agent(spec: Any, logs: Any, worker_name: Callable[[int], str], log: Log) -> Any:
-    """torch's agent, with one line in the log for each restart, and SIGKILL in place of SIGTERM.
+def _stage_agent(spec: Any, logs: Any, restarts: Restarts) -> Any:
+    """torch's agent, with a judgement before each restart, and SIGKILL in place of SIGTERM.
 
     The class is made here because importing torch takes seconds.
     """
@@ -157,33 +193,22 @@ def _stage_agent(spec: Any, logs: Any, worker_name: Callable[[int], str], log: L
     base: Any = LocalElasticAgent  # its decorated methods have no types
 
     class StageAgent(base):
-        started_at, num_quick = 0.0, 0
-
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-            self.started_at = time.monotonic()
+            restarts.starting()
             return super()._start_workers(worker_group)
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
-            failed = {rank: proc.returncode for rank, proc in processes.items() if proc.poll()}
+            ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+            failed = {
+                ranks[local]: process.returncode for local, process in processes.items() if process.poll()
+            }
             if failed:
-                local = min(failed)
-                name = worker_name(worker_group.workers[local].global_rank)
-                log(f"{name} ended ({describe_exit(failed[local])}); starting {restarted} again")
                 for process in processes.values():  # the others only wait for it
                     if process.poll() is None:
                         process.kill()
-                self._pause()
+                restarts.ended(failed)
             return super()._monitor_workers(worker_group)
-
-        def _pause(self) -> None:
-            """Restart less and less often when workers fail right after each start."""
-            quick = time.monotonic() - self.started_at < QUICK_SECONDS
-            self.num_quick = self.num_quick + 1 if quick else 0
-            if self.num_quick > 2:
-                seconds = min(LONGEST_PAUSE_SECONDS, 2.0 ** (self.num_quick - 2))
-                log(f"that was {self.num_quick} times in a row; the next start is in {seconds:.0f} s")
-                time.sleep(seconds)
 
         def _shutdown(self, *signal_and_timeout: Any, **named: Any) -> None:
             # Their state is on disk, and a worker that was stopped would not react to SIGTERM.
@@ -191,10 +216,9 @@ def _stage_agent(spec: Any, logs: Any, worker_name: Callable[[int], str], log: L
 
         def _restart_workers(self, worker_group: Any) -> None:
             if worker_group.state == WorkerState.HEALTHY:
-                log("another machine of this replica starts again; starting our part again")
+                restarts.log("another machine of this replica starts again; starting our part again")
             super()._restart_workers(worker_group)
 
-    restarted = "it" if spec.local_world_size == 1 else "the replica's stages"
     return StageAgent(spec, logs, exit_barrier_timeout=30)
 
 

@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.errors import ConfigError, RunError
+from isthmus.errors import ConfigError, RunError, Unreachable
+from isthmus.runtime.failure import PASSING_STATUS, told_in_one_line
 from isthmus.runtime.liveness import AliveFile
 from isthmus.runtime.process import LauncherConfig, die_with_parent, logger
+from isthmus.runtime.versions import check_torch
 
 if TYPE_CHECKING:
-    from isthmus.config import Member
+    from isthmus.config import Member, Recipe
 
 
 def launch(config: LauncherConfig) -> int:
@@ -27,10 +29,18 @@ def launch(config: LauncherConfig) -> int:
     if config.parent:  # before the long imports: a launcher that hangs in them is noticed too
         die_with_parent(config.parent)
         AliveFile(config.alive_file).start()
+    check_torch()
+    with told_in_one_line(f"replica {config.replica}: "):
+        return _launch(config)
+
+
+def _launch(config: LauncherConfig) -> int:
     from isthmus.protocol.access import check_key, find_member
     from isthmus.protocol.ledger import Ledger, read_run
+    from isthmus.protocol.trust import load_signer
     from isthmus.runtime import agent
     from isthmus.runtime.checks import check_corpus, check_not_taken, check_start, check_trainable
+    from isthmus.runtime.waiting import WaitingNotes
     from isthmus.store.objects import open_store
     from isthmus.store.retry import StoreError
 
@@ -41,10 +51,12 @@ def launch(config: LauncherConfig) -> int:
     member = find_member(run, config.replica)
     key = Path(config.key or Path("keys") / run.recipe.name / f"{member.name}.key")
     check_key(run, member.name, key)
-    check_device(config, member)
+    log, leads = logger(member.name), config.stage in (None, 0)
+    if warning := check_device(config, run.recipe, member):
+        log(warning)
     host, port = find_address(config, member)
     work = Path(config.work_dir or Path("work") / run.recipe.name / member.name).resolve()
-    if config.stage in (None, 0):
+    if leads:
         check_corpus(run)
         if not config.parent:
             check_not_taken(Ledger(store, run), member.name, work)
@@ -53,29 +65,39 @@ def launch(config: LauncherConfig) -> int:
     try:
         store.probe(f"members/{member.name}/probe")  # may this machine's credentials write at all?
     except StoreError as error:
-        raise ConfigError(str(error)) from None
-    log, stages = logger(member.name), member.config.stages
+        raise error.at_start() from None
+    stages = member.config.stages
     log(f'joining "{run.recipe.name}" as {member.config.kind} replica of {stages} stage{"s" * (stages > 1)}')
     config = replace(config, key=str(key.resolve()), work_dir=str(work))
-    return agent.run_agent(config, max(stages, member.config.processes), host, port, log)
+    say = Ledger(store, run, load_signer(key, member.name)).beat if leads else None
+    waiting = WaitingNotes(work, say, run.recipe.bucket.heartbeat_seconds)
+    waiting.start()
+    return agent.run_agent(config, max(stages, member.config.processes), host, port, log, waiting)
 
 
-def check_device(config: LauncherConfig, member: "Member") -> None:
-    """Before anything starts: a worker that cannot compile would fail at its first step, again and again."""
+def check_device(config: LauncherConfig, recipe: "Recipe", member: "Member") -> str:
+    """Before anything starts: a worker that cannot compile, or finds no room, would fail at its first step.
+
+    A warning where the room may be too small, or nothing.
+    """
     from isthmus import gpu
+    from isthmus.runtime.fits import check_fits, device_memory
     from isthmus.simulator.run import pick_device
 
-    device = pick_device(config.device)
+    device, warning = pick_device(config.device), ""
+    if device.type == "cuda":
+        warning = check_fits(recipe, [member], *device_memory(device), config.stage)
     if member.config.backend == "nccl" and device.type != "cuda":
         raise ConfigError(
             f'replica {member.name} has backend "nccl", which needs a CUDA device on every stage'
         )
     if not config.compiled:
-        return
+        return warning
     if device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise ConfigError("--compile needs a C++ compiler on a CPU; install g++, or leave --compile out")
     if device.type == "cuda" and not gpu.usable(device):
         raise ConfigError("--compile needs Triton on a GPU; install triton, or leave --compile out")
+    return warning
 
 
 def find_address(config: LauncherConfig, member: "Member") -> tuple[str, int]:
@@ -110,7 +132,7 @@ def find_master(host: str, port: int, timeout_seconds: float, replica: str) -> N
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise ConfigError(
+                raise Unreachable(
                     f"replica {replica}: no stage 0 at {host}:{port} within {timeout_seconds:g} s "
                     f"({error.strerror or 'no answer'}); start it there, or correct --master"
                 ) from None
@@ -122,7 +144,8 @@ def main(argv: list[str]) -> int:
         return launch(LauncherConfig.from_json(argv[0]))
     except (ConfigError, RunError) as error:
         print(f"isthmus: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        # The supervisor has started us before, or will again: what can pass is waited out.
+        return PASSING_STATUS if error.passes else 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
 

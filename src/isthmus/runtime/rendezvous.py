@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError
 
 from isthmus.runtime.process import Log
+from isthmus.runtime.waiting import WaitingNotes
 
 POLL_SECONDS = 0.1
 LOG_SECONDS = 15.0  # between log lines that say which machine is missing
@@ -35,10 +36,11 @@ class StageRendezvous(RendezvousHandler):
         port: int,
         join_seconds: float = 600.0,
         log: Log = lambda text: None,
+        waiting: WaitingNotes | None = None,
     ) -> None:
         self.name, self.index, self.num_machines = name, index, num_machines
         self.host, self.port, self.join_seconds = host, port, join_seconds
-        self.log = log
+        self.log, self.waiting = log, waiting
         self.generation = 0
         self.store: Store | None = None
         self.stopped = False
@@ -54,6 +56,8 @@ class StageRendezvous(RendezvousHandler):
                     listener = socket.create_server((self.host, self.port), family=family_of(self.host))
                     self.port = listener.getsockname()[1]
                     fd = listener.detach()
+                elif self.waiting:
+                    self.waiting.wait_for(f"stage 0 at {self.host}:{self.port}: no answer")
                 self.store = TCPStore(
                     self.host,
                     self.port,
@@ -71,6 +75,7 @@ class StageRendezvous(RendezvousHandler):
         """Join the next generation and wait until every machine has joined it."""
         store = self._connect()
         deadline, log_at = time.monotonic() + self.join_seconds, time.monotonic() + LOG_SECONDS
+        said: list[int] = []
         try:
             self.generation = self._current(store) + 1
             here = [f"{self.generation}/here/{index}" for index in range(self.num_machines)]
@@ -79,6 +84,9 @@ class StageRendezvous(RendezvousHandler):
                 if self.stopped:
                     raise RendezvousClosedError(f"{self.name} is leaving")
                 missing = [index for index, key in enumerate(here) if not store.check([key])]
+                if missing and self.waiting and missing != said:
+                    said = missing
+                    self.waiting.wait_for(f"stage {missing[0]}: no answer; start `isthmus join` there")
                 if missing and time.monotonic() > log_at:
                     self.log(f"waiting for the machine of stage {missing[0]}; start `isthmus join` there")
                     log_at = time.monotonic() + LOG_SECONDS
@@ -92,6 +100,8 @@ class StageRendezvous(RendezvousHandler):
                 store.set(f"{self.generation}/port", str(free_port(self.host)))
                 store.set("generation", str(self.generation))
             port = int(store.get(f"{self.generation}/port"))
+            if self.waiting and (said or self.index):
+                self.waiting.over()
         except RuntimeError as error:
             raise self._lost(error) from None
         return RendezvousInfo(inside, self.index, self.num_machines, RendezvousStoreInfo(self.host, port))

@@ -10,13 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from isthmus.config import Member, Recipe
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, RunError
+from isthmus.runtime import waiting
+from isthmus.runtime.failure import QUICK_SECONDS, Failure, Failures
 from isthmus.runtime.liveness import Watchdog, alive_stamp
 from isthmus.runtime.process import LauncherConfig, describe_exit
 from isthmus.runtime.rendezvous import free_port
 
 START_SECONDS = 30.0  # for a launcher that has not written its alive file yet: Python itself is starting
-REFUSED_SECONDS = 180.0  # for a launcher that was up and now refuses its input
+OURS = "isthmus: "  # begins the last line of a launcher that ended on purpose
 
 
 class LocalLauncher:
@@ -38,8 +40,10 @@ class LocalLauncher:
             parent=os.getpid(),
         )
         self.process: subprocess.Popen[bytes] | None = None
-        self.refused_since, self.refused_at = 0.0, float("-inf")
-        self.not_before = 0.0
+        self.failures = Failures()
+        self.judged, self.lost = False, False  # its last end was judged; it will not be started again
+        self.started_at, self.not_before, self.log_from = 0.0, 0.0, 0
+        self.waits_for = ""
 
     @property
     def leads(self) -> bool:
@@ -47,8 +51,12 @@ class LocalLauncher:
         return self.config.stage in (None, 0)
 
     def start(self) -> None:
+        self.judged, self.waits_for, self.started_at = False, "", time.monotonic()
+        for note in self.work.glob("settled-*"):
+            note.unlink(missing_ok=True)
         command = [sys.executable, "-m", "isthmus.runtime.launcher", self.config.to_json()]
         with open(self.log, "ab") as log:
+            self.log_from = log.tell()
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -62,18 +70,50 @@ class LocalLauncher:
             self.process.kill()
             self.process.wait()
 
-    def was_up(self) -> bool:
-        """Its input was right once: a launcher locks its folder after it has checked everything."""
-        return any(self.work.glob("launcher*.lock"))
+    def judge(self, status: int) -> None:
+        """It ended with this status: say when to start it again, or raise where that would be useless.
+
+        A launcher says so itself when its fault cannot pass. One that crashed is given a second start.
+        """
+        last = self.last_line()
+        ours, reason = last.startswith(OURS), last.removeprefix(OURS)
+        if status == 2 or (status == 1 and ours):
+            self.lost = True
+            reason = reason or f"replica {self.name} could not start"
+            raise ConfigError(reason) if status == 2 else RunError(reason)
+        if any(self.work.glob("settled-*")):
+            self.failures.progress()
+        failure = Failure.of_exit(status)
+        if final := self.failures.final([failure]):
+            self.lost = True
+            why = reason if status > 0 else final.text
+            raise RunError(f"the launcher of replica {self.name} failed twice in the same way: {why}")
+        if time.monotonic() - self.started_at > QUICK_SECONDS:
+            self.failures.in_a_row = 1
+        seconds = self.failures.pause_seconds()
+        self.judged, self.not_before = True, time.monotonic() + seconds
+        self.waits_for = reason if ours else ""
+        soon = f" in {seconds:.0f} s" if seconds else ""
+        self.note(f"its launcher ended ({describe_exit(status)}); starting it again{soon}")
+
+    def waiting(self) -> str:
+        """What it waits for, if it waits."""
+        if self.waits_for:
+            return self.waits_for
+        with contextlib.suppress(OSError):
+            return (self.work / waiting.NOTE).read_text(errors="replace")
+        return ""
 
     def note(self, text: str) -> None:
         with open(self.log, "a", encoding="utf-8") as log:
             log.write(f"{time.strftime('%H:%M:%S')} [{self.name}] {text}\n")
 
     def last_line(self) -> str:
-        with contextlib.suppress(OSError):
-            lines = self.log.read_text(errors="replace").splitlines()
-            return lines[-1].removeprefix("isthmus: ") if lines else ""
+        """What this start said last, and rather why it ended than what a library added."""
+        with contextlib.suppress(OSError), open(self.log, "rb") as log:
+            log.seek(self.log_from)
+            lines = log.read().decode(errors="replace").splitlines()
+            return next((line for line in reversed(lines) if line.startswith(OURS)), (lines or [""])[-1])
         return ""
 
 
@@ -90,6 +130,7 @@ class LocalSupervisor:
         self.url, self.stall_seconds = common.url, common.stall_seconds
         self.restarts = 0
         self.leaving = False
+        self.told: dict[str, str] = {}  # launcher -> what it was last known to wait for
         self.watchdog = Watchdog()
         self.num_workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
         threads = common.num_threads or max(1, (os.cpu_count() or 1) // self.num_workers)
@@ -110,25 +151,25 @@ class LocalSupervisor:
     def restart_dead(self) -> None:
         """Start again every launcher that died; kill those that hang, and start them again.
 
-        A launcher that refuses its input raises ConfigError here, unless it was up before: then the store may
-        be away, and it gets some minutes.
+        A fault that cannot pass raises ConfigError or RunError. One that can is waited out, with growing
+        pauses.
         """
         self.kill_hung()
         for launcher in self.launchers:
-            status, now = launcher.status(), time.monotonic()
-            if status in (None, 0, 130) or self.leaving or now < launcher.not_before:
+            status = launcher.status()
+            if status in (None, 0, 130) or launcher.lost or self.leaving:
                 continue
-            if status == 2:
-                if now - launcher.refused_at > 60:  # it was up in between
-                    launcher.refused_since = now
-                launcher.refused_at = now
-                if not launcher.was_up() or now - launcher.refused_since > REFUSED_SECONDS:
-                    raise ConfigError(launcher.last_line() or f"replica {launcher.name} could not start")
-            if status > 0:  # not killed: the next start may end the same way
-                launcher.not_before = now + 5.0
-            launcher.note(f"its launcher ended ({describe_exit(status)}); starting it again")
-            self.restarts += 1
-            launcher.start()
+            if not launcher.judged:
+                launcher.judge(status)
+            if time.monotonic() >= launcher.not_before:
+                self.restarts += 1
+                launcher.start()
+
+    def news(self) -> list[tuple[str, str]]:
+        """(launcher, what it waits for), of those that have begun to wait, or for something else."""
+        now = {launcher.name: text for launcher in self.launchers if (text := launcher.waiting())}
+        before, self.told = self.told, now
+        return [(name, text) for name, text in now.items() if before.get(name) != text]
 
     def kill_hung(self) -> None:
         """A launcher that was stopped (SIGSTOP) does not watch its workers, and would never end."""
@@ -146,7 +187,7 @@ class LocalSupervisor:
     def has_left(self, launcher: LocalLauncher) -> bool:
         """It ended and will not be started again. One that was killed has not left."""
         status = launcher.status()
-        return status is not None and (self.leaving or status in (0, 130))
+        return status is not None and (self.leaving or launcher.lost or status in (0, 130))
 
     def all_left(self) -> bool:
         return all(self.has_left(launcher) for launcher in self.launchers)
@@ -167,7 +208,8 @@ class LocalSupervisor:
         while time.monotonic() < deadline:
             if self.all_left():
                 return
-            self.restart_dead()
+            with contextlib.suppress(ConfigError, RunError):  # the rounds are done, with it or without it
+                self.restart_dead()
             time.sleep(0.2)
 
     def stop(self, timeout_seconds: float = 10.0) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -24,6 +25,7 @@ from isthmus.runlog import REAL, About, RunDir, next_run_dir
 from isthmus.runlog.live import View, open_view
 from isthmus.runtime.checks import check_trainable
 from isthmus.runtime.create import create
+from isthmus.runtime.fits import check_fits, device_memory
 from isthmus.runtime.process import LauncherConfig
 from isthmus.runtime.recorder import Recorder, Scoring
 from isthmus.runtime.resume import StartingHeartbeats, check_resumable, checked_ledger, keys_of, lock_run
@@ -49,6 +51,8 @@ def train(
     recipe, picks = resolve(recipe)
     check_trainable(recipe)
     used = pick_device(device)
+    if used.type == "cuda" and (warning := check_fits(recipe, recipe.fleet(), *device_memory(used))):
+        print(f"isthmus: {warning}", file=sys.stderr)
     corpus = checked_corpus(recipe)
     first = checked_first(recipe, corpus)
     about = about_run(recipe, picks, corpus, first, used, pick_precision(recipe, used)) | About(
@@ -170,6 +174,8 @@ def _record(recorder: Recorder, supervisor: LocalSupervisor, view: View) -> bool
             view.note("leaving at the end of this round; Ctrl-C again stops now")
         if time.monotonic() - checked > 1:
             supervisor.restart_dead()
+            for name, text in supervisor.news():
+                view.note(f"{name} waits: {text}")
             checked = time.monotonic()
         return supervisor.all_left()
 

@@ -1,0 +1,76 @@
+"""Between two starts of a machine's workers: judge why they ended, say it, wait."""
+
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from isthmus.runtime.failure import QUICK_SECONDS, Failure, Failures, Final, failure_note, settled_note
+from isthmus.runtime.process import LauncherConfig, Log, describe_exit
+from isthmus.runtime.waiting import WaitingNotes
+
+
+class Restarts:
+    """The workers of one launcher, from one start to the next."""
+
+    def __init__(self, config: LauncherConfig, num_workers: int, log: Log, waiting: WaitingNotes) -> None:
+        self.replica, self.log, self.waiting = config.replica, log, waiting
+        self.work, self.num_workers = Path(config.work_dir), num_workers
+        self.ranks = range(num_workers) if config.stage is None else [config.stage]
+        self.failures = Failures()
+        self.started_at = 0.0
+        self.leaving = threading.Event()
+
+    def starting(self) -> None:
+        """Forget what the workers before these have noted."""
+        self.started_at = time.monotonic()
+        for rank in self.ranks:
+            failure_note(self.work, rank).unlink(missing_ok=True)
+            settled_note(self.work, rank).unlink(missing_ok=True)
+
+    def ended(self, statuses: dict[int, int]) -> None:
+        """Some workers (rank -> exit status) have failed: wait until the next start, or raise Final."""
+        notes = {rank: failure_note(self.work, rank) for rank in self.ranks}
+        found = {rank: Failure.of_exit(status, notes[rank]) for rank, status in statuses.items()}
+        for rank in notes.keys() - found:  # whoever failed first may still be ending; its note is there
+            if noted := Failure.read(notes[rank]):
+                found[rank] = noted
+        seconds = self.judge(found.values())
+        rank = min(found, key=lambda rank: found[rank].passes)  # the cause, not who lost a neighbour by it
+        how = describe_exit(statuses[rank]) if rank in statuses else found[rank].kind
+        restarted = "it" if len(self.ranks) == 1 else "the replica's stages"
+        self.log(f"{self.worker_name(rank)} ended ({how}); starting {restarted} again")
+        if seconds:
+            self.log(
+                f"that was {self.failures.in_a_row} times in a row; the next start is in {seconds:.0f} s"
+            )
+        self.pause(found[rank], seconds)
+
+    def judge(self, found: Collection[Failure]) -> float:
+        """Seconds until the next start."""
+        settled = any(settled_note(self.work, rank).exists() for rank in self.ranks)
+        if settled:
+            self.failures.progress()
+        if final := self.failures.final(found):
+            trace = f"; more in {self._kept(final)}" if final.trace else ""
+            raise Final(f"replica {self.replica} failed twice in the same way: {final.text}{trace}")
+        if time.monotonic() - self.started_at > QUICK_SECONDS:
+            self.failures.in_a_row = 1
+        return self.failures.pause_seconds()
+
+    def _kept(self, final: Failure) -> Path:
+        """The traceback as a text that a person can read."""
+        path = self.work / "failed.txt"
+        path.write_text(final.trace)
+        return path
+
+    def pause(self, failure: Failure, seconds: float) -> None:
+        """Wait, and say what for. A request to leave ends the first wait; later ones are short."""
+        if seconds:
+            self.waiting.wait_for(failure.text.removeprefix(f"replica {self.replica}: "), seconds)
+            if self.leaving.is_set():
+                time.sleep(min(seconds, 2.0))
+            self.leaving.wait(seconds)
+
+    def worker_name(self, rank: int) -> str:
+        return "the worker" if self.num_workers == 1 else f"stage {rank}"

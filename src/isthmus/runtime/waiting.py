@@ -1,0 +1,88 @@
+"""What a machine waits for while none of its workers runs, for `status`, the page and `isthmus train`.
+
+It lies in the bucket beside the heartbeat and not in its place: nobody waits longer for a replica that waits
+itself. A reader takes the newer of the two, so the first heartbeat of the next worker ends it.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from isthmus.errors import RunError
+from isthmus.files import replace_file
+from isthmus.protocol.heartbeat import WAITING, Heartbeat
+from isthmus.runlog.facts import MAX_WORD
+
+NOTE = "waiting"  # the same text in the work folder
+
+
+class WaitingNotes(threading.Thread):
+    """Repeats what is waited for, until a worker says its own incarnation. Any thread may call."""
+
+    def __init__(
+        self,
+        work: Path,
+        say: Callable[[Heartbeat], None] | None,
+        every_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`say` puts it into the bucket; None where another machine of the replica does."""
+        super().__init__(daemon=True, name="waiting")
+        self.work, self.say, self.every, self.clock = work, say, every_seconds, clock
+        self.what, self.since, self.next_start = "", 0.0, 0.0
+        self.incarnation: str | None = None
+        self.lock = threading.Lock()
+        self.over()
+
+    def wait_for(self, what: str, next_start_seconds: float = 0.0) -> None:
+        with self.lock:
+            now = self.clock()
+            if not self.what:
+                self.since, self.incarnation = now, self._incarnation()
+            self.what, self.next_start = what, now + next_start_seconds
+        self._write()
+
+    def over(self) -> None:
+        with self.lock:
+            self.what = ""
+        (self.work / NOTE).unlink(missing_ok=True)
+
+    def text(self) -> str:
+        seconds = self.next_start - self.clock()
+        ending = f"; next start in {seconds:.0f} s" if seconds > 0 else ""
+        return self.what[: MAX_WORD - len(ending)] + ending
+
+    def run(self) -> None:
+        while True:
+            time.sleep(self.every)
+            self.tell()
+
+    def tell(self) -> None:
+        """Say it once more, unless there is nothing to wait for any longer."""
+        if not self.what:
+            return
+        if self._incarnation() != self.incarnation:
+            self.over()
+            return
+        if self.say is None:
+            return
+        heartbeat = Heartbeat(
+            state=WAITING,
+            awaiting="".join(c if c.isprintable() else "?" for c in self.text()),
+            waited_seconds=self.clock() - self.since,
+            pid=os.getpid(),
+        )
+        with contextlib.suppress(RunError, OSError):  # the store itself may be what is away
+            self.say(heartbeat)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            replace_file(self.work / NOTE, self.what, sync=False)
+
+    def _incarnation(self) -> str:
+        with contextlib.suppress(OSError):
+            return (self.work / "incarnation").read_text()
+        return ""
