@@ -324,7 +324,8 @@ def main() -> int:
         plain_training(json.loads(sys.argv[2]))
         return 0
     args = arguments()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that children are ended too
+    for number in (signal.SIGINT, signal.SIGTERM):  # so that children are ended too
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     name = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
     found: dict[str, Any] = {"device": name, "torch": torch.__version__, "sizes": {}}
     found["arguments"] = {key: str(value) for key, value in vars(args).items()}
