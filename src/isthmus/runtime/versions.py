@@ -9,7 +9,7 @@ from isthmus.errors import ConfigError
 
 # As in pyproject.toml, which a test compares. A source tree that is not installed has no metadata to ask.
 TORCH_FROM = (2, 11)
-TORCH_BELOW = (2, 14)
+TORCH_BELOW = (2, 16)
 
 
 def torch_range() -> str:
