@@ -4,8 +4,10 @@ host may run ahead."""
 import importlib.util
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,3 +84,55 @@ class Pace:
         self.marks[-1].record()
         if len(self.marks) > self.LEAD:
             self.marks.popleft().synchronize()
+
+
+class HostCopy:
+    """Named tensors, copied to host memory at one moment while the device goes on.
+
+    From a GPU the copy runs on a stream of its own into pinned memory, which is taken once and used again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.buffer = device, torch.empty(0, dtype=torch.uint8)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.done: torch.cuda.Event | None = None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Take the memory now. Gigabytes take seconds, so a thread may do it before the first copy."""
+        if num_bytes > len(self.buffer):
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            if self.stream:  # torch's own allocator of pinned memory would round up to a power of two
+                cudart: Any = torch.cuda.cudart()
+                cudart.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
+            self.buffer = buffer
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Views of the host's memory, by name. They hold the values of this moment when `wait` returns."""
+        self.reserve(sum(aligned(tensor.nbytes) for tensor in tensors.values()))
+        copies, at = {}, 0
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            for name, tensor in tensors.items():
+                own = self.buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                copies[name] = own.copy_(tensor.detach(), non_blocking=True)
+                at += aligned(tensor.nbytes)
+        if self.stream:
+            self.done = torch.cuda.Event(blocking=True)
+            self.done.record(self.stream)
+        return copies
+
+    def protect(self) -> None:
+        """What is launched from here on may change the tensors: the device finishes the copy first."""
+        if self.done:
+            torch.cuda.current_stream(self.device).wait_event(self.done)
+
+    def wait(self) -> None:
+        """Until the copy is whole."""
+        if self.done:
+            self.done.synchronize()
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 64) * 64

@@ -1,6 +1,7 @@
 """A fleet survives its processes: killed anywhere, stopped, gone and back, asked to leave."""
 
 import contextlib
+import errno
 import functools
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,10 +36,12 @@ from isthmus.replica.full import FullReplica
 from isthmus.runtime.checks import check_not_taken
 from isthmus.runtime.create import create
 from isthmus.runtime.liveness import Watchdog
+from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 from isthmus.store.objects import open_store
 
 ROUNDS = 4
+LATE = {"quorum": 1, "deadline_seconds": 0.01}
 
 
 def small(rounds: int = 5, full: int = 2, more: str = "", precision: str = "fp64", **bucket: float) -> Recipe:
@@ -75,6 +79,7 @@ class Seat:
 
     def __init__(self, recipe: Recipe, folder: Path, name: str) -> None:
         self.recipe, self.folder, self.name = recipe, folder, name
+        self.background = False  # so that a kill is exactly where it is put
         self.said: list[str] = []
 
     def come(self, control=None) -> Trainer:
@@ -99,13 +104,16 @@ class Seat:
             work,
             "0123456789abcdef",
             self.said.append,
+            save_seconds=0.0,
+            background=self.background,
         )
 
     def run(self, until: int, before: Callable[[Trainer], None] = lambda fleet: None) -> Trainer:
         fleet = self.come()
         before(fleet)
-        rounds = range(fleet.resume() + 1, until + 1)
+        rounds = range(Recovery(fleet).resume() + 1, until + 1)
         run_rounds(fleet, fleet.exchange, rounds, lambda h: None, lambda t, seconds: None)
+        fleet.finish()
         return fleet
 
     def anchors(self) -> dict[int, set[str]]:
@@ -172,14 +180,99 @@ def test_a_kill_at_any_point_changes_no_bit(where, what, undisturbed, tmp_path):
     assert manifests == [f"manifests/{t:06d}.json" for t in range(1, ROUNDS + 1)]
 
 
-LATE = {"quorum": 1, "deadline_seconds": 0.01}
+def everything(fleet: Trainer) -> dict[str, torch.Tensor]:
+    """All that a replica carries from round to round."""
+    named = {f"anchor/{name}": t for name, t in fleet.anchor.items()}
+    named |= {f"feedback/{name}": t for name, t in fleet.feedback.items()}
+    return named | fleet.replica.state()
+
+
+@pytest.mark.parametrize("saved", [[], [1]])
+@pytest.mark.parametrize("full", [1, 2])
+def test_rounds_since_the_last_whole_state_are_trained_again_to_the_same_bits(
+    saved, full, tmp_path, monkeypatch
+):
+    """Killed with updates 1 to 3 on disk, and the state of round 1 or none at all."""
+    recipe = small(full=full, **(LATE if full > 1 else {}), anchor_every=9)
+    name = "rack" if full == 1 else "rack-0"
+    usual, struck = seat(recipe, tmp_path / "usual", name), seat(recipe, tmp_path / "struck", name)
+    whole = usual.run(4)
+    save = checkpoint.save
+
+    def some(folder, rounds, files, keep):
+        if rounds in saved:
+            save(folder, rounds, files, keep)
+
+    monkeypatch.setattr(checkpoint, "save", some)
+    struck.background = True
+    killed = struck.come()
+    rounds = range(Recovery(killed).resume() + 1, 4)
+    run_rounds(killed, killed.exchange, rounds, lambda h: None, lambda t, seconds: None)
+    killed.state.finish()  # no farewell, and nothing of it is used any more
+    assert killed.state.rounds() == saved
+    assert sorted(killed.state.updates()) == [number for number in (1, 2, 3) if number not in saved]
+    sent = sorted(open_store(str(tmp_path / "struck" / "bucket")).list("payloads"))
+    back = struck.come()
+    assert Recovery(back).resume() == 3
+    assert sorted(open_store(str(tmp_path / "struck" / "bucket")).list("payloads")) == sent  # nothing anew
+    again = [line for line in struck.said if line.startswith("training round")]
+    assert len(again) == 3 - len(saved)
+    run_rounds(back, back.exchange, range(4, 5), lambda h: None, lambda t, seconds: None)
+    back.finish()
+    for key, tensor in everything(whole).items():
+        assert torch.equal(tensor, everything(back)[key]), key
+    assert back.step_count == whole.step_count
+    assert struck.anchors() == usual.anchors()
+
+
+def test_an_update_that_missed_its_round_returns_to_the_feedback_also_when_it_is_trained_again(tmp_path):
+    recipe = small(**LATE)
+    late, quick = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
+    killed = late.come()
+    assert Recovery(killed).resume() == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save", lambda *args, **how: None)  # the state is not yet whole
+        killed.train_round(0, lambda h: None)
+    trained = {name: p.detach().clone() for name, p in killed.replica.named_parameters().items()}
+    start = {name: anchor.clone() for name, anchor in killed.anchor.items()}
+    quick.run(1)
+    back = late.come()
+    assert Recovery(back).resume() == 1
+    for name, feedback in back.feedback.items():
+        assert_close(feedback, start[name] - trained[name])
+
+
+def test_a_state_is_skipped_while_the_last_is_being_written_and_the_log_says_so(tmp_path, monkeypatch):
+    release, save = threading.Event(), checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *args, **how: (release.wait(), save(*args, **how)))
+    alone = seat(small(rounds=9, full=1), tmp_path)
+    alone.background = True
+    fleet = alone.come()
+    rounds = range(Recovery(fleet).resume() + 1, 3)
+    run_rounds(fleet, fleet.exchange, rounds, lambda h: None, lambda t, seconds: None)  # writing stops none
+    assert any("state of round 2 is not saved" in line for line in alone.said)
+    assert fleet.state.rounds() == []
+    release.set()
+    fleet.finish()
+    assert fleet.state.rounds() == [1]
+
+
+def test_a_disk_that_is_full_stops_the_replica_by_name(tmp_path, monkeypatch):
+    def full(*args, **how):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    alone = seat(small(rounds=9, full=1), tmp_path)
+    alone.background = True
+    with pytest.raises(RunError, match=r"private state in .* cannot be written: .*No space left"):
+        alone.run(2)
 
 
 def test_a_stragglers_payload_returns_to_its_feedback_and_nothing_is_lost(tmp_path):
     recipe = small(**LATE)
     late, quick = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
     straggler = late.come()
-    assert straggler.resume() == 0
+    assert Recovery(straggler).resume() == 0
     own = straggler.train_round(0, lambda h: None)
     trained = {name: p.detach().clone() for name, p in straggler.replica.named_parameters().items()}
     start = {name: anchor.clone() for name, anchor in straggler.anchor.items()}
@@ -192,7 +285,7 @@ def test_a_stragglers_payload_returns_to_its_feedback_and_nothing_is_lost(tmp_pa
     assert any("returned to the error feedback" in line for line in late.said)
 
     again = late.come()  # killed before it saved anything later: the same is settled again
-    assert again.resume() == 1
+    assert Recovery(again).resume() == 1
     for name, feedback in again.feedback.items():
         assert torch.equal(feedback, straggler.feedback[name])
         assert torch.equal(again.anchor[name], straggler.anchor[name])
@@ -204,7 +297,7 @@ def test_a_replica_away_for_several_rounds_replays_them_and_keeps_its_own_state(
     before = away.run(1)
     there.run(4)
     back = away.come()
-    assert back.resume() == 1
+    assert Recovery(back).resume() == 1
     rounds = range(2, 5)
     assert run_rounds(back, back.exchange, rounds, lambda h: None, lambda t, seconds: None)
     assert away.anchors() == there.anchors()
@@ -222,7 +315,7 @@ def test_old_state_survives_a_sweep(tmp_path):
         if int(key.split("/")[2]) <= 4:  # of the anchors 2, 4 and 6 the second-newest
             store.delete(key)
     back = away.come()
-    assert back.resume() == 6
+    assert Recovery(back).resume() == 6
     assert back.step_count == 3
     assert any(bool(feedback.any()) for feedback in back.feedback.values())
     assert away.anchors()[6] == there.anchors()[6]
@@ -247,8 +340,9 @@ def test_spoilt_state_falls_back_to_the_round_before(tmp_path, harm):
     file = tmp_path / "work" / "rack" / "state" / "round-000003" / "optimiser.safetensors"
     os.truncate(file, 100) if harm == "cut short" else file.unlink()
     fleet = alone.run(4)
-    assert fleet.step_count == 9  # rounds 1, 2 and 4: the third was settled, and is not trained again
+    assert fleet.step_count == 12  # the third was trained again: its update was there
     assert any("round 3 is spoilt" in line for line in alone.said)
+    assert any("training round 3 again" in line for line in alone.said)
     assert all(len(digests) == 1 for digests in alone.anchors().values())
 
 
@@ -273,8 +367,8 @@ def test_stages_whose_newest_rounds_differ_take_up_the_newest_that_both_have(tmp
     alone.run(3)
     state = tmp_path / "work" / "rack" / "state"
     assert checkpoint.saved_rounds(state) == [2, 3]
-    fleet = alone.come(Echo(b"[1,2]"))
-    assert fleet.resume() == 2
+    fleet = alone.come(Echo(b"[[1,2],[]]"))
+    assert Recovery(fleet).resume() == 2
     assert checkpoint.saved_rounds(state) == [2]  # what one had beyond it would push it out of the two kept
 
 

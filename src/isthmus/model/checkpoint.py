@@ -7,19 +7,49 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from isthmus.errors import ConfigError
-from isthmus.files import replace_file, replacing_by_name
+from isthmus.files import replace_file, replacing
 
 POINTER = "latest.json"
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, complete on disk or absent."""
-    with replacing_by_name(path) as temporary:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary)
+    """One safetensors file, complete on disk or absent.
+
+    Written here, tensor by tensor, because a thread writes gigabytes of state while the GPU trains: the
+    library would take a second copy of them all, and older versions of it would stop every other thread.
+    """
+    # Wide types first: every tensor then starts at a multiple of its own width.
+    largest_first = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in largest_first}
+    header, at = {}, 0
+    for name, tensor in arrays.items():
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with replacing(path) as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for tensor in arrays.values():
+            if tensor.nbytes:
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]], keep: int = 1) -> None:

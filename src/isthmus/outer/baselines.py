@@ -40,6 +40,9 @@ class DiLoCo(SparseLoCo):
             update = (mean + velocity * mu) * self.config.step_size
             self.anchor[name].sub_(update)
 
+    def account(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor], sent: Payloads) -> None:
+        """DiLoCo keeps no feedback."""
+
     def take_back(self, sent: Payloads, feedback: Mapping[str, Tensor]) -> None:
         """DiLoCo keeps no feedback: a missed round is work lost."""
 

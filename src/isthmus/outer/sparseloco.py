@@ -64,6 +64,18 @@ class SparseLoCo:
         scale = self.config.step_size if self.config.feedback_lr_scaled else 1.0
         return self.codec.contribute_all(self.anchor, params, feedback, self.config.feedback_decay, scale)
 
+    @torch.no_grad()
+    def account(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor], sent: Payloads) -> None:
+        """`contribute` for a round whose payload exists already: e <- beta e + Delta - what was sent.
+
+        A replica that was killed trains the round again; what it had sent may be in the model by now.
+        """
+        scale = self.config.step_size if self.config.feedback_lr_scaled else 1.0
+        for name, payload in sent.items():
+            pseudo_grad = (self.anchor[name] - params[name]) * scale
+            feedback[name].mul_(self.config.feedback_decay).add_(pseudo_grad)
+            add_payload(feedback[name], payload, sign=-1)
+
     def apply(self, payloads: Sequence[Payloads]) -> None:
         """theta^(t) = theta^(t-1) - eta mean; every holder of the anchor reaches the same bits."""
         clip = None if self.config.clip == "none" else self.config.clip

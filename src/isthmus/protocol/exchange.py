@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 
 from isthmus.errors import Diverged, RunError
 from isthmus.model.digest import anchor_digest
@@ -40,7 +41,9 @@ class LedgerExchange:
         self.replica = ledger.signer.replica
         self.anchor = ""  # digest of the anchor that all hold now
         self.awaiting = ""  # what this process waits for, as the heartbeat says
+        self.unsettled: tuple[int, Future[Mapping[int, str]]] | None = None  # an anchor not yet agreed on
         self.sent_bytes, self.up_seconds = 0, 0.0  # of payloads
+        self.wait_seconds = 0.0  # for manifests
         self.moved_bytes = 0  # what the store had moved at the last `pop_facts`
 
     def hold_anchor(self, round_number: int, digests: Mapping[int, str]) -> str:
@@ -56,6 +59,18 @@ class LedgerExchange:
         self.anchor = anchor_digest([parts[i] for i in range(len(self.ledger.shards))])
         return self.anchor
 
+    def hold_later(self, round_number: int, digests: "Future[Mapping[int, str]]") -> None:
+        """The same while the digests are still computed: the next round trains meanwhile."""
+        self.unsettled = round_number, digests
+
+    def settle_anchor(self) -> str:
+        """The digest of the anchor that all hold now. All processes call this at the same points."""
+        if self.unsettled:
+            (round_number, digests), self.unsettled = self.unsettled, None
+            self.hold_anchor(round_number, digests.result())
+            self.log(f"round {round_number}: anchor {self.anchor[:16]}")
+        return self.anchor
+
     def closed(self, round_number: int) -> Sequence[Contribution] | None:
         """All processes take the leader's answer, so that none trains a round the others skip."""
         self.reader.forget()
@@ -69,6 +84,7 @@ class LedgerExchange:
 
     def deliver(self, round_number: int, mine: Contribution) -> None:
         """Shards first, the commit last; doing it again after a crash changes nothing."""
+        self.settle_anchor()
         self.reader.forget()
         rows: dict[int, str] = {}
         for index in self.writes:
@@ -92,18 +108,21 @@ class LedgerExchange:
         return Facts.gather([Facts.from_dict(json.loads(data)) for data in self.control.share(mine)])
 
     def pop_facts(self) -> Facts:
-        """Bytes, and seconds in which payloads went up and came down, since the last call.
+        """Bytes, and the seconds in which payloads went up, came down, and were waited for, since the last
+        call.
 
         `control` is all else that the store moved: documents, heartbeats, anchors, and shards that a closer
-        reads only to check them. Waiting is not in the seconds.
+        reads only to check them.
         """
         total = self.ledger.store.bytes_sent + self.ledger.store.bytes_received
         moved, self.moved_bytes = total - self.moved_bytes, total
         up, up_seconds, self.sent_bytes, self.up_seconds = self.sent_bytes, self.up_seconds, 0, 0.0
         down, down_seconds = self.reader.pop_counts()
+        waited, self.wait_seconds = self.wait_seconds, 0.0
+        seconds = {"up_seconds": up_seconds, "down_seconds": down_seconds, "wait_seconds": waited}
         return Facts(
             bytes={"payload_up": up, "payload_down": down, "control": moved - up - down},
-            measured={"up_seconds": [round(up_seconds, 4)], "down_seconds": [round(down_seconds, 4)]},
+            measured={name: [round(value, 4)] for name, value in seconds.items()},
         )
 
     def _await(self, round_number: int) -> Manifest:
@@ -111,6 +130,7 @@ class LedgerExchange:
 
         There is no limit: a round may wait for a quorum as long as it takes. The log says so, and why.
         """
+        self.settle_anchor()
         pause, longest = POLL_SECONDS
         self.awaiting = f"the manifest of round {round_number}"
         began, next_note = time.monotonic(), FIRST_NOTE_SECONDS
@@ -130,6 +150,7 @@ class LedgerExchange:
             time.sleep(pause)
             pause = min(longest, pause * 1.3)
         self.awaiting = ""
+        self.wait_seconds += time.monotonic() - began
         if self.anchor and manifest.anchor != self.anchor:
             raise Diverged(
                 f"replica {self.replica} holds another anchor than round {round_number} started from; it "

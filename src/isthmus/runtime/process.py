@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -40,6 +40,7 @@ class LauncherConfig:
     link_timeout_seconds: float = 60.0
     stall_seconds: float = 30.0  # a worker that makes no progress for so long is killed
     trust_network: bool = False
+    started: float = field(default_factory=time.time)  # by the wall clock; the log says how long it took
     parent: int = 0  # the process that starts this one, and restarts it; 0: a person does
 
     @property

@@ -1,42 +1,46 @@
-"""One process of a real fleet, with a full replica or one stage of a pipelined one: train, save, resume."""
+"""One process of a real fleet, with a full replica or a part of one: train, deliver, apply, save."""
 
-import json
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
+from isthmus import gpu
 from isthmus.config import Member, Recipe
 from isthmus.errors import RunError
 from isthmus.layout.stages import EMBEDDING
-from isthmus.model import checkpoint
-from isthmus.model.digest import shard_digest
+from isthmus.model.digest import shard_digests
 from isthmus.model.llama import init_tensor
 from isthmus.outer import outer_method
 from isthmus.outer.exchange import Contribution
+from isthmus.protocol.anchor_upload import AnchorUpload
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.exchange import LedgerExchange
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.shards import ShardReader, unpack_shards
-from isthmus.protocol.trust import Refused, canonical
+from isthmus.protocol.trust import Refused
 from isthmus.replica.base import Replica
-from isthmus.replica.control_group import ControlGroup, agree, all_true, collect
+from isthmus.replica.control_group import ControlGroup, all_true, collect
 from isthmus.replica.meter import Meter
 from isthmus.runlog import finite
 from isthmus.runlog.facts import Facts
-from isthmus.store import StoreError
+from isthmus.runtime.private_state import PrivateState, Update
 from isthmus.subspace.boundaries import BasisSet, as_sent
 
 Log = Callable[[str], None]
 SAVED = ("loss", "grad_norm", "seconds")  # of a status: saved with the round's update
+# Of the edge of a round, in which nothing trains: what it was spent on, and all of it.
+EDGE_SECONDS = ("encode_seconds", "save_seconds", "apply_seconds", "edge_seconds")
 
 
 @dataclass
@@ -67,10 +71,16 @@ class Trainer:
         work_dir: Path,
         incarnation: str,
         log: Log,
+        *,
+        save_seconds: float = 60.0,
+        background: bool = True,
     ) -> None:
+        """`save_seconds` as in PrivateState. Without `background` everything happens in the calling thread,
+        for tests that put a kill exactly where it hurts."""
         self.recipe, self.member, self.replica, self.ledger = recipe, member, replica, ledger
         self.control, self.device, self.log = control, device, log
-        self.state_dir = work_dir / "state"
+        self.background = background
+        self.state = PrivateState(work_dir / "state", device, log, save_seconds, at_once=not background)
         self.status = WorkerStatus()
         own = replica.named_parameters()
         master_dtype = next(iter(own.values())).dtype
@@ -79,8 +89,10 @@ class Trainer:
         self.writes = [i for i, shard in enumerate(ledger.shards) if own.keys() >= set(shard)]
         self.reads = [i for i, shard in enumerate(ledger.shards) if set(names) >= set(shard)]
         shapes = recipe.model.shapes()
-        self.anchor = {
-            name: init_tensor(name, shapes[name], recipe.model, recipe.seed).to(device, master_dtype)
+        self.anchor = {  # a replica is made with theta^(0); the embedding of later stages is not in it
+            name: own[name].clone()
+            if name in own
+            else init_tensor(name, shapes[name], recipe.model, recipe.seed).to(device, master_dtype)
             for name in names
         }
         self.bases = BasisSet(recipe, device, master_dtype)
@@ -94,24 +106,40 @@ class Trainer:
         self.meter = Meter(replica, device)
         self.pending: Contribution | None = None
         self.step_count = 0  # inner steps that the optimiser has taken
+        self.hasher = ThreadPoolExecutor(1, "digest")
+        self.upload: AnchorUpload | None = None
+        self.seconds: dict[str, float] = defaultdict(float)  # at the edge of a round, by what it was spent on
+        self.edge_began: float | None = None
+
+        files = self._state_files().values()
+        self.state.reserve(sum(gpu.aligned(t.nbytes) for named in files for t in named.values()))
 
     # What the loop calls
 
-    def train_round(self, round_index: int, progress: Callable[[int], None]) -> list[Contribution]:
-        """H inner steps, then this replica's update on disk before any of it is sent."""
+    def train_round(
+        self, round_index: int, progress: Callable[[int], None], again: Update | None = None
+    ) -> list[Contribution]:
+        """H inner steps, then this replica's update on disk before any of it is sent.
+
+        `again` is the update of this round from a start that was killed: it stays as it was sent.
+        """
         steps, status = self.recipe.outer.inner_steps, self.status
         status.state, status.round = "training", round_index + 1
         self.replica.begin_round(self.anchor)
-        started, losses = time.monotonic(), []
+        started, losses, pace = time.monotonic(), [], gpu.Pace(self.device)
+        if self.edge_began is not None:
+            self.seconds["edge_seconds"] += started - self.edge_began
         for h in range(steps):
             losses.append(self.replica.inner_step(round_index * steps + h))
             self.meter.step()
+            pace.launched()
             status.inner_step = round_index * steps + h + 1
             if self.device.type == "cpu":
                 status.loss = float(losses[-1])
             progress(h + 1)
-        status.loss = float(torch.stack([loss.double().cpu() for loss in losses]).mean())
-        status.seconds = time.monotonic() - started
+        status.loss = float(torch.stack([loss.double() for loss in losses]).mean())
+        self.edge_began = time.monotonic()
+        status.seconds = self.edge_began - started
         tokens = steps * self.recipe.inner.batch * self.recipe.model.context
         status.tokens_per_second = tokens / status.seconds
         status.grad_norm = float(self.replica.grad_norm)
@@ -119,33 +147,59 @@ class Trainer:
             self._roll_back(round_index + 1)
             return []
         self.step_count += steps
+        with self._timed("encode_seconds"):
+            update = self._encode(again)
+        if again is None:
+            with self._timed("save_seconds"):
+                self.state.save_update(round_index + 1, update)
+        self._begin_save(round_index + 1, update)
+        self.pending = Contribution(self.member.name, update.shards, self.pop_facts())
+        status.state = "delivering"
+        return [self.pending]
+
+    def _encode(self, again: Update | None) -> Update:
+        """Anchor - params to error feedback and payload (eq. 2)."""
         params = {name: p.detach() for name, p in self.replica.named_parameters().items()}
         params = as_sent(self.recipe, self.member, self.bases, params, self.anchor)
+        if again is not None:
+            sent = unpack_shards(self.ledger, again.shards, self.outer.codec.unpack_many)
+            self.outer.account(params, self.feedback, sent)
+            self.tell(again)
+            return again
         try:
             sent = self.outer.contribute(params, self.feedback)
         except ValueError as error:
             raise RunError(f"replica {self.member.name}: {error}") from error
         packed = {i: self.outer.codec.pack_many(sent.part(self.ledger.shards[i])) for i in self.writes}
-        self.pending = Contribution(self.member.name, packed, self.pop_facts())
-        self._save(round_index + 1, packed)
-        status.state = "delivering"
-        return [self.pending]
+        return Update(packed, self.step_count, {name: self._told(name) for name in SAVED})
+
+    def _told(self, name: str) -> float:
+        return float(getattr(self.status, name) or 0.0)
+
+    def tell(self, update: Update) -> None:
+        for name in SAVED:
+            setattr(self.status, name, update.told.get(name, 0.0))
 
     def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
         """theta^(t-1) -> theta^(t); an update of ours that does not count returns to the feedback."""
-        payloads = []
-        for contribution in contributions:
-            try:
-                payloads.append(unpack_shards(self.ledger, contribution.shards, self.outer.codec.unpack_many))
-            except Refused as reason:
-                raise RunError(f"round {round_number} counts {contribution.replica}: {reason}") from None
-        self.outer.apply(payloads)
-        self._settle_pending(round_number)
-        self._hold(round_number)
-        if round_number % self.recipe.bucket.anchor_every == 0:
-            self._write_anchor(round_number)
+        with self._timed("apply_seconds"):
+            payloads = []
+            for contribution in contributions:
+                try:
+                    payloads.append(
+                        unpack_shards(self.ledger, contribution.shards, self.outer.codec.unpack_many)
+                    )
+                except Refused as reason:
+                    raise RunError(f"round {round_number} counts {contribution.replica}: {reason}") from None
+            self.state.protect()
+            self._continue_upload(round_number - 1)
+            self.outer.apply(payloads)
+            self.settle_pending(round_number)
+            self.hold(round_number)
+            if round_number % self.recipe.bucket.anchor_every == 0:
+                self._write_anchor(round_number)
 
-    def _settle_pending(self, round_number: int) -> None:
+    def settle_pending(self, round_number: int) -> None:
         """Only the manifest says whether our update counted, by the hashes of its shards."""
         pending, self.pending = self.pending, None
         manifest = self.ledger.manifest(round_number)
@@ -156,173 +210,103 @@ class Trainer:
         self.outer.take_back(sent, self.feedback)
         self.log(f"round {round_number} was settled without our update; it returned to the error feedback")
 
-    def _hold(self, round_number: int) -> None:
-        digests = {i: shard_digest(self.anchor, self.ledger.shards[i]) for i in self.reads}
-        digest = self.exchange.hold_anchor(round_number, digests)
+    def hold(self, round_number: int) -> None:
+        """The digest of the anchor is computed while the next round trains, which does not change it."""
+        digests = self.hasher.submit(self._digests)
+        self.exchange.hold_later(round_number, digests)
         self.status.round = round_number
-        self.log(f"round {round_number}: anchor {digest[:16]}")
+        if not self.background:
+            self.exchange.settle_anchor()
+
+    def _digests(self) -> Mapping[int, str]:
+        shards = [self.ledger.shards[i] for i in self.reads]
+        return dict(zip(self.reads, shard_digests(self.anchor, shards), strict=True))
+
+    # Anchors in the bucket
 
     def _write_anchor(self, round_number: int) -> None:
         """The round's closer writes theta^(t): each of its processes the shards it trains."""
         manifest = self.ledger.manifest(round_number)
         if manifest is None or manifest.closer != self.member.name:
             return
-        files = {}
+        if self.upload:
+            self.log(
+                f"the anchor of round {round_number} is not written: {self.upload.round}'s still goes up"
+            )
+            return
+        shards = {}
         for i in self.writes:
             tensors = {name: self.anchor[name] for name in self.ledger.shards[i]}
             outer = {key: t for key, t in self.outer.state().items() if key.split("/", 1)[1] in tensors}
-            files[i] = self.ledger.put_anchor_shard(round_number, i, tensors | outer)
-        names = collect(self.control, files, len(self.ledger.shards))
-        if self.control.rank == 0:
-            self.ledger.complete_anchor(round_number, self.exchange.anchor, names)
-
-    def _roll_back(self, round_number: int) -> None:
-        """A loss that is not finite: we skip this round, and the optimiser returns to its start."""
-        self.log(
-            f"round {round_number}: the loss is {self.status.loss}; rolled back to the round's start, no "
-            "update of ours. If it happens again, lower inner.lr"
-        )
-        rounds = checkpoint.saved_rounds(self.state_dir)
-        if rounds:
-            files = checkpoint.load_round(self.state_dir, rounds[-1])
-            self.replica.restore(files["optimiser"], self.step_count)
+            shards[i] = tensors | outer
+        self.upload = AnchorUpload(self.ledger, round_number, shards)
+        if self.background:
+            self.upload.start()
         else:
-            self.replica.restore({k: torch.zeros_like(t) for k, t in self.replica.state().items()}, 0)
-            self.step_count = 0
-        self.pending = None
+            self.upload.upload()
+            self._continue_upload(round_number)
 
-    # Saving and resuming
+    def _continue_upload(self, round_number: int) -> None:
+        """The anchor of `round_number` may change. Complete an upload that all processes have done."""
+        upload = self.upload
+        if upload is None:
+            return
+        upload.read.wait()
+        if upload.round == round_number:
+            upload.digest = self.exchange.settle_anchor()
+        if not all_true(self.control, not upload.is_alive()):
+            return
+        self.upload = None
+        upload.raise_fault()
+        names = collect(self.control, upload.files, len(self.ledger.shards))
+        if self.control.rank == 0:
+            self.ledger.complete_anchor(upload.round, upload.digest, names)
 
-    def _save(self, round_number: int, packed: Mapping[int, bytes]) -> None:
-        """State with a round's update in it, before the PUT: a crash from here on loses nothing."""
-        pending = {
-            f"shard-{i}": torch.frombuffer(bytearray(data), dtype=torch.uint8) for i, data in packed.items()
-        }
-        pending |= {"step_count": torch.tensor(self.step_count), "round": torch.tensor(round_number)}
-        # The commit reports these; made again after a crash, it reports the same.
-        for name in SAVED:
-            value = float(getattr(self.status, name) or 0.0)
-            pending[f"told-{name}"] = torch.tensor(value, dtype=torch.float64)
-        files = {
+    def finish(self) -> None:
+        """After the last round: what still goes on in the background."""
+        self.exchange.settle_anchor()
+        if self.upload:
+            self.upload.join()
+            self._continue_upload(self.status.round)
+        self.state.finish()
+
+    # Saving
+
+    def _begin_save(self, round_number: int, update: Update) -> None:
+        """All of the state with a round's update in it, copied before the PUT and written after it."""
+        with self._timed("save_seconds"):
+            self.state.save(round_number, self._state_files(), update)
+
+    def _state_files(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {
             "anchor": self.anchor,
             "optimiser": self.replica.state(),
             "feedback": self.feedback,
             "outer": self.outer.state(),
-            "pending": pending,
         }
-        checkpoint.save(self.state_dir, round_number, files, keep=2)
 
-    def resume(self) -> int:
-        """Restore what is on this disk, or start from the bucket; how many rounds are done."""
-        rounds = set(checkpoint.saved_rounds(self.state_dir))
-        for data in self.control.share(canonical(sorted(rounds))):
-            rounds &= set(json.loads(data))
-        for round_number in sorted(rounds, reverse=True):
-            files = self._readable(round_number)
-            if not all_true(self.control, files is not None) or files is None:
-                self.log(f"the private state of round {round_number} is spoilt; trying the round before it")
-                continue
-            # Later rounds were saved by some stages and not by others, and are trained again.
-            for newer in checkpoint.saved_rounds(self.state_dir):
-                if newer > round_number:
-                    checkpoint.drop_round(self.state_dir, newer)
-            return self._restore(round_number, files)
-        last = self._agreed_last_round()
-        start = self._from_bucket(last)
-        if last:
-            self.log(
-                f"no private state here: joining at round {last} from the bucket with a fresh optimiser and "
-                "an empty error feedback"
-            )
-        return start
-
-    def _readable(self, round_number: int) -> dict[str, dict[str, Tensor]] | None:
-        """A saved round's files, or None where they are not whole."""
-        try:
-            files = checkpoint.load_round(self.state_dir, round_number)
-            wanted = {f"shard-{i}" for i in self.writes} | {"step_count"}
-            whole = (
-                self.anchor.keys() == files["anchor"].keys()
-                and self.feedback.keys() <= files.get("feedback", {}).keys()
-                and wanted <= files["pending"].keys()
-                and "optimiser" in files
-            )
-            return files if whole else None
-        except (OSError, ValueError, KeyError, SafetensorError):
-            return None
-
-    def _restore(self, round_number: int, files: dict[str, dict[str, Tensor]]) -> int:
-        """Our own optimiser, error feedback and unsettled update; then the round they wait for."""
-        with torch.no_grad():
-            for name, tensor in self.anchor.items():
-                tensor.copy_(files["anchor"][name])
-            for name, tensor in self.feedback.items():
-                tensor.copy_(files["feedback"][name])
-            self.outer.restore(files.get("outer", {}))
-        self.step_count = int(files["pending"]["step_count"])
-        self.replica.restore(files["optimiser"], self.step_count)
-        for name in SAVED:
-            setattr(self.status, name, float(files["pending"].get(f"told-{name}", 0.0)))
-        shards = {i: bytes(files["pending"][f"shard-{i}"].numpy()) for i in self.writes}
-        self.pending = Contribution(self.member.name, shards, self.pop_facts())
-        if self._swept(round_number):
-            self._settle_pending(round_number)
-            last = self._agreed_last_round()
-            self.log(f"back with the state of round {round_number}, and with the anchor of a later one")
-            return self._from_bucket(last)
-        self._hold(round_number - 1)
-        self.log(f"back with the state of round {round_number}")
-        counted = self.exchange.closed(round_number)
-        if counted is None:
-            counted = self.exchange.close(round_number, [self.pending])
-        self.apply(round_number, counted)
-        return round_number
-
-    def _swept(self, round_number: int) -> bool:
-        """May the round's payloads be gone? Those up to the second-newest anchor are swept."""
-        anchors = self.ledger.anchor_rounds() if self.control.rank == 0 else []
-        return agree(self.control, len(anchors) > 1 and round_number <= anchors[-2])
-
-    def _agreed_last_round(self) -> int:
-        mine = self.ledger.last_round() if self.control.rank == 0 else 0
-        return int(self.control.share(str(mine).encode())[0])
-
-    def _from_bucket(self, last: int) -> int:
-        """The newest whole anchor; the loop then replays the rounds after it, digest by digest."""
-        mine = [t for t in self.ledger.anchor_rounds() if t <= last] if self.control.rank == 0 else []
-        for start in reversed(json.loads(self.control.share(canonical(mine))[0])):
-            digest, tensors = self._read_anchor(start)
-            if not all_true(self.control, bool(digest)):
-                continue
-            with torch.no_grad():
-                for name, tensor in self.anchor.items():
-                    tensor.copy_(tensors[name])
-                if start:  # theta^(0) comes without a state of the outer method
-                    self.outer.restore(tensors)
-            self._hold(start)
-            if self.exchange.anchor != digest:
-                raise RunError(
-                    f"the anchor of round {start} does not have the digest it states; it cannot be used"
-                )
-            return start
-        if self.ledger.run.start:
-            raise RunError("theta^(0) of this run cannot be read from its bucket; trying again")
-        self._hold(0)
-        return 0
-
-    def _read_anchor(self, round_number: int) -> tuple[str, dict[str, Tensor]]:
-        try:
-            return self.ledger.read_anchor(round_number, self.reads)
-        except StoreError:
-            raise  # it may be whole, and only out of reach
-        except RunError as error:
-            self.log(f"{error}; trying the one before")
-            return "", {}
+    def _roll_back(self, round_number: int) -> None:
+        """A loss that is not finite: we skip this round, and the optimiser returns to what was saved last."""
+        self.log(
+            f"round {round_number}: the loss is {self.status.loss}; rolled back to the round's start, no "
+            "update of ours. If it happens again, lower inner.lr"
+        )
+        saved = self.state.last_optimiser()
+        if saved:
+            number, self.step_count, moments = saved
+            if number < round_number - 1:
+                self.log(f"the optimiser's moments are those after round {number}")
+        else:
+            moments = {key: torch.zeros_like(tensor) for key, tensor in self.replica.state().items()}
+            self.step_count = 0
+        self.replica.restore(moments, self.step_count)
+        self.pending = None
 
     def pop_facts(self) -> Facts:
         """What this process has measured since the last call."""
         counts = self.replica.pop_counts()
         trip, figures = self.meter.pop(counts)
+        figures |= {name: round(self.seconds.pop(name, 0.0), 4) for name in EDGE_SECONDS}
         return Facts(
             loss=finite(self.status.loss),
             grad_norm=finite(self.status.grad_norm),
@@ -331,6 +315,12 @@ class Trainer:
             bytes=counts,
             measured={name: [figure] for name, figure in figures.items()},
         )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds[name] += time.monotonic() - began
 
 
 class HeartbeatThread(threading.Thread):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from isthmus.replica.control_group import ControlGroup
     from isthmus.store.objects import Store
 
+BEGAN = time.time()  # before the long imports
+
 # Of a link's time-out: between inner steps a stage may be uploading, so the others wait longer for it.
 CONTROL_TIMEOUT_FACTOR = 30
 
@@ -81,10 +83,13 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     from isthmus.replica.control_group import any_true
     from isthmus.replica.full import FullReplica
     from isthmus.replica.leader import follow_leader
+    from isthmus.runtime.recovery import Recovery
     from isthmus.runtime.trainer import HeartbeatThread, Trainer
     from isthmus.simulator.run import checked_corpus, pick_device, pick_precision
     from isthmus.store.objects import open_store
 
+    start = StartUp(config.started, log)
+    start.mark("imports")
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     try:
@@ -111,9 +116,21 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         follow_leader(replica, control)
         return 0
     part = f"shard-{at.rank}" if member.config.sharded else "whole" if whole else f"stage-{at.rank}"
+    start.mark("build")
     work_dir = Path(config.work_dir) / part
     incarnation = control.share(os.urandom(8))[0].hex()
-    trainer = Trainer(recipe, member, replica, ledger, control, device, work_dir, incarnation, log)
+    trainer = Trainer(
+        recipe,
+        member,
+        replica,
+        ledger,
+        control,
+        device,
+        work_dir,
+        incarnation,
+        log,
+        save_seconds=config.save_seconds,
+    )
     heartbeats = HeartbeatThread(trainer, incarnation, recipe.bucket.heartbeat_seconds)
     request = LeaveRequest(Path(config.work_dir), store, member.name, incarnation, leader=at.rank == 0)
 
@@ -127,10 +144,20 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         heartbeats.start()
     try:
         trainer.status.state = "catching up"
-        done = trainer.resume()
+        done = Recovery(trainer).resume()
         rounds = range(done + 1, recipe.outer.rounds + 1)
         settled = Settled(Path(config.work_dir), at.rank)
-        to_the_end = run_rounds(trainer, trainer.exchange, rounds, settled.step, settled.round, leave)
+        start.mark("resume")
+
+        def progress(h: int) -> None:
+            if not start.told:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                start.tell()
+            settled.step(h)
+
+        to_the_end = run_rounds(trainer, trainer.exchange, rounds, progress, settled.round, leave)
+        trainer.finish()
         trainer.status.state = "finished" if to_the_end else "left"
         trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
         log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
@@ -143,6 +170,25 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     replica.close()
     control.leave()
     return 0
+
+
+class StartUp:
+    """How long it took from `join` to the first inner step, and what took it."""
+
+    def __init__(self, started: float, log: Log) -> None:
+        self.started, self.log, self.told = started, log, False
+        self.last, self.parts = BEGAN, {"launcher": BEGAN - started}
+
+    def mark(self, name: str) -> None:
+        """What ends now."""
+        now = time.time()
+        self.parts[name], self.last = now - self.last, now
+
+    def tell(self) -> None:
+        self.mark("first step")
+        self.told = True
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
+        self.log(f"first inner step after {self.last - self.started:.1f} s ({parts})")
 
 
 class LeaveRequest:

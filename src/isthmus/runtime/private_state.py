@@ -1,0 +1,206 @@
+"""What one process of a replica must find again after a kill: its updates at once, all else in the
+background.
+
+`update-000009.safetensors` is the update of round 9, on disk before any of it is sent (MBs).
+`round-000007/` is the state with which round 7 was delivered (GBs): anchor, optimiser, error feedback, and
+that update once more. It is copied to host memory at the end of the round and written while the next rounds
+train. So a kill can leave updates behind that are newer than the newest whole state: their rounds are trained
+again (docs/protocol.md, Crash points).
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from isthmus import gpu
+from isthmus.errors import RunError
+from isthmus.model import checkpoint
+
+SHARE = 10  # a state is written again after this many times as long as the last write took
+Files = Mapping[str, Mapping[str, Tensor]]  # by file, by name
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a round sends, by shard, and what its commit reports: the same when it is made after a kill."""
+
+    shards: dict[int, bytes]
+    step_count: int  # inner steps that the optimiser had taken
+    told: dict[str, float] = field(default_factory=dict)
+
+    def to_tensors(self, round_number: int) -> dict[str, Tensor]:
+        named = {
+            f"shard-{i}": torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for i, data in self.shards.items()
+        }
+        named |= {"step_count": torch.tensor(self.step_count), "round": torch.tensor(round_number)}
+        return named | {f"told-{k}": torch.tensor(v, dtype=torch.float64) for k, v in self.told.items()}
+
+    @classmethod
+    def from_tensors(cls, named: Mapping[str, Tensor]) -> "Update":
+        return cls(
+            {int(key[6:]): bytes(t.numpy()) for key, t in named.items() if key.startswith("shard-")},
+            int(named["step_count"]),
+            {key[5:]: float(t) for key, t in named.items() if key.startswith("told-")},
+        )
+
+
+class PrivateState:
+    """The folder of one process, and the thread that writes into it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        log: Callable[[str], None],
+        save_seconds: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+        at_once: bool = False,
+    ) -> None:
+        """A state is written when the last was begun `save_seconds` ago, or sooner where writing is quick.
+
+        `at_once` writes each in the calling thread, for tests that put a kill exactly where it hurts.
+        """
+        self.folder, self.log, self.clock, self.at_once = folder, log, clock, at_once
+        self.host = gpu.HostCopy(device)
+        self.writer: threading.Thread | None = None
+        self.reserving: threading.Thread | None = None
+        self.fault: BaseException | None = None
+        self.save_seconds = self.pause_seconds = save_seconds
+        self.began = float("-inf")
+        self.copied: tuple[int, Update, dict[str, dict[str, Tensor]]] | None = None  # of the last state begun
+
+    def reserve(self, num_bytes: int) -> None:
+        """Take the host memory for a state's copy while the replica is still compiling."""
+        if self.host.stream:
+            self.reserving = threading.Thread(target=self.host.reserve, args=(num_bytes,), daemon=True)
+            self.reserving.start()
+
+    # Updates
+
+    def save_update(self, round_number: int, update: Update) -> None:
+        """On disk when it returns."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.save_tensors(self._update_path(round_number), update.to_tensors(round_number))
+
+    def updates(self) -> dict[int, Path]:
+        found = self.folder.glob("update-*.safetensors")
+        numbers = {path.stem.removeprefix("update-"): path for path in found}
+        return {int(number): path for number, path in numbers.items() if number.isdigit()}
+
+    def load_update(self, round_number: int, shards: tuple[int, ...]) -> Update | None:
+        """The saved update of a round, or None where it is absent, not whole, or of other shards."""
+        try:
+            update = Update.from_tensors(load_file(self._update_path(round_number)))
+        except (OSError, ValueError, KeyError, SafetensorError):
+            return None
+        return update if tuple(sorted(update.shards)) == shards else None
+
+    def drop_updates(self, keep: Callable[[int], bool]) -> None:
+        for number, path in self.updates().items():
+            if not keep(number):
+                path.unlink(missing_ok=True)
+
+    def _update_path(self, round_number: int) -> Path:
+        return self.folder / f"update-{round_number:06d}.safetensors"
+
+    # States
+
+    def save(self, round_number: int, files: Files, update: Update) -> bool:
+        """Begin to write the state of a round, if it is time; False when it is not.
+
+        Before any of the tensors changes, call `protect`.
+        """
+        self.raise_fault()
+        busy = self.writer is not None and self.writer.is_alive()
+        if self.clock() - self.began < self.pause_seconds:
+            return False
+        if busy:
+            self.log(f"the state of round {round_number} is not saved: an earlier one is still being written")
+            return False
+        self.began = self.clock()
+        if self.reserving:
+            self.reserving.join()
+        flat = {f"{file}/{name}": t for file, named in files.items() for name, t in named.items()}
+        copies: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in self.host.copy(flat).items():
+            file, _, name = key.partition("/")
+            copies.setdefault(file, {})[name] = tensor
+        self.copied = round_number, update, copies
+        if self.at_once:
+            self._write(round_number, copies, update)
+        else:
+            self.writer = threading.Thread(
+                target=self._write_in_thread, args=(round_number, copies, update), daemon=True, name="state"
+            )
+            self.writer.start()
+        return True
+
+    def protect(self) -> None:
+        """From here on the tensors may change; see `HostCopy.protect`."""
+        self.host.protect()
+
+    def _write_in_thread(self, *what: object) -> None:
+        try:
+            self._write(*what)  # pyright: ignore[reportArgumentType]
+        except BaseException as error:
+            self.fault = error
+
+    def _write(self, round_number: int, copies: Files, update: Update) -> None:
+        started = self.clock()
+        self.host.wait()
+        pending = {"pending": update.to_tensors(round_number)}
+        checkpoint.save(self.folder, round_number, {**copies, **pending}, keep=2)
+        # The older of the two states needs the updates after it, should the newer be spoilt.
+        oldest = min(checkpoint.saved_rounds(self.folder), default=0)
+        self.drop_updates(lambda number: number > oldest)
+        self.pause_seconds = min(self.save_seconds, SHARE * (self.clock() - started))
+
+    def finish(self) -> None:
+        """Wait for the writer."""
+        if self.writer is not None:
+            self.writer.join()
+        self.raise_fault()
+
+    def raise_fault(self) -> None:
+        """A disk that is full stops the replica, at the edge of a round."""
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            if isinstance(fault, OSError):
+                raise RunError(f"the private state in {self.folder} cannot be written: {fault}") from fault
+            raise fault
+
+    def rounds(self) -> list[int]:
+        """Rounds with a whole state, oldest first."""
+        return checkpoint.saved_rounds(self.folder)
+
+    def load(self, round_number: int) -> dict[str, dict[str, Tensor]] | None:
+        """A saved round's files, or None where they are not whole."""
+        try:
+            return checkpoint.load_round(self.folder, round_number)
+        except (OSError, ValueError, KeyError, SafetensorError):
+            return None
+
+    def drop_after(self, round_number: int) -> None:
+        """Later states were saved by some processes of the replica and not by others."""
+        for newer in self.rounds():
+            if newer > round_number:
+                checkpoint.drop_round(self.folder, newer)
+
+    def last_optimiser(self) -> tuple[int, int, Mapping[str, Tensor]] | None:
+        """(round, inner steps taken, moments) of the newest state: in host memory, or on disk."""
+        if self.copied is not None:
+            self.host.wait()
+            number, update, copies = self.copied
+            return number, update.step_count, copies["optimiser"]
+        for number in reversed(self.rounds()):
+            if (files := self.load(number)) is not None:
+                return number, int(files["pending"]["step_count"]), files["optimiser"]
+        return None

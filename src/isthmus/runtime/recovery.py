@@ -1,0 +1,177 @@
+"""A process that starts: it restores its private state, or begins from the bucket."""
+
+import json
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import RunError
+from isthmus.outer.exchange import Contribution
+from isthmus.protocol.trust import canonical
+from isthmus.replica.control_group import agree, all_true
+from isthmus.runtime.private_state import Update
+from isthmus.runtime.trainer import Trainer
+from isthmus.store import StoreError
+
+
+class Recovery:
+    """Brings a trainer to where its replica was (docs/protocol.md, Crash points). All processes of a replica
+    take the same steps together."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def resume(self) -> int:
+        """Restore what is on this disk, or start from the bucket; how many rounds are done."""
+        states, updates = self._common()
+        for round_number in sorted(states, reverse=True):
+            files = self._readable(round_number)
+            if not all_true(self.trainer.control, files is not None) or files is None:
+                self.trainer.log(
+                    f"the private state of round {round_number} is spoilt; trying the round before it"
+                )
+                continue
+            self.trainer.state.drop_after(round_number)
+            newer = {number for number in updates if number > round_number}
+            self.trainer.state.drop_updates(newer.__contains__)
+            return self._train_again(self._restore(round_number, files, newer), newer)
+        if updates and self._began_at(min(updates)):
+            return self._train_again(self._from_bucket(min(updates) - 1), updates)
+        self.trainer.state.drop_updates(lambda number: False)
+        last = self._agreed_last_round()
+        start = self._from_bucket(last)
+        if last:
+            self.trainer.log(
+                f"no private state here: joining at round {last} from the bucket with a fresh optimiser and "
+                "an empty error feedback"
+            )
+        return start
+
+    def _common(self) -> tuple[set[int], set[int]]:
+        """Rounds whose states, and rounds whose updates, all processes of the replica have."""
+        writes = tuple(sorted(self.trainer.writes))
+        updates = [
+            t for t in self.trainer.state.updates() if self.trainer.state.load_update(t, writes) is not None
+        ]
+        mine = [self.trainer.state.rounds(), sorted(updates)]
+        shared = [json.loads(data) for data in self.trainer.control.share(canonical(mine))]
+        return (
+            set.intersection(*(set(rounds) for rounds, _ in shared)),
+            set.intersection(*(set(updates) for _, updates in shared)),
+        )
+
+    def _began_at(self, round_number: int) -> bool:
+        """Was this the first round of a replica that came without state, and can it be trained again?"""
+        update = self.trainer.state.load_update(round_number, tuple(sorted(self.trainer.writes)))
+        first = update is not None and update.step_count == self.trainer.recipe.outer.inner_steps
+        return all_true(self.trainer.control, first) and not self._swept(round_number)
+
+    def _train_again(self, done: int, updates: Collection[int]) -> int:
+        """Rounds whose update was saved and whose state was not: train them once more from the state before.
+
+        The update stays as it was sent, and may have been counted since. What training gives anew is the
+        optimiser and the error feedback: e <- beta e + Delta - what was sent.
+        """
+        for round_number in range(done + 1, max(updates, default=done) + 1):
+            counted, own = self.trainer.exchange.closed(round_number), []
+            if round_number in updates:
+                self.trainer.log(f"training round {round_number} again, from which only the update was saved")
+                update = self.trainer.state.load_update(round_number, tuple(sorted(self.trainer.writes)))
+                own = self.trainer.train_round(round_number - 1, lambda h: None, update)
+            if counted is None and not own:
+                break  # it is still open, and ours to train
+            self.trainer.apply(
+                round_number, self.trainer.exchange.close(round_number, own) if counted is None else counted
+            )
+            done = round_number
+        return done
+
+    def _readable(self, round_number: int) -> dict[str, dict[str, Tensor]] | None:
+        """A saved round's files, or None where they are not whole."""
+        files = self.trainer.state.load(round_number)
+        if files is None or not {"anchor", "optimiser", "pending"} <= files.keys():
+            return None
+        wanted = {f"shard-{i}" for i in self.trainer.writes} | {"step_count"}
+        whole = (
+            self.trainer.anchor.keys() == files["anchor"].keys()
+            and self.trainer.feedback.keys() <= files.get("feedback", {}).keys()
+            and wanted <= files["pending"].keys()
+        )
+        return files if whole else None
+
+    def _restore(self, round_number: int, files: dict[str, dict[str, Tensor]], newer: Collection[int]) -> int:
+        """Our own optimiser, error feedback and unsettled update; then the round they wait for."""
+        with torch.no_grad():
+            for name, tensor in self.trainer.anchor.items():
+                tensor.copy_(files["anchor"][name])
+            for name, tensor in self.trainer.feedback.items():
+                tensor.copy_(files["feedback"][name])
+            self.trainer.outer.restore(files.get("outer", {}))
+        update = Update.from_tensors(files["pending"])
+        self.trainer.step_count = update.step_count
+        self.trainer.replica.restore(files["optimiser"], self.trainer.step_count)
+        self.trainer.tell(update)
+        self.trainer.pending = Contribution(self.trainer.member.name, update.shards, self.trainer.pop_facts())
+        if self._swept(round_number):
+            self.trainer.settle_pending(round_number)
+            if newer:  # what it held went out with updates that cannot be trained again
+                for tensor in self.trainer.feedback.values():
+                    tensor.zero_()
+            last = self._agreed_last_round()
+            self.trainer.log(
+                f"back with the state of round {round_number}, and with the anchor of a later one"
+            )
+            return self._from_bucket(last)
+        self.trainer.hold(round_number - 1)
+        self.trainer.log(f"back with the state of round {round_number}")
+        counted = self.trainer.exchange.closed(round_number)
+        if counted is None:
+            counted = self.trainer.exchange.close(round_number, [self.trainer.pending])
+        self.trainer.apply(round_number, counted)
+        return round_number
+
+    def _swept(self, round_number: int) -> bool:
+        """May the round's payloads be gone? Those up to the second-newest anchor are swept."""
+        anchors = self.trainer.ledger.anchor_rounds() if self.trainer.control.rank == 0 else []
+        return agree(self.trainer.control, len(anchors) > 1 and round_number <= anchors[-2])
+
+    def _agreed_last_round(self) -> int:
+        mine = self.trainer.ledger.last_round() if self.trainer.control.rank == 0 else 0
+        return int(self.trainer.control.share(str(mine).encode())[0])
+
+    def _from_bucket(self, last: int) -> int:
+        """The newest whole anchor; the loop then replays the rounds after it, digest by digest."""
+        mine = (
+            [t for t in self.trainer.ledger.anchor_rounds() if t <= last]
+            if self.trainer.control.rank == 0
+            else []
+        )
+        for start in reversed(json.loads(self.trainer.control.share(canonical(mine))[0])):
+            digest, tensors = self._read_anchor(start)
+            if not all_true(self.trainer.control, bool(digest)):
+                continue
+            with torch.no_grad():
+                for name, tensor in self.trainer.anchor.items():
+                    tensor.copy_(tensors[name])
+                if start:  # theta^(0) comes without a state of the outer method
+                    self.trainer.outer.restore(tensors)
+            self.trainer.hold(start)
+            if self.trainer.exchange.settle_anchor() != digest:
+                raise RunError(
+                    f"the anchor of round {start} does not have the digest it states; it cannot be used"
+                )
+            return start
+        if self.trainer.ledger.run.start:
+            raise RunError("theta^(0) of this run cannot be read from its bucket; trying again")
+        self.trainer.hold(0)
+        return 0
+
+    def _read_anchor(self, round_number: int) -> tuple[str, dict[str, Tensor]]:
+        try:
+            return self.trainer.ledger.read_anchor(round_number, self.trainer.reads)
+        except StoreError:
+            raise  # it may be whole, and only out of reach
+        except RunError as error:
+            self.trainer.log(f"{error}; trying the one before")
+            return "", {}
