@@ -200,7 +200,8 @@ class Bench:
 
     def one_start(self, run: JoinedRun) -> Result:
         """What was reached when, as seen from outside; the worker's own line says more."""
-        work, reached = run.work("full"), {}
+        reached: dict[str, Any] = {}
+        work = run.work("full")
         run.join("full")
         began = run.began["full"]
 
@@ -210,10 +211,11 @@ class Bench:
             for what, file in (("worker runs", "alive-0"), ("replica built", "incarnation")):
                 if (work / file).exists() and (work / file).stat().st_mtime >= began:
                     reached.setdefault(what, (work / file).stat().st_mtime - began)
-            return run.first_step("full") is not None
+            reached.update(run.first_step("full", by_heartbeat=True) or {})
+            return "seconds" in reached
 
         run.wait(look, time.time() + self.args.limit, "first inner step")
-        return {"reached": reached} | (run.first_step("full") or {})
+        return {"seconds": reached.pop("seconds"), "told": reached.pop("told"), "reached": reached}
 
     def kill(self) -> Iterator[Result]:
         """SIGKILL for the worker in the middle of a state's write; the run must go on, and end."""

@@ -47,6 +47,10 @@ def table(results: list[Result]) -> str:
         lines.append(f"{result['label']}, a number for each process, mean of the rounds after the first:")
         for name in result["rounds"][-1]["replicas"]:
             told = [row["replicas"][name] for row in result["rounds"][1:] if name in row["replicas"]]
+            still = " ".join(f"{100 * each['standing_still']:10.1f}" for each in told)
+            lines.append(f"  {name:10} {'% standing still':20} {still}  (by round)")
+            inner = " ".join(f"{each['inner_seconds']:10.3f}" for each in told)
+            lines.append(f"  {name:10} {'inner steps, s':20} {inner}  (by round)")
             for key in told[-1]["measured"]:
                 rows = [each["measured"][key] for each in told if key in each["measured"]]
                 means = [statistics.mean(values) for values in zip(*rows, strict=False)]

@@ -157,12 +157,12 @@ class JoinedRun:
     def last_settled(self) -> int:
         return max((int(p.stem) for p in (self.bucket / "manifests").glob("[0-9]*.json")), default=0)
 
-    def first_step(self, name: str) -> dict[str, Any] | None:
-        """Seconds from `join` to the first inner step: by the worker's line, else by a heartbeat."""
+    def first_step(self, name: str, by_heartbeat: bool = False) -> dict[str, Any] | None:
+        """Seconds from `join` to the first inner step: by the worker's line, else by the heartbeat of now."""
         began = self.began[name]
         if found := self.find(name, FIRST_STEP, began):
             return {"seconds": found[0].at - began, "told": found[1][0]}
-        beat = open_ledger(str(self.bucket)).heartbeat(name)
+        beat = open_ledger(str(self.bucket)).heartbeat(name) if by_heartbeat else None
         if beat and beat[0].inner_step and beat[1] > began:
             return {"seconds": beat[1] - began, "told": "by a heartbeat"}
         return None
