@@ -174,5 +174,11 @@ class ScoredAnchor:
         """Scores, and the anchor's digest, which the host makes while a GPU scores."""
         if self.where[0].device.type != "cuda":
             return scores(), self.replay.digest()
-        digest = self.hasher.submit(self.replay.digest)
+        torch.cuda.synchronize(self.where[0].device)  # the step is done
+        digest = self.hasher.submit(self._digest_beside)
         return scores(), digest.result()
+
+    def _digest_beside(self) -> str:
+        """On a stream of its own, so that it does not queue behind the forwards."""
+        with torch.cuda.stream(torch.cuda.Stream(self.where[0].device)):
+            return self.replay.digest()
