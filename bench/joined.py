@@ -266,14 +266,17 @@ def watch_rows(
 @contextmanager
 def mps_server(wanted: bool, folder: Path) -> Iterator[dict[str, str]]:
     """NVIDIA's MPS for parts (c) and (d): kernels of several processes run at the same time."""
-    if not wanted:
+    control = shutil.which("nvidia-cuda-mps-control") if wanted else None
+    if control is None:
+        if wanted:
+            print("there is no nvidia-cuda-mps-control here; going on without MPS", flush=True)
         yield {}
         return
     env = {f"CUDA_MPS_{name}_DIRECTORY": str(folder / f"mps-{name.lower()}") for name in ("PIPE", "LOG")}
     for path in env.values():
         Path(path).mkdir(parents=True)
-    control, whole = "nvidia-cuda-mps-control", dict(os.environ) | env
-    subprocess.run([control, "-d"], env=whole, check=True)
+    whole = dict(os.environ) | env
+    subprocess.run([control, "-d"], env=whole, check=True, timeout=30)
     try:
         yield env
     finally:
