@@ -183,7 +183,9 @@ def checked(run_layer: RunLayer, check: Callable[[], None]) -> RunLayer:
     return run
 
 
-def rows_that_fit(recipe: Recipe) -> int:
-    """How many sequences may be scored at a time on a device that others use too."""
-    one = recipe.model.context * recipe.model.vocab * 4
-    return min(recipe.inner.batch, max(1, LOGIT_BYTES // one))
+def rows_that_fit(recipe: Recipe, device: torch.device) -> int:
+    """How many sequences may be scored at a time on a device that a fleet uses too."""
+    most = LOGIT_BYTES
+    if device.type == "cuda":
+        most = min(most, torch.cuda.get_device_properties(device).total_memory // 64)
+    return min(recipe.inner.batch, max(1, most // (recipe.model.context * recipe.model.vocab * 4)))

@@ -1,5 +1,6 @@
 """The anchor of every settled round, replayed and scored where there is power: on the run's GPU, or a CPU."""
 
+import contextlib
 import gc
 import threading
 from collections.abc import Callable
@@ -94,22 +95,23 @@ class ScoredAnchor:
             except Exception as fault:
                 if not self.may_move(fault):
                     raise
-                self._leave_place(fault)
+                words = (str(fault).splitlines() or [type(fault).__name__])[0]
+                full = isinstance(fault, torch.OutOfMemoryError) or "out of memory" in words
+            self._leave_place(words, full)  # here: the exception has held what it was about
 
     def may_move(self, fault: Exception) -> bool:
         """No room, no compiler, a kernel that does not run: another place may do it."""
         return len(self.where) > 1 and not isinstance(fault, RunError | ConfigError | Stopped)
 
-    def _leave_place(self, fault: Exception) -> None:
-        words = (str(fault).splitlines() or [type(fault).__name__])[0]
-        full = isinstance(fault, torch.OutOfMemoryError) or "out of memory" in words
+    def _leave_place(self, words: str, full: bool) -> None:
         left = self.where.pop(0)
         while full and len(self.where) > 1 and self.where[0].device == left.device:
             self.where.pop(0)
         self.held = self.scorer = self.first_table = self.began_with = None  # half a step may be taken
         gc.collect()
         if left.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with contextlib.suppress(RuntimeError):  # a GPU that has failed does not do this either
+                torch.cuda.empty_cache()
         if self.where[0].device == left.device:
             self.note(f"scoring goes on without compiling: {words}")
         else:
@@ -145,7 +147,16 @@ class ScoredAnchor:
         scorer = self.scorer = self.scorer or self._make_scorer()
         scorer.frozen = self.began_with
         scorer.bases.begin_round(self.replay.round)
-        return scorer.score(self.replay.anchor, self._table(self.replay))
+        scores = scorer.score(self.replay.anchor, self._table(self.replay))
+        self._give_back()
+        return scores
+
+    def _give_back(self) -> None:
+        """Where a GPU's memory is scarce, its replicas need what the forwards needed."""
+        if self.where[0].device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.where[0].device)
+            if free < total // 4:
+                torch.cuda.empty_cache()
 
     def _make_scorer(self) -> Scorer:
         here, dtype = self.where[0], self.replay.anchor[EMBEDDING].dtype
@@ -155,7 +166,7 @@ class ScoredAnchor:
             BasisSet(self.recipe, here.device, dtype),
             here.device,
             here.dtype or dtype,
-            rows=rows_that_fit(self.recipe) if here.shared else None,
+            rows=rows_that_fit(self.recipe, here.device) if here.shared else None,
             compiled=here.compiled,
             check=self.check,
         )
