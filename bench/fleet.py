@@ -221,6 +221,8 @@ class Bench:
         """SIGKILL for the worker in the middle of a state's write; the run must go on, and end."""
         recipe = self.full(rounds=max(6, self.args.rounds))
         run, deadline = self.run(recipe, {}), time.time() + self.args.limit
+        if "--save-every" in self.known:
+            run.options += ["--save-every", "0"]  # so that there is a write to hit
         state = run.work("full") / "whole" / "state"
         try:
             run.join_all()
@@ -243,6 +245,7 @@ class Bench:
                 "back_with_round": int(back[1][1]) if back else None,
                 "recovery_seconds": (run.settled(settled + 1) or at) - at,
                 "rounds_settled": run.last_settled(),
+                "log": [line.text for line in run.lines["full"] if line.at >= at],
             }
         finally:
             self.end(run)

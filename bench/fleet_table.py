@@ -12,7 +12,8 @@ def line(result: Result, plain: float) -> str:
         return f"{label:44} FAILED: {result['failed']}"
     if "back_with_round" in result:
         return (
-            f"{label:44} {result['settled_before']} rounds settled, back with the state of round "
+            f"{label:44} {result['settled_before']} rounds settled, whole states "
+            f"{result['whole_states']}, cut short {result['cut']}, back with the state of round "
             f"{result['back_with_round']}, the next round {result['recovery_seconds']:.1f} s later, "
             f"{result['rounds_settled']} settled at the end"
         )
