@@ -1,8 +1,11 @@
 """Bad input to the commands of a fleet: one line, exit status 2, nothing started and nothing written."""
 
 import json
+import os
+import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -253,7 +256,7 @@ def test_status_tells_who_is_there_and_whom_the_round_awaits(here: Path, said: S
     rack, edge = facts["members"]
     assert set(rack) == {
         *("replica", "kind", "stages", "state", "heartbeat_age_seconds", "round", "inner_step", "loss"),
-        *("tokens_per_second", "delivered"),
+        *("tokens_per_second", "delivered", "waits_for"),
     }
     assert (rack["state"], rack["loss"], rack["delivered"], edge["delivered"]) == (
         "training",
@@ -265,6 +268,36 @@ def test_status_tells_who_is_there_and_whom_the_round_awaits(here: Path, said: S
     text = said("status", "bucket")[1]
     assert 'run "tiny"' in text
     assert "round 1 waits for rack" in text
+
+
+def test_status_tells_what_a_launcher_waits_for_unless_a_worker_has_spoken_since(here: Path, said: Said):
+    store = open_store("bucket")
+    ledger = Ledger(store, read_run(store), load_signer(here / "keys/tiny/rack.key", "rack"))
+    live, waiting = (here / "bucket/members/rack" / name for name in ("live.json", "waiting.json"))
+
+    def rack() -> tuple[str, str]:
+        member = json.loads(said("status", "bucket", "--json")[1])["members"][0]
+        return member["state"], member["waits_for"]
+
+    def ago(path: Path, seconds: float) -> None:
+        os.utime(path, (time.time() - seconds, time.time() - seconds))
+
+    waits = Heartbeat(state="waiting", awaiting="stage 1: no answer; next start in 8 s", waited_seconds=40.0)
+    ledger.beat(waits)
+    assert rack()[0] == "waiting"
+    assert not live.exists()  # so nobody takes it for a replica that trains
+    ledger.beat(Heartbeat(state="training"))
+    assert rack() == ("training", "")
+    ago(live, 30)  # the worker has ended since, and its launcher speaks
+    ago(waiting, 2)
+    assert rack()[0] == "waiting"
+    words = r"^rack waits: stage 1: no answer; next start in 8 s \(for 4[2-9] s\)$"
+    assert re.search(words, said("status", "bucket")[1], re.MULTILINE)
+    ago(waiting, 31)  # older than the worker's last word
+    assert rack() == ("silent", "")
+    ago(live, 90)
+    ago(waiting, 60)  # the launcher is silent too
+    assert rack() == ("silent", "")
 
 
 # On a server with identities

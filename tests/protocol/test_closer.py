@@ -11,6 +11,7 @@ from little import hasty as hasty
 from isthmus.errors import Diverged
 from isthmus.protocol import closer as closer_module
 from isthmus.protocol.closer import Closer
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.shards import ShardReader
 from isthmus.store import open_store
@@ -87,6 +88,18 @@ def test_a_silent_member_is_not_waited_for_and_is_no_member_of_the_next_round(ru
     assert not closes(run[0])
     ago(run[0], "members/c/live.json", 60)
     assert closes_after_listening(run[0])
+    assert contributors(run[0]) == "ab"
+    assert run[0].ledger.manifest(2).members == ("a", "b")
+
+
+def test_a_launcher_that_waits_is_waited_for_no_longer_than_a_silent_replica(run: list[Replica]):
+    give(2, *run[:2])
+    ago(run[0], "members/c/live.json", 60)
+    for _ in range(int(2 * run[0].recipe.bucket.heartbeat_seconds)):
+        run[2].ledger.beat(Heartbeat(state="waiting", awaiting="stage 1: no answer"))
+        assert not closes(run[0])
+        run[0].exchange.closer.clock.now += 1
+    assert closes(run[0])
     assert contributors(run[0]) == "ab"
     assert run[0].ledger.manifest(2).members == ("a", "b")
 

@@ -1,0 +1,407 @@
+"""Which faults pass and which end a process, what is said of them, and how long the next start waits."""
+
+import errno
+import re
+import signal
+import threading
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_recipes import EDGE, RACK, recipe_text
+
+from isthmus.config import parse_recipe
+from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable, passes
+from isthmus.planner.memory import process_memory
+from isthmus.protocol.heartbeat import WAITING, Heartbeat
+from isthmus.runtime import versions
+from isthmus.runtime.failure import (
+    LONGEST_PAUSE_SECONDS,
+    PASSING_STATUS,
+    Failure,
+    Failures,
+    Final,
+    Settled,
+    failure_note,
+)
+from isthmus.runtime.fits import check_fits, resting_bytes
+from isthmus.runtime.process import LauncherConfig
+from isthmus.runtime.restarts import Restarts
+from isthmus.runtime.supervisor import LocalSupervisor
+from isthmus.runtime.versions import check_torch
+from isthmus.runtime.waiting import NOTE, WaitingNotes
+from isthmus.store.retry import StoreError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(StoreError("s3://b: put x", kind) for kind in ("network", "busy", "slow", "expired")),
+        RunError("replica edge: stage 0 lost its link to stage 1"),
+        Diverged("another anchor"),
+        Unreachable("no stage 0 there"),
+        ConnectionResetError("reset"),
+        TimeoutError(),
+        OSError(errno.ENOSPC, "No space left on device"),
+        torch.distributed.DistNetworkError("the client socket has timed out"),
+        RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"),
+    ],
+    ids=lambda error: f"{type(error).__name__}-{getattr(error, 'kind', '')}",
+)
+def test_network_store_neighbour_and_a_full_disk_pass(error):
+    assert passes(error)
+    assert Failure.of(error).passes
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(StoreError("s3://b: put x", kind) for kind in ("denied", "config", "clock")),
+        StoreError("folder: put x: Permission denied", "disk", passes=False),
+        ConfigError("no such corpus"),
+        RunStopped("a forged manifest"),
+        AttributeError("module 'torch' has no attribute 'x'"),
+        TypeError("__init__() got an unexpected keyword argument 'shutdown_timeout'"),
+        ModuleNotFoundError("No module named 'obstore'", name="obstore"),
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        RuntimeError("CUDA error: invalid device ordinal"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory"),
+    ],
+    ids=lambda error: f"{type(error).__name__}-{getattr(error, 'kind', '')}",
+)
+def test_software_input_memory_and_rights_do_not_pass(error):
+    assert not passes(error)
+    assert not Failure.of(error).passes
+    assert "\n" not in Failure.of(error).text
+
+
+def test_a_failure_names_cause_and_cure():
+    assert (
+        "pip install obstore"
+        in Failure.of(ModuleNotFoundError("No module named 'obstore'", name="obstore.store")).text
+    )
+    wrong = Failure.of(AttributeError("module 'torch' has no attribute 'x'"))
+    assert "has no attribute 'x'" in wrong.text
+    assert versions.torch_range() in wrong.text
+    for cure in ("inner.batch", "inner.micro_batches", "inner.recompute", "pipelined"):
+        assert cure in Failure.of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")).text
+        assert cure in Failure.of(MemoryError()).text
+
+
+def test_a_lack_of_memory_is_found_behind_what_it_became():
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        except RuntimeError:
+            raise RunError("replica rack: process 1 lost the other processes") from None
+    except RunError as error:
+        found = Failure.of(error)
+    assert (found.kind, found.passes) == ("no memory", False)
+
+
+def test_what_a_worker_noted_counts_for_more_than_its_exit_status(tmp_path):
+    note = failure_note(tmp_path, 3)
+    assert Failure.of_exit(1, note).kind == "status 1"
+    told = Failure.of(TypeError("no"))
+    told.write(note)
+    assert Failure.of_exit(PASSING_STATUS, note) == told
+    assert "TypeError: no" in told.trace
+    for spoilt in (b"", b"{}", b"[1]", b'{"kind": 1}', b"\xff\xfe"):
+        note.write_bytes(spoilt)
+        assert Failure.of_exit(1, note).kind == "status 1"
+
+
+def test_a_crash_does_not_pass_and_a_kill_does():
+    for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS):
+        crash = Failure.of_exit(-number)
+        assert not crash.passes
+        assert signal.Signals(number).name in crash.text
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP):
+        assert Failure.of_exit(-number).passes
+
+
+def test_the_second_time_ends_it_whatever_passed_in_between_and_a_round_forgives():
+    failures, lasting, other = Failures(), Failure("a", "", False), Failure("b", "", False)
+    passing = Failure("c", "", True)
+    assert failures.final([lasting]) is None
+    assert failures.final([passing, other]) is None
+    assert failures.final([passing, passing]) is None
+    assert failures.final([passing, lasting]) == lasting
+    failures.progress()
+    assert failures.final([lasting]) is None
+    assert failures.final([other]) is None
+
+
+def test_pauses_grow_from_nothing_to_half_a_minute():
+    failures, pauses = Failures(), []
+    for _ in range(9):
+        failures.final([Failure("killed", "", True)])
+        pauses.append(failures.pause_seconds())
+    assert pauses == [0, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_only_a_round_that_was_trained_is_progress(tmp_path):
+    mark = Settled(tmp_path, 0)
+    mark.round(1, 0.0)  # replayed from the bucket
+    assert not mark.path.exists()
+    mark.step(1)
+    assert not mark.path.exists()
+    mark.round(2, 1.0)
+    assert mark.path.exists()
+
+
+# Between two starts
+
+
+def restarts(tmp_path: Path, num_workers: int = 2) -> tuple[Restarts, list[str]]:
+    said: list[str] = []
+    config = LauncherConfig(url="", replica="edge", work_dir=str(tmp_path))
+    waiting = WaitingNotes(tmp_path, None, 1.0)
+    made = Restarts(config, num_workers, said.append, waiting)
+    made.starting()
+    return made, said
+
+
+def test_the_stage_that_failed_is_named_not_the_one_that_lost_it(tmp_path):
+    made, said = restarts(tmp_path)
+    lost, cause = (
+        RunError("replica edge: stage 0 lost its link"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    )
+    for rank, error in enumerate((lost, cause)):
+        Failure.of(error).write(failure_note(tmp_path, rank))
+    made.ended({0: PASSING_STATUS})  # stage 1 is still ending
+    assert said == ["stage 1 ended (no memory); starting the replica's stages again"]
+    made.starting()
+    assert not failure_note(tmp_path, 1).exists()
+    Failure.of(cause).write(failure_note(tmp_path, 1))
+    with pytest.raises(Final, match="replica edge failed twice in the same way: out of memory"):
+        made.ended({0: PASSING_STATUS, 1: 1})
+    assert "OutOfMemoryError" in (tmp_path / "failed.txt").read_text()
+
+
+def test_a_settled_round_in_between_gives_another_try(tmp_path):
+    made, _ = restarts(tmp_path, 1)
+    for _ in range(4):
+        made.starting()
+        mark = Settled(tmp_path, 0)
+        mark.step(1)
+        mark.round(1, 1.0)
+        made.ended({0: -signal.SIGSEGV})
+    made.starting()
+    with pytest.raises(Final, match="SIGSEGV"):
+        made.ended({0: -signal.SIGSEGV})
+
+
+def test_a_request_to_leave_ends_the_pause(tmp_path):
+    made, said = restarts(tmp_path, 1)
+    made.failures.in_a_row = 20
+    waits = threading.Event()
+    made.waiting.wait_for = lambda *what: waits.set()
+    pause = threading.Thread(target=made.ended, args=({0: -signal.SIGKILL},), daemon=True)
+    pause.start()
+    assert waits.wait(20)
+    made.leaving.set()
+    pause.join(LONGEST_PAUSE_SECONDS / 2)
+    assert not pause.is_alive()
+    assert said[-1] == "that was 21 times in a row; the next start is in 30 s"
+
+
+# What is said while nothing runs
+
+
+def test_waiting_is_said_until_the_next_worker_speaks_for_itself(tmp_path):
+    now, said = [100.0], []
+    (tmp_path / "incarnation").write_text("first")
+    notes = WaitingNotes(tmp_path, said.append, 1.0, clock=lambda: now[0])
+    notes.tell()
+    assert said == []
+    notes.wait_for("stage 1 at 10.0.0.3: no answer", 8.0)
+    now[0] += 3
+    notes.tell()
+    assert (said[-1].state, said[-1].waited_seconds) == (WAITING, 3.0)
+    assert said[-1].awaiting == "stage 1 at 10.0.0.3: no answer; next start in 5 s"
+    assert (tmp_path / NOTE).read_text() == "stage 1 at 10.0.0.3: no answer"
+    now[0] += 7
+    notes.wait_for("stage 1 at 10.0.0.3: the connection was closed")  # still the same wait
+    notes.tell()
+    assert said[-1].waited_seconds == 10.0
+    assert said[-1].awaiting == "stage 1 at 10.0.0.3: the connection was closed"
+    (tmp_path / "incarnation").write_text("second")
+    notes.tell()
+    assert len(said) == 2
+    assert not (tmp_path / NOTE).exists()
+
+
+def test_what_is_said_passes_the_readers_checks_whatever_it_is(tmp_path):
+    said: list[Heartbeat] = []
+    notes = WaitingNotes(tmp_path, said.append, 1.0)
+    notes.wait_for("\x1b[2J" + "x" * 500, 30.0)
+    notes.tell()
+    read = Heartbeat.from_dict(said[0].to_dict())
+    assert read.awaiting.startswith("?[2Jxxx")
+    assert read.awaiting.endswith("; next start in 30 s")
+
+
+def test_a_store_that_is_away_does_not_end_the_notes(tmp_path):
+    def away(heartbeat: Heartbeat) -> None:
+        raise StoreError("s3://b: put live.json: cannot reach the store", "network")
+
+    notes = WaitingNotes(tmp_path, away, 1.0)
+    notes.wait_for("the store")
+    notes.tell()
+    assert (tmp_path / NOTE).read_text() == "the store"
+
+
+# The supervisor of `isthmus train`
+
+
+class Ended:
+    def __init__(self, status: int) -> None:
+        self.status, self.pid = status, 0
+
+    def poll(self) -> int:
+        return self.status
+
+
+@pytest.fixture
+def supervisor(tmp_path) -> LocalSupervisor:
+    made = LocalSupervisor(parse_recipe(recipe_text(RACK)), tmp_path, LauncherConfig(url="", replica=""))
+    starts = made.starts = []
+    launcher = made.launchers[0]
+    launcher.work.mkdir(parents=True)
+    launcher.start = lambda: (starts.append(1), setattr(launcher, "judged", False))
+    return made
+
+
+def ends(supervisor: LocalSupervisor, status: int, line: str = "") -> None:
+    launcher = supervisor.launchers[0]
+    launcher.log_from = launcher.log.stat().st_size if launcher.log.exists() else 0
+    with open(launcher.log, "a") as log:
+        log.write(line)
+    launcher.process, launcher.judged = Ended(status), False
+    supervisor.restart_dead()
+
+
+@pytest.mark.parametrize(("status", "kind"), [(1, RunError), (2, ConfigError)])
+def test_a_launcher_that_says_it_cannot_go_on_ends_train_with_its_line(supervisor, status, kind):
+    with pytest.raises(kind, match=r"^the corpus is gone$"):
+        ends(supervisor, status, "isthmus: the corpus is gone\n[W socket.cpp] a library's last word\n")
+    assert supervisor.starts == []
+    assert supervisor.all_left()
+
+
+def test_a_launcher_that_was_killed_is_started_again_and_again(supervisor):
+    for count in range(1, 5):
+        supervisor.launchers[0].failures.progress()
+        ends(supervisor, -signal.SIGKILL)
+        assert len(supervisor.starts) == count
+
+
+def test_a_launcher_whose_fault_can_pass_is_waited_out_and_shown(supervisor):
+    launcher, pauses = supervisor.launchers[0], []
+    launcher.started_at = float("inf")  # it has just begun
+    for _ in range(8):
+        ends(supervisor, PASSING_STATUS, "isthmus: cannot reach the store\n")
+        pauses.append(launcher.failures.pause_seconds())
+    assert pauses == [0, 1, 2, 4, 8, 16, 30, 30]
+    assert len(supervisor.starts) == 1  # the first at once; the others are still to come
+    assert supervisor.news() == [("rack", "cannot reach the store")]
+    assert supervisor.news() == []
+
+
+def test_a_launcher_that_crashes_twice_ends_train(supervisor):
+    ends(supervisor, 1, "Traceback\nImportError: cannot import name 'x'\n")
+    with pytest.raises(RunError, match="failed twice in the same way: ImportError: cannot import name 'x'"):
+        ends(supervisor, 1, "Traceback\nImportError: cannot import name 'x'\n")
+
+
+def test_what_a_launcher_notes_is_news_once(supervisor):
+    (supervisor.launchers[0].work / NOTE).write_text("stage 1: no answer")
+    assert supervisor.news() == [("rack", "stage 1: no answer")]
+    assert supervisor.news() == []
+    (supervisor.launchers[0].work / NOTE).unlink()
+    assert supervisor.news() == []
+
+
+# Before anything starts
+
+
+def test_the_range_is_that_of_pyproject():
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert versions.torch_range() in stated
+
+
+@pytest.mark.parametrize(
+    ("found", "fits"),
+    [
+        ("{0}.{1}.0", True),
+        ("{0}.{1}.3+cu128", True),
+        ("{0}.{1}.0a0+git1234", True),
+        ("1.13.1", False),
+        ("{2}.{3}.0", False),
+        ("3.0", False),
+        ("", False),
+        ("odd", False),
+    ],
+)
+def test_a_torch_outside_the_range_is_refused_in_one_line(monkeypatch, found, fits):
+    found = found.format(*versions.TORCH_FROM, *versions.TORCH_BELOW)
+    monkeypatch.setattr(versions, "torch_version", lambda: found)
+    if fits:
+        check_torch()
+        return
+    with pytest.raises(ConfigError) as error:
+        check_torch()
+    assert (found or "no torch") in str(error.value)
+    assert f"pip install '{versions.torch_range()}'" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_torch_of_a_source_tree_is_asked_itself(monkeypatch):
+    def none(name: str) -> str:
+        raise versions.importlib.metadata.PackageNotFoundError(name)
+
+    assert versions.torch_version() == torch.__version__
+    monkeypatch.setattr(versions.importlib.metadata, "version", none)
+    assert versions.torch_version() == torch.__version__
+
+
+def test_a_device_that_cannot_hold_the_state_is_refused_and_a_tight_one_warned_of():
+    recipe = parse_recipe(recipe_text(RACK + EDGE))
+    rack, edge = recipe.fleet()
+    needs = process_memory(recipe, rack.config, 0, 1)
+    assert check_fits(recipe, [rack], needs.total, "a card") == ""
+    assert "may need" in check_fits(recipe, [rack], needs.total - 1, "a card")
+    least = resting_bytes(needs)
+    assert least == needs.weights + needs.adam + needs.feedback + needs.anchor + needs.outer
+    assert "may need" in check_fits(recipe, [rack], least, "a card")
+    with pytest.raises(ConfigError, match=r"replica rack: weights, .* take .* GB, a card has .* GB; "):
+        check_fits(recipe, [rack], least - 1, "a card")
+    both = sum(resting_bytes(process_memory(recipe, edge.config, s, 1)) for s in range(2))
+    with pytest.raises(ConfigError, match=r"replicas rack, edge: .* devices of their own|larger device"):
+        check_fits(recipe, [rack, edge], least + both - 1, "a card")
+    one = resting_bytes(process_memory(recipe, edge.config, 1, 1))
+    assert "stage 1 of replica edge may need" in check_fits(recipe, [edge], one, "a card", stage=1)
+
+
+def test_the_cure_names_the_fewest_stages_that_fit():
+    recipe = parse_recipe(
+        recipe_text(RACK, model={"preset": "512m", "width": 1024, "ffn": 4096, "heads": 16})
+    )
+    (rack,) = recipe.fleet()
+    with pytest.raises(ConfigError) as error:
+        check_fits(recipe, [rack], 4 * 10**9, "a card of 4 GB")
+    stages = int(re.search(r"stages = (\d+)", str(error.value))[1])
+
+    def largest(stages: int) -> int:
+        config = replace(rack.config, kind="pipelined", stages=stages)
+        return max(process_memory(recipe, config, s, 1).total for s in range(stages))
+
+    assert largest(stages) <= 4 * 10**9
+    assert stages == 2 or largest(stages - 1) > 4 * 10**9
