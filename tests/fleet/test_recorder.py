@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from isthmus.data.corpus import open_corpus
 from isthmus.errors import ConfigError, RunError
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.digest import anchor_digest, shard_digest
+from isthmus.protocol import replay as replay_module
 from isthmus.protocol.access import open_ledger
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.replay import Replay
@@ -336,6 +339,14 @@ def test_whoever_stops_does_not_wait_for_a_round_to_be_scored(recorded, monkeypa
     assert [row.loss_full for row in recorded.run.rows()] == [None, None]
 
 
+def test_an_anchor_is_hashed_once(recorded, monkeypatch):
+    hashed = []
+    plain = replay_module.shard_digests
+    monkeypatch.setattr(replay_module, "shard_digests", lambda *args: hashed.append(args) or plain(*args))
+    ORDERS["rows first"](recorded.recorder())
+    assert len(hashed) == ROUNDS + 1
+
+
 def test_a_run_whose_scoring_failed_ends_so_and_is_scored_when_it_goes_on(tmp_path, monkeypatch):
     def broken(recorder: Recorder) -> dict:
         raise OSError("the disk with the text is away")
@@ -356,9 +367,38 @@ def test_a_run_whose_scoring_failed_ends_so_and_is_scored_when_it_goes_on(tmp_pa
     rows = resume(tmp_path / "run", quiet=True).rows
     assert RunDir.open(tmp_path / "run").about["status"] == "finished"
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == model
+    same_but_for_the_clock(tmp_path / "run", rows)
+
+
+def test_ctrl_c_while_the_last_round_is_scored_leaves_that_to_the_next_start(tmp_path, monkeypatch):
+    scores, finish, waits = Recorder._scores, Scoring.finish, threading.Event()
+
+    def struck(recorder: Recorder) -> dict:
+        if recorder.replay.round == recorder.recipe.outer.rounds:
+            assert waits.wait(SECONDS)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert recorder.stopped.wait(SECONDS)
+        return scores(recorder)
+
+    recipe = parse_recipe(recipe_text(RACK, model={"layers": 2}, inner={"precision": "fp32"}))
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "_scores", struck)
+        patch.setattr(Scoring, "finish", lambda scoring: (waits.set(), finish(scoring)))
+        with pytest.raises(KeyboardInterrupt, match="interrupted; go on with: isthmus train --resume"):
+            train(recipe, tmp_path / "run", device="cpu", quiet=True)
+    run = RunDir.open(tmp_path / "run")
+    assert run.about["status"] == "interrupted"
+    assert [row.loss_full is None for row in run.rows()] == [False, False, True]
+    sent = run.rows()[-1].bytes["payload_up"]
+    rows = resume(tmp_path / "run", quiet=True).rows
+    assert RunDir.open(tmp_path / "run").about["status"] == "finished"
+    assert rows[-1].bytes["payload_up"] == sent  # nothing was trained or counted twice
+    same_but_for_the_clock(tmp_path / "run", rows)
+
+
+def same_but_for_the_clock(run: Path, rows: list[Row]) -> None:
+    """Rows as a plain recorder writes them, less the clock and the bytes of a second start."""
     aside = (*TIMING_FIELDS, "bytes")
-    wanted = plain_rows(open_ledger(str(tmp_path / "run" / "bucket")))
-    for row, other in zip(rows, wanted, strict=True):
-        assert {k: v for k, v in row.items() if k not in aside} == {
-            k: v for k, v in other.items() if k not in aside
-        }
+    for row, wanted in zip(rows, plain_rows(open_ledger(str(run / "bucket"))), strict=True):
+        left, right = ({k: v for k, v in each.items() if k not in aside} for each in (row, wanted))
+        assert left == right
