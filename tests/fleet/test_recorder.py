@@ -305,6 +305,21 @@ def test_a_fleet_on_cpus_is_scored_in_whole_batches_and_one_on_a_gpu_in_parts():
     assert last == Place(shared=True)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-2)])
+def test_on_a_gpu_anchors_have_the_same_bits_and_losses_are_near(recorded, precision, tolerance):
+    on_gpu = [place for place in places(torch.device("cuda", 0), precision) if place.device.type == "cuda"]
+    recorder = recorded.recorder(on_gpu)
+    with Scoring(recorder) as scoring:
+        recorder.record(always)
+        scoring.finish()
+    assert recorder.problem() == ""
+    assert recorder.replay.anchor[EMBEDDING].is_cuda
+    for row, wanted in zip(recorded.run.rows(), recorded.history.rows, strict=True):
+        assert row.anchor == wanted.anchor
+        assert row.loss_by_kind == pytest.approx(wanted.loss_by_kind, rel=tolerance)
+
+
 def test_scoring_a_few_sequences_at_a_time_gives_the_same_losses(history):
     ledger = open_ledger(str(history.folder / "bucket"))
     replay, corpus = Replay(ledger), open_corpus(history.recipe.data.corpus)
