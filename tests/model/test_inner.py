@@ -128,11 +128,11 @@ def test_a_replica_that_was_away_takes_the_learning_rate_of_the_run():
     params = leaves(random_tensors(0))
     opt = InnerOpt(params, config, 100)
     opt.advance(40)
-    assert opt.adamw.param_groups[0]["lr"] == learning_rate(40, config, 100)
+    assert opt.lr == learning_rate(40, config, 100)
     for name, grad in random_tensors(1).items():
         params[name].grad = grad
     opt.update()
     assert opt.step_count == 1
     opt.step(inner_step=41)
-    assert opt.adamw.param_groups[0]["lr"] == learning_rate(41, config, 100)
+    assert opt.lr == learning_rate(41, config, 100)
     assert opt.step_count == 2

@@ -15,6 +15,8 @@ from isthmus.errors import ConfigError
 from isthmus.files import replace_file, replacing
 
 POINTER = "latest.json"
+# On disk piece by piece: with gigabytes not yet written, another file's fsync would wait for them all.
+PIECE_BYTES = 64 << 20
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -48,8 +50,12 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with replacing(path) as file:
         file.write(len(head).to_bytes(8, "little") + head)
         for tensor in arrays.values():
-            if tensor.nbytes:
-                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            data = tensor.reshape(-1).view(torch.uint8).numpy().data
+            for at in range(0, len(data), PIECE_BYTES):
+                file.write(data[at : at + PIECE_BYTES])
+                if len(data) > PIECE_BYTES:
+                    file.flush()
+                    os.fdatasync(file.fileno())
 
 
 def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]], keep: int = 1) -> None:

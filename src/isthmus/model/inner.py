@@ -80,15 +80,6 @@ class InnerOpt:
         self.params, self.config, self.total_steps = dict(params), config, total_steps
         self.stacked, self.groups, self.modified = stacked, groups, dict(modified or {})
         self.step_count = 0  # updates taken: what the moments have seen
-        plain = [p for name, p in self.params.items() if name not in self.modified]
-        self.adamw = torch.optim.AdamW(
-            plain,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
         # Both moments exist from the start: a checkpoint before the first step has the shape of any other.
         self.first = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.params.items()}
@@ -98,10 +89,25 @@ class InnerOpt:
         self.fused = FusedAdamW(self.params, self.first, self.second, self.copies, rows) if quick else None
         if self.copies and not quick:
             raise ValueError("copies of weights are for a GPU, and for plain AdamW")
+        self.lr = config.lr  # of the next update
+        self.adamw = None if quick else self._torch_adamw()
         self._bind()
+
+    def _torch_adamw(self) -> torch.optim.AdamW:
+        config = self.config
+        return torch.optim.AdamW(
+            [p for name, p in self.params.items() if name not in self.modified],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
 
     def _bind(self) -> None:
         """Let torch's optimiser work on our moments."""
+        if self.adamw is None:
+            return
         for name, p in self.params.items():
             if name not in self.modified:
                 step = torch.tensor(float(self.step_count), dtype=torch.float32, device=p.device)
@@ -130,12 +136,10 @@ class InnerOpt:
         moments count only the updates they have seen.
         """
         step = self.step_count if inner_step is None else inner_step
-        lr = learning_rate(step, self.config, self.total_steps)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
+        self.lr = learning_rate(step, self.config, self.total_steps)
         self.step_count += 1
         if self.fused:
-            self.fused.prepare(lr, self.config, self.step_count)
+            self.fused.prepare(self.lr, self.config, self.step_count)
 
     @torch.no_grad()
     def update(self, squared_norm: Tensor | None = None) -> Tensor:
@@ -148,10 +152,12 @@ class InnerOpt:
             self.fused.step(scales, self.config)
             return norms
         norms = clip_(self._grads(), limit, self.groups, self.stacked, squared_norm)
+        assert self.adamw is not None
+        for group in self.adamw.param_groups:
+            group["lr"] = self.lr
         self.adamw.step()
-        lr = self.adamw.param_groups[0]["lr"]
         for name, mask in self.modified.items():
-            self._modified_step(name, mask, lr)
+            self._modified_step(name, mask, self.lr)
         return norms
 
     def _modified_step(self, name: str, mask: Tensor, lr: float) -> None:

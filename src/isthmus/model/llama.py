@@ -7,7 +7,9 @@ the batch.
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +45,12 @@ def init_tensor(name: str, shape: Sequence[int], model: ModelConfig, seed: int) 
     return torch.randn(tuple(shape), generator=generator) * std
 
 
-def init_params(model: ModelConfig, seed: int) -> dict[str, Tensor]:
-    return {name: init_tensor(name, shape, model, seed) for name, shape in model.shapes().items()}
+def init_params(model: ModelConfig, seed: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """The first value of all parameters, or of these; each has its own generator, so threads draw them."""
+    wanted = {name: shape for name, shape in model.shapes().items() if names is None or name in names}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "init") as threads:
+        drawn = threads.map(lambda name: init_tensor(name, wanted[name], model, seed), wanted)
+        return dict(zip(wanted, drawn, strict=True))
 
 
 def rope_table(

@@ -17,6 +17,7 @@ from isthmus.runlog.facts import Facts
 from isthmus.store import StoreError
 
 POLL_SECONDS = (0.1, 1.0)  # between looks at the manifest: short at first, then longer
+LOOK_SECONDS = 30.0  # after which the leader tells the others of its replica that it still waits
 FIRST_NOTE_SECONDS = 30.0  # until the log says what a round waits for
 
 
@@ -44,6 +45,7 @@ class LedgerExchange:
         self.unsettled: tuple[int, Future[Mapping[int, str]]] | None = None  # an anchor not yet agreed on
         self.sent_bytes, self.up_seconds = 0, 0.0  # of payloads
         self.wait_seconds = 0.0  # for manifests
+        self.next_note = FIRST_NOTE_SECONDS
         self.moved_bytes = 0  # what the store had moved at the last `pop_facts`
 
     def hold_anchor(self, round_number: int, digests: Mapping[int, str]) -> str:
@@ -131,24 +133,12 @@ class LedgerExchange:
         There is no limit: a round may wait for a quorum as long as it takes. The log says so, and why.
         """
         self.settle_anchor()
-        pause, longest = POLL_SECONDS
         self.awaiting = f"the manifest of round {round_number}"
-        began, next_note = time.monotonic(), FIRST_NOTE_SECONDS
-        while True:
-            try:
-                if (manifest := self.ledger.manifest(round_number)) is not None:
-                    break
-                if self.closer and self.closer.attempt(round_number, self.anchor):
-                    continue
-                if self.control.rank == 0 and (waited := time.monotonic() - began) > next_note:
-                    self.log(f"round {round_number}: {self._missing(round_number)} ({waited:.0f} s so far)")
-                    next_note = 2 * waited
-            except StoreError as error:  # a bucket that is away comes back, and waiting is all we do here
-                if error.kind != "network":
-                    raise
-                self.log(f"round {round_number}: {error}; still trying")
-            time.sleep(pause)
-            pause = min(longest, pause * 1.3)
+        began, self.next_note = time.monotonic(), FIRST_NOTE_SECONDS
+        # The others wait for the leader: it alone asks the store, and it answers in time for their time-out.
+        while not agree(self.control, self.control.rank == 0 and self._look(round_number, began)):
+            pass
+        manifest = self._manifest(round_number)
         self.awaiting = ""
         self.wait_seconds += time.monotonic() - began
         if self.anchor and manifest.anchor != self.anchor:
@@ -156,6 +146,35 @@ class LedgerExchange:
                 f"replica {self.replica} holds another anchor than round {round_number} started from; it "
                 "must join anew from the bucket"
             )
+        return manifest
+
+    def _look(self, round_number: int, began: float) -> bool:
+        """Is the round settled? The leader looks for a while, and tries to settle it if it may close."""
+        pause, longest = POLL_SECONDS
+        until = time.monotonic() + LOOK_SECONDS
+        while time.monotonic() < until:
+            try:
+                if self.ledger.manifest(round_number) is not None:
+                    return True
+                if self.closer and self.closer.attempt(round_number, self.anchor):
+                    continue
+                if (waited := time.monotonic() - began) > self.next_note:
+                    self.log(f"round {round_number}: {self._missing(round_number)} ({waited:.0f} s so far)")
+                    self.next_note = 2 * waited
+            except StoreError as error:  # a bucket that is away comes back, and waiting is all we do here
+                if error.kind != "network":
+                    raise
+                self.log(f"round {round_number}: {error}; still trying")
+            time.sleep(pause)
+            pause = min(longest, pause * 1.3)
+        return False
+
+    def _manifest(self, round_number: int) -> Manifest:
+        """A manifest that the leader has read: the store may answer another process a little later."""
+        pause, longest = POLL_SECONDS
+        while (manifest := self.ledger.manifest(round_number)) is None:
+            time.sleep(pause)
+            pause = min(longest, pause * 1.3)
         return manifest
 
     def _missing(self, round_number: int) -> str:

@@ -11,7 +11,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
-        self.seconds = self.started = 0.0
+        self.seconds = self.started = self.lapped = 0.0
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __enter__(self) -> None:
@@ -29,11 +29,17 @@ class Clock:
             end.record()
             self.events.append((self.begin, end))
 
-    def pop(self) -> float:
-        """Seconds since the last call."""
+    def lap(self) -> float:
+        """Seconds since the last call of this or of `pop`. On a GPU it waits for the last block."""
         if self.events:
-            torch.cuda.synchronize()
+            self.events[-1][1].synchronize()
             self.seconds += sum(begin.elapsed_time(end) for begin, end in self.events) / 1e3
             self.events.clear()
-        seconds, self.seconds = self.seconds, 0.0
+        seconds, self.lapped = self.seconds - self.lapped, self.seconds
+        return seconds
+
+    def pop(self) -> float:
+        """Seconds since the last call."""
+        self.lap()
+        seconds, self.seconds, self.lapped = self.seconds, 0.0, 0.0
         return seconds

@@ -8,6 +8,7 @@ do in place of gloo.
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +41,15 @@ class TensorSpec:
 Frame = tuple[TensorSpec, ...]
 
 
+class Departure:
+    """When a frame was whole and could leave; on a GPU that is known when the work before it is done."""
+
+    at = 0.0
+
+    def now(self) -> None:
+        self.at = time.perf_counter()
+
+
 class StageEnd(Protocol):
     """One stage's end of its link to a neighbour."""
 
@@ -48,8 +58,9 @@ class StageEnd(Protocol):
     def expect(self, frames: Sequence[Frame], ahead: int) -> None:
         """Prepare to receive these frames, `ahead` of them at a time; at most `ahead` wait to be sent."""
 
-    def send(self, frame: Mapping[str, Tensor]) -> None:
+    def send(self, frame: Mapping[str, Tensor]) -> "Departure":
         """Send one frame, its tensors by purpose, without waiting for its arrival."""
+        ...
 
     def receive(self, timeout_seconds: float | None = None) -> tuple[Tensor, ...]:
         """Wait for the next expected frame; RunError when the neighbour dies or stalls."""
@@ -74,7 +85,8 @@ def pack(frame: Mapping[str, Tensor], buffer: Tensor) -> None:
 def unpack(buffer: Tensor, frame: Frame, device: torch.device) -> tuple[Tensor, ...]:
     tensors, at = [], 0
     for spec in frame:
-        data = buffer[at : at + spec.num_bytes].to(device, copy=True)  # a copy of its own is aligned
+        # A copy of its own is aligned.
+        data = buffer[at : at + spec.num_bytes].to(device, copy=True, non_blocking=True)
         tensors.append(data.view(spec.dtype).view(spec.shape))
         at += spec.num_bytes
     return tuple(tensors)
@@ -104,7 +116,8 @@ class LinkPeers:
 
 
 class ProcessLink:
-    """A StageEnd between processes. gloo moves host memory: frames of a CUDA stage go through pinned memory.
+    """A StageEnd between processes. gloo moves host memory: frames of a CUDA stage go through pinned memory,
+    by copies on streams of their own, and a thread hands them to gloo: the stage computes meanwhile.
 
     Receives are posted ahead, so that the sender's bytes leave as soon as they exist; sends are asynchronous.
     The two directions have groups of their own, because one gloo group is half duplex for large frames.
@@ -120,7 +133,11 @@ class ProcessLink:
         self.device, self.timeout_seconds = device, timeout_seconds
         self.on_device = out.name() == "nccl"
         self.counts: dict[str, int] = dict.fromkeys(LINK_PURPOSES, 0)
-        self.sending: deque[tuple[Any, Tensor]] = deque()
+        self.sending: deque[tuple[Any, Tensor]] = deque()  # a gloo work, or the future of one
+        self.copies: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to the host, from the host
+        if device.type == "cuda" and not self.on_device:
+            self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self.sender = ThreadPoolExecutor(1, "sender")
         self.posted: deque[tuple[Any, Tensor, Frame]] = deque()
         self.expected: deque[Frame] = deque()
         self.ahead, self.broken = 1, False
@@ -145,22 +162,54 @@ class ProcessLink:
                 self.posted.append((self.into.recv([buffer], self.rank, self.num_posted), buffer, frame))
             self.num_posted = (self.num_posted + 1) % 2**31
 
-    def send(self, frame: Mapping[str, Tensor]) -> None:
+    def send(self, frame: Mapping[str, Tensor]) -> Departure:
         while len(self.sending) >= self.ahead:
             self._settle(self.timeout_seconds)
         sizes = {purpose: tensor.numel() * tensor.element_size() for purpose, tensor in frame.items()}
-        buffer = self._buffer(sum(sizes.values()))
-        pack(frame, buffer)
-        if self.device.type == "cuda" and not self.on_device:
-            torch.cuda.current_stream(self.device).synchronize()  # gloo reads the host's copy
+        buffer, departure = self._buffer(sum(sizes.values())), Departure()
         with self._faults():
-            self.sending.append((self.out.send([buffer], self.rank, self.num_sent), buffer))
+            if self.copies:
+                work: Any = self._send_when_copied(frame, buffer, departure)
+            else:
+                pack(frame, buffer)
+                departure.now()
+                work = self.out.send([buffer], self.rank, self.num_sent)
+        self.sending.append((work, buffer))
         self.num_sent = (self.num_sent + 1) % 2**31
         for purpose, size in sizes.items():
             self.counts[purpose] += size
+        return departure
+
+    def _send_when_copied(
+        self, frame: Mapping[str, Tensor], buffer: Tensor, departure: Departure
+    ) -> "Future[Any]":
+        assert self.copies
+        stream, out, rank, tag = self.copies[0], self.out, self.rank, self.num_sent
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            pack(frame, buffer)
+        for tensor in frame.values():
+            if tensor.is_cuda:
+                tensor.record_stream(stream)  # it may be freed here, and is still being read there
+        copied = torch.cuda.Event(blocking=True)
+        copied.record(stream)
+
+        def send() -> Any:
+            copied.synchronize()
+            departure.now()
+            return out.send([buffer], rank, tag)
+
+        return self.sender.submit(send)
 
     def _settle(self, timeout_seconds: float) -> None:
-        self._wait(self.sending[0][0], timeout_seconds, self.peers.stuck(timeout_seconds))
+        work, late = self.sending[0][0], self.peers.stuck(timeout_seconds)
+        if isinstance(work, Future):
+            with self._faults(late):
+                try:
+                    work = work.result(timeout_seconds)
+                except TimeoutError:
+                    raise RunError(late) from None
+        self._wait(work, timeout_seconds, late)
         self.sending.popleft()
 
     def receive(self, timeout_seconds: float | None = None) -> tuple[Tensor, ...]:
@@ -169,7 +218,15 @@ class ProcessLink:
         self._wait(work, timeout_seconds, self.peers.silent(timeout_seconds))
         self.posted.popleft()
         self._post()
-        return unpack(buffer, frame, self.device)
+        if not self.copies:
+            return unpack(buffer, frame, self.device)
+        stream, here = self.copies[1], torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(stream):
+            tensors = unpack(buffer, frame, self.device)
+        here.wait_stream(stream)
+        for tensor in tensors:
+            tensor.record_stream(here)
+        return tensors
 
     def _wait(self, work: Any, seconds: float, late: str) -> None:
         with self._faults(late):
@@ -215,6 +272,8 @@ class ProcessLink:
                     self._settle(self.timeout_seconds)
         self.sending.clear()
         self.posted.clear()
+        if self.copies:
+            self.sender.shutdown(wait=False)
         self.out = self.into = None
 
 
@@ -229,10 +288,13 @@ class LocalEnd:
     def expect(self, frames: Sequence[Frame], ahead: int) -> None:
         self.expected.extend(frames)
 
-    def send(self, frame: Mapping[str, Tensor]) -> None:
+    def send(self, frame: Mapping[str, Tensor]) -> Departure:
         for purpose, tensor in frame.items():
             self.counts[purpose] += tensor.numel() * tensor.element_size()
         self.out.append(tuple(tensor.detach() for tensor in frame.values()))
+        departure = Departure()
+        departure.now()
+        return departure
 
     def receive(self, timeout_seconds: float | None = None) -> tuple[Tensor, ...]:
         tensors, frame = self.into.popleft(), self.expected.popleft()

@@ -26,7 +26,7 @@ from isthmus.layout.schedule import (
     one_f_one_b,
 )
 from isthmus.replica.clock import Clock
-from isthmus.replica.links import StageEnd, TensorSpec, local_pair
+from isthmus.replica.links import Departure, StageEnd, TensorSpec, local_pair
 from isthmus.replica.stage import Stage
 
 # What stages send each other at the end of an inner step: squared gradient norm, loss, the slowest stage's
@@ -251,9 +251,9 @@ class _StageStep:
         self.micro_batches: Sequence[Tensor] = ()
         self.loss = torch.zeros((), dtype=torch.float64, device=stage.device)
         self.compute_seconds = 0.0  # with packing and sending, which the clock leaves out
-        # Of micro-batch 0: when its activations arrived and left, when its gradient arrived, and how long it
-        # was here between arriving from the stage before and returning there.
-        self.arrived = self.left = self.returned = self.stay_seconds = 0.0
+        # Of micro-batch 0: when its activations arrived and left, when its gradient arrived and left.
+        self.arrived = self.returned = 0.0
+        self.left, self.went_back = Departure(), Departure()
 
     def begin(self, depths: Sequence[int], num_micro_batches: int) -> None:
         """Post the receives. A neighbour is ahead of us by at most its depth or ours."""
@@ -291,13 +291,14 @@ class _StageStep:
         started = time.perf_counter()
         with self.clock:
             out = self.stage.forward(i, tokens.long(), z_in)
-        if i == 0:
-            self.arrived, self.left = started, time.perf_counter()
+        left = Departure()
         if self.after:
             ids = tokens.to(self.stage.frames()[0][1].dtype)
-            self.after.send({"activations": out, "tokens": ids})
+            left = self.after.send({"activations": out, "tokens": ids})
         else:
             self.loss += out
+        if i == 0:
+            self.arrived, self.left = started, left
         self.compute_seconds += time.perf_counter() - started
 
     def _backward(self, i: int, whole: bool) -> None:
@@ -305,24 +306,30 @@ class _StageStep:
         started = time.perf_counter()
         with self.clock:
             back = self.stage.backward(i, grad) if whole else self.stage.backward_input(i, grad)
+        went_back = Departure()
         if self.before:
             assert back is not None
-            self.before.send({"gradients": back})
+            went_back = self.before.send({"gradients": back})
         if i == 0:
-            self.returned, self.stay_seconds = started, time.perf_counter() - self.arrived
+            self.returned, self.went_back = started, went_back
         self.compute_seconds += time.perf_counter() - started
 
     def send_share(self) -> None:
         """Add this stage's share to those of the stages after it; the sum goes to the stage before."""
         with self.clock:
-            self.square = self.stage.squared_norm()
-        compute = self.compute_seconds / self.num_micro_batches
-        share = torch.tensor(
-            [self.square, self.loss.item(), compute, 0.0, self.stay_seconds], dtype=torch.float64
-        )
+            square = self.stage.squared_norm()
+        self.square, loss = torch.stack(
+            [square.double().view(()), self.loss]
+        ).tolist()  # the device is waited for once
+        # On a GPU the host only launches the work, and the clock knows how long it took.
+        seconds = self.clock.lap() if self.clock.on_cuda else self.compute_seconds
+        compute = seconds / self.num_micro_batches
+        # How long micro-batch 0 was here, between arriving from the stage before and returning there.
+        stay = (self.went_back.at or time.perf_counter()) - self.arrived
+        share = torch.tensor([self.square, loss, compute, 0.0, stay], dtype=torch.float64)
         if self.after:
             later = self.after.receive(self.timeout_seconds)[0].cpu()
-            round_trip = self.returned - self.left - later[4].item()
+            round_trip = self.returned - self.left.at - later[4].item()
             share[:2] += later[:2]
             share[2] = max(compute, later[2].item())
             share[3] = max(round_trip, later[3].item())

@@ -9,7 +9,7 @@ from torch import Tensor
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError
 from isthmus.layout.stages import EMBEDDING, boundaries, stage_names
-from isthmus.model.llama import Params, embed, init_tensor, rope_table, run_layers
+from isthmus.model.llama import Params, embed, init_params, init_tensor, rope_table, run_layers
 from isthmus.model.parts import parts
 from isthmus.replica.base import precision_dtypes
 from isthmus.replica.links import TOKEN_TYPES, Frame, TensorSpec
@@ -48,10 +48,8 @@ class Stage(Trainable):
         master_dtype, self.dtype = precision_dtypes(precision)
         device = torch.device(device)
 
-        def draw(name: str) -> Tensor:
-            return init_tensor(name, model.shapes()[name], model, recipe.seed).to(device, master_dtype)
-
-        params = {name: draw(name) for name in stage_names(model, num_stages)[index]}
+        drawn = init_params(model, recipe.seed, stage_names(model, num_stages)[index])
+        params = {name: tensor.to(device, master_dtype) for name, tensor in drawn.items()}
         bases, half = BasisSet(recipe, device, master_dtype), self.dtype == torch.bfloat16
         super().__init__(recipe, [member], params, bases, bf16_copies=half)
         self.member, self.index, self.wire = member, index, WIRE_TYPES[member.config.wire]
@@ -59,7 +57,7 @@ class Stage(Trainable):
         edges = (0, *boundaries(model.layers, num_stages), model.layers)
         self.layers = range(edges[index], edges[index + 1])
         # Every stage draws the table itself. Without adaptation (Table 5a) this first value is kept.
-        self.table = draw(EMBEDDING) if member.config.compressed else None
+        self.table = self._first_table() if member.config.compressed else None
         self.before, self.after = self._boundary(index - 1), self._boundary(index)
         self.rope = rope_table(model, model.context, master_dtype, device)
         # Of each micro-batch in flight: what came in (None at the first stage), and what went out.
@@ -67,6 +65,13 @@ class Stage(Trainable):
         self.split = recipe.inner.backward == "split"
         self.parts = parts(compiled and not self.split, recipe.inner.recompute)
         self.deferred: dict[int, DeferredGradients] = {}  # of micro-batches in flight, in a split backward
+
+    def _first_table(self) -> Tensor:
+        if self.first:
+            return self.params[EMBEDDING].detach().clone()
+        model = self.recipe.model
+        drawn = init_tensor(EMBEDDING, model.shapes()[EMBEDDING], model, self.recipe.seed)
+        return drawn.to(self.device, self.master_dtype)
 
     def _boundary(self, number: int) -> OpenBoundary | SubspaceBoundary:
         if self.table is None or not 0 <= number < self.member.config.stages - 1:
@@ -153,9 +158,9 @@ class Stage(Trainable):
         self.deferred.clear()
         self.zero_grad()
 
-    def squared_norm(self) -> float:
-        """Of this stage's gradients: its share of the replica's."""
-        return self.opt.squared_norm().item()
+    def squared_norm(self) -> Tensor:
+        """(1,) of this stage's gradients: its share of the replica's."""
+        return self.opt.squared_norm()
 
     def step(self, squared_norm: float, inner_step: int) -> None:
         """One InnerOpt update, clipped by this norm: the whole replica's, or the stage's own."""

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -107,6 +107,7 @@ class Trainer:
         self.pending: Contribution | None = None
         self.step_count = 0  # inner steps that the optimiser has taken
         self.hasher = ThreadPoolExecutor(1, "digest")
+        self.hash_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.upload: AnchorUpload | None = None
         self.seconds: dict[str, float] = defaultdict(float)  # at the edge of a round, by what it was spent on
         self.edge_began: float | None = None
@@ -212,6 +213,8 @@ class Trainer:
 
     def hold(self, round_number: int) -> None:
         """The digest of the anchor is computed while the next round trains, which does not change it."""
+        if self.hash_stream:  # it waits for the anchor, and not for the steps that are launched after it
+            self.hash_stream.wait_stream(torch.cuda.current_stream(self.device))
         digests = self.hasher.submit(self._digests)
         self.exchange.hold_later(round_number, digests)
         self.status.round = round_number
@@ -220,7 +223,8 @@ class Trainer:
 
     def _digests(self) -> Mapping[int, str]:
         shards = [self.ledger.shards[i] for i in self.reads]
-        return dict(zip(self.reads, shard_digests(self.anchor, shards), strict=True))
+        with torch.cuda.stream(self.hash_stream) if self.hash_stream else nullcontext():
+            return dict(zip(self.reads, shard_digests(self.anchor, shards), strict=True))
 
     # Anchors in the bucket
 

@@ -4,6 +4,7 @@ agent."""
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,6 +91,11 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
 
     start = StartUp(config.started, log)
     start.mark("imports")
+    device = pick_device(config.device)
+    if compiles(
+        config, device
+    ):  # the compiler's own imports take seconds, and the rest of the start is mostly not Python
+        threading.Thread(target=import_compiler, daemon=True, name="import-compiler").start()
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     try:
@@ -99,7 +105,6 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         raise RunError(str(error)) from None
     recipe, member = run.recipe, find_member(run, config.replica)
     ledger = Ledger(store, run, load_signer(Path(config.key), config.replica))
-    device = pick_device(config.device)
     whole = member.config.kind == "full"
     if whole and at.size > 1 and device.type == "cuda" and device.index is None:
         device = torch.device("cuda", at.rank)
@@ -172,6 +177,19 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     return 0
 
 
+def compiles(config: LauncherConfig, device: "torch.device") -> bool:
+    """Is this process's part of the model compiled? On a GPU, unless told otherwise."""
+    from isthmus import gpu
+
+    return gpu.usable(device) if config.compiled is None else config.compiled
+
+
+def import_compiler() -> None:
+    """What torch.compile would import at the first inner step."""
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401
+
+
 class StartUp:
     """How long it took from `join` to the first inner step, and what took it."""
 
@@ -233,7 +251,6 @@ def build_replica(
     """
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - it is public
 
-    from isthmus import gpu
     from isthmus.replica.control_group import SingleProcess, StageControlGroup
     from isthmus.replica.full import FullReplica, share_batches
     from isthmus.replica.leader import LeaderReplica
@@ -242,7 +259,7 @@ def build_replica(
     from isthmus.replica.stage import Stage
 
     recipe, whole = run.recipe.trained_by(member), member.config.kind == "full"
-    compiled = gpu.usable(device) if config.compiled is None else config.compiled
+    compiled = compiles(config, device)
 
     def full_replica(process_group: Any = None) -> FullReplica:
         assert batches is not None
