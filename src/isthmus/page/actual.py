@@ -15,6 +15,7 @@ from typing import Any
 from isthmus.config import Recipe
 from isthmus.planner.cost import step_flops
 from isthmus.planner.plan import Forecast, KindForecast, predict
+from isthmus.planner.step import recomputed_share
 from isthmus.runlog import REAL, About, Row, RunDir
 from isthmus.runlog.row import Figures
 
@@ -121,11 +122,14 @@ def _at(recipe: Recipe, rates: Mapping[str, float]) -> Recipe:
 
 
 def _rate(recipe: Recipe, kind: str, rows: Sequence[Row]) -> float | None:
-    """TFLOP/s of one machine, by 6 N a token: of the simulator, one whole replica's share of its time."""
+    """TFLOP/s of one machine, by 6 N a token and what is recomputed: of the simulator, one whole replica's
+    share of its time."""
+    replica = next(r for r in recipe.replicas if r.name == kind)
     figures = [row.measured[kind] for row in rows if row.measured.get(kind)]
     spent = [sum(f.get("compute_seconds") or ()) or f.get("seconds") for f in figures]
     seconds = _typical(spent)
-    return step_flops(recipe) * recipe.outer.inner_steps / seconds / TFLOP if seconds else None
+    flops = step_flops(recipe) * recomputed_share(recipe, replica) * recipe.outer.inner_steps
+    return flops / seconds / TFLOP if seconds else None
 
 
 def _typical(values: Sequence[float | None]) -> float | None:

@@ -13,6 +13,7 @@ from fractions import Fraction
 from isthmus.config import AUTO, Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
 from isthmus.layout.traffic import micro_batch_bytes
+from isthmus.planner.fit import MemoryPick, choose
 from isthmus.planner.paper_loss import penalty
 from isthmus.planner.step import compute_of, steady_pace
 
@@ -74,17 +75,32 @@ class Pick:
         )
 
 
-def resolve(recipe: Recipe, tflops: float = 0.0) -> tuple[Recipe, tuple[Pick, ...]]:
-    """The recipe with a k/d wherever it said "auto", and why; the recipe itself where it never did.
+def resolve(
+    recipe: Recipe, tflops: float = 0.0, memory_gb: float = 0.0
+) -> tuple[Recipe, tuple[Pick | MemoryPick, ...]]:
+    """The recipe with a k/d wherever it said "auto", and why; the same of sharding and recomputation where
+    the memory is stated. The recipe itself where there was nothing to pick.
 
-    `tflops` is the rate of machines whose own the recipe does not state.
+    `tflops` and `memory_gb` are those of machines whose own the recipe does not state.
     """
     picks = tuple(pick(recipe, r, tflops) for r in recipe.replicas if r.compression == AUTO)
-    if not picks:
-        return recipe, ()
     found = {chosen.replica: chosen.compression for chosen in picks}
-    replicas = [replace(r, compression=found.get(r.name, r.compression)) for r in recipe.replicas]
-    return replace(recipe, replicas=tuple(replicas)), picks
+    if found:
+        replicas = [replace(r, compression=found.get(r.name, r.compression)) for r in recipe.replicas]
+        recipe = replace(recipe, replicas=tuple(replicas))
+    if memory_gb:
+        known = [replace(r, memory_gb=r.memory_gb or memory_gb) for r in recipe.replicas]
+        recipe = replace(recipe, replicas=tuple(known))
+    fitted = {r.name: chosen for r in recipe.replicas if (chosen := choose(recipe, r, tflops))}
+    if fitted:
+        settled = [
+            replace(r, sharding=fitted[r.name].sharding, recompute=fitted[r.name].recompute)
+            if r.name in fitted
+            else r
+            for r in recipe.replicas
+        ]
+        recipe = replace(recipe, replicas=tuple(settled))
+    return recipe, (*picks, *fitted.values())
 
 
 def pick(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> Pick:

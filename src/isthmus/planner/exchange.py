@@ -65,12 +65,21 @@ def has_bucket(recipe: Recipe) -> bool:
     return recipe.outer.method != "adamw" and recipe.num_replicas > 1
 
 
+def _machines(recipe: Recipe, replica: ReplicaConfig) -> tuple[tuple[list[int], list[int]], ...]:
+    """(shards it writes, shards it reads) of every machine; the processes of a sharded replica share one."""
+    parts = machine_shards(recipe, replica)
+    if not replica.sharded:
+        return parts
+    writes, reads = (sorted({i for part in parts for i in part[way]}) for way in (0, 1))
+    return ((writes, reads),)
+
+
 def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> OuterExchange:
     """Every machine over its own link, one request after another; the slowest machine counts."""
     link, others = member.config.outer_link, recipe.num_replicas - 1
     up, down = outer_bytes(recipe, member, sizes)
     if has_bucket(recipe):
-        machines = machine_shards(recipe, member.config)
+        machines = _machines(recipe, member.config)
         up_seconds = max(
             _transfer(link, sum(sizes[i] for i in w), len(w) + (n == 0)) for n, (w, _) in enumerate(machines)
         )
@@ -108,7 +117,7 @@ def closing_of(
     """Full replicas close where there are some. What arrived before the last kind is already checked."""
     if not has_bucket(recipe):
         return None
-    closer = min(recipe.replicas, key=lambda r: (r.stages > 1, -r.outer_link.mbps))
+    closer = min(recipe.replicas, key=lambda r: (r.parts > 1, -r.outer_link.mbps))
     payload, latest = sum(sizes), max(turns.values())
     late = [r for r in recipe.replicas if turns[r.name] > TOGETHER * latest]
     num_last = sum(r.count for r in late) - (closer in late)
@@ -131,7 +140,7 @@ def catch_up_of(recipe: Recipe, replica: ReplicaConfig, sizes: tuple[int, ...]) 
     shapes, parts, link = recipe.model.shapes(), shards(recipe), replica.outer_link
     rounds = min(recipe.bucket.anchor_every, recipe.outer.rounds) - 1
     anchor = [_anchor_bytes(recipe, sum(prod(shapes[name]) for name in names)) for names in parts]
-    reads = [r for _, r in machine_shards(recipe, replica)]
+    reads = [r for _, r in _machines(recipe, replica)]
     replay = [recipe.num_replicas * sum(sizes[i] for i in r) for r in reads]
     seconds = max(
         _transfer(

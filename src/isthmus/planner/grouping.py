@@ -13,11 +13,10 @@ from itertools import combinations, islice, pairwise
 from isthmus.config import AUTO, Recipe, ReplicaConfig
 from isthmus.planner.auto import Pick, pick
 from isthmus.planner.machines import MachineList, worst
-from isthmus.planner.memory import process_memory
+from isthmus.planner.memory import SPARE, process_memory
 from isthmus.planner.plan import Forecast, predict
 from isthmus.planner.step import compute_of, inner_step
 
-SPARE = 0.10  # of a machine's memory that stays free: the prediction of memory errs by about as much
 GAIN = 1.01  # a more complicated fleet must be faster by this factor
 EXCHANGE_SHARE = 0.05  # of a round that may pass in the outer exchange
 INNER_STEPS = range(15, 251, 5)  # H: the range that SparseLoCo was tried in

@@ -1,6 +1,7 @@
 """Bytes of memory that a simulated fleet, or a process of a real one, will need."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import prod
 
@@ -19,6 +20,7 @@ CODEC_COPIES = {"sparseloco": 3.0, "diloco": 7.0, "adamw": 0.0}
 BUCKET_COPIES = {"sparseloco": 0.0, "diloco": 4.0, "adamw": 0.0}
 PAYLOAD_COPIES = 2.5  # of the entries that every replica sends: as bytes, as values, as positions
 STREAM_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+SPARE = 0.10  # of a machine's memory that stays free: the prediction of memory errs by about as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +130,9 @@ def plan_simulator(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """One process of a real fleet, in bytes: a full replica, or one stage of a pipelined one."""
+    """One process of a real fleet, in bytes: a full replica, a stage of a pipelined one, or a shard."""
 
-    stage: int
+    stage: int  # or the number of the shard
     weights: int
     adam: int  # both moments
     gradients: int
@@ -138,51 +140,114 @@ class ProcessMemory:
     anchor: int  # theta^(t-1); a compressed stage also holds the embedding's
     outer: int  # the momentum of DiLoCo
     embedding_copy: int  # the table in the boundary of every compressed stage
-    low_precision: int  # the half-width weights that autograd keeps under bf16
+    low_precision: int  # the half-width weights that the forward reads under bf16
+    gathered: int  # of a shard: the parts of the model that are whole while they run
     activations: int  # of all the micro-batches in flight
     slack: int  # what the allocator keeps between micro-batches: half of one's activations, measured on a CPU
     exchange: int  # work copies of the codec at the end of a round, when there are no activations
     runtime: int
+    host_copy: int  # of the private state, which is written to disk while the next round trains
+    on_gpu: bool  # then the host's copy is elsewhere
 
     @property
     def total(self) -> int:
         """The peak: activations and the codec's work copies are never there together."""
         resting = self.weights + self.adam + self.gradients + self.feedback + self.anchor + self.outer
-        inner = self.activations + self.slack + self.low_precision
-        return self.runtime + resting + self.embedding_copy + max(inner, self.exchange)
+        inner = self.activations + self.slack + self.low_precision + self.gathered
+        copied = 0 if self.on_gpu else self.host_copy
+        return self.runtime + resting + copied + self.embedding_copy + max(inner, self.exchange)
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self) | {"total": self.total}
 
 
-def process_memory(recipe: Recipe, replica: ReplicaConfig, stage: int, depth: int) -> ProcessMemory:
-    """What the process of this stage holds at most, with `depth` micro-batches in flight.
+def process_memory(
+    recipe: Recipe, replica: ReplicaConfig, stage: int, depth: int, on_gpu: bool | None = None
+) -> ProcessMemory:
+    """What the process of this stage, or of this shard, holds at most, with `depth` micro-batches in flight.
 
-    A full replica (one stage) runs its whole batch at once: depth 1. `inner.precision = "auto"` is counted as
-    on CUDA: a bf16 stream over fp32 weights.
+    A full replica runs its whole batch at once: depth 1. `inner.precision = "auto"` is counted as on CUDA: a
+    bf16 stream over fp32 weights. Without `on_gpu`, bf16 is on a GPU and anything else on a CPU.
     """
     precision = "bf16" if recipe.inner.precision == "auto" else recipe.inner.precision
     model, size, method = recipe.model, MASTER_BYTES[precision], recipe.outer.method
-    shapes = model.shapes()
-    own = sum(prod(shapes[name]) for name in stage_names(model, replica.stages)[stage])
+    shapes, full = model.shapes(), replica.kind == "full"
+    # What it answers for in the outer step; in the inner step every shard has its rows of everything.
+    answers = sum(prod(shapes[name]) for name in stage_names(model, replica.parts)[stage])
+    own = -(-model.num_parameters // replica.parts) if replica.sharded else answers
     table = prod(shapes[EMBEDDING]) if replica.compressed else 0
-    anchored = own + (table if stage else 0)
-    last = stage == replica.stages - 1
-    num_layers = layers_per_stage(model.layers, replica.stages)[stage] if replica.stages > 1 else model.layers
-    per_layer, logits = _token_bytes(recipe, precision, compiled=False)
-    rows = recipe.inner.batch // (recipe.inner.micro_batches if replica.stages > 1 else 1)
-    # Only one micro-batch's logits are there at a time: the last stage turns round at once (depth 1).
-    head = rows * model.context * logits if last else 0
-    micro_batch = rows * model.context * num_layers * per_layer
+    anchored = answers + (table if stage else 0)
+    feedback = answers * size if method == "sparseloco" else 0
+    anchor = 0 if method == "adamw" else anchored * size
+    outer = anchored * size if method == "diloco" else 0
+    activations, slack = _kept(recipe, replica, stage, depth, precision)
+    copies = exchange_copies(recipe) + BUCKET_COPIES[method]
+    whole = answers if replica.sharded else 0  # its part of the weights, gathered for the codec
     return ProcessMemory(
         stage=stage,
         weights=own * size,
         adam=2 * own * size,
         gradients=own * size,
-        feedback=own * size if method == "sparseloco" else 0,
-        anchor=0 if method == "adamw" else anchored * size,
-        outer=anchored * size if method == "diloco" else 0,
+        feedback=feedback,
+        anchor=anchor,
+        outer=outer,
         embedding_copy=table * size,
-        low_precision=own * 2 if precision == "bf16" else 0,
-        activations=depth * micro_batch + head,
-        slack=(micro_batch + head) // 2 if replica.stages > 1 else 0,
-        exchange=int((exchange_copies(recipe) + BUCKET_COPIES[method]) * anchored * size),
-        runtime=PROCESS_BYTES if stage == 0 else LATER_STAGE_BYTES,
+        low_precision=own * 2 if precision == "bf16" and not replica.sharded else 0,
+        gathered=_gathered(recipe, precision) if replica.sharded else 0,
+        activations=activations,
+        slack=slack,
+        exchange=int((copies * anchored + whole) * size),
+        runtime=PROCESS_BYTES if full or stage == 0 else LATER_STAGE_BYTES,
+        host_copy=2 * own * size + feedback + anchor + outer,
+        on_gpu=precision == "bf16" if on_gpu is None else on_gpu,
     )
+
+
+def _kept(recipe: Recipe, replica: ReplicaConfig, stage: int, depth: int, precision: str) -> tuple[int, int]:
+    """Activations that a process keeps for its backwards, and the allocator's slack.
+
+    Recomputed layers keep their input only, and one of them at a time has all that is inside it again; by
+    then the head has let go of its logits.
+    """
+    model, inner, full = recipe.model, recipe.inner, replica.kind == "full"
+    rows = max(1, inner.batch // (replica.processes if full else inner.micro_batches))
+    num_tokens = rows * model.context
+    num_layers = model.layers if full else layers_per_stage(model.layers, replica.stages)[stage]
+    per_layer, logits = _token_bytes(recipe, precision, compiled=False)
+    # Only one micro-batch's logits are there at a time: the last stage turns round at once (depth 1).
+    head = num_tokens * logits if full or stage == replica.stages - 1 else 0
+    if recipe.recomputes(replica):
+        micro_batch = num_tokens * num_layers * STREAM_BYTES[precision] * model.width
+        kept, here = depth * micro_batch, max(head, num_tokens * per_layer)
+    else:
+        micro_batch = num_tokens * num_layers * per_layer
+        kept, here = depth * micro_batch, head
+    return kept + here, 0 if full else (micro_batch + here) // 2
+
+
+def _gathered(recipe: Recipe, precision: str) -> int:
+    """What FSDP has whole at a time: the head with its gradient, and two layers, one of which is on its way.
+
+    Weights and gradients are whole as the stream reads them; what is averaged, as the weights are kept.
+    """
+    model, size, kept = recipe.model, STREAM_BYTES[precision], MASTER_BYTES[precision]
+    table, layer = model.vocab * model.width, model.num_parameters - 2 * model.vocab * model.width
+    layer //= model.layers
+    head = table * (2 * size + kept) + 2 * layer * size
+    return max(head, 3 * table * kept + layer * size)
+
+
+def replica_memory(
+    recipe: Recipe, replica: ReplicaConfig, in_flight: Sequence[int] = (1,), on_gpu: bool | None = None
+) -> tuple[ProcessMemory, ...]:
+    """Every process of one replica that answers for a part of the model; `in_flight` by stage."""
+    return tuple(
+        process_memory(recipe, replica, s, in_flight[s] if replica.stages > 1 else 1, on_gpu)
+        for s in range(replica.parts)
+    )
+
+
+def recomputing(recipe: Recipe, replica: ReplicaConfig, yes: bool) -> tuple[Recipe, ReplicaConfig]:
+    """The same with or without recomputation, whatever the recipe says."""
+    inner = replace(recipe.inner, recompute=False)
+    return replace(recipe, inner=inner), replace(replica, recompute="yes" if yes else "no")

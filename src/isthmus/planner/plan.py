@@ -23,7 +23,8 @@ from isthmus.planner.exchange import (
     snapshot_of,
     stored_bytes,
 )
-from isthmus.planner.memory import process_memory
+from isthmus.planner.fit import cures, usable
+from isthmus.planner.memory import recomputing, replica_memory
 from isthmus.planner.paper_loss import penalty
 from isthmus.planner.step import Compute, StageLink, Step, compute_of, inner_step, rate_of
 
@@ -53,7 +54,15 @@ class KindForecast:
     step: Step
     exchange: OuterExchange
     catch_up: CatchUp | None
-    memory: tuple[dict[str, int], ...]  # one for each process of one replica
+    processes: int  # of a full replica, on one machine
+    sharding: str  # "full": they cut the model between them
+    recompute: bool
+    memory: tuple[dict[str, int], ...]  # of each process that answers for a part of the model
+    memory_plain: tuple[int, ...]  # their totals without recomputation
+    memory_recomputed: tuple[int, ...]  # and with it
+    memory_gb: float  # that a process may use; 0: not known
+    fits: bool | None  # None: not known
+    cures: tuple[str, ...]  # where it does not fit: changes with which it would
     round_seconds: float  # H steps and its own exchange, without waiting
     wait_seconds: float  # in every round, for slower replicas
     utilisation: float  # share of the whole run in which its machines compute
@@ -85,7 +94,7 @@ class Forecast:
     rounds: int
     inner_steps: int  # H
     kinds: tuple[KindForecast, ...]
-    auto: tuple[str, ...]  # where the recipe said compression = "auto": what it became and why
+    auto: tuple[str, ...]  # what "auto" became in the recipe, and why
     payload_bytes: int  # one replica's update
     num_shards: int
     closing: Closing | None
@@ -118,9 +127,11 @@ def predict(
     tflops: float = 0.0,
     prices: Prices | None = None,
     verify_bytes_per_second: float = VERIFY_BYTES_PER_SECOND,
+    memory_gb: float = 0.0,
 ) -> Forecast:
-    """The forecast of a run. `tflops` is the rate of machines whose own the recipe does not state."""
-    recipe, picks = resolve(recipe, tflops)
+    """The forecast of a run. `tflops` and `memory_gb` are those of machines whose own the recipe does not
+    state."""
+    recipe, picks = resolve(recipe, tflops, memory_gb)
     rates = {replica.name: rate_of(replica, tflops) for replica in recipe.replicas}
     rounds, sizes = recipe.outer.rounds, shard_bytes(recipe)
     usual = _round_of(recipe, rates, sizes, verify_bytes_per_second)
@@ -246,7 +257,7 @@ def _kind(
     sent["payload_down"] = times * pace.exchange.down_bytes
     sent["control"] = 0
     if closing and closing.closer == name:
-        # A pipelined closer's first machine also reads the shards that it does not train, to check them.
+        # The first machine or process of a closer that is cut also reads the shards of the others, to check.
         reads = machine_shards(recipe, replica)[0][1]
         unread = sum(size for i, size in enumerate(sizes) if i not in reads)
         sent["control"] = recipe.outer.rounds * recipe.num_replicas * unread
@@ -258,8 +269,15 @@ def _kind(
     }
     worst = max(losses, key=losses.__getitem__)
     # A slower link keeps more micro-batches in flight: finishing rounds may have the most.
-    most = map(max, pace.step.in_flight, last.paces[name].step.in_flight)
-    processes = [process_memory(recipe, replica, s, in_flight) for s, in_flight in enumerate(most)]
+    most = tuple(map(max, pace.step.in_flight, last.paces[name].step.in_flight))
+    memory = replica_memory(recipe, replica, most)
+    plain, recomputed = (
+        tuple(process.total for process in replica_memory(*recomputing(recipe, replica, yes), most))
+        for yes in (False, True)
+    )
+    fits = None
+    if replica.memory_gb:
+        fits = max(process.total for process in memory) <= usable(replica.memory_gb)
     return KindForecast(
         name=name,
         kind=replica.kind,
@@ -272,7 +290,15 @@ def _kind(
         step=pace.step,
         exchange=pace.exchange,
         catch_up=catch_up_of(recipe, replica, sizes),
-        memory=tuple(asdict(process) | {"total": process.total} for process in processes),
+        processes=replica.processes,
+        sharding=replica.sharding,
+        recompute=recipe.recomputes(replica),
+        memory=tuple(process.to_dict() for process in memory),
+        memory_plain=plain,
+        memory_recomputed=recomputed,
+        memory_gb=replica.memory_gb,
+        fits=fits,
+        cures=cures(recipe, replica, pace.compute.tflops) if fits is False else (),
         round_seconds=alone,
         wait_seconds=wait,
         utilisation=compute / mean_round_seconds,
@@ -293,7 +319,7 @@ def _requests(recipe: Recipe, kinds: tuple[KindForecast, ...], round_seconds: fl
     for kind in kinds:
         waiting = round_seconds - recipe.outer.inner_steps * kind.step.seconds
         looks = 1 + round(max(0.0, waiting - kind.exchange.up_seconds - kind.exchange.down_seconds))
-        gets += kind.count * (kind.exchange.gets + kind.stages * looks + recipe.num_replicas * looks)
+        gets += kind.count * (kind.exchange.gets + len(kind.memory) * looks + recipe.num_replicas * looks)
         beats = round(round_seconds / recipe.bucket.heartbeat_seconds)
         puts += kind.count * (kind.exchange.puts + beats)
     return {"get": gets, "put": puts + 1}

@@ -71,15 +71,34 @@ def rate_of(replica: ReplicaConfig, tflops: float = 0.0) -> float:
 
 def compute_of(recipe: Recipe, replica: ReplicaConfig, tflops: float) -> Compute:
     flops = step_flops(recipe)
-    mean = flops / replica.stages / (tflops * 1e12)
-    shapes = recipe.model.shapes()
-    # 6 N is dealt by what multiplies: the embedding is a look-up, its share goes to all.
-    work = [
-        sum(prod(shapes[name]) for name in names if name != EMBEDDING)
-        for names in stage_names(recipe.model, replica.stages)
-    ]
-    seconds = tuple(mean * replica.stages * part / sum(work) for part in work)
-    return Compute(tflops=tflops, flops_per_step=flops, seconds_per_step=mean, stage_seconds_per_step=seconds)
+    once, again = _work(recipe, replica)
+    whole = flops / (tflops * 1e12)
+    seconds = tuple(whole * (o + a) / sum(once) for o, a in zip(once, again, strict=True))
+    return Compute(
+        tflops=tflops,
+        flops_per_step=flops,
+        seconds_per_step=whole * recomputed_share(recipe, replica) / replica.stages,
+        stage_seconds_per_step=seconds,
+    )
+
+
+def _work(recipe: Recipe, replica: ReplicaConfig) -> tuple[list[float], list[float]]:
+    """Of each stage: what it multiplies with, and what of it recomputation repeats: a layer's forward."""
+    shapes, again = recipe.model.shapes(), recipe.recomputes(replica)
+    once, repeated = [], []
+    for names in stage_names(recipe.model, replica.stages):
+        # 6 N is dealt by what multiplies: the embedding is a look-up, its share goes to all.
+        own = {name: prod(shapes[name]) for name in names if name != EMBEDDING}
+        layers = sum(number for name, number in own.items() if name.startswith("layers."))
+        once.append(float(sum(own.values())))
+        repeated.append(FORWARD_SHARE * layers if again else 0.0)
+    return once, repeated
+
+
+def recomputed_share(recipe: Recipe, replica: ReplicaConfig) -> float:
+    """An inner step's operations over 6 N a token: more than 1 where layers run again in the backward."""
+    once, repeated = _work(recipe, replica)
+    return 1 + sum(repeated) / sum(once)
 
 
 def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageLink | None, Step]:

@@ -1,0 +1,156 @@
+"""Does a replica fit its machines, and what would make it fit: recomputation, sharding, more stages.
+
+`memory_gb` of a [[replicas]] table says what a process may use. Where it is stated, `sharding = "auto"` and
+`recompute = "auto"` become the first of these that fits: neither (fastest), sharding (the processes of one
+machine exchange weights over its own bus), recomputation (a third more compute), both.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from isthmus.config import AUTO, Member, Recipe, ReplicaConfig
+from isthmus.layout.schedule import depths
+from isthmus.planner.memory import SPARE, replica_memory
+from isthmus.planner.step import compute_of, inner_step
+
+ORDER = (("none", "no"), ("full", "no"), ("none", "yes"), ("full", "yes"))  # sharding, recompute
+PROCESSES = (2, 4, 8, 16)
+STAGES_COMPRESSION = "1/8"  # of stages that a full replica is not cut into yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPick:
+    """What `sharding = "auto"` and `recompute = "auto"` became for one [[replicas]] table, and why."""
+
+    replica: str
+    sharding: str
+    recompute: str
+    needed_bytes: int  # of its largest process
+    plain_bytes: int  # the same with neither
+    memory_gb: float
+
+    @property
+    def choice(self) -> str:
+        chosen = [
+            *(["sharding"] if self.sharding == "full" else []),
+            *(["recomputation"] if self.recompute == "yes" else []),
+        ]
+        what = " and ".join(chosen) if chosen else "neither sharding nor recomputation"
+        plain = f" ({_gb(self.plain_bytes)} without)" if chosen else ""
+        room = f"{self.memory_gb:g} GB with {SPARE:.0%} to spare"
+        fits = "fits" if self.needed_bytes <= usable(self.memory_gb) else "still does not fit"
+        return (
+            f"replica {self.replica}: {what}: a process needs {_gb(self.needed_bytes)}{plain}, which {fits} "
+            f"{room}"
+        )
+
+    @property
+    def reason(self) -> str:
+        return self.choice
+
+
+def usable(memory_gb: float) -> float:
+    """Bytes that a process may be predicted to take."""
+    return (1 - SPARE) * memory_gb * 1e9
+
+
+def needed(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> int:
+    """Bytes of the largest process of one replica."""
+    in_flight = in_flight_of(recipe, replica, tflops)
+    return max(process.total for process in replica_memory(recipe, replica, in_flight))
+
+
+def in_flight_of(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> tuple[int, ...]:
+    """The most micro-batches that each stage holds; without a rate, over links that take no time."""
+    if replica.stages == 1:
+        return (1,)
+    rate = replica.tflops or tflops
+    if rate <= 0:
+        return depths(replica.stages, recipe.inner.micro_batches, 1.0, 0.0, 0.0, recipe.inner.in_flight)
+    most = (0,) * replica.stages
+    for round_number in (1, recipe.outer.rounds):  # finishing rounds carry more, and so hold more
+        usual = replace(recipe, replicas=(replica,)).in_round(round_number)
+        member = Member(0, replica.name, usual.replicas[0])
+        step = inner_step(usual, member, compute_of(usual, member.config, rate))[1]
+        most = tuple(map(max, most, step.in_flight))
+    return most
+
+
+def choose(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> MemoryPick | None:
+    """For a table that leaves a choice and states its memory; where nothing fits, what needs least."""
+    shardings, recomputes = (replica.sharding,), (replica.recompute,)
+    if replica.sharding == AUTO:
+        shardings = ("none", "full") if may_shard(recipe, replica) else ("none",)
+    if replica.recompute == AUTO:
+        recomputes = ("yes",) if recipe.inner.recompute else ("no", "yes")
+    if not replica.memory_gb or len(shardings) == len(recomputes) == 1:
+        return None
+    tried: list[tuple[int, str, str]] = []
+    for shard, again in ORDER:
+        if shard in shardings and again in recomputes:
+            trial = replace(replica, sharding=shard, recompute=again)
+            tried.append((needed(recipe, trial, tflops), shard, again))
+    fitting = [each for each in tried if each[0] <= usable(replica.memory_gb)]
+    total, shard, again = fitting[0] if fitting else min(tried)
+    return MemoryPick(
+        replica=replica.name,
+        sharding=shard,
+        recompute=again,
+        needed_bytes=total,
+        plain_bytes=tried[0][0],
+        memory_gb=replica.memory_gb,
+    )
+
+
+def may_shard(recipe: Recipe, replica: ReplicaConfig) -> bool:
+    return replica.kind == "full" and 1 < replica.processes <= recipe.model.layers
+
+
+def cures(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> tuple[str, ...]:
+    """What would make a replica fit that does not: each is one change of the recipe, with its bytes."""
+    room = usable(replica.memory_gb)
+    found = []
+    for words, trial in _changes(recipe, replica):
+        total = needed(recipe, trial, tflops)
+        if total <= room:
+            found.append(f"{words} ({_gb(total)})")
+    return tuple(found)
+
+
+def _changes(recipe: Recipe, replica: ReplicaConfig) -> Iterator[tuple[str, ReplicaConfig]]:
+    again = recipe.recomputes(replica)
+    yes = replace(replica, recompute="yes")
+    if not again:
+        yield 'recompute = "yes"', yes
+    if may_shard(recipe, replica) and not replica.sharded:
+        yield 'sharding = "full"', replace(replica, sharding="full")
+        if not again:
+            yield 'sharding = "full" and recompute = "yes"', replace(yes, sharding="full")
+    if replica.kind == "full":
+        more = [n for n in PROCESSES if n > replica.processes and recipe.inner.batch % n == 0]
+        for n in [n for n in more if n <= recipe.model.layers][:2]:
+            words = f'a machine of {n} such devices, with processes = {n}, sharding = "full"'
+            yield words + ' and recompute = "yes"', replace(yes, processes=n, sharding="full")
+    yield from _more_stages(recipe, replica)
+
+
+def _more_stages(recipe: Recipe, replica: ReplicaConfig) -> Iterator[tuple[str, ReplicaConfig]]:
+    """The fewest stages that fit, as the recipe has it and with recomputation."""
+    room = usable(replica.memory_gb)
+    base = replica
+    if replica.kind == "full":
+        base = replace(replica, kind="pipelined", processes=1, sharding="none", stages=2)
+        base = replace(base, compression=STAGES_COMPRESSION)
+    for again in ("no", "yes"):
+        if recipe.recomputes(replica) and again == "no":
+            continue
+        for stages in range(max(2, replica.stages + 1), recipe.model.layers + 1):
+            trial = replace(base, stages=stages, recompute="yes" if again == "yes" else base.recompute)
+            if needed(recipe, trial) <= room:
+                words = f"stages = {stages}" + (' and recompute = "yes"' if again == "yes" else "")
+                yield ('kind = "pipelined", ' if replica.kind == "full" else "") + words, trial
+                break
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"
