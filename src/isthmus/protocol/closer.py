@@ -297,8 +297,8 @@ class Closer:
 
         Full replicas come first: they read every payload anyway, so checking costs them no bytes.
         """
-        stages = {member.name: member.config.stages for member in self.recipe.fleet()}
-        full = [name for name in self.ledger.run.closers if stages.get(name) == 1]
+        parts = {member.name: member.config.parts for member in self.recipe.fleet()}
+        full = [name for name in self.ledger.run.closers if parts.get(name) == 1]
         rest = [name for name in self.ledger.run.closers if name not in full]
         if self.own in full:
             return (full.index(self.own) - round_number) % len(full)

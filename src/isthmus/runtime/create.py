@@ -50,7 +50,7 @@ def create(
     secrets = {name: new_secret() for name in names}
     public = {name: Signer(name, secret).public_key for name, secret in secrets.items()}
     # Full replicas come first: they read every payload anyway, so checking it costs them nothing.
-    full_first = sorted(recipe.fleet(), key=lambda member: member.config.stages > 1)
+    full_first = sorted(recipe.fleet(), key=lambda member: member.config.parts > 1)
     closers = closers or [member.name for member in full_first]
     anchor, digest = {}, ""
     if first:
