@@ -1,8 +1,9 @@
 """A full replica that no process holds whole: torch's FSDP2 cuts every weight between the processes."""
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from isthmus.replica.process_groups import Store, make_group
 HEAD = ("norm.weight", "output.weight")
 # Between rounds a process may be uploading while the others already wait for it.
 TIMEOUT_SECONDS = 1800.0
+M_MMAP_THRESHOLD, MMAP_BYTES = -3, 2**18  # of malloc.h; blocks from this size on have a mapping of their own
 
 
 class ShardedReplica:
@@ -280,7 +282,15 @@ def shard_mesh(
         def loopback(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
             return make_group("gloo", store, rank, size, LOOPBACK, timeout)
 
+        _return_freed_memory()
         torch_distributed.Backend.register_backend("loopback", loopback, devices=["cpu"])
         backend = "cpu:loopback"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_processes, timeout=timeout)
     return init_device_mesh(kind, (num_processes,))
+
+
+def _return_freed_memory() -> None:
+    """Ask glibc to give large blocks back to the system when they are freed. Otherwise it keeps the layers
+    that come and go with every step, in each thread's arena: several times what is in use."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
