@@ -11,7 +11,7 @@ from isthmus.doctor import machine
 from isthmus.doctor.role import fits, least_bytes, role
 from isthmus.errors import ConfigError
 from isthmus.planner.cost import step_flops
-from isthmus.planner.devices import PEAK, assume, device_tflops
+from isthmus.planner.devices import MEMORY_GB, PEAK, assume, device_tflops
 from isthmus.planner.plan import predict
 
 RECIPE = """
@@ -105,8 +105,10 @@ def test_a_disk_that_is_full_or_read_only_says_what_to_do(tmp_path, monkeypatch)
 
 def test_a_devices_rate_is_a_share_of_its_stated_peak():
     assert device_tflops("H100") == device_tflops("nvidia h100") == pytest.approx(0.4 * 989)
-    rest, settings, words = assume(["h100", "edge=rtx-4090"])
-    assert (rest, settings) == (pytest.approx(395.6), ["replicas.edge.tflops=66"])
+    rest, rest_gb, settings, words = assume(["h100", "edge=rtx-4090"])
+    assert (rest, rest_gb) == (pytest.approx(395.6), 80)
+    assert settings == ["replicas.edge.tflops=66", "replicas.edge.memory_gb=24"]
+    assert PEAK.keys() == MEMORY_GB.keys()
     assert all("40 %" in line and "isthmus doctor" in line for line in words)
     with pytest.raises(ConfigError, match='did you mean "h100"'):
         device_tflops("h1000")

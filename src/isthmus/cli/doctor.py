@@ -158,7 +158,8 @@ def text(found: "Survey") -> str:
         lines.append("  # Rates differ between model sizes: --preset measures with the one you will train.")
     if len(found.gpus) > 1:
         lines.append(
-            f"  (tflops of one GPU; a full replica with processes = {len(found.gpus)} has as many times)"
+            f"  (tflops of one GPU; a full replica with processes = {len(found.gpus)} has as many times, and "
+            'with sharding = "full" a model as many times as large)'
         )
     failed = sum(not check.ok for check in found.checks)
     if failed:
@@ -175,20 +176,26 @@ def roles(found: "Survey") -> list[str]:
         f"  {'preset':<8}{'full replica':<34}{'or a stage of':<34}{'its round, full':>16}",
     ]
     for fit in found.fits:
-        lines.append(f"  {fit.preset:<8}{_full(fit):<34}{_stage(fit):<34}{_round(fit):>16}")
+        full = _full(fit.full_batch, fit.full_bytes)
+        stage = _stage(fit.stages, fit.micro_batches, fit.stage_bytes)
+        lines.append(f"  {fit.preset:<8}{full:<34}{stage:<34}{_round(fit):>16}")
+        again = _full(fit.full_batch_recomputed, fit.full_bytes_recomputed)
+        stage = _stage(fit.stages_recomputed, fit.micro_batches_recomputed, fit.stage_bytes_recomputed)
+        lines.append(f"  {'':<8}{again:<34}{stage:<34}{'recomputed':>16}")
+    lines.append(
+        '  recomputed: with inner.recompute = true, or recompute = "yes" in its table; a third more compute'
+    )
     return lines
 
 
-def _full(fit: "Fit") -> str:
-    if not fit.full_batch:
-        return f"no: needs {size(fit.full_bytes)}"
-    return f"{size(fit.full_bytes)} with inner.batch = {fit.full_batch}"
+def _full(batch: int, num_bytes: int) -> str:
+    return f"{size(num_bytes)} with inner.batch = {batch}" if batch else f"no: needs {size(num_bytes)}"
 
 
-def _stage(fit: "Fit") -> str:
-    if not fit.stages:
-        return f"no: needs {size(fit.stage_bytes)}"
-    return f"{fit.stages} stages, {fit.micro_batches} micro-batches: {size(fit.stage_bytes)}"
+def _stage(stages: int, micro_batches: int, num_bytes: int) -> str:
+    if not stages:
+        return f"no: needs {size(num_bytes)}"
+    return f"{stages} stages, {micro_batches} micro-batches: {size(num_bytes)}"
 
 
 def _round(fit: "Fit") -> str:

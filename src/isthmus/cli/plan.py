@@ -51,8 +51,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         action="append",
         default=[],
         metavar="[REPLICA=]NAME",
-        help="assume 40 %% of a well-known device's stated peak instead: h100, a100, l40s, rtx-4090, ...; "
-        "for the machines of one table, edge=l4; may be repeated",
+        help="assume 40 %% of a well-known device's stated peak instead, and its memory: h100, a100, l40s, "
+        "rtx-4090, ...; for the machines of one table, edge=l4; may be repeated",
     )
     parser.add_argument(
         "--price-per-hour",
@@ -125,27 +125,28 @@ def plan(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it is 0 or more")
     if not args.check_mb_per_second > 0:
         raise ConfigError(f"--check-mb-per-second is {args.check_mb_per_second}; it is above 0")
-    args.tflops, settings, assumed = assumed_rates(args)
+    args.tflops, memory_gb, settings, assumed = assumed_machines(args)
     recipe = load_recipe(args.recipe, [*args.set, *settings])
     prices = read_prices(args)
     if args.scale:
         scales(args, recipe, prices)
     else:
-        forecast = predict(recipe, args.tflops, prices, args.check_mb_per_second * 1e6)
-        print(forecast.to_json() if args.json else table(resolve(recipe, args.tflops)[0], forecast))
+        forecast = predict(recipe, args.tflops, prices, args.check_mb_per_second * 1e6, memory_gb)
+        resolved = resolve(recipe, args.tflops, memory_gb)[0]
+        print(forecast.to_json() if args.json else table(resolved, forecast))
     for words in assumed:
         print(f"Assumed: {words}.", file=sys.stderr if args.json else sys.stdout)
     return 0
 
 
-def assumed_rates(args: argparse.Namespace) -> tuple[float, list[str], list[str]]:
-    """--tflops and --device: a rate for all machines without one, settings of single tables, words."""
+def assumed_machines(args: argparse.Namespace) -> tuple[float, float, list[str], list[str]]:
+    """--tflops and --device: rate and GB of all machines without them, settings of single tables, words."""
     from isthmus.planner.devices import assume
 
-    rate, settings, words = assume(args.device)
+    rate, memory_gb, settings, words = assume(args.device)
     if rate and args.tflops:
         raise ConfigError("--tflops and --device both give a rate to all machines; give one of them")
-    return rate or args.tflops, settings, words
+    return rate or args.tflops, memory_gb, settings, words
 
 
 def suggested(args: argparse.Namespace) -> int:

@@ -1,9 +1,10 @@
 """How a forecast reads: the table of `isthmus plan`, and that of `--scale`. Loads no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from isthmus.config import Recipe
+from isthmus.planner.memory import SPARE
 from isthmus.runlog.words import count, duration, fleet_in_words, rate, size
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ def _run_rows(forecast: "Forecast") -> dict[str, str]:
 def _title(kind: "KindForecast") -> str:
     many = f"{kind.count:,} replica{'s' * (kind.count > 1)}"
     machine = f"{kind.compute.tflops:g} TFLOP/s"
+    if kind.sharding == "full":
+        return f"{kind.name}: {many}, each cut between {kind.processes} processes of one machine of {machine}"
     if kind.stages == 1:
         return f"{kind.name}: {many}, each whole on one machine of {machine}"
     return f"{kind.name}: {many}, each in {kind.stages} stages on machines of {machine}"
@@ -110,6 +113,8 @@ def _kind_rows(recipe: Recipe, forecast: "Forecast", kind: "KindForecast") -> di
                 f"{catch_up.replay_rounds_most} rounds of {size(catch_up.replay_bytes_per_round)}"
             )
     rows["memory"] = _memory(kind)
+    if kind.fits is not None:
+        rows["fits"] = _room(kind)
     rows["utilisation"] = f"{kind.utilisation:.1%} of the run its machines compute"
     if kind.wait_seconds > 0.005 * forecast.round_seconds:
         rows["utilisation"] += f"; {kind.utilisation_alone:.1%} if they had nobody to wait for"
@@ -156,14 +161,38 @@ def _memory(kind: "KindForecast") -> str:
         "anchor": "anchor",
         "outer": "outer momentum",
         "embedding_copy": "embedding copy",
+        "gathered": "parts that are whole while they run",
         "activations": "activations in flight",
     }
     top = max(kind.memory, key=lambda process: process["total"])
     parts = ", ".join(f"{name} {size(top[key])}" for key, name in names.items() if top[key])
-    if kind.stages == 1:
-        return f"{size(top['total'])}: {parts}"
-    totals = ", ".join(size(process["total"]) for process in kind.memory)
-    return f"{totals} by stage;\nstage {top['stage']}: {parts}"
+    other, totals = ("without", kind.memory_plain) if kind.recompute else ("with", kind.memory_recomputed)
+    lines = [f"{size(top['total'])}: {parts}"]
+    if len(kind.memory) > 1:
+        what = "shard" if kind.sharding == "full" else "stage"
+        lines = [f"{_sizes(process['total'] for process in kind.memory)} by {what};"]
+        lines.append(f"{what} {top['stage']}: {parts}")
+    own = "recomputed" if kind.recompute else "kept"
+    lines.append(f"activations are {own}; {other} recomputation it would be {_sizes(totals)}")
+    where = "beside it in the host's memory" if top["on_gpu"] else "of it"
+    lines.append(f"{size(top['host_copy'])} {where}: the copy of the state that is being written")
+    return "\n".join(lines)
+
+
+def _sizes(totals: Iterable[int]) -> str:
+    return ", ".join(map(size, totals))
+
+
+def _room(kind: "KindForecast") -> str:
+    """Whether it fits the machine, and what would make it fit."""
+    most = max(process["total"] for process in kind.memory)
+    room = f"{kind.memory_gb:g} GB"
+    if kind.fits:
+        return f"yes: {size(most)} of {room}"
+    cures = (
+        f"what would fit:\n{chr(10).join(kind.cures)}" if kind.cures else "no change of it was found to fit"
+    )
+    return f"NO: {size(most)}, and a process may use {room} less {SPARE:.0%}; {cures}"
 
 
 def bottleneck(forecast: "Forecast", kind: "KindForecast") -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from isthmus.config import PRESETS, InnerConfig, OuterConfig, Recipe, ReplicaConfig
 from isthmus.layout.schedule import depths
 from isthmus.planner.cost import step_flops
-from isthmus.planner.memory import process_memory
+from isthmus.planner.memory import process_memory, replica_memory
 
 BATCH = InnerConfig().batch
 ROUND_STEPS = OuterConfig().inner_steps
@@ -22,9 +22,14 @@ class Fit:
     preset: str
     full_batch: int  # the largest inner.batch of a full replica, up to the default
     full_bytes: int  # at that batch, or at a batch of 1 where none fits
+    full_batch_recomputed: int  # the same with inner.recompute
+    full_bytes_recomputed: int
     stages: int  # the fewest stages of which this machine can be any one, at the default batch
     micro_batches: int  # that this needs
     stage_bytes: int  # of the largest stage
+    stages_recomputed: int  # the same with inner.recompute
+    micro_batches_recomputed: int
+    stage_bytes_recomputed: int
     round_seconds: float | None  # 50 inner steps of a full replica, the default batch; None: no rate known
 
     @property
@@ -54,42 +59,72 @@ def least_bytes(precision: str = "fp32") -> int:
 
 
 def _recipe(
-    preset: str, precision: str, replica: ReplicaConfig, batch: int, micro_batches: int = 8
+    preset: str,
+    precision: str,
+    replica: ReplicaConfig,
+    batch: int,
+    micro_batches: int = 8,
+    recompute: bool = False,
 ) -> Recipe:
-    inner = InnerConfig(batch=batch, micro_batches=min(batch, micro_batches), precision=precision)
+    inner = InnerConfig(
+        batch=batch, micro_batches=min(batch, micro_batches), precision=precision, recompute=recompute
+    )
     return Recipe(name="doctor", model=PRESETS[preset], inner=inner, replicas=(replica,))
 
 
-def _full_bytes(preset: str, precision: str, batch: int) -> int:
+def _full_bytes(preset: str, precision: str, batch: int, recompute: bool = False) -> int:
     replica = ReplicaConfig(name="doctor")
-    return process_memory(_recipe(preset, precision, replica, batch), replica, 0, 1).total
+    recipe = _recipe(preset, precision, replica, batch, recompute=recompute)
+    return process_memory(recipe, replica, 0, 1).total
 
 
-def _stage_bytes(preset: str, precision: str, stages: int, micro_batches: int) -> int:
+def _stage_bytes(
+    preset: str, precision: str, stages: int, micro_batches: int, recompute: bool = False
+) -> int:
     """The largest of its stages, over links so fast that 1F1B's depths suffice; slow ones want deeper."""
     replica = ReplicaConfig(name="doctor", kind="pipelined", stages=stages, compression="1/8")
-    recipe = _recipe(preset, precision, replica, BATCH, micro_batches)
+    recipe = _recipe(preset, precision, replica, BATCH, micro_batches, recompute)
     chosen = depths(stages, micro_batches, 1.0, 0.0, 0.0)
-    return max(process_memory(recipe, replica, s, chosen[s]).total for s in range(stages))
+    return max(process.total for process in replica_memory(recipe, replica, chosen))
 
 
-def _fit(preset: str, available: int, precision: str, tflops: float | None) -> Fit:
-    batch = next((b for b in BATCHES if _full_bytes(preset, precision, b) <= available), 0)
+def _full(preset: str, available: int, precision: str, recompute: bool) -> tuple[int, int]:
+    """The largest batch that fits, or 0, and its bytes."""
+    sizes = [(batch, _full_bytes(preset, precision, batch, recompute)) for batch in BATCHES]
+    return next((each for each in sizes if each[1] <= available), (0, sizes[-1][1]))
+
+
+def _stage(preset: str, available: int, precision: str, recompute: bool) -> tuple[int, int, int]:
+    """The fewest stages and micro-batches that fit, or 0, and the bytes of the largest stage."""
     tried = [
-        (stages, m, _stage_bytes(preset, precision, stages, m))
+        (stages, m, _stage_bytes(preset, precision, stages, m, recompute))
         for stages in range(2, PRESETS[preset].layers + 1)
         for m in MICRO_BATCHES
     ]
     least = min(tried, key=lambda each: each[2])
-    stages, m, needed = next((each for each in tried if each[2] <= available), (0, 0, least[2]))
+    return next((each for each in tried if each[2] <= available), (0, 0, least[2]))
+
+
+def _fit(preset: str, available: int, precision: str, tflops: float | None) -> Fit:
+    (batch, full), (again_batch, again_full) = (
+        _full(preset, available, precision, recompute) for recompute in (False, True)
+    )
+    (stages, m, stage), (again_stages, again_m, again_stage) = (
+        _stage(preset, available, precision, recompute) for recompute in (False, True)
+    )
     flops = step_flops(_recipe(preset, precision, ReplicaConfig(name="doctor"), BATCH))
     return Fit(
         preset=preset,
         full_batch=batch,
-        full_bytes=_full_bytes(preset, precision, batch or 1),
+        full_bytes=full,
+        full_batch_recomputed=again_batch,
+        full_bytes_recomputed=again_full,
         stages=stages,
         micro_batches=m,
-        stage_bytes=needed,
+        stage_bytes=stage,
+        stages_recomputed=again_stages,
+        micro_batches_recomputed=again_m,
+        stage_bytes_recomputed=again_stage,
         round_seconds=ROUND_STEPS * flops / (tflops * 1e12) if tflops else None,
     )
 

@@ -66,6 +66,9 @@ class Survey:
         if faster := self.faster_in_bf16:
             note = f'with inner.precision = "bf16", {faster.source}'
             lines.append((f"# tflops = {faster.recipe_value}", note))
+        if self.gpus:
+            free = f"free on {self.gpus[0].device}: what a process may use"
+            lines.append((f"memory_gb = {self.gpus[0].available_bytes / 1e9:.1f}", free))
         lines += [(f"{key} = {rate.recipe_value()}", to) for key, to, rate in self.links]
         return [f"{line:<54} # {note}" for line, note in lines]
 

@@ -1,6 +1,6 @@
-"""Training rates of well-known devices, for plans made before the machine is at hand.
+"""Training rates and memory of well-known devices, for plans made before the machine is at hand.
 
-They are assumptions and printed as such: `isthmus doctor` on the machine measures its rate.
+The rates are assumptions and printed as such: `isthmus doctor` on the machine measures its rate.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,36 @@ PEAK = {
     "rtx-3090": 71.0,
     "mi300x": 1307.0,
 }
+# GB as the makers state them, of the larger variant where there are two.
+MEMORY_GB = {
+    "b200": 180.0,
+    "h200": 141.0,
+    "h100": 80.0,
+    "h100-pcie": 80.0,
+    "a100": 80.0,
+    "l40s": 48.0,
+    "l4": 24.0,
+    "a40": 48.0,
+    "a10": 24.0,
+    "a6000": 48.0,
+    "rtx-6000-ada": 48.0,
+    "rtx-5090": 32.0,
+    "rtx-4090": 24.0,
+    "rtx-3090": 24.0,
+    "mi300x": 192.0,
+}
 
 
 def device_tflops(name: str) -> float:
     """The training rate that is assumed for one such device."""
+    return SHARE * PEAK[_known(name)]
+
+
+def device_memory_gb(name: str) -> float:
+    return MEMORY_GB[_known(name)]
+
+
+def _known(name: str) -> str:
     known = name.lower().replace("_", "-").replace(" ", "-")
     known = known.removeprefix("nvidia-").removeprefix("amd-").removeprefix("geforce-")
     if known not in PEAK:
@@ -39,30 +65,31 @@ def device_tflops(name: str) -> float:
             f'device "{name}" is not in the table, and `isthmus doctor` can measure it'
             f"{hint or '; the table has ' + ', '.join(PEAK)}"
         )
-    return SHARE * PEAK[known]
+    return known
 
 
-def assume(given: Sequence[str]) -> tuple[float, list[str], list[str]]:
-    """`h100` for every machine without a stated rate, `edge=l4` for those of one table:
+def assume(given: Sequence[str]) -> tuple[float, float, list[str], list[str]]:
+    """`h100` for every machine without a stated rate or memory, `edge=l4` for those of one table:
 
-    (the rate of the former or 0, settings for the latter, sentences that say what was assumed).
+    (rate and GB of the former or 0, settings for the latter, sentences that say what was assumed).
     """
-    rest, settings, words = 0.0, [], []
+    rest, rest_gb, settings, words = 0.0, 0.0, [], []
     for text in given:
         replica, _, device = text.rpartition("=")
-        rate = device_tflops(device)
+        rate, memory_gb = device_tflops(device), device_memory_gb(device)
         if replica:
             settings.append(f"replicas.{replica}.tflops={rate:g}")
+            settings.append(f"replicas.{replica}.memory_gb={memory_gb:g}")
         elif rest:
             raise ConfigError(
                 f'--device is given twice for all machines, the second time as "{device}"; for one table '
                 f"write REPLICA={device}"
             )
         else:
-            rest = rate
+            rest, rest_gb = rate, memory_gb
         whose = f"of replica {replica}" if replica else "without a stated rate"
         words.append(
-            f"a machine {whose} is one {device} at {rate:g} TFLOP/s, {SHARE * 100:.0f} % of the bf16 peak "
-            "that its maker states; `isthmus doctor` on it measures the rate"
+            f"a machine {whose} is one {device} of {memory_gb:g} GB at {rate:g} TFLOP/s, {SHARE * 100:.0f} % "
+            "of the bf16 peak that its maker states; `isthmus doctor` on it measures the rate"
         )
-    return rest, settings, words
+    return rest, rest_gb, settings, words

@@ -40,8 +40,8 @@ class MemoryPick:
         room = f"{self.memory_gb:g} GB with {SPARE:.0%} to spare"
         fits = "fits" if self.needed_bytes <= usable(self.memory_gb) else "still does not fit"
         return (
-            f"replica {self.replica}: {what}: a process needs {_gb(self.needed_bytes)}{plain}, which {fits} "
-            f"{room}"
+            f'replica {self.replica}: "auto" is {what}: a process needs {_gb(self.needed_bytes)}{plain}, '
+            f"which {fits} {room}"
         )
 
     @property
