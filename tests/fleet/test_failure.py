@@ -198,6 +198,17 @@ def test_a_settled_round_in_between_gives_another_try(tmp_path):
         made.ended({0: -signal.SIGSEGV})
 
 
+def test_a_settled_round_counts_once_also_where_no_worker_starts_again(tmp_path):
+    made, _ = restarts(tmp_path, 1)
+    mark = Settled(tmp_path, 0)
+    mark.step(1)
+    mark.round(1, 1.0)
+    wrong = Failure.of(TypeError("unexpected keyword argument 'shutdown_timeout'"))
+    assert made.judge([wrong]) == 0  # as when the agent itself fails
+    with pytest.raises(Final, match="shutdown_timeout"):
+        made.judge([wrong])
+
+
 def test_a_request_to_leave_ends_the_pause(tmp_path):
     made, said = restarts(tmp_path, 1)
     made.failures.in_a_row = 20

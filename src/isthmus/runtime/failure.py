@@ -54,6 +54,8 @@ class Failure:
         if isinstance(error, ConfigError | RunError):
             return cls(kind, str(error), passes(error))
         text = f"{kind}: {why}" if why else kind
+        if kind.startswith("Rendezvous"):  # in words of ours
+            text = why
         if _no_memory_behind(error):
             kind, text = "no memory", f"out of memory ({text}); {SMALLER}"
         elif isinstance(error, ModuleNotFoundError):

@@ -31,7 +31,12 @@ def launch(config: LauncherConfig) -> int:
         AliveFile(config.alive_file).start()
     check_torch()
     with told_in_one_line(f"replica {config.replica}: "):
-        return _launch(config)
+        from isthmus.store.retry import StoreError
+
+        try:
+            return _launch(config)
+        except StoreError as error:  # before any worker was started
+            raise error.at_start() from None
 
 
 def _launch(config: LauncherConfig) -> int:
@@ -42,7 +47,6 @@ def _launch(config: LauncherConfig) -> int:
     from isthmus.runtime.checks import check_corpus, check_not_taken, check_start, check_trainable
     from isthmus.runtime.waiting import WaitingNotes
     from isthmus.store.objects import open_store
-    from isthmus.store.retry import StoreError
 
     store = open_store(config.url, create=False)
     run = read_run(store)
@@ -62,10 +66,7 @@ def _launch(config: LauncherConfig) -> int:
             check_not_taken(Ledger(store, run), member.name, work)
     else:
         find_master(host, port, config.wait_seconds, member.name)
-    try:
-        store.probe(f"members/{member.name}/probe")  # may this machine's credentials write at all?
-    except StoreError as error:
-        raise error.at_start() from None
+    store.probe(f"members/{member.name}/probe")  # may this machine's credentials write at all?
     stages = member.config.stages
     log(f'joining "{run.recipe.name}" as {member.config.kind} replica of {stages} stage{"s" * (stages > 1)}')
     config = replace(config, key=str(key.resolve()), work_dir=str(work))
@@ -80,12 +81,19 @@ def check_device(config: LauncherConfig, recipe: "Recipe", member: "Member") -> 
 
     A warning where the room may be too small, or nothing.
     """
+    import torch
+
     from isthmus import gpu
     from isthmus.runtime.fits import check_fits, device_memory
     from isthmus.simulator.run import pick_device
 
     device, warning = pick_device(config.device), ""
     if device.type == "cuda":
+        if device.index is None and member.config.processes > torch.cuda.device_count():
+            raise ConfigError(
+                f"replica {member.name} has {member.config.processes} processes, one for each CUDA device, "
+                f"and this machine has {torch.cuda.device_count()}; join on another machine"
+            )
         warning = check_fits(recipe, [member], *device_memory(device), config.stage)
     if member.config.backend == "nccl" and device.type != "cuda":
         raise ConfigError(

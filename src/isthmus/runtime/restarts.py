@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from isthmus.runtime.failure import QUICK_SECONDS, Failure, Failures, Final, failure_note, settled_note
@@ -48,21 +49,25 @@ class Restarts:
 
     def judge(self, found: Collection[Failure]) -> float:
         """Seconds until the next start."""
-        settled = any(settled_note(self.work, rank).exists() for rank in self.ranks)
-        if settled:
-            self.failures.progress()
+        for rank in self.ranks:
+            if settled_note(self.work, rank).exists():
+                self.failures.progress()
+                settled_note(self.work, rank).unlink()  # it counts once, also where no worker starts now
         if final := self.failures.final(found):
-            trace = f"; more in {self._kept(final)}" if final.trace else ""
-            raise Final(f"replica {self.replica} failed twice in the same way: {final.text}{trace}")
+            raise Final(
+                f"replica {self.replica} failed twice in the same way: {final.text}{self._kept(final)}"
+            )
         if time.monotonic() - self.started_at > QUICK_SECONDS:
             self.failures.in_a_row = 1
         return self.failures.pause_seconds()
 
-    def _kept(self, final: Failure) -> Path:
-        """The traceback as a text that a person can read."""
-        path = self.work / "failed.txt"
-        path.write_text(final.trace)
-        return path
+    def _kept(self, final: Failure) -> str:
+        """Where a person finds the traceback, if there is one."""
+        with suppress(OSError):
+            if final.trace:
+                (self.work / "failed.txt").write_text(final.trace)
+                return f"; more in {self.work / 'failed.txt'}"
+        return ""
 
     def pause(self, failure: Failure, seconds: float) -> None:
         """Wait, and say what for. A request to leave ends the first wait; later ones are short."""

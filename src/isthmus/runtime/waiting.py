@@ -42,7 +42,8 @@ class WaitingNotes(threading.Thread):
             now = self.clock()
             if not self.what:
                 self.since, self.incarnation = now, self._incarnation()
-            self.what, self.next_start = what, now + next_start_seconds
+            self.what = "".join(c if c.isprintable() else "?" for c in what)
+            self.next_start = now + next_start_seconds
         self._write()
 
     def over(self) -> None:
@@ -71,7 +72,7 @@ class WaitingNotes(threading.Thread):
             return
         heartbeat = Heartbeat(
             state=WAITING,
-            awaiting="".join(c if c.isprintable() else "?" for c in self.text()),
+            awaiting=self.text(),
             waited_seconds=self.clock() - self.since,
             pid=os.getpid(),
         )
