@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_recipes import EDGE, RACK, recipe_text
+from small_recipes import EDGE, RACK, recipe_text, replicas
 
 from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable, passes
-from isthmus.planner.memory import process_memory
+from isthmus.planner.fit import in_flight_of
+from isthmus.planner.memory import process_memory, replica_memory
 from isthmus.protocol.heartbeat import WAITING, Heartbeat
 from isthmus.runtime import versions
 from isthmus.runtime.failure import (
@@ -386,7 +387,7 @@ def test_the_torch_of_a_source_tree_is_asked_itself(monkeypatch):
 def test_a_device_that_cannot_hold_the_state_is_refused_and_a_tight_one_warned_of():
     recipe = parse_recipe(recipe_text(RACK + EDGE))
     rack, edge = recipe.fleet()
-    needs = process_memory(recipe, rack.config, 0, 1)
+    needs = process_memory(recipe, rack.config, 0, 1, on_gpu=True)
     assert check_fits(recipe, [rack], needs.total, "a card") == ""
     assert "may need" in check_fits(recipe, [rack], needs.total - 1, "a card")
     least = resting_bytes(needs)
@@ -394,25 +395,35 @@ def test_a_device_that_cannot_hold_the_state_is_refused_and_a_tight_one_warned_o
     assert "may need" in check_fits(recipe, [rack], least, "a card")
     with pytest.raises(ConfigError, match=r"replica rack: weights, .* take .* GB, a card has .* GB; "):
         check_fits(recipe, [rack], least - 1, "a card")
-    both = sum(resting_bytes(process_memory(recipe, edge.config, s, 1)) for s in range(2))
-    with pytest.raises(ConfigError, match=r"replicas rack, edge: .* devices of their own|larger device"):
-        check_fits(recipe, [rack, edge], least + both - 1, "a card")
-    one = resting_bytes(process_memory(recipe, edge.config, 1, 1))
-    assert "stage 1 of replica edge may need" in check_fits(recipe, [edge], one, "a card", stage=1)
+    stages = [resting_bytes(process_memory(recipe, edge.config, s, 1)) for s in range(2)]
+    with pytest.raises(ConfigError, match=r"replicas rack, edge: .*; give each replica and stage a device"):
+        check_fits(recipe, [rack, edge], least + sum(stages) - 1, "a card")
+    assert "stage 1 of replica edge may need" in check_fits(recipe, [edge], stages[1], "a card", stage=1)
+    with pytest.raises(ConfigError, match="stage 1 of replica edge: "):
+        check_fits(recipe, [edge], stages[1] - 1, "a card", stage=1)
 
 
-def test_the_cure_names_the_fewest_stages_that_fit():
+def test_the_processes_of_a_full_replica_have_a_device_each():
+    whole, cut = (
+        parse_recipe(recipe_text(replicas("rack", processes=2, sharding=sharding)))
+        for sharding in ("none", "full")
+    )
+    room = resting_bytes(process_memory(whole, whole.replicas[0], 0, 1))
+    assert "may need" in check_fits(whole, whole.fleet(), room, "a card")
+    assert "may need" in check_fits(cut, cut.fleet(), int(0.75 * room), "a card")
+    with pytest.raises(ConfigError, match="replica rack: "):
+        check_fits(whole, whole.fleet(), int(0.75 * room), "a card")
+
+
+def test_the_line_says_what_would_fit():
     recipe = parse_recipe(
         recipe_text(RACK, model={"preset": "512m", "width": 1024, "ffn": 4096, "heads": 16})
     )
-    (rack,) = recipe.fleet()
     with pytest.raises(ConfigError) as error:
-        check_fits(recipe, [rack], 4 * 10**9, "a card of 4 GB")
-    stages = int(re.search(r"stages = (\d+)", str(error.value))[1])
-
-    def largest(stages: int) -> int:
-        config = replace(rack.config, kind="pipelined", stages=stages)
-        return max(process_memory(recipe, config, s, 1).total for s in range(stages))
-
-    assert largest(stages) <= 4 * 10**9
-    assert stages == 2 or largest(stages - 1) > 4 * 10**9
+        check_fits(recipe, recipe.fleet(), 4 * 10**9, "a card of 4 GB")
+    found = re.search(r'what would fit: .*kind = "pipelined", stages = (\d+)', str(error.value))
+    config = replace(recipe.replicas[0], kind="pipelined", stages=int(found[1]), compression="1/8")
+    assert (
+        max(part.total for part in replica_memory(recipe, config, in_flight_of(recipe, config))) < 4 * 10**9
+    )
+    assert "\n" not in str(error.value)

@@ -1,13 +1,14 @@
-"""Whether a replica's part fits on its GPU, by the planner's memory model, before anything is started."""
+"""Whether replicas fit on their GPU, by the planner's memory model, before anything is started."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from isthmus.config import Member, Recipe, ReplicaConfig
+from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError
-from isthmus.planner.memory import ProcessMemory, process_memory
+from isthmus.planner.fit import cures, in_flight_of
+from isthmus.planner.memory import ProcessMemory, replica_memory
 
 
 def check_fits(
@@ -21,15 +22,14 @@ def check_fits(
     parts = [part for member in members for part in _parts(recipe, member, stage)]
     resting, peak = sum(map(resting_bytes, parts)), sum(part.total for part in parts)
     names = ", ".join(member.name for member in members)
-    who = (
-        f"replica{'s' * (len(members) > 1)} {names}" if len(names) < 60 else f"these {len(members)} replicas"
-    )
+    who = f"replica{'s' * (len(members) > 1)} {names}" if len(names) < 60 else f"{len(members)} replicas"
     if stage is not None:
         who = f"stage {stage} of {who}"
     if resting > device_bytes:
+        cure = _cure(recipe, members, max(map(resting_bytes, parts)), device_bytes)
         raise ConfigError(
             f"{who}: weights, optimiser, anchor and error feedback alone take {_gb(resting)}, {device} has "
-            f"{_gb(device_bytes)}; {_cure(recipe, members, device_bytes)}"
+            f"{_gb(device_bytes)}; {cure}"
         )
     if peak > device_bytes:
         return (
@@ -50,24 +50,22 @@ def resting_bytes(part: ProcessMemory) -> int:
     return part.weights + part.adam + part.feedback + part.anchor + part.outer
 
 
-def _parts(recipe: Recipe, member: Member, stage: int | None) -> list[ProcessMemory]:
-    stages = range(member.config.stages) if stage is None else [stage]
-    return [process_memory(recipe, member.config, s, 1) for s in stages]
+def _parts(recipe: Recipe, member: Member, stage: int | None) -> Sequence[ProcessMemory]:
+    """The processes of a replica that are on the device."""
+    config = member.config
+    found = replica_memory(recipe, config, in_flight_of(recipe, config), on_gpu=True)
+    if config.kind == "full":
+        return [max(found, key=resting_bytes)]
+    return found if stage is None else [found[stage]]
 
 
-def _cure(recipe: Recipe, members: Sequence[Member], device_bytes: int) -> str:
-    """The fewest stages of one replica that fit on devices of this size, one each."""
-    config = members[0].config
-    for stages in range(2, recipe.model.layers + 1):
-        if _largest(recipe, replace(config, kind="pipelined", stages=stages, processes=1)) <= device_bytes:
-            if len(members) > 1 or config.stages >= stages:
-                return "give the replicas and stages devices of their own, by `isthmus join --device`"
-            return f'kind = "pipelined" with stages = {stages}, a device each, would fit'
-    return "it needs a smaller model or a larger device; `isthmus plan --suggest` looks for a fleet that fits"
-
-
-def _largest(recipe: Recipe, replica: ReplicaConfig) -> int:
-    return max(process_memory(recipe, replica, stage, 1).total for stage in range(replica.stages))
+def _cure(recipe: Recipe, members: Sequence[Member], largest: int, device_bytes: int) -> str:
+    if largest <= device_bytes:
+        return "give each replica and stage a device of its own, by `isthmus join --device`"
+    replica = replace(members[0].config, memory_gb=device_bytes / 1e9)
+    if fitting := cures(recipe, replica)[:2]:
+        return f"what would fit: {', or '.join(fitting)}"
+    return "use a larger device or a smaller model; `isthmus plan --suggest` looks for a fleet that fits"
 
 
 def _gb(num_bytes: int) -> str:
