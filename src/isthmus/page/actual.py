@@ -126,7 +126,8 @@ def _rate(recipe: Recipe, kind: str, rows: Sequence[Row]) -> float | None:
     share of its time."""
     replica = next(r for r in recipe.replicas if r.name == kind)
     figures = [row.measured[kind] for row in rows if row.measured.get(kind)]
-    spent = [sum(f.get("compute_seconds") or ()) or f.get("seconds") for f in figures]
+    at_once = replica.processes if replica.sharded else 1  # of one machine; stages have one each
+    spent = [sum(f.get("compute_seconds") or ()) / at_once or f.get("seconds") for f in figures]
     seconds = _typical(spent)
     flops = step_flops(recipe) * recomputed_share(recipe, replica) * recipe.outer.inner_steps
     return flops / seconds / TFLOP if seconds else None
@@ -184,7 +185,7 @@ def _steps(both: _Both, rows: Sequence[Row]) -> list[Line]:
     kind, steps = both.plan, both.steps
     seconds = both.typical("seconds")
     lines = [both.line("", "an inner step", "seconds", lambda k: k.step.seconds, seconds and seconds / steps)]
-    each = [both.typical("compute_seconds", s) for s in range(kind.stages)]
+    each = [both.typical("compute_seconds", s) for s in range(len(kind.memory))]
     if kind.stages > 1:
         for s, own in enumerate(each):
             compute = lambda k, s=s: k.compute.stage_seconds_per_step[s]  # noqa: E731
@@ -193,7 +194,7 @@ def _steps(both: _Both, rows: Sequence[Row]) -> list[Line]:
             )
     round_seconds = _typical([row.seconds for row in rows])
     known = [own for own in each if own]
-    share = sum(known) / kind.stages / round_seconds if known and round_seconds else None
+    share = sum(known) / len(kind.memory) / round_seconds if known and round_seconds else None
     return [*lines, both.line("", "utilisation", "share", lambda k: k.utilisation, share)]
 
 
@@ -243,7 +244,7 @@ def _exchange(both: _Both) -> list[Line]:
             continue
         lines.append(_payload(both, where, way))
         rounds = max(1, len(both.figures))
-        spent = [both.total(f"{way}_seconds", s) / rounds for s in range(both.plan.stages)]
+        spent = [both.total(f"{way}_seconds", s) / rounds for s in range(len(both.plan.memory))]
         seconds = lambda k, w=way: getattr(k.exchange, f"{w}_seconds")  # noqa: E731
         lines.append(both.line(where, "in a round", "seconds", seconds, max(spent)))
     return lines
@@ -255,22 +256,35 @@ def _payload(both: _Both, where: str, way: str) -> Line:
 
 
 def _memory(both: _Both, about: About) -> list[Line]:
+    """The peak of every process; and what the largest would have with or without recomputation."""
     on_gpu = about.get("device") not in (None, "cpu")
     if not about.get("precision"):
         return []  # of a run that was only joined: what `auto` came to is not known
-    lines = []
-    for s in range(both.plan.stages):
+    lines, plan = [], both.plan
+    what = "shard" if plan.sharding == "full" else "stage"
+    for s in range(len(plan.memory)):
         peaks = [row[s] for figure in both.figures if s < len(row := figure.get("peak_bytes") or [])]
         if not any(peaks):
             continue
-        where = f"stage {s}" if both.plan.stages > 1 else ""
-
-        def predicted(kind: KindForecast, s: int = s) -> float:
-            memory = kind.memory[s]
-            return memory["total"] - (memory["runtime"] if on_gpu else 0)  # which lies on the host
-
-        lines.append(both.line(where, "peak memory", "bytes", predicted, max(peaks)))
+        where = f"{what} {s}" if len(plan.memory) > 1 else ""
+        lines.append(both.line(where, "peak memory", "bytes", lambda k, s=s: _peak(k, s, on_gpu), max(peaks)))
+    if lines:
+        s = max(range(len(plan.memory)), key=lambda s: plan.memory[s]["total"])
+        words = "peak memory if activations were " + ("kept" if plan.recompute else "recomputed")
+        other = lambda k: _peak(k, s, on_gpu, otherwise=True)  # noqa: E731
+        where = f"{what} {s}" if len(plan.memory) > 1 else ""
+        lines.append(both.line(where, words, "bytes", other, None))
     return lines
+
+
+def _peak(kind: KindForecast, s: int, on_gpu: bool, otherwise: bool = False) -> float:
+    """Predicted where this run has its tensors; `otherwise`: had it recomputed what it kept, or kept it."""
+    memory, total = kind.memory[s], kind.memory[s]["total"]
+    if otherwise:
+        total = (kind.memory_plain if kind.recompute else kind.memory_recomputed)[s]
+    # The runtime and the copy that is being written lie on the host.
+    copied = 0 if memory["on_gpu"] else memory["host_copy"]
+    return total - copied - memory["runtime"] if on_gpu else total - copied + memory["host_copy"]
 
 
 def _shapes(both: _Both) -> list[Line]:
