@@ -14,6 +14,7 @@ from isthmus.protocol.trust import load_signer
 from isthmus.replica.control_group import SingleProcess
 from isthmus.replica.full import FullReplica
 from isthmus.runtime.create import create
+from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import HeartbeatThread, Trainer
 from isthmus.store.objects import open_store
 
@@ -23,7 +24,7 @@ def rounds_in_a_bucket(recipe: Recipe, folder: Path, settle: int) -> list[float]
     create(recipe, str(folder / "bucket"), folder / "keys")
     seats = [_seat(recipe, folder, member) for member in recipe.fleet() if member.config.kind == "full"]
     for fleet in seats:
-        fleet.resume()
+        Recovery(fleet).resume()
         HeartbeatThread(fleet, "seat", 1.0).beat()
     before, closer.STEP_IN_SECONDS = closer.STEP_IN_SECONDS, 0.0
     losses = []
@@ -49,4 +50,6 @@ def _seat(recipe: Recipe, folder: Path, member) -> Trainer:
     replica = FullReplica(recipe, member, batches, device=cpu, precision=inner.precision)
     work = folder / "work" / member.name
     control, name = SingleProcess(), os.urandom(8).hex()
-    return Trainer(recipe, member, replica, ledger, control, cpu, work, name, lambda text: None)
+    return Trainer(
+        recipe, member, replica, ledger, control, cpu, work, name, lambda text: None, background=False
+    )
