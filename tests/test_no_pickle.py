@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_recipes import pipelined, recipe_text
+from small_recipes import pipelined, recipe_text, replicas
 
 SOURCE = Path(__file__).parents[1] / "src" / "isthmus"
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle"}
@@ -134,19 +134,24 @@ with open(os.path.join(os.environ["WATCH_DIR"], str(os.getpid())), "a") as file:
     file.write("started " + " ".join(getattr(sys, "orig_argv", [])) + "\\n")
 """
 
-RECIPE = recipe_text(
-    pipelined("edge", stages=2, compression="1/4"),
-    model={"layers": 2},
-    outer={"inner_steps": 2, "rounds": 2, "keep": 8},
-    bucket={"anchor_every": 1},
-)
+FLEETS = {
+    "stages": pipelined("edge", stages=2, compression="1/4"),
+    "shards": replicas("rack", processes=2, sharding="full"),
+}
 
 
-def test_a_replica_of_two_processes_trains_without_unpickling_a_byte(tmp_path: Path):
+@pytest.mark.parametrize("fleet", FLEETS)
+def test_a_replica_of_two_processes_trains_without_unpickling_a_byte(fleet: str, tmp_path: Path):
+    recipe = recipe_text(
+        FLEETS[fleet],
+        model={"layers": 2},
+        outer={"inner_steps": 2, "rounds": 2, "keep": 8},
+        bucket={"anchor_every": 1},
+    )
     for folder in ("watch", "seen"):
         (tmp_path / folder).mkdir()
     (tmp_path / "watch" / "sitecustomize.py").write_text(WATCH)
-    (tmp_path / "r.toml").write_text(RECIPE)
+    (tmp_path / "r.toml").write_text(recipe)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(tmp_path / "watch"), str(SOURCE.parent)]),
         "WATCH_DIR": str(tmp_path / "seen"),
