@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from corpus_texts import make_texts, write_format
 from faults import kills
 from small_recipes import EDGE, RACK, recipe_text
@@ -129,6 +130,7 @@ def faults(folder: Path) -> dict[str, tuple[str, int, str]]:
     }
 
 
+@pytest.mark.fleet_check
 @pytest.mark.parametrize("what", ["no module", "wrong torch", "no memory", "crash", "corpus", "key"])
 def test_join_ends_by_itself_and_says_why(made, what):
     code, status, says = faults(made)[what]
@@ -141,6 +143,22 @@ def test_join_ends_by_itself_and_says_why(made, what):
     assert kills.check_left_over(made) == []
 
 
+@pytest.mark.fleet_check
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_without_room_ends_join_with_the_cure(made):
+    """The allocator of every worker may take less than its smallest block."""
+    code = "import torch; torch.cuda.set_per_process_memory_fraction(1e-6)"
+    ended, lines = run(made, code, *join(made, "rack", "--device", "cuda"))
+    assert ended == 1, lines
+    assert re.match(
+        r"isthmus: replica rack failed twice in the same way: out of memory .*inner\.batch", lines[-1]
+    )
+    assert not any(line.startswith("Traceback") for line in lines)
+    assert kills.check_left_over(made) == []
+
+
+@pytest.mark.fleet_check
 @pytest.mark.parametrize("what", ["no module", "corpus"])
 def test_train_ends_by_itself_with_the_same_line(here, what):
     recipe = write_recipe(here, RACK + EDGE)
