@@ -187,3 +187,17 @@ def test_an_entry_that_is_not_finite_is_refused_by_name():
     params["wq"][3, 3] = torch.inf
     with pytest.raises(ValueError, match="wq"):
         codecs()[1].contribute_all(tensors(0), [params], [tensors(2)], 0.9)
+
+
+@pytest.mark.parametrize("values", ["2bit", "fp32"])
+def test_a_codec_is_made_ready_by_a_round_of_its_own(values, monkeypatch):
+    """It goes through all that a round does, and needs nobody else's tensors."""
+    called = []
+    codec = FusedCodec(64, 32, values, DEVICE)
+    for name in ("contribute_all", "pack_all", "unpack_all", "step"):
+        plain = getattr(codec, name)
+        monkeypatch.setattr(
+            codec, name, lambda *args, name=name, plain=plain: (called.append(name), plain(*args))[1]
+        )
+    codec.warm()
+    assert called == ["contribute_all", "pack_all", "unpack_all", "step"] * 2

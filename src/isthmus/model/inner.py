@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from isthmus.config import InnerConfig
 from isthmus.layout.learning_rate import learning_rate
@@ -90,29 +91,15 @@ class InnerOpt:
         if self.copies and not quick:
             raise ValueError("copies of weights are for a GPU, and for plain AdamW")
         self.lr = config.lr  # of the next update
-        self.adamw = None if quick else self._torch_adamw()
-        self._bind()
+        self._count_steps()
 
-    def _torch_adamw(self) -> torch.optim.AdamW:
-        config = self.config
-        return torch.optim.AdamW(
-            [p for name, p in self.params.items() if name not in self.modified],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-
-    def _bind(self) -> None:
-        """Let torch's optimiser work on our moments."""
-        if self.adamw is None:
-            return
-        for name, p in self.params.items():
-            if name not in self.modified:
-                step = torch.tensor(float(self.step_count), dtype=torch.float32, device=p.device)
-                first, second = self.first[name], self.second[name]
-                self.adamw.state[p] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+    def _count_steps(self) -> None:
+        """torch counts the updates of each tensor, on its device."""
+        self.steps = {
+            name: torch.tensor(float(self.step_count), dtype=torch.float32, device=p.device)
+            for name, p in self.params.items()
+            if name not in self.modified and not self.fused
+        }
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
@@ -152,13 +139,31 @@ class InnerOpt:
             self.fused.step(scales, self.config)
             return norms
         norms = clip_(self._grads(), limit, self.groups, self.stacked, squared_norm)
-        assert self.adamw is not None
-        for group in self.adamw.param_groups:
-            group["lr"] = self.lr
-        self.adamw.step()
+        self._plain_step()
         for name, mask in self.modified.items():
             self._modified_step(name, mask, self.lr)
         return norms
+
+    def _plain_step(self) -> None:
+        """AdamW as torch has it. Not by its optimiser class, which imports torch's compiler: that takes every
+        process seconds at its start."""
+        c, names = self.config, list(self.steps)
+        adamw(
+            [self.params[name] for name in names],
+            [_grad(self.params[name]) for name in names],
+            [self.first[name] for name in names],
+            [self.second[name] for name in names],
+            [],
+            [self.steps[name] for name in names],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=self.lr,
+            beta1=c.beta1,
+            beta2=c.beta2,
+            eps=c.eps,
+            weight_decay=c.weight_decay,
+        )
 
     def _modified_step(self, name: str, mask: Tensor, lr: float) -> None:
         """AdamW whose second moment is one number per input feature where mask is set (Table 5d)."""
@@ -188,7 +193,7 @@ class InnerOpt:
             self.first[name].copy_(state[f"first/{name}"])
             self.second[name].copy_(state[f"second/{name}"])
         self.step_count = step_count
-        self._bind()
+        self._count_steps()
 
     @torch.no_grad()
     def refresh_copies(self) -> None:

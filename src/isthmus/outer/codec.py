@@ -40,6 +40,9 @@ class PlainCodec(TopK):
         super().__init__(side, keep, values)
         self.device = torch.device(device)
 
+    def warm(self) -> None:
+        """Make ready whatever the first round would otherwise wait for; plain torch needs nothing."""
+
     @torch.no_grad()
     def contribute_all(
         self,

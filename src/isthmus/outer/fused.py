@@ -25,6 +25,19 @@ class FusedCodec(PlainCodec):
     """`PlainCodec` on a GPU."""
 
     @torch.no_grad()
+    def warm(self) -> None:
+        """Compile the kernels on a small model: with cold caches that takes seconds, which a thread can spend
+        while the first round trains."""
+        shapes = {"matrix": (4 * self.side, 4 * self.side), "gain": (4 * self.side,)}
+        anchor, params, feedback = (
+            {name: torch.full(shape, value, device=self.device) for name, shape in shapes.items()}
+            for value in (1.0, 0.5, 0.0)
+        )
+        for _ in range(2):  # the second time with what the first has left in the feedback
+            data = self.pack_all(self.contribute_all(anchor, [params], [feedback], 0.95))
+            self.step(anchor, self.unpack_all(data), 1e-3)
+
+    @torch.no_grad()
     def contribute_all(
         self,
         anchor: Mapping[str, Tensor],

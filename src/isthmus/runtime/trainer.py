@@ -112,8 +112,14 @@ class Trainer:
         self.seconds: dict[str, float] = defaultdict(float)  # at the edge of a round, by what it was spent on
         self.edge_began: float | None = None
 
+        threading.Thread(target=self._warm_codec, daemon=True, name="warm").start()
         files = self._state_files().values()
         self.state.reserve(sum(gpu.aligned(t.nbytes) for named in files for t in named.values()))
+
+    def _warm_codec(self) -> None:
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        with torch.cuda.stream(stream) if stream else nullcontext():
+            self.outer.codec.warm()
 
     # What the loop calls
 

@@ -76,6 +76,13 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     """Build this process's part of the replica, restore its state, and run rounds to the end."""
     import torch
 
+    from isthmus.simulator.run import checked_corpus, pick_device, pick_precision
+
+    device = pick_device(config.device)
+    if device.type == "cuda":
+        how = device, compiles(config, device)
+        threading.Thread(target=warm_up, args=how, daemon=True, name="warm-up").start()
+
     from isthmus.data.tokens import Batches
     from isthmus.outer.rounds import run_rounds
     from isthmus.protocol.access import find_member
@@ -86,16 +93,10 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     from isthmus.replica.leader import follow_leader
     from isthmus.runtime.recovery import Recovery
     from isthmus.runtime.trainer import HeartbeatThread, Trainer
-    from isthmus.simulator.run import checked_corpus, pick_device, pick_precision
     from isthmus.store.objects import open_store
 
     start = StartUp(config.started, log)
     start.mark("imports")
-    device = pick_device(config.device)
-    if compiles(
-        config, device
-    ):  # the compiler's own imports take seconds, and the rest of the start is mostly not Python
-        threading.Thread(target=import_compiler, daemon=True, name="import-compiler").start()
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     try:
@@ -184,10 +185,14 @@ def compiles(config: LauncherConfig, device: "torch.device") -> bool:
     return gpu.usable(device) if config.compiled is None else config.compiled
 
 
-def import_compiler() -> None:
-    """What torch.compile would import at the first inner step."""
-    import torch._dynamo
-    import torch._inductor.compile_fx  # noqa: F401
+def warm_up(device: "torch.device", compiled: bool) -> None:
+    """What the first inner step would wait for. Most of a start is not Python, so a thread has time for it."""
+    import torch
+
+    torch.zeros(1, device=device)  # makes the context
+    if compiled:
+        import torch._dynamo
+        import torch._inductor.compile_fx  # noqa: F401
 
 
 class StartUp:
