@@ -186,13 +186,13 @@ def compiles(config: LauncherConfig, device: "torch.device") -> bool:
 
 
 def warm_up(device: "torch.device", compiled: bool) -> None:
-    """What the first inner step would wait for. Most of a start is not Python, so a thread has time for it."""
+    """What the first inner step would wait for. Most of a start is not Python: a thread has time for it."""
     import torch
 
     torch.zeros(1, device=device)  # makes the context
     if compiled:
         import torch._dynamo
-        import torch._inductor.compile_fx  # noqa: F401
+        import torch._inductor.compile_fx
 
 
 class StartUp:
