@@ -12,6 +12,8 @@ EPILOG = """examples:
   isthmus join s3://my-runs/first --replica edge-0          all stages of edge-0 on this machine
   isthmus join s3://my-runs/first --replica edge-0 --stage 1 --master 10.0.0.2:29500
 Ctrl-C leaves at the end of the round, a second Ctrl-C leaves now. After a crash, type the same command again.
+A lost neighbour or store is waited for. Exit status 0: finished or left; 1: a fault that waiting does not
+mend, which the last line names with its cure; 2: wrong input, or no answer from what it names.
 """
 
 
