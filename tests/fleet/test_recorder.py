@@ -333,7 +333,7 @@ def test_scoring_a_few_sequences_at_a_time_gives_the_same_losses(history):
     assert parts["loss_by_kind"] == pytest.approx(whole["loss_by_kind"], rel=1e-12)
     assert parts["loss_full"] == pytest.approx(whole["loss_full"], rel=1e-12)
     shares = [scores["bias"]["edge"]["outside"] for scores in (parts, whole)]
-    assert shares[0] == pytest.approx(shares[1], rel=0.1)  # a mean of shares, not the share of sums
+    assert shares[0] == pytest.approx(shares[1], rel=1e-12)
 
 
 def test_whoever_stops_does_not_wait_for_a_round_to_be_scored(recorded, monkeypatch):

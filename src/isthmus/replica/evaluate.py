@@ -15,7 +15,7 @@ from isthmus.layout.stages import EMBEDDING
 from isthmus.model.llama import RunLayer, rope_table, stream
 from isthmus.model.parts import parts
 from isthmus.runlog.row import Bias, Scores, by_kind
-from isthmus.subspace.bias import drift, outside, watched
+from isthmus.subspace.bias import drift, energies, share, watched
 from isthmus.subspace.boundaries import BasisSet, boundary_functions, forward_key, projected
 
 LOGIT_BYTES = 1 << 30  # of float32 logits at a time, where a Scorer shares its device with a fleet
@@ -143,15 +143,12 @@ class Scorer:
             weights |= projected(self.recipe, member, self.bases, anchor)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(self.held_out):
-            dropped: list[list[Tensor]] = []  # [part of the batch][boundary]
+            crossings: list[list[Tensor]] = []  # [part of the batch][boundary]
             for part in batch.split(self.rows or len(batch)):
-                dropped.append([])
-                loss = self._part_loss(weights, part, table, member, dropped[-1] if number == 0 else None)
+                crossings.append([])
+                loss = self._part_loss(weights, part, table, member, crossings[-1] if number == 0 else None)
                 total += loss.double() * len(part)
-            shares += [
-                column[0] if len(column) == 1 else torch.stack(column).mean()
-                for column in zip(*dropped, strict=True)
-            ]
+            shares += [share(torch.stack(parts).sum(0)) for parts in zip(*crossings, strict=True)]
         return total / sum(map(len, self.held_out))
 
     def _part_loss(
@@ -160,16 +157,17 @@ class Scorer:
         part: Tensor,  # (B, L + 1)
         table: Tensor,
         member: Member | None,
-        dropped: list[Tensor] | None,
+        crossing: list[Tensor] | None,
     ) -> Tensor:
+        """Appends to `crossing` the energies at each compressed boundary."""
         model, boundary_fns = self.recipe.model, {}
         if member:
             boundary_fns = boundary_functions(self.recipe, [member], self.bases, table, len(part))
-        if member and member.config.compressed and dropped is not None:
+        if member and member.config.compressed and crossing is not None:
             for boundary, edge in enumerate(sorted(boundary_fns)):
                 ((rows, cross),) = boundary_fns[edge]
-                measure = outside(self.bases.get(member, boundary), table)
-                boundary_fns[edge] = [(rows, watched(cross, measure, dropped))]
+                measure = energies(self.bases.get(member, boundary), table)
+                boundary_fns[edge] = [(rows, watched(cross, measure, crossing))]
         x = stream(weights, part[:, :-1], model, self.rope, boundary_fns, self.dtype, self.run_layer)
         head = {name: weights[name] for name in ("norm.weight", "output.weight")}
         return self.parts.head_losses(head, x, part[:, 1:], model)

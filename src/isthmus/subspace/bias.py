@@ -10,29 +10,41 @@ from isthmus.model.llama import BoundaryFunction
 from isthmus.subspace import project, split
 
 ROWS = 8192  # of the embedding, at a time
-Measure = Callable[[Tensor, Tensor], Tensor]  # (stream, tokens) -> a share, still on the device
+Measure = Callable[[Tensor, Tensor], Tensor]  # (stream, tokens) -> what is measured, still on the device
 
 
-def outside(basis: Tensor, table: Tensor) -> Measure:
-    """||r - r U U^T||^2 / ||r||^2 of r = x - T_perp[tokens]: the share of energy that the boundary drops.
+def energies(basis: Tensor, table: Tensor) -> Measure:
+    """(||r - r U U^T||^2, ||r||^2) of r = x - T_perp[tokens]: what the boundary drops, and all of it.
 
-    `table` is the whole TE, as the boundary has it; only the rows that are looked up are split.
+    `table` is the whole TE, as the boundary has it; only the rows that are looked up are split. Parts of a
+    batch add up.
     """
 
-    def share(x: Tensor, tokens: Tensor) -> Tensor:
+    def measure(x: Tensor, tokens: Tensor) -> Tensor:
         _, t_perp = split(embedding(tokens, table).to(basis.dtype), basis)  # (B, L, D)
         rest = x.to(basis.dtype) - t_perp
         dropped = rest - project(rest, basis)
-        return _ratio(_energy(dropped), _energy(rest))
+        return torch.stack([_energy(dropped), _energy(rest)])
 
-    return share
+    return measure
 
 
-def watched(function: BoundaryFunction, measure: Measure, shares: list[Tensor]) -> BoundaryFunction:
-    """The same boundary function; it also appends what it dropped to `shares`."""
+def share(energy: Tensor) -> Tensor:
+    """||r - r U U^T||^2 / ||r||^2: the share of energy that the boundary drops."""
+    return _ratio(energy[0], energy[1])
+
+
+def outside(basis: Tensor, table: Tensor) -> Measure:
+    """The share of one batch."""
+    measure = energies(basis, table)
+    return lambda x, tokens: share(measure(x, tokens))
+
+
+def watched(function: BoundaryFunction, measure: Measure, found: list[Tensor]) -> BoundaryFunction:
+    """The same boundary function; it also appends what it measures to `found`."""
 
     def send(x: Tensor, tokens: Tensor) -> Tensor:
-        shares.append(measure(x, tokens))
+        found.append(measure(x, tokens))
         return function(x, tokens)
 
     return send
