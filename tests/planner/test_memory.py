@@ -63,6 +63,16 @@ def test_more_memory_never_means_more_turns():
     assert groups == sorted(groups)
 
 
+def test_recomputed_layers_let_more_of_a_batch_train_at_once():
+    room = int(60 * GIB)
+    plain, again = (
+        plan_simulator(parse_recipe(TEXT, settings), "bf16", room, compiled=True, can_park=True)
+        for settings in ([], ["inner.recompute=true"])
+    )
+    assert (plain.group, again.group) == (8, 8)
+    assert again.grad_accum_steps < plain.grad_accum_steps
+
+
 def test_a_rounds_end_takes_more_the_more_replicas_send_and_the_more_they_send():
     of = lambda *settings: exchange_copies(parse_recipe(TEXT, settings))  # noqa: E731
     assert of("outer.method=adamw") == 0

@@ -108,7 +108,7 @@ class RunSource:
             raw.problems.append(str(reason))
         self._read_metrics(raw)
         for member in self.recipe.fleet():
-            if found := self._alive_files(member.name, member.config.stages):
+            if found := self._alive_files(member.name, member.config.parts):
                 raw.alive_files[member.name] = found
                 raw.heard(max(file.seen_unix for file in found))
         self._open_bucket()

@@ -62,11 +62,15 @@ def activation_bytes(recipe: Recipe, precision: str, num_sequences: int, compile
     A layer keeps about 9 tensors of the stream's width (input, two normed inputs, q, k, v before and after
     RoPE, attention, the second input) and 5 of the FFN's, and the fp32 copies of both norms. The head keeps
     logits, their fp32 copy and log-probabilities; their gradient comes on top. Compiled code recomputes
-    what is cheap: 8 and 2 remain, and of the head little more than logits and their gradient.
+    what is cheap: 8 and 2 remain, and of the head little more than logits and their gradient. Recomputed
+    layers keep their input, and one at a time what is inside.
     """
-    num_tokens = num_sequences * recipe.model.context
+    model, num_tokens = recipe.model, num_sequences * recipe.model.context
     per_layer, logits = _token_bytes(recipe, precision, compiled)
-    return num_tokens * (recipe.model.layers * per_layer + logits)
+    if recipe.inner.recompute:
+        stream = STREAM_BYTES[precision] * model.width
+        return num_tokens * (model.layers * stream + max(per_layer, logits))
+    return num_tokens * (model.layers * per_layer + logits)
 
 
 def _token_bytes(recipe: Recipe, precision: str, compiled: bool) -> tuple[int, int]:
