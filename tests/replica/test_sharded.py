@@ -208,6 +208,33 @@ def test_the_death_of_a_process_is_named(done):
         assert fault == f"replica rack: process {rank} lost the other processes of the replica"
 
 
+def on_a_gpu(port, compiled, path):
+    """One process on NCCL: a GPU cannot be two of its ranks."""
+    store, _ = open_store(replica="rack", stage=0, master=f"127.0.0.1:{port}")
+    mesh = shard_mesh(store, 0, 1, "cuda:0", timeout_seconds=60)
+    recipe = parse_recipe(RECIPE, ["inner.precision=bf16", "inner.recompute=true"])
+    how = {"device": "cuda:0", "precision": "bf16", "compiled": compiled}
+    replica = ShardedReplica(recipe, recipe.fleet()[0], batches_of(recipe), mesh, **how)
+    replica.begin_round(replica.named_parameters())
+    path.write_text(json.dumps([float(replica.inner_step(step)) for step in range(3)]))
+    replica.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_a_shard_is_the_same_replica(compiled, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    process = SPAWN.Process(target=on_a_gpu, args=(port, compiled, tmp_path / "losses"))
+    process.start()
+    process.join(240)
+    recipe = parse_recipe(RECIPE, ["inner.precision=bf16"])
+    whole = FullReplica(recipe, recipe.fleet()[0], batches_of(recipe), device="cuda:0", precision="bf16")
+    ours = [float(whole.inner_step(step)) for step in range(3)]
+    assert json.loads((tmp_path / "losses").read_text()) == pytest.approx(ours, rel=2e-3)
+
+
 def test_a_batch_that_the_processes_do_not_divide_is_refused():
     class Three:
         def get_local_rank(self):
