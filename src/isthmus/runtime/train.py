@@ -182,7 +182,7 @@ def _record(recorder: Recorder, supervisor: LocalSupervisor, view: View) -> bool
     in_main = threading.current_thread() is threading.main_thread()  # no other thread gets signals
     before = signal.signal(signal.SIGINT, interrupted) if in_main else None
     try:
-        recorder.record(stop)
+        recorder.record(stop, 0.5 if "://" in supervisor.url else 0.1)  # a folder is asked more often
     finally:
         if in_main:
             signal.signal(signal.SIGINT, before)
