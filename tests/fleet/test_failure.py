@@ -4,9 +4,11 @@ import errno
 import re
 import signal
 import threading
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from isthmus.runtime.failure import (
 )
 from isthmus.runtime.fits import check_fits, resting_bytes
 from isthmus.runtime.process import LauncherConfig
+from isthmus.runtime.recorder import ANSWER_SECONDS, Recorder
 from isthmus.runtime.restarts import Restarts
 from isthmus.runtime.supervisor import LocalSupervisor
 from isthmus.runtime.versions import check_torch
@@ -339,6 +342,31 @@ def test_what_a_launcher_notes_is_news_once(supervisor):
     assert supervisor.news() == []
     (supervisor.launchers[0].work / NOTE).unlink()
     assert supervisor.news() == []
+
+
+def test_a_recorder_whose_store_is_away_says_so_once_and_goes_on_looking_after_the_fleet():
+    """`stop` restarts what has died: it is asked again and again while the store does not answer."""
+    asked, said, answers = [], [], [StoreError("s3://b: cannot reach the store", "network")] * 3 + [None, 7.0]
+
+    def settled_at(round_number: int, deadline: float) -> float | None:
+        assert deadline - time.monotonic() <= ANSWER_SECONDS
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    one = SimpleNamespace(
+        last=SimpleNamespace(round=0),
+        recipe=SimpleNamespace(outer=SimpleNamespace(rounds=1)),
+        ledger=SimpleNamespace(settled_at=settled_at),
+        view=SimpleNamespace(note=said.append),
+    )
+    one.advance = lambda: setattr(one.last, "round", 1) or "settled"
+    Recorder.record(one, lambda: bool(asked.append(1)), poll_seconds=0.0)
+    assert (len(asked), said) == (5, ["s3://b: cannot reach the store; still trying"])
+    one.last.round, answers = 0, [StoreError("s3://b: permission denied", "denied")]
+    with pytest.raises(StoreError, match="denied"):
+        Recorder.record(one, lambda: False, poll_seconds=0.0)
 
 
 # Before anything starts

@@ -223,9 +223,10 @@ class Ledger:
             newest += 1
         return newest
 
-    def settled_at(self, round_number: int) -> float | None:
+    def settled_at(self, round_number: int, deadline: float | None = None) -> float | None:
         """When round `round_number` was settled, by the store's clock; for 0, when the run was created."""
-        info = self.store.head("run.json" if round_number == 0 else _manifest_key(round_number))
+        key = "run.json" if round_number == 0 else _manifest_key(round_number)
+        info = self.store.head(key, deadline=deadline)
         return info.modified_unix_seconds if info else None
 
     # Anchors

@@ -24,6 +24,7 @@ from isthmus.runtime.scoring import Place, ScoredAnchor, Stopped
 from isthmus.store.retry import StoreError
 
 PASSING = ("network", "busy", "slow")  # kinds of StoreError that a reader waits out
+ANSWER_SECONDS = 5.0  # that a store may take to say whether a round is settled
 
 
 class Recorder:
@@ -88,15 +89,20 @@ class Recorder:
 
     def record(self, stop: Callable[[], bool], poll_seconds: float = 0.1) -> None:
         """Record until the last round is settled, or `stop` says so and no settled round is left."""
+        away = False
         while self.last.round < self.recipe.outer.rounds:
-            over = stop()
+            over, settled = stop(), None
             try:
-                settled = self.advance()
+                # Not for long: meanwhile nobody looks after the replicas.
+                if self.ledger.settled_at(self.last.round + 1, time.monotonic() + ANSWER_SECONDS) is not None:
+                    settled = self.advance()
+                away = False
             except StoreError as error:  # a reader waits until the store is back
-                if error.kind not in PASSING:
+                if not error.passes:
                     raise
-                self.view.note(f"{error}; still trying")
-                settled = None
+                if not away:
+                    self.view.note(f"{error}; still trying")
+                away = True
             if settled is None:
                 if over:
                     return
