@@ -299,6 +299,15 @@ def plain_training(order: dict[str, Any]) -> None:
     say(json.dumps({"tokens_per_second": statistics.median(rates), "rates": rates}))
 
 
+def keep_bytecode(folder: Path) -> None:
+    """An ordinary installation has the bytecode of its packages on disk. One without it compiles torch's
+    thousands of files at every start, which takes longer than to import them."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "isthmus-bytecode")
+    modules = "torch._dynamo, torch._inductor.compile_fx, isthmus.runtime.agent, isthmus.runtime.recovery"
+    subprocess.run([sys.executable, "-c", f"import {modules}, isthmus.simulator.run"], check=True)
+
+
 def arguments() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -314,6 +323,7 @@ def arguments() -> argparse.Namespace:
     add("--save-every", type=float, metavar="SECONDS", help="passed to `join` (default: its own)")
     add("--no-compile", action="store_true", help="nothing is compiled, (a) neither")
     add("--mps", action="store_true", help="(c) and (d) under NVIDIA's MPS, started and stopped here")
+    add("--bytecode", action="store_true", help="Python's bytecode in a folder here, for packages without it")
     add("--device", default="cuda" if cuda else "cpu")
     add("--corpus", type=Path, metavar="DIR", help="a prepared corpus (default: random tokens)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the recipe")
@@ -339,6 +349,8 @@ def main() -> int:
         say("`join` has no --save-every in this checkout; it is left out")
     if args.dir:
         args.dir.mkdir(parents=True, exist_ok=True)
+    if args.bytecode:
+        keep_bytecode(args.dir or Path(tempfile.gettempdir()))
     temporary = tempfile.TemporaryDirectory(prefix="isthmus-fleet-", dir=args.dir, ignore_cleanup_errors=True)
     with temporary as at, mps_server(args.mps, Path(at)) as mps:
         for size in args.sizes:
