@@ -51,6 +51,30 @@ def test_more_memory_never_means_more_stages_and_a_stage_fits_where_it_is_said()
     assert all(before.values())
 
 
+@pytest.mark.parametrize("available", [12e9, 24e9, 48e9])
+def test_recomputation_makes_room_for_more_and_the_plan_agrees(available):
+    found = fits(int(available), "bf16", None)
+    for fit in found:
+        assert fit.full_batch_recomputed >= fit.full_batch
+        for batch in (1, 2, 4, 8, 16, 32):
+            text = RECIPE.format(preset=fit.preset, batch=batch, precision="bf16")
+            (process,) = predict(parse_recipe(text, ["inner.recompute=true"])).kinds[0].memory
+            assert (process["total"] <= available) == (batch <= fit.full_batch_recomputed), fit.preset
+        if fit.stages:
+            assert 0 < fit.stages_recomputed <= fit.stages
+    assert any(fit.full_batch_recomputed > fit.full_batch for fit in found)
+
+
+def test_a_larger_model_that_recomputation_makes_room_for_is_named():
+    for available in range(4, 40):
+        found = fits(available * 10**9, "bf16", None)
+        plain, again = (
+            [fit.preset for fit in found if getattr(fit, name)][-1] for name in ("full", "full_recomputed")
+        )
+        words = f"a full replica of {again} with inner.recompute"
+        assert (words in role(found, trains=True, bucket_ok=True)) == (plain != again)
+
+
 def test_the_role_follows_memory_speed_and_bucket():
     large = fits(int(100e9), "bf16", 300.0)
     assert "a full replica of 1b" in role(large, trains=True, bucket_ok=True)

@@ -5,7 +5,14 @@ import pytest
 from isthmus.config import PRESETS, parse_recipe
 from isthmus.layout.chunks import packed_many_bytes
 from isthmus.layout.stages import EMBEDDING, stage_names
-from isthmus.layout.traffic import dense_round_bytes, inner_step_bytes, outer_bytes, shards, shards_read
+from isthmus.layout.traffic import (
+    dense_round_bytes,
+    inner_step_bytes,
+    machine_shards,
+    outer_bytes,
+    shards,
+    shards_read,
+)
 
 TEXT = """
 name = "t"
@@ -98,3 +105,20 @@ def test_who_was_missing_counts_on_neither_side():
         whole["replicas"] * 2 / 3
     )  # 2 (M-1) of the gradients: M 4 -> 3
     assert dense_round_bytes(recipe, []) == {"stages": 0, "replicas": 0}
+
+
+def test_a_sharded_replica_cuts_its_update_as_one_of_as_many_stages_does():
+    cut = {
+        "rack": ["replicas.edge.stages=2", "replicas.rack.processes=4", "replicas.rack.sharding=full"],
+        "edge": [],
+    }
+    found = {name: parse_recipe(TEXT, settings) for name, settings in cut.items()}
+    assert shards(found["rack"]) == shards(found["edge"])
+    node = found["rack"].fleet()[0]
+    assert [
+        sorted(n for i in writes for n in shards(found["rack"])[i])
+        for writes, _ in machine_shards(found["rack"], node.config)
+    ] == [sorted(names) for names in stage_names(found["rack"].model, 4)]
+    assert set(shards_read(found["rack"], node)) == {1}  # each shard by the process that answers for it
+    whole = parse_recipe(TEXT, cut["rack"][:2])
+    assert sum(outer_bytes(found["rack"], node)) < 1.01 * sum(outer_bytes(whole, whole.fleet()[0]))

@@ -132,6 +132,16 @@ def test_a_plan_says_what_does_not_fit_and_what_would():
     assert any('kind = "pipelined"' in words for words in full)
 
 
+def test_the_processes_of_a_sharded_replica_share_one_link_to_the_bucket():
+    plain, cut = (
+        predict(fleet(f"replicas.node.sharding={how}")).kinds[0].exchange for how in ("none", "full")
+    )
+    assert cut.up_bytes == pytest.approx(plain.up_bytes, rel=0.01)
+    for way in ("up", "down"):
+        seconds = getattr(cut, f"{way}_bytes") * 8 / (cut.mbps * 1e6)
+        assert getattr(cut, f"{way}_seconds") == pytest.approx(seconds)
+
+
 def test_recomputation_costs_a_layers_forward_once_more():
     recipe, replica = node()
     again = fleet("inner.recompute=true")

@@ -7,6 +7,7 @@ from isthmus.config import PRESETS, InnerConfig, OuterConfig, Recipe, ReplicaCon
 from isthmus.layout.schedule import depths
 from isthmus.planner.cost import step_flops
 from isthmus.planner.memory import process_memory, replica_memory
+from isthmus.planner.step import FORWARD_SHARE
 
 BATCH = InnerConfig().batch
 ROUND_STEPS = OuterConfig().inner_steps
@@ -39,6 +40,11 @@ class Fit:
     @property
     def full(self) -> bool:
         return self.full_batch > 0 and (self.round_seconds or 0.0) <= LONGEST_ROUND_SECONDS
+
+    @property
+    def full_recomputed(self) -> bool:
+        seconds = (self.round_seconds or 0.0) * (1 + FORWARD_SHARE)
+        return self.full_batch_recomputed > 0 and seconds <= LONGEST_ROUND_SECONDS
 
     @property
     def stage(self) -> bool:
@@ -144,6 +150,11 @@ def role(found: list[Fit], trains: bool, bucket_ok: bool) -> str:
     if stage and (full is None or stage.preset != full.preset or full.full_batch < BATCH):
         small = f" with {stage.micro_batches} micro-batches" if stage.micro_batches > MICRO_BATCHES[0] else ""
         parts.append(f"one of {stage.stages} stages of {stage.preset}{small}")
+    again = next((fit for fit in reversed(found) if fit.full_recomputed), None)
+    if again and (full is None or found.index(again) > found.index(full)):
+        batch = again.full_batch_recomputed
+        small = f" and inner.batch up to {batch}" if batch < BATCH else ""
+        parts.append(f"a full replica of {again.preset} with inner.recompute{small}")
     can = ", or ".join(parts)
     if not bucket_ok:
         return f"the simulator only, until the bucket can be used; then up to {can}"
