@@ -10,13 +10,15 @@ from typing import Any, cast
 from isthmus.config import Recipe
 from isthmus.layout.traffic import PURPOSES
 from isthmus.runlog import About, Row
+from isthmus.runlog.row import AVERAGED, SUMMED
+from isthmus.runlog.row import LARGEST as LARGEST_OF_KIND
 
 LARGEST = 1e15
 MOST_CHARACTERS = 300
 MOST_ENTRIES = 4096
 NUMBERS = ("lr", "loss_train", "loss_full", "loss_pipelined", "loss_mixed", "grad_norm")
 AMOUNTS = ("seconds", "tokens_per_second", "fleet_seconds")
-LISTS = ("forth_bytes", "back_bytes", "compute_seconds", "up_seconds", "down_seconds", "peak_bytes")
+LISTS = (*SUMMED, *AVERAGED, *LARGEST_OF_KIND)
 ABOUT_AMOUNTS = ("parameters", "peak_bytes", "predicted_bytes", "restarts")
 
 

@@ -14,7 +14,9 @@ from isthmus.runlog.facts import Facts
 TIMING_FIELDS = ("seconds", "tokens_per_second", "fleet_seconds", "measured")
 # Of a row's `measured`, lists with one entry for each process; over the replicas of a kind they are
 SUMMED = ("forth_bytes", "back_bytes")
-AVERAGED = ("compute_seconds", "up_seconds", "down_seconds")
+AVERAGED = ("compute_seconds", "up_seconds", "down_seconds", "wait_seconds")
+# The edge of a round, in which nothing trains: what it was spent on, and all of it
+AVERAGED += ("encode_seconds", "save_seconds", "apply_seconds", "edge_seconds")
 LARGEST = ("peak_bytes",)
 
 
@@ -30,6 +32,11 @@ class Figures(TypedDict):
     compute_seconds: NotRequired[list[float]]
     up_seconds: NotRequired[list[float]]
     down_seconds: NotRequired[list[float]]
+    wait_seconds: NotRequired[list[float]]
+    encode_seconds: NotRequired[list[float]]
+    save_seconds: NotRequired[list[float]]
+    apply_seconds: NotRequired[list[float]]
+    edge_seconds: NotRequired[list[float]]
     peak_bytes: NotRequired[list[float]]
 
 
