@@ -1,23 +1,18 @@
 """Which faults pass and which end a process, what is said of them, and how long the next start waits."""
 
 import errno
-import re
 import signal
 import threading
 import time
-import tomllib
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from small_recipes import EDGE, RACK, recipe_text, replicas
+from small_recipes import RACK, recipe_text
 
 from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable, passes
-from isthmus.planner.fit import in_flight_of
-from isthmus.planner.memory import process_memory, replica_memory
 from isthmus.protocol.heartbeat import WAITING, Heartbeat
 from isthmus.runtime import versions
 from isthmus.runtime.failure import (
@@ -29,16 +24,12 @@ from isthmus.runtime.failure import (
     Settled,
     failure_note,
 )
-from isthmus.runtime.fits import check_fits, resting_bytes
 from isthmus.runtime.process import LauncherConfig
 from isthmus.runtime.recorder import ANSWER_SECONDS, Recorder
 from isthmus.runtime.restarts import Restarts
 from isthmus.runtime.supervisor import LocalSupervisor
-from isthmus.runtime.versions import check_torch
 from isthmus.runtime.waiting import NOTE, WaitingNotes
 from isthmus.store.retry import StoreError
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -367,91 +358,3 @@ def test_a_recorder_whose_store_is_away_says_so_once_and_goes_on_looking_after_t
     one.last.round, answers = 0, [StoreError("s3://b: permission denied", "denied")]
     with pytest.raises(StoreError, match="denied"):
         Recorder.record(one, lambda: False, poll_seconds=0.0)
-
-
-# Before anything starts
-
-
-def test_the_range_is_that_of_pyproject():
-    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert versions.torch_range() in stated
-
-
-@pytest.mark.parametrize(
-    ("found", "fits"),
-    [
-        ("{0}.{1}.0", True),
-        ("{0}.{1}.3+cu128", True),
-        ("{0}.{1}.0a0+git1234", True),
-        ("1.13.1", False),
-        ("{2}.{3}.0", False),
-        ("3.0", False),
-        ("", False),
-        ("odd", False),
-    ],
-)
-def test_a_torch_outside_the_range_is_refused_in_one_line(monkeypatch, found, fits):
-    found = found.format(*versions.TORCH_FROM, *versions.TORCH_BELOW)
-    monkeypatch.setattr(versions, "torch_version", lambda: found)
-    if fits:
-        check_torch()
-        return
-    with pytest.raises(ConfigError) as error:
-        check_torch()
-    assert (found or "no torch") in str(error.value)
-    assert f"pip install '{versions.torch_range()}'" in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_the_torch_of_a_source_tree_is_asked_itself(monkeypatch):
-    def none(name: str) -> str:
-        raise versions.importlib.metadata.PackageNotFoundError(name)
-
-    assert versions.torch_version() == torch.__version__
-    monkeypatch.setattr(versions.importlib.metadata, "version", none)
-    assert versions.torch_version() == torch.__version__
-
-
-def test_a_device_that_cannot_hold_the_state_is_refused_and_a_tight_one_warned_of():
-    recipe = parse_recipe(recipe_text(RACK + EDGE))
-    rack, edge = recipe.fleet()
-    needs = process_memory(recipe, rack.config, 0, 1, on_gpu=True)
-    assert check_fits(recipe, [rack], needs.total, "a card") == ""
-    assert "may need" in check_fits(recipe, [rack], needs.total - 1, "a card")
-    least = resting_bytes(needs)
-    assert least == needs.weights + needs.adam + needs.feedback + needs.anchor + needs.outer
-    assert "may need" in check_fits(recipe, [rack], least, "a card")
-    with pytest.raises(ConfigError, match=r"replica rack: weights, .* take .* GB, a card has .* GB; "):
-        check_fits(recipe, [rack], least - 1, "a card")
-    stages = [resting_bytes(process_memory(recipe, edge.config, s, 1)) for s in range(2)]
-    with pytest.raises(ConfigError, match=r"replicas rack, edge: .*; give each replica and stage a device"):
-        check_fits(recipe, [rack, edge], least + sum(stages) - 1, "a card")
-    assert "stage 1 of replica edge may need" in check_fits(recipe, [edge], stages[1], "a card", stage=1)
-    with pytest.raises(ConfigError, match="stage 1 of replica edge: "):
-        check_fits(recipe, [edge], stages[1] - 1, "a card", stage=1)
-
-
-def test_the_processes_of_a_full_replica_have_a_device_each():
-    whole, cut = (
-        parse_recipe(recipe_text(replicas("rack", processes=2, sharding=sharding)))
-        for sharding in ("none", "full")
-    )
-    room = resting_bytes(process_memory(whole, whole.replicas[0], 0, 1))
-    assert "may need" in check_fits(whole, whole.fleet(), room, "a card")
-    assert "may need" in check_fits(cut, cut.fleet(), int(0.75 * room), "a card")
-    with pytest.raises(ConfigError, match="replica rack: "):
-        check_fits(whole, whole.fleet(), int(0.75 * room), "a card")
-
-
-def test_the_line_says_what_would_fit():
-    recipe = parse_recipe(
-        recipe_text(RACK, model={"preset": "512m", "width": 1024, "ffn": 4096, "heads": 16})
-    )
-    with pytest.raises(ConfigError) as error:
-        check_fits(recipe, recipe.fleet(), 4 * 10**9, "a card of 4 GB")
-    found = re.search(r'what would fit: .*kind = "pipelined", stages = (\d+)', str(error.value))
-    config = replace(recipe.replicas[0], kind="pipelined", stages=int(found[1]), compression="1/8")
-    assert (
-        max(part.total for part in replica_memory(recipe, config, in_flight_of(recipe, config))) < 4 * 10**9
-    )
-    assert "\n" not in str(error.value)
