@@ -11,9 +11,11 @@ from isthmus.layout.stages import EMBEDDING, layers_per_stage, stage_names
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # weights, moments, feedback
 # What a process holds beside tensors, measured on a CPU as the peak of a run with 0.2 M parameters:
 # interpreter, torch, libraries, thread pools, and the corpus with its tokenizer where it is read.
-RUNTIME_BYTES = 410 * 10**6  # the simulator
-PROCESS_BYTES = 412 * 10**6  # a full replica or a first stage of a real fleet
-LATER_STAGE_BYTES = 354 * 10**6  # which reads no corpus
+RUNTIME_BYTES = 326 * 10**6  # the simulator
+FULL_BYTES = 337 * 10**6  # a full replica of a real fleet
+SHARD_BYTES = 411 * 10**6  # which loads FSDP
+FIRST_STAGE_BYTES = 372 * 10**6
+LATER_STAGE_BYTES = 276 * 10**6  # which reads no corpus
 # Work copies of the weights at a round's end, measured. DiLoCo sends every entry, and a real process also
 # checks, stores and reads them: the allocator keeps much of that.
 CODEC_COPIES = {"sparseloco": 3.0, "diloco": 7.0, "adamw": 0.0}
@@ -175,7 +177,7 @@ def process_memory(
     """
     precision = "bf16" if recipe.inner.precision == "auto" else recipe.inner.precision
     model, size, method = recipe.model, MASTER_BYTES[precision], recipe.outer.method
-    shapes, full = model.shapes(), replica.kind == "full"
+    shapes = model.shapes()
     # What it answers for in the outer step; in the inner step every shard has its rows of everything.
     answers = sum(prod(shapes[name]) for name in stage_names(model, replica.parts)[stage])
     own = -(-model.num_parameters // replica.parts) if replica.sharded else answers
@@ -201,10 +203,16 @@ def process_memory(
         activations=activations,
         slack=slack,
         exchange=int((copies * anchored + whole) * size),
-        runtime=PROCESS_BYTES if full or stage == 0 else LATER_STAGE_BYTES,
+        runtime=_runtime(replica, stage),
         host_copy=2 * own * size + feedback + anchor + outer,
         on_gpu=precision == "bf16" if on_gpu is None else on_gpu,
     )
+
+
+def _runtime(replica: ReplicaConfig, stage: int) -> int:
+    if replica.kind == "full":
+        return SHARD_BYTES if replica.sharded else FULL_BYTES
+    return LATER_STAGE_BYTES if stage else FIRST_STAGE_BYTES
 
 
 def _kept(recipe: Recipe, replica: ReplicaConfig, stage: int, depth: int, precision: str) -> tuple[int, int]:
