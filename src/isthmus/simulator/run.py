@@ -20,6 +20,7 @@ from isthmus.model import checkpoint
 from isthmus.model.initial import checked_first, first_params, start_digest
 from isthmus.page.report import write_report
 from isthmus.planner.auto import Pick, resolve
+from isthmus.planner.fit import MemoryPick
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
 from isthmus.replica.meter import peak_bytes
 from isthmus.runlog import REAL, About, Row, RunDir, next_run_dir
@@ -84,7 +85,7 @@ def simulate(
 
 def about_run(
     recipe: Recipe,
-    picks: Sequence[Pick],
+    picks: Sequence[Pick | MemoryPick],
     corpus: Corpus,
     first: Mapping[str, torch.Tensor] | None,
     device: torch.device,
