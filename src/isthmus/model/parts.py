@@ -23,7 +23,7 @@ class Parts:
 @lru_cache(maxsize=4)
 def parts(compiled: bool = False, recompute: bool = False) -> Parts:
     """`compiled`: one layer and the head with its loss, each compiled once. Compiling the whole model would
-    take longer with every layer, and is no faster afterwards (bench/RESULTS.md, Start-up).
+    take longer with every layer; a full replica is as fast as one that does (bench/RESULTS.md).
 
     `recompute`: a layer keeps its input only, and runs again in the backward (`inner.recompute`).
     """
