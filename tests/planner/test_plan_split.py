@@ -22,8 +22,9 @@ link = { mbps = 300, latency_ms = 5 }
 
 def test_split_backwards_shorten_the_step_and_fill_the_stages_after_the_first():
     (whole,), (split,) = (
-        predict(parse_recipe(RECIPE, [f"inner.backward={backward}"])).kinds for backward in ("whole", "split")
-    )
+        predict(parse_recipe(RECIPE, [f"inner.backward={backward}", "inner.precision=fp32"])).kinds
+        for backward in ("whole", "split")
+    )  # on CPUs: on a GPU only a whole backward is compiled, which keeps less
     assert whole.step.in_flight == whole.step.depths == split.step.depths
     assert split.step.seconds < 0.97 * whole.step.seconds
     assert split.step.in_flight[0] == whole.step.in_flight[0]

@@ -19,6 +19,7 @@ LATER_STAGE_BYTES = 276 * 10**6  # which reads no corpus
 # Work copies of the weights at a round's end, measured. DiLoCo sends every entry, and a real process also
 # checks, stores and reads them: the allocator keeps much of that.
 CODEC_COPIES = {"sparseloco": 3.0, "diloco": 7.0, "adamw": 0.0}
+KERNEL_COPIES = 0.5  # on a GPU, measured
 BUCKET_COPIES = {"sparseloco": 0.0, "diloco": 4.0, "adamw": 0.0}
 PAYLOAD_COPIES = 2.5  # of the entries that every replica sends: as bytes, as values, as positions
 STREAM_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
@@ -48,14 +49,15 @@ def state_bytes(recipe: Recipe, precision: str) -> int:
     return copies * recipe.model.num_parameters * MASTER_BYTES[precision]
 
 
-def exchange_copies(recipe: Recipe) -> float:
+def exchange_copies(recipe: Recipe, kernels: bool = False) -> float:
     """Copies of the weights that a round's end takes on top: all payloads are unpacked before they are
-    averaged."""
+    averaged. A GPU's kernels do without most of the codec's, for sparse payloads."""
     outer = recipe.outer
     if outer.method == "adamw":
         return 0.0
     density = outer.keep / outer.chunk_side**2 if outer.method == "sparseloco" else 1.0
-    return CODEC_COPIES[outer.method] + PAYLOAD_COPIES * recipe.num_replicas * density
+    codec = KERNEL_COPIES if kernels and outer.method == "sparseloco" else CODEC_COPIES[outer.method]
+    return codec + PAYLOAD_COPIES * recipe.num_replicas * density
 
 
 def activation_bytes(recipe: Recipe, precision: str, num_sequences: int, compiled: bool) -> int:
@@ -103,7 +105,7 @@ def simulator_bytes(
     inner = min(shared, group) * n * size + activation_bytes(recipe, precision, sequences, compiled)
     # The work copies of the exchange, which a GPU's kernels do without for sparse payloads. They come when
     # gradients and activations have gone; on a GPU the little that is left was measured on top.
-    exchange = 0.5 if compiled and recipe.outer.method == "sparseloco" else exchange_copies(recipe)
+    exchange = KERNEL_COPIES if compiled and recipe.outer.method == "sparseloco" else exchange_copies(recipe)
     copies = int(exchange * n * size)
     return RUNTIME_BYTES + weights + (inner + copies if compiled else max(inner, copies))
 
@@ -186,8 +188,9 @@ def process_memory(
     feedback = answers * size if method == "sparseloco" else 0
     anchor = 0 if method == "adamw" else anchored * size
     outer = anchored * size if method == "diloco" else 0
-    activations, slack = _kept(recipe, replica, stage, depth, precision)
-    copies = exchange_copies(recipe) + BUCKET_COPIES[method]
+    on_gpu = precision == "bf16" if on_gpu is None else on_gpu
+    activations, slack = _kept(recipe, replica, stage, depth, precision, on_gpu)
+    copies = exchange_copies(recipe, on_gpu) + BUCKET_COPIES[method]
     whole = answers if replica.sharded else 0  # its part of the weights, gathered for the codec
     return ProcessMemory(
         stage=stage,
@@ -205,7 +208,7 @@ def process_memory(
         exchange=int((copies * anchored + whole) * size),
         runtime=_runtime(replica, stage),
         host_copy=2 * own * size + feedback + anchor + outer,
-        on_gpu=precision == "bf16" if on_gpu is None else on_gpu,
+        on_gpu=on_gpu,
     )
 
 
@@ -215,9 +218,12 @@ def _runtime(replica: ReplicaConfig, stage: int) -> int:
     return LATER_STAGE_BYTES if stage else FIRST_STAGE_BYTES
 
 
-def _kept(recipe: Recipe, replica: ReplicaConfig, stage: int, depth: int, precision: str) -> tuple[int, int]:
+def _kept(
+    recipe: Recipe, replica: ReplicaConfig, stage: int, depth: int, precision: str, on_gpu: bool
+) -> tuple[int, int]:
     """Activations that a process keeps for its backwards, and the allocator's slack.
 
+    On a GPU replicas and stages are compiled, unless the backward is split.
     Recomputed layers keep their input only, and one of them at a time has all that is inside it again; by
     then the head has let go of its logits.
     """
@@ -225,7 +231,8 @@ def _kept(recipe: Recipe, replica: ReplicaConfig, stage: int, depth: int, precis
     rows = max(1, inner.batch // (replica.processes if full else inner.micro_batches))
     num_tokens = rows * model.context
     num_layers = model.layers if full else layers_per_stage(model.layers, replica.stages)[stage]
-    per_layer, logits = _token_bytes(recipe, precision, compiled=False)
+    compiled = on_gpu and (full or inner.backward != "split")
+    per_layer, logits = _token_bytes(recipe, precision, compiled)
     # Only one micro-batch's logits are there at a time: the last stage turns round at once (depth 1).
     head = num_tokens * logits if full or stage == replica.stages - 1 else 0
     if recipe.recomputes(replica):
