@@ -31,6 +31,7 @@ LAYER_WEIGHTS = (
     "ffn_norm.weight",
     *(f"feed_forward.{matrix}.weight" for matrix in ("w1", "w2", "w3")),
 )
+HEAD_WEIGHTS = ("norm.weight", "output.weight")
 
 
 def init_tensor(name: str, shape: Sequence[int], model: ModelConfig, seed: int) -> Tensor:
@@ -143,6 +144,10 @@ def layer(weights: Params, x: Tensor, model: ModelConfig, cos: Tensor, sin: Tens
 
 def head(params: Params, x: Tensor, model: ModelConfig) -> Tensor:
     return linear(rms_norm(x, params["norm.weight"], model.norm_eps), params["output.weight"])
+
+
+def head_weights(params: Params) -> dict[str, Tensor]:
+    return {name: params[name] for name in HEAD_WEIGHTS}
 
 
 def head_losses(weights: Params, x: Tensor, targets: Tensor, model: ModelConfig) -> Tensor:

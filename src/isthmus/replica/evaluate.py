@@ -12,7 +12,7 @@ from isthmus.config import Member, Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.data.tokens import validation_batches
 from isthmus.layout.stages import EMBEDDING
-from isthmus.model.llama import RunLayer, rope_table, stream
+from isthmus.model.llama import RunLayer, head_weights, rope_table, stream
 from isthmus.model.parts import parts
 from isthmus.runlog.row import Bias, Scores, by_kind
 from isthmus.subspace.bias import drift, energies, share, watched
@@ -169,8 +169,7 @@ class Scorer:
                 measure = energies(self.bases.get(member, boundary), table)
                 boundary_fns[edge] = [(rows, watched(cross, measure, crossing))]
         x = stream(weights, part[:, :-1], model, self.rope, boundary_fns, self.dtype, self.run_layer)
-        head = {name: weights[name] for name in ("norm.weight", "output.weight")}
-        return self.parts.head_losses(head, x, part[:, 1:], model)
+        return self.parts.head_losses(head_weights(weights), x, part[:, 1:], model)
 
 
 def checked(run_layer: RunLayer, check: Callable[[], None]) -> RunLayer:

@@ -21,14 +21,13 @@ from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError, RunError
 from isthmus.layout.stages import EMBEDDING, stage_names
 from isthmus.model.inner import InnerOpt
-from isthmus.model.llama import LAYER_WEIGHTS, embed, init_tensor, rope_table
+from isthmus.model.llama import HEAD_WEIGHTS, LAYER_WEIGHTS, embed, init_tensor, rope_table
 from isthmus.model.parts import parts
 from isthmus.replica.base import precision_dtypes
 from isthmus.replica.clock import Clock
 from isthmus.replica.full import LOOPBACK
 from isthmus.replica.process_groups import Store, make_group
 
-HEAD = ("norm.weight", "output.weight")
 # Between rounds a process may be uploading while the others already wait for it.
 TIMEOUT_SECONDS = 1800.0
 M_MMAP_THRESHOLD, MMAP_BYTES = -3, 2**18  # of malloc.h; blocks from this size on have a mapping of their own
@@ -228,7 +227,7 @@ class _Model(nn.Module):
             for i in range(model.layers)
         ]
         # The head's backward follows its forward at once, so it stays whole in between.
-        last = unit({n: n for n in HEAD}, "", run_head, mp_policy=policy, reshard_after_forward=False)
+        last = unit({n: n for n in HEAD_WEIGHTS}, "", run_head, mp_policy=policy, reshard_after_forward=False)
         self.units = nn.ModuleList([first, *layers, last])
         fully_shard(self, mesh=mesh)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from isthmus import gpu
 from isthmus.config import Member, Recipe
 from isthmus.layout.stages import EMBEDDING
-from isthmus.model.llama import rope_table, stream
+from isthmus.model.llama import head_weights, rope_table, stream
 from isthmus.model.parts import parts
 from isthmus.replica.trainable import Trainable
 from isthmus.subspace.boundaries import BasisSet, as_sent, boundary_functions
@@ -68,8 +68,7 @@ class Stack(Trainable):
             inputs = inputs.flatten(0, 1)
         model, run_layer = self.recipe.model, self.parts.layer
         x = stream(params, inputs, model, self.rope, self.boundary_fns, self.dtype, run_layer)
-        weights = {name: params[name] for name in ("norm.weight", "output.weight")}
-        return self.parts.head_losses(weights, x, targets, model)
+        return self.parts.head_losses(head_weights(params), x, targets, model)
 
     def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
         """All replicas take the anchor's values; weights that they share are the anchor."""

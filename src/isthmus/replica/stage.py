@@ -9,7 +9,7 @@ from torch import Tensor
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError
 from isthmus.layout.stages import EMBEDDING, boundaries, stage_names
-from isthmus.model.llama import Params, embed, init_params, init_tensor, rope_table, run_layers
+from isthmus.model.llama import Params, embed, head_weights, init_params, init_tensor, rope_table, run_layers
 from isthmus.model.parts import parts
 from isthmus.replica.base import precision_dtypes
 from isthmus.replica.links import TOKEN_TYPES, Frame, TensorSpec
@@ -110,8 +110,8 @@ class Stage(Trainable):
         layer_params = self._layer_params(micro_batch, weights)
         x = run_layers(layer_params, self.layers, x, model, self.rope, self.parts.layer)
         if self.last:
-            own = {name: weights[name] for name in ("norm.weight", "output.weight")}
-            out = self.parts.head_losses(own, x, targets, model) / self.recipe.inner.micro_batches
+            loss = self.parts.head_losses(head_weights(weights), x, targets, model)
+            out = loss / self.recipe.inner.micro_batches
         else:
             out = self.after.compress(x, inputs)  # (B, L, D) -> (B, L, K)
         self.activations[micro_batch] = (leaf, out)

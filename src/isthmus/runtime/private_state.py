@@ -147,9 +147,9 @@ class PrivateState:
         """From here on the tensors may change; see `HostCopy.protect`."""
         self.host.protect()
 
-    def _write_in_thread(self, *what: object) -> None:
+    def _write_in_thread(self, round_number: int, copies: Files, update: Update) -> None:
         try:
-            self._write(*what)  # pyright: ignore[reportArgumentType]
+            self._write(round_number, copies, update)
         except BaseException as error:
             self.fault = error
 

@@ -23,7 +23,6 @@ from isthmus.runlog.words import rounds_in_words
 from isthmus.runtime.scoring import Place, ScoredAnchor, Stopped
 from isthmus.store.retry import StoreError
 
-PASSING = ("network", "busy", "slow")  # kinds of StoreError that a reader waits out
 ANSWER_SECONDS = 5.0  # that a store may take to say whether a round is settled
 
 
@@ -217,7 +216,7 @@ class Scoring(threading.Thread):
             except Stopped:
                 return
             except StoreError as error:
-                if error.kind not in PASSING:
+                if not error.passes:
                     return recorder.fail(error)
                 recorder.stopped.wait(self.RETRY_SECONDS)
             except Exception as error:
