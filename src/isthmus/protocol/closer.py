@@ -4,14 +4,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 
 from isthmus.config import Recipe
 from isthmus.errors import Diverged, RunStopped
 from isthmus.layout.traffic import inner_step_bytes
 from isthmus.protocol.heartbeat import silent_after
+from isthmus.protocol.judge import judge
 from isthmus.protocol.ledger import Entry, Ledger, Manifest
-from isthmus.protocol.shards import ShardReader, unpack_shards
+from isthmus.protocol.shards import ShardReader
 from isthmus.protocol.trust import OtherAnchor, Refused, sha256
 
 FIRST_DEADLINE_SECONDS = 600.0  # of round 1: nobody knows yet how long a round takes
@@ -146,15 +146,7 @@ class Closer:
 
     def _verdict(self, data: bytes, name: str, round_number: int, anchor: str) -> Entry | Refused:
         try:
-            entry = self.ledger.check_commit(data, name, round_number, anchor)
-            square = 0.0
-            for shard in entry.shards:
-                packed = self.reader.read(name, round_number, shard)
-                payloads = unpack_shards(self.ledger, {shard.index: packed})
-                square += sum(float(p.values.double().square().sum()) for p in payloads.values())
-                if not math.isfinite(square):
-                    raise Refused(f"shard {shard.index} is not finite")
-            return replace(entry, norm=math.sqrt(square))
+            return judge(self.ledger, data, name, round_number, anchor, self.reader.read)
         except Refused as reason:
             return type(reason)(str(reason))  # without its traceback, which keeps the payloads alive
 
