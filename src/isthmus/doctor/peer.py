@@ -19,11 +19,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
+from isthmus.crowd import Crowd, Visit
 from isthmus.doctor.checks import WRONG_CLOCK_SECONDS, Check, LinkRate, Say
 from isthmus.errors import ConfigError
 
@@ -38,6 +39,7 @@ START_SECONDS = 60.0  # until the process with the listener's end runs
 GRACE_SECONDS = 3.0  # from the asker's end of the link to ours
 SESSION_SECONDS = 300.0  # the listener ends every measurement after this time
 MOST_CONNECTIONS = 16
+MOST_OF_ONE = 4  # address
 
 
 class PeerFault(Exception):
@@ -208,9 +210,9 @@ def _bind(host: str, port: int) -> socket.socket:
 class Listener:
     """Answers machines that ask, until the caller is interrupted."""
 
-    def __init__(self, host: str, port: int, say: Say) -> None:
+    def __init__(self, host: str, port: int, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self.say, self.counts = say, Counter[str]()
-        self._measuring, self._room = threading.Lock(), threading.Semaphore(MOST_CONNECTIONS)
+        self._measuring, self._crowd = threading.Lock(), Crowd(MOST_CONNECTIONS, MOST_OF_ONE, clock)
         try:
             self.server = _bind(host, port)
         except OSError as error:
@@ -226,6 +228,7 @@ class Listener:
         self.server.settimeout(0.5)
         try:
             while True:
+                self._crowd.sweep()
                 try:
                     link, address = self.server.accept()
                 except TimeoutError:
@@ -233,15 +236,17 @@ class Listener:
                 except OSError:  # the other side was gone before we looked
                     time.sleep(0.05)
                     continue
-                if not self._room.acquire(blocking=False):
+                visit = self._crowd.enter(link, str(address[0]))
+                if visit is None:
                     link.close()
                     continue
-                threading.Thread(target=self._meet, args=(link, address[0]), daemon=True).start()
+                visit.request()  # one message of 25 bytes is all that is waited for
+                threading.Thread(target=self._meet, args=(visit, str(address[0])), daemon=True).start()
         finally:
             self.server.close()
 
-    def _meet(self, link: socket.socket, who: str) -> None:
-        measuring = False
+    def _meet(self, visit: Visit, who: str) -> None:
+        link, measuring = visit.link, False
         try:
             with link:
                 link.settimeout(SILENCE_SECONDS)
@@ -254,6 +259,7 @@ class Listener:
                     _write_header(link, BUSY)
                     self._tell(f"sent away {who}: another machine is being measured", "sent away")
                     return
+                visit.keep(SESSION_SECONDS)
                 self._serve(link, who, milliseconds / 1000)
         except ValueError:
             self._tell(f"refused {who}: it does not talk isthmus doctor's protocol", "refused")
@@ -262,7 +268,7 @@ class Listener:
         finally:
             if measuring:
                 self._measuring.release()
-            self._room.release()
+            self._crowd.leave(link)
 
     def _serve(self, link: socket.socket, who: str, seconds: float) -> None:
         self.say(f"measuring with {who}")

@@ -7,11 +7,13 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
 
 from isthmus import __version__
+from isthmus.crowd import Crowd
 from isthmus.errors import ConfigError
 from isthmus.page import prometheus
 from isthmus.page.source import BucketSource, RunSource
@@ -23,6 +25,7 @@ FAR_SECONDS = 3.0  # at a bucket that is elsewhere
 SLOWEST_SECONDS = 6.0  # between looks that take long
 TIMEOUT_SECONDS = 1.5  # that a request waits for a fresh state
 MOST_CONNECTIONS = 64
+MOST_OF_ONE = 24  # address: every viewer behind a tunnel or a proxy shares one
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -97,9 +100,20 @@ class Handler(BaseHTTPRequestHandler):
     server_version = f"isthmus/{__version__}"
     sys_version = ""
     protocol_version = "HTTP/1.1"
-    timeout = 30  # of a connection that says nothing
+
+    def setup(self) -> None:
+        super().setup()
+        self.visit = self.server.crowd.of(self.request)
+
+    def handle_one_request(self) -> None:
+        self.visit.idle()
+        if self.rfile.peek(1):  # pyright: ignore[reportAttributeAccessIssue] - it is a BufferedReader
+            self.visit.request()
+        super().handle_one_request()
 
     def do_GET(self) -> None:
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # a body is not read, nor taken for the next request
         if not self.server.admits(self.headers.get("Host", "")):
             self._answer(403, "text/plain", b"this name is not served\n")
             return
@@ -143,6 +157,7 @@ class Handler(BaseHTTPRequestHandler):
         if status != 304:
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
+        self.visit.answer(len(body))
         self.end_headers()
         if self.command != "HEAD" and status != 304:
             self.wfile.write(body)
@@ -154,8 +169,11 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 128  # a few that wait to be taken do not keep the next one out
 
-    def __init__(self, host: str, port: int, watcher: Watcher) -> None:
+    def __init__(
+        self, host: str, port: int, watcher: Watcher, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self.address_family = found[0][0]
@@ -167,7 +185,7 @@ class Server(ThreadingHTTPServer):
                 f"cannot listen on {host} port {port}: {reason}; give another --port, or 0 for any free one"
             ) from None
         self.watcher, self.host = watcher, host
-        self.room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self.crowd = Crowd(MOST_CONNECTIONS, MOST_OF_ONE, clock)
         self.local = is_loopback(str(self.server_address[0]))
         page = files("isthmus.page")
         self.pages = {
@@ -190,16 +208,20 @@ class Server(ThreadingHTTPServer):
         return name.lower() == "localhost" or is_loopback(name.strip("[]"))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.room.acquire(blocking=False):  # too many at once: the page asks again
+        if self.crowd.enter(request, str(client_address[0])) is None:
             self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
+        else:
+            super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.room.release()
+            self.crowd.leave(request)
+
+    def service_actions(self) -> None:
+        """In the server's loop, several times a second."""
+        self.crowd.sweep()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that went away is not reported; a fault of ours is one line."""
