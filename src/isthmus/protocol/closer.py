@@ -11,6 +11,7 @@ from isthmus.layout.traffic import inner_step_bytes
 from isthmus.protocol.heartbeat import silent_after
 from isthmus.protocol.judge import judge
 from isthmus.protocol.ledger import Entry, Ledger, Manifest
+from isthmus.protocol.norms import compare_norms
 from isthmus.protocol.shards import ShardReader
 from isthmus.protocol.trust import OtherAnchor, Refused, sha256
 
@@ -60,6 +61,7 @@ class Closer:
         self.answers: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, was it alive)
         self.silences: dict[str, tuple[float | None, float]] = {}  # replica -> (its last beat, since when)
         self.answered, self.forgive_until = self.clock(), 0.0
+        self.note = ""  # what the last judgement says of those who differ and were not refused
 
     def attempt(self, round_number: int, anchor: str) -> bool:
         """Close the round if it can be closed now; True when our manifest is the one."""
@@ -102,6 +104,8 @@ class Closer:
         if won:
             for name, reason in refused.items():
                 self.log(f"round {round_number}: refused {name}: {reason}")
+            if self.note:
+                self.log(f"round {round_number}: {self.note}")
         return won
 
     def _commits(self, round_number: int) -> tuple[dict[str, bytes], dict[str, str]]:
@@ -140,28 +144,18 @@ class Closer:
                 f"replica {self.own} holds another anchor than {others} of those who gave to round "
                 f"{round_number}, and does not close it; it must join anew from the bucket"
             )
-        history = [entry.norm for entry in previous.entries] if previous else []
-        self._refuse_outliers(accepted, refused, history)
-        return accepted, refused
+        before = {entry.replica: entry.norm for entry in previous.entries} if previous else {}
+        norms = {name: entry.norm for name, entry in accepted.items()}
+        compared = compare_norms(norms, before, self.recipe.bucket.norm_limit)
+        self.note = compared.note
+        accepted = {name: entry for name, entry in accepted.items() if name not in compared.refused}
+        return accepted, refused | compared.refused
 
     def _verdict(self, data: bytes, name: str, round_number: int, anchor: str) -> Entry | Refused:
         try:
             return judge(self.ledger, data, name, round_number, anchor, self.reader.read)
         except Refused as reason:
             return type(reason)(str(reason))  # without its traceback, which keeps the payloads alive
-
-    def _refuse_outliers(
-        self, accepted: dict[str, Entry], refused: dict[str, str], history: Sequence[float]
-    ) -> None:
-        norms = [norm for norm in (*(entry.norm for entry in accepted.values()), *history) if norm > 0]
-        if len(norms) < 2:
-            return
-        median = statistics.median_low(norms)
-        limit = self.recipe.bucket.norm_limit
-        for name, entry in list(accepted.items()):
-            if entry.norm > limit * median:
-                refused[name] = f"its norm {entry.norm:.3g} is over {limit:g} times the median {median:.3g}"
-                del accepted[name]
 
     def _may_close(
         self,
