@@ -5,8 +5,6 @@ bad network is waited out until the caller's deadline. What the objects mean is 
 """
 
 import asyncio
-import os
-import re
 import secrets
 import threading
 import time
@@ -15,11 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import obstore
 
 from isthmus.errors import ConfigError, Unreachable
+from isthmus.store.folder import list_files, read_file, remove_stale, stat_file, write_file
 from isthmus.store.retry import (
     DEFAULT_SECONDS,
     Backoff,
@@ -31,16 +30,17 @@ from isthmus.store.retry import (
     drain,
     wait,
 )
-from isthmus.store.url import SEGMENT, connect, parse_url, write_file
+from isthmus.store.url import SEGMENT, connect, parse_url
 
+T = TypeVar("T")
 Allow = Callable[[int], float]  # how many seconds a transfer of so many bytes may take
 
 # Up to here a request travels apart from bulk, so that a heartbeat never queues behind it.
 CONTROL_BYTES = 1 << 18
 DURABLE_BYTES = 1 << 20
+VERBS = ("get", "put", "create", "copy", "head", "list", "delete")
+ASK_SECONDS = 15.0  # until a store that cannot give one object is believed to be away
 CLOCK_SECONDS = 300.0  # a reading of the store's clock is good for so long
-STALE_SECONDS = 3600.0  # the writer of a temporary file this old is dead
-_TEMPORARY = re.compile(r"#\d+$")  # obstore leaves such names out of a listing
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class Store:
     def requests(self) -> dict[str, int]:
         """Requests by verb, each try counted."""
         with self._lock:
-            return {verb: self._tally[verb] for verb in ("get", "put", "create", "head", "list", "delete")}
+            return {verb: self._tally[verb] for verb in VERBS}
 
     def get(self, key: str, *, max_bytes: int, deadline: float | None = None) -> bytes | None:
         """The object, or None. One larger than `max_bytes` is refused by its size, before any download."""
-        path = self._key(key)
+        path, folder = self._key(key), self._folder
 
         async def read(client: Any, allow: Allow) -> bytes:
             began = time.monotonic()
@@ -95,7 +95,11 @@ class Store:
             self._down.saw(size, time.monotonic() - began)
             return data
 
-        data = self._persist("get", key, max_bytes, read, deadline)
+        def from_file(client: Any, allow: Allow) -> bytes:
+            assert folder is not None
+            return read_file(folder, path, max_bytes)
+
+        data = self._persist("get", key, max_bytes, from_file if folder else read, deadline)
         self._count("bytes received", len(data or b""))
         return data
 
@@ -136,20 +140,29 @@ class Store:
                 raise self._error("create", key, fault, backoff) from None
 
     def head(self, key: str, *, deadline: float | None = None) -> Info | None:
-        path = self._key(key)
+        path, folder = self._key(key), self._folder
 
         async def look(client: Any, allow: Allow) -> Info:
             meta = await asyncio.wait_for(obstore.head_async(client, path), allow(0))
             return Info(meta["size"], meta["last_modified"].timestamp())
 
-        return self._persist("head", key, 0, look, deadline)
+        def at_file(client: Any, allow: Allow) -> Info | None:
+            assert folder is not None
+            with suppress(StoreRefused):  # a folder or a pipe is no object
+                found = stat_file(folder, path)
+                return Info(found.st_size, found.st_mtime)
+
+        return self._persist("head", key, 0, at_file if folder else look, deadline)
 
     def list(self, prefix: str = "", *, deadline: float | None = None) -> list[str]:
         """Every key below `prefix`, which is a whole path segment ("payloads/rack-0"), in order.
 
         Always from the start: a listing from an offset misses keys on SeaweedFS.
         """
-        path = self._key(prefix.rstrip("/")) if prefix else None
+        path, folder = self._key(prefix.rstrip("/")) if prefix else None, self._folder
+        if folder:
+            self._count("list")
+            return sorted(list_files(folder, path))
 
         async def names(client: Any, allow: Allow) -> list[str]:
             batches, found = obstore.list(client, path, chunk_size=1000), []
@@ -158,6 +171,42 @@ class Store:
             return found
 
         return sorted(self._persist("list", prefix, 0, names, deadline) or ())
+
+    def copy(self, source: str, target: str, *, max_bytes: int, deadline: float | None = None) -> bool:
+        """Copy an object inside the store, without moving its bytes here; False where there is none.
+
+        It replaces what was there. Only a folder looks at `max_bytes`: whoever reads the copy does. A
+        StoreError may mean that this store cannot copy, or that these credentials may not.
+        """
+        here, there, folder = self._key(source), self._key(target), self._folder
+
+        async def request(client: Any, allow: Allow) -> bool:
+            await asyncio.wait_for(obstore.copy_async(client, here, there), allow(max_bytes))
+            return True
+
+        def in_folder(client: Any, allow: Allow) -> bool:
+            assert folder is not None
+            data = read_file(folder, here, max_bytes)
+            write_file(folder, there, data, create=False, sync=False)
+            return True
+
+        return bool(self._persist("copy", target, 0, in_folder if folder else request, deadline))
+
+    def foreign(self, read: Callable[[], T]) -> T:
+        """What `read` finds in an object that somebody else wrote.
+
+        If this object alone cannot be read (it is frozen, locked, not a file), that is its author's fault:
+        StoreRefused. Where the run itself cannot be read either, it is the store's: StoreError.
+        """
+        try:
+            return read()
+        except StoreError as error:
+            with suppress(StoreRefused):  # it is there, and larger than nothing
+                try:
+                    self.get("run.json", max_bytes=0, deadline=time.monotonic() + ASK_SECONDS)
+                except StoreError:
+                    raise error from None
+            raise StoreRefused(str(error)) from None
 
     def delete(self, key: str, *, deadline: float | None = None) -> None:
         """Remove the object; an absent one is not an error."""
@@ -312,7 +361,7 @@ def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) 
             raise ConfigError(f"{root} is a file; the store needs a folder") from None
         except OSError as error:
             raise ConfigError(f"cannot write to the folder {root}: {error.strerror or error}") from None
-        _remove_stale(folder)
+        remove_stale(folder)
         return store
     try:
         store.get("run.json", max_bytes=0, deadline=time.monotonic() + timeout_seconds)
@@ -321,12 +370,3 @@ def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) 
     except StoreError as error:
         raise error.at_start() from None
     return store
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove temporary files that killed writers left."""
-    for base, _, names in os.walk(folder):
-        for path in (Path(base, name) for name in names if _TEMPORARY.search(name)):
-            with suppress(OSError):  # its writer was faster
-                if time.time() - path.lstat().st_mtime > STALE_SECONDS:
-                    path.unlink()

@@ -1,9 +1,7 @@
-"""Where a store is and how it is reached: URLs, credentials, and writing into a folder."""
+"""Where a store is and how it is reached: URLs and credentials."""
 
-import errno
 import os
 import re
-import secrets
 from configparser import ConfigParser
 from configparser import Error as ParserError
 from datetime import timedelta
@@ -12,8 +10,6 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from isthmus.errors import ConfigError
-from isthmus.files import sync_folder
-from isthmus.store.retry import StoreRefused
 
 SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
 CREDENTIALS = {
@@ -105,49 +101,3 @@ def aws_options() -> dict[str, str]:
             raise ConfigError("AWS_ENDPOINT_URL is malformed; write https://host or https://host:port")
         options["endpoint"] = endpoint
     return options
-
-
-def link(aside: Path, path: Path) -> None:
-    """Give a file its second name, unless that is taken."""
-    try:
-        os.link(aside, path)
-    except OSError as error:
-        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            words = "its file system has no hard links, which put-if-absent needs"
-            raise ConfigError(f"{path.parent} cannot be a store: {words}") from None
-        raise
-
-
-def write_file(root: Path, key: str, data: bytes, *, create: bool, sync: bool, keep: bool = True) -> None:
-    """Write below `root`: aside, then under its name by rename or (to create) by link, which has one winner.
-
-    Not by obstore, which gives a file its name before its bytes are on the disk: after a power cut an empty
-    manifest could then hold its key for ever. Nor by `isthmus.files`, whose temporary names would be listed.
-    """
-    path = root / key
-    if not path.parent.resolve().is_relative_to(root.resolve()):
-        raise StoreRefused(f"{key} leads out of {root} by a symbolic link")
-    fresh = not path.parent.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise StoreRefused(f"{key} cannot be written below an object") from None
-    aside = path.with_name(f"{path.name}#{os.getpid()}{secrets.randbits(48)}")
-    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    try:
-        with open(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            if sync:
-                os.fsync(handle)
-        if create:
-            link(aside, path)
-        elif keep:
-            os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    if sync:
-        sync_folder(path.parent)
-        for above in path.parents[1:] if fresh else ():
-            if above.is_relative_to(root):
-                sync_folder(above)
