@@ -8,6 +8,7 @@ cannot be passed off as a manifest, nor a document of one run as another's.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,11 @@ def sha256(data: bytes) -> str:
 
 
 def _signed_bytes(kind: str, run_id: str, body: Mapping[str, Any]) -> bytes:
-    return b"isthmus/1\0" + kind.encode() + b"\0" + run_id.encode() + b"\0" + canonical(body)
+    return _prefix(kind, run_id) + canonical(body)
+
+
+def _prefix(kind: str, run_id: str) -> bytes:
+    return b"isthmus/1\0" + kind.encode() + b"\0" + run_id.encode() + b"\0"
 
 
 class Signer:
@@ -54,6 +59,20 @@ class Signer:
     def seal(self, kind: str, run_id: str, body: Mapping[str, Any]) -> bytes:
         signature = self._key.sign(_signed_bytes(kind, run_id, body)).hex()
         return canonical({"body": body, "replica": self.replica, "signature": signature})
+
+    def sign(self, kind: str, run_id: str, data: bytes) -> bytes:
+        """64 bytes, for messages of a fixed size that are not documents."""
+        return self._key.sign(_prefix(kind, run_id) + data)
+
+    def signed(self, signature: bytes, kind: str, run_id: str, data: bytes) -> bool:
+        """Is that a signature by this very key?"""
+        from cryptography.exceptions import InvalidSignature
+
+        try:
+            self._key.public_key().verify(signature, _prefix(kind, run_id) + data)
+        except InvalidSignature:
+            return False
+        return True
 
 
 def new_secret() -> bytes:
@@ -89,16 +108,25 @@ def open_sealed(data: bytes, kind: str, run_id: str, keys: Mapping[str, str]) ->
     try:
         document = json.loads(data)
         body, replica, signature = document["body"], document["replica"], document["signature"]
-        signature = bytes.fromhex(signature)
-        signed = _signed_bytes(kind, run_id, body)
         if not isinstance(body, dict) or not isinstance(replica, str):
             raise TypeError
+        if not re.fullmatch("[0-9a-f]{128}", signature):  # one document has one form
+            raise ValueError
+        signed = _signed_bytes(kind, run_id, body)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise Refused(f"the {kind} is not signed: it is not a document of ours") from None
     if replica not in keys:
         raise Refused(f"the {kind} is signed by a stranger ({replica!r:.80}), who is not on the run's list")
     try:
-        Ed25519PublicKey.from_public_bytes(bytes.fromhex(keys[replica])).verify(signature, signed)
+        Ed25519PublicKey.from_public_bytes(bytes.fromhex(keys[replica])).verify(
+            bytes.fromhex(signature), signed
+        )
     except (InvalidSignature, ValueError):
         raise Refused(f"the {kind} does not carry {replica}'s signature for this run") from None
     return replica, body
+
+
+def without_extras(data: bytes) -> bytes:
+    """A signed document as `seal` writes it: whatever else lay beside its three fields is dropped."""
+    document = json.loads(data)
+    return canonical({name: document[name] for name in ("body", "replica", "signature")})
