@@ -23,6 +23,17 @@ class Unreachable(ConfigError):
     passes = True
 
 
+class Elsewhere(ConfigError):
+    """A file names an address that nobody typed: it is followed only after a yes in a terminal."""
+
+    def __init__(self, where: str, address: str) -> None:
+        super().__init__(
+            f"{where} says that its bucket is {address}; an address from a file is not followed: "
+            "give that URL itself if you trust it"
+        )
+        self.where, self.address = where, address
+
+
 class RunError(RuntimeError):
     """A fault at run time: one line that names the replica, stage, link or file; exit status 1.
 

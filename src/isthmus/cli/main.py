@@ -25,7 +25,8 @@ from isthmus.cli import (
     train,
     watch,
 )
-from isthmus.errors import ConfigError, RunError
+from isthmus.cli.asking import agreed
+from isthmus.errors import ConfigError, Elsewhere, RunError
 
 EPILOG = """where to begin:
   isthmus train recipes/demo.toml       a small fleet as real processes, on text that ships with the package
@@ -80,7 +81,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
-        return args.run(args)
+        try:
+            return args.run(args)
+        except Elsewhere as found:
+            return args.run(agreed(args, found))
     except ConfigError as error:
         print(f"isthmus: {error}", file=sys.stderr)
         return 2

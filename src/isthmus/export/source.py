@@ -17,7 +17,7 @@ from isthmus.layout.stages import EMBEDDING
 from isthmus.model import checkpoint
 from isthmus.model.initial import first_params
 from isthmus.model.llama import init_tensor
-from isthmus.protocol.access import open_ledger
+from isthmus.protocol.access import bucket_to_read, open_ledger
 from isthmus.protocol.replay import Replay
 from isthmus.runlog import RunDir
 from isthmus.subspace.boundaries import BasisSet
@@ -85,7 +85,7 @@ def open_trained(spec: str, corpus: str | None = None) -> Trained:
     bucket = run.recipe.bucket.url or str(run.path / "bucket")
     real = run.about.get("mode") == "real processes"  # a simulation does not use its recipe's bucket
     if found is None and real and ("://" in bucket or (Path(bucket) / "run.json").is_file()):
-        return _from_bucket(bucket, spec, corpus)
+        return _from_bucket(bucket_to_read(run, spec), spec, corpus)
     if found is None or found[0] == 0:
         raise ConfigError(f"{run.path} has no finished round yet; there is no model to take from it")
     round_number, params, bases = found

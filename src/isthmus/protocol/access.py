@@ -1,18 +1,29 @@
 """A run's bucket, from what a person typed, and who belongs to the run. Loads no torch."""
 
+import os
 from pathlib import Path
 
 from isthmus.config import Member
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, Elsewhere
 from isthmus.protocol.ledger import Ledger, RunInfo, read_run
 from isthmus.protocol.trust import load_signer
 from isthmus.runlog import RunDir
 from isthmus.store import open_store
+from isthmus.store.url import parse_url
 
 
 def bucket_of(run: RunDir) -> str:
     """The bucket of a run of `train`: the one that its recipe names, or the folder beside it."""
-    return run.recipe.bucket.url or str((run.path / "bucket").resolve())
+    return run.recipe.bucket.url or os.path.realpath(run.path / "bucket")
+
+
+def bucket_to_read(run: RunDir, typed: str) -> str:
+    """The same for who only looks: inside the run directory, or Elsewhere. The folder may be a stranger's."""
+    address = bucket_of(run)
+    _, folder = parse_url(address)
+    if folder is None or not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(run.path)):
+        raise Elsewhere(typed, address)
+    return address
 
 
 def open_ledger(url: str) -> Ledger:
@@ -22,7 +33,7 @@ def open_ledger(url: str) -> Ledger:
         if not run.recipe.bucket.url and not (run.path / "bucket").is_dir():
             words = f"`isthmus report {url}` tells what came of it"
             raise ConfigError(f"{url} has no bucket, as a simulated run; {words}")
-        url = bucket_of(run)
+        url = bucket_to_read(run, url)
     store = open_store(url, create=False)
     return Ledger(store, read_run(store))
 
