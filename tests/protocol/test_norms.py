@@ -41,14 +41,15 @@ def test_nobody_in_a_majority_within_the_limit_of_one_another_is_refused():
     assert met > 1000
 
 
-def test_whoever_is_refused_is_over_the_limit_of_more_than_half():
+def test_whoever_is_refused_is_over_the_limit_of_more_than_half_of_those_who_stay():
     chance, met = random.Random(1), 0
     for _ in range(20_000):
-        now, before, limit = drawn(chance)
-        votes = {**before, **now}
-        for name in compare_norms(now, before, limit).refused:
+        now, _, limit = drawn(chance)
+        refused = compare_norms(now, {}, limit).refused
+        stay = [norm for name, norm in now.items() if name not in refused]
+        for name in refused:
             met += 1
-            assert 2 * sum(limit * norm < now[name] for norm in votes.values()) > len(votes)
+            assert 2 * sum(limit * norm < now[name] for norm in stay) > len(stay)
     assert met > 1000
 
 
@@ -99,10 +100,21 @@ def test_what_a_closer_may_list_a_reader_accepts():
         now, before, limit = drawn(chance)
         refused = compare_norms(now, before, limit).refused
         listed = {name: norm for name, norm in now.items() if name not in refused}
-        known = {name: norm for name, norm in before.items() if name not in refused}
         met += bool(refused)
-        assert not compare_norms(listed, known, limit, num_refused=len(refused)).refused
+        assert not compare_norms(listed, before, limit).refused
     assert met > 1000
+
+
+def test_what_a_closer_should_have_refused_a_reader_refuses():
+    for number in range(3, 12):
+        norms = named(*[1.0] * (number - 1), 1e6)
+        assert compare_norms(norms, {}, 3).refused.keys() == {f"r{number - 1}"}
+        assert compare_norms(norms, named(*[1.0] * number), 3).refused.keys() == {f"r{number - 1}"}
+
+
+def test_who_leaves_all_others_out_cannot_send_anything_it_likes():
+    assert set(compare_norms({"evil": 21.0}, {"a": 1.0, "b": 0.5, "evil": 1.0}, 3).refused) == {"evil"}
+    assert not compare_norms({"late": 19.0}, {"a": 1.0, "b": 0.5}, 3).refused
 
 
 def close(replicas: list[Replica], scales: dict[str, float]) -> dict[str, str]:
