@@ -94,18 +94,23 @@ def read_json(path: str | Path, max_bytes: int = DOCUMENT_BYTES, *, follow: bool
     return parse_json(read_bytes(path, max_bytes, follow=follow), str(path))
 
 
-def parse_json(data: bytes | str, source: str) -> Any:
+def parse_json(data: bytes | str, source: str, max_values: int = MOST_VALUES) -> Any:
     """One JSON value of a bounded depth and count. JSON has no NaN and no infinity: they are read as null."""
     data = data.encode(errors="surrogatepass") if isinstance(data, str) else data
-    count = data.count(b",") + data.count(b"[") + data.count(b"{")
-    if count > MOST_VALUES:
-        raise ConfigError(f"{source} holds {count:,} JSON values; at most {MOST_VALUES:,} are read")
+    count = num_values(data)
+    if count > max_values:
+        raise ConfigError(f"{source} holds {count:,} JSON values; at most {max_values:,} are read")
     try:
         return json.loads(data, parse_constant=lambda _: None, parse_float=_finite)
     except RecursionError:
         raise ConfigError(f"{source} is nested too deeply to be read as JSON") from None
     except ValueError:  # also: not UTF-8, an integer of thousands of digits
         raise ConfigError(f"{source} is not JSON") from None
+
+
+def num_values(data: bytes) -> int:
+    """The most values that a JSON text can hold, without building one of them."""
+    return data.count(b",") + data.count(b"[") + data.count(b"{") + 1
 
 
 def read_lines(

@@ -10,10 +10,10 @@ from made import MARKUP, SECRET, hostile, small
 
 from isthmus.config import dump_recipe
 from isthmus.errors import ConfigError
-from isthmus.page.clean import clean_rows, number, text
-from isthmus.page.read import Folder, FolderBucket, bounded_recipe, read_lines
+from isthmus.page.read import Folder, FolderBucket, JsonLines, resolved_recipe
 from isthmus.page.source import RunSource, open_source
 from isthmus.page.state import StateBuilder
+from isthmus.runlog.clean import clean_rows, number, text
 from isthmus.store.retry import StoreRefused
 
 
@@ -76,9 +76,10 @@ def test_a_bucket_in_a_folder_takes_keys_and_no_paths(folder, key):
 
 
 def test_lines_that_are_no_json_are_counted_and_a_torn_end_is_not():
-    found, broken = read_lines(b'{"round": 1}\nnope\n\n[1]\n{"round"', whole=True)
-    assert (found, broken) == ([{"round": 1}, [1]], 1)
-    assert read_lines(b'und": 1}\n{"round": 2}\n', whole=False) == ([{"round": 2}], 0)
+    lines = JsonLines(b'{"round": 1}\nnope\n\n[1]\n{"round"', whole=True)
+    assert (list(lines), lines.broken) == ([{"round": 1}, [1]], 1)
+    lines = JsonLines(b'und": 1}\n{"round": 2}\n', whole=False)
+    assert (list(lines), lines.broken) == ([{"round": 2}], 0)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +92,13 @@ def test_lines_that_are_no_json_are_counted_and_a_torn_end_is_not():
     ],
 )
 def test_a_recipe_of_a_billion_is_refused_before_anything_is_built(old, new):
-    with pytest.raises(ConfigError, match="shows at most"):
-        bounded_recipe(dump_recipe(small()).replace(old, new), "recipe.toml")
+    with pytest.raises(ConfigError, match="it must be at most"):
+        resolved_recipe(dump_recipe(small()).replace(old, new), "recipe.toml")
 
 
 def test_a_recipe_without_bottom_is_refused_in_words():
     with pytest.raises(ConfigError):
-        bounded_recipe("a = " + "[" * 50_000, "recipe.toml")
+        resolved_recipe("a = " + "[" * 50_000, "recipe.toml")
 
 
 def test_numbers_that_break_a_scale_are_left_out_and_others_are_not():
@@ -106,7 +107,7 @@ def test_numbers_that_break_a_scale_are_left_out_and_others_are_not():
 
 
 def test_text_is_one_short_printable_line():
-    assert text("a\x00b\n c\x1b[31m") == "a b c [31m"
+    assert text("a\x00b\n c\x1b[31m") == r"a\x00b c\x1b[31m"
     assert len(text("x" * 10_000)) == 300
     assert text(MARKUP) == MARKUP  # letters: it is the page that must not take it for more
 

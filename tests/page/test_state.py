@@ -11,7 +11,7 @@ from servers import start_moto
 
 from isthmus.page.bucket_source import open_folder
 from isthmus.page.charts import CONTROL
-from isthmus.page.clean import clean_rows
+from isthmus.runlog.clean import clean_rows
 from isthmus.page.prometheus import exposition
 from isthmus.page.rounds import grid
 from isthmus.page.source import AliveFile, Raw, SeenHeartbeat, Settled, open_source

@@ -8,20 +8,43 @@ from isthmus.errors import ConfigError
 
 def choice(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise ConfigError(f'{name} is "{value}"; it is one of {", ".join(known)}{nearest(value, known)}')
+        hint = nearest(value, known)
+        raise ConfigError(f'{name} is "{short(value)}"; it is one of {", ".join(known)}{hint}')
 
 
-def at_least(name: str, value: float, least: float) -> None:
-    if not value >= least:
-        raise ConfigError(f"{name} is {value}; it must be at least {least}")
+def within(name: str, value: float, least: float, most: float) -> None:
+    """Every number of a recipe is checked before anything of its size is made."""
+    if not value >= least:  # which NaN is not
+        raise ConfigError(f"{name} is {short(value)}; it must be at least {least}")
+    if value > most:
+        raise ConfigError(f"{name} is {short(value)}; it must be at most {most:,}")
 
 
-def above(name: str, value: float, bound: float) -> None:
-    if not bound < value < float("inf"):
-        raise ConfigError(f"{name} is {value}; it must be a finite number above {bound}")
+def above(name: str, value: float, bound: float, most: float) -> None:
+    if not value > bound:
+        raise ConfigError(f"{name} is {short(value)}; it must be a finite number above {bound}")
+    within(name, value, bound, most)
+
+
+def name_of(what: str, name: str, marks: str, most: int = 100) -> None:
+    """Names become names of files, objects and processes."""
+    if not name or len(name) > most or not all(c.isalnum() or c in marks for c in name):
+        listed = [f'"{mark}"' for mark in marks]
+        allowed = f"letters, digits, {', '.join(listed[:-1])} and {listed[-1]}"
+        raise ConfigError(f'{what} "{short(name)}": use {allowed}, {most} characters at most')
+
+
+def short(value: object, most: int = 60) -> str:
+    """A value in an error, as a part of a line."""
+    if isinstance(value, int) and value.bit_length() > 200:  # Python shows none of thousands of digits
+        return "a number of more than 60 digits"
+    if isinstance(value, dict | list):
+        return "a list or a table"
+    shown = str(value)
+    return shown if len(shown) <= most else shown[: most - 3] + "..."
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """`; did you mean "keep"?`, or nothing when no known word is near."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word[:100], known, n=1, cutoff=0.5)
     return f'; did you mean "{close[0]}"?' if close else ""

@@ -1,11 +1,15 @@
 """Replicas, their links and their bucket, as a recipe states them. Standard library only."""
 
+import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from isthmus.config.checks import above, at_least, choice
+from isthmus.config.checks import above, choice, name_of, short, within
 from isthmus.errors import ConfigError
 
+MOST_REPLICAS = 4096  # of a run
+MOST_STAGES = 256  # or processes, of a replica
+RATIO = re.compile(r"\s*[0-9.]{1,30}(/[0-9]{1,30}|e-?[0-9]{1,2})?\s*")
 AUTO = "auto"  # to be picked before a run: compression by the link, sharding and recompute by the memory
 
 
@@ -17,8 +21,8 @@ class LinkConfig:
     latency_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        above("link.mbps", self.mbps, 0)
-        at_least("link.latency_ms", self.latency_ms, 0)
+        above("link.mbps", self.mbps, 0, 1e9)
+        within("link.latency_ms", self.latency_ms, 0, 1e7)
 
     def seconds(self, payload_bytes: float) -> float:
         return payload_bytes * 8 / (self.mbps * 1e6) + self.latency_ms / 1e3
@@ -45,18 +49,17 @@ class ReplicaConfig:
 
     def __post_init__(self) -> None:
         where = f"replica {self.name}"
-        if not self.name or not all(c.isalnum() or c in "-_" for c in self.name):
-            raise ConfigError(f'replica name "{self.name}": use letters, digits, "-" and "_"')
+        name_of("replica name", self.name, "-_")
         choice(f"{where}: kind", self.kind, ("full", "pipelined"))
         choice(f"{where}: wire", self.wire, ("bf16", "fp32", "fp64"))
         choice(f"{where}: backend", self.backend, ("gloo", "nccl"))
         choice(f"{where}: sharding", self.sharding, (AUTO, "none", "full"))
         choice(f"{where}: recompute", self.recompute, (AUTO, "no", "yes"))
-        at_least(f"{where}: count", self.count, 1)
-        at_least(f"{where}: stages", self.stages, 1)
-        at_least(f"{where}: processes", self.processes, 1)
-        at_least(f"{where}: tflops", self.tflops, 0)
-        at_least(f"{where}: memory_gb", self.memory_gb, 0)
+        within(f"{where}: count", self.count, 1, MOST_REPLICAS)
+        within(f"{where}: stages", self.stages, 1, MOST_STAGES)
+        within(f"{where}: processes", self.processes, 1, MOST_STAGES)
+        within(f"{where}: tflops", self.tflops, 0, 1e9)
+        within(f"{where}: memory_gb", self.memory_gb, 0, 1e9)
         if self.kind == "pipelined" and self.processes > 1:
             raise ConfigError(f"{where} is pipelined: one process for each stage; drop processes")
         if self.sharding == "full" and self.processes == 1:
@@ -83,13 +86,14 @@ class ReplicaConfig:
                 f'replica {self.name}: compression is still "auto"; planner.auto.resolve puts a k/d there'
             )
         try:
-            ratio = Fraction(self.compression)
+            # An exponent is a number of digits: 1e999999999 would be computed for hours.
+            ratio = Fraction(self.compression if RATIO.fullmatch(self.compression) else 0)
         except (ValueError, ZeroDivisionError):
             ratio = Fraction(0)
         if not 0 < ratio <= 1:
             raise ConfigError(
-                f'replica {self.name}: compression is "{self.compression}"; k/d is a fraction above 0 and at '
-                'most 1 such as "1/8", or "none", or "auto"'
+                f'replica {self.name}: compression is "{short(self.compression)}"; k/d is a fraction above 0 '
+                'and at most 1 such as "1/8", or "none", or "auto"'
             )
         return ratio
 
@@ -129,14 +133,14 @@ class BucketConfig:
     quorum: int = 0  # contributions that suffice then; 0: more than half of the members
     anchor_every: int = 10  # rounds between whole models in the bucket
     heartbeat_seconds: float = 3.0
-    norm_limit: float = 20.0  # times the round's median norm; a payload beyond is refused
+    norm_limit: float = 3.0  # times the round's median norm; an update beyond is refused
 
     def __post_init__(self) -> None:
-        for name in ("deadline_seconds", "quorum"):
-            at_least(f"bucket.{name}", getattr(self, name), 0)
-        at_least("bucket.anchor_every", self.anchor_every, 1)
-        above("bucket.heartbeat_seconds", self.heartbeat_seconds, 0)
-        above("bucket.norm_limit", self.norm_limit, 1)
+        within("bucket.deadline_seconds", self.deadline_seconds, 0, 1e7)
+        within("bucket.quorum", self.quorum, 0, MOST_REPLICAS)
+        within("bucket.anchor_every", self.anchor_every, 1, 1e9)
+        above("bucket.heartbeat_seconds", self.heartbeat_seconds, 0, 86_400)
+        above("bucket.norm_limit", self.norm_limit, 1, 1e9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,18 @@
 
 from dataclasses import dataclass
 
-from isthmus.config.checks import above, at_least
+from isthmus.config.checks import above, within
 from isthmus.errors import ConfigError
+
+# The largest models there are, with room: 4096 layers of 131072 x 524288 are 10,000 times their parameters.
+MOST = {
+    "vocab": 1 << 24,
+    "width": 1 << 17,
+    "layers": 4096,
+    "heads": 1 << 14,
+    "ffn": 1 << 19,
+    "context": 1 << 22,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +33,16 @@ class ModelConfig:
     start: str = ""  # a Hugging Face LLaMA folder to go on from; "": random weights
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "width", "layers", "heads", "ffn", "context"):
-            at_least(f"model.{name}", getattr(self, name), 1)
+        for name, most in MOST.items():
+            within(f"model.{name}", getattr(self, name), 1, most)
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ConfigError(
                 f"model.heads is {self.heads} and model.width {self.width}; "
                 "the width must be an even number of entries for every head"
             )
-        above("model.init_std", self.init_std, 0)
+        above("model.rope_theta", self.rope_theta, 0, 1e12)
+        within("model.norm_eps", self.norm_eps, 0, 1)
+        above("model.init_std", self.init_std, 0, 1e3)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's full-model name and shape, in the order that every replica shares."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import tomllib
 import types
 import typing
@@ -9,11 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.checks import choice, nearest
+from isthmus.config.checks import choice, nearest, short
 from isthmus.config.fleet import AUTO
 from isthmus.config.model import PRESETS
 from isthmus.config.tree import Recipe
 from isthmus.errors import ConfigError
+from isthmus.reading import DOCUMENT_BYTES, read_text
+
+MOST_DOTS = 64  # in one line: tomllib takes the square of a dotted key's length
+MOST_TABLES = 8192  # of one kind
+MOST_CHARACTERS = 4096  # of one value: the longest path that a system takes
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -29,18 +35,28 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), source: str = "recipe
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
     """The tables of a file, or one line that says why it cannot be read as TOML."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"cannot read {what} {path}: {reason}") from None
+        text = read_text(path, DOCUMENT_BYTES)
+    except FileNotFoundError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"cannot read {what}: {error}") from None
     return _parse(text, str(path))
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
+    if len(text) > DOCUMENT_BYTES:
+        raise ConfigError(f"{source} holds {len(text):,} characters; at most {DOCUMENT_BYTES:,} are read")
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.count(".") > MOST_DOTS and not line.lstrip().startswith("#"):
+            raise ConfigError(
+                f"{source}, line {number} has {line.count('.')} dots; a key of ours has three at most"
+            )
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{source} is nested too deeply; a recipe has tables and links in them") from None
+    except ValueError as error:  # a TOMLDecodeError, or an integer of thousands of digits
+        raise ConfigError(f"{source} is not valid TOML: {short(error, 200)}") from None
 
 
 def _overridden(table: dict[str, Any], overrides: Sequence[str]) -> Recipe:
@@ -57,17 +73,16 @@ def _check_auto(replicas: Any) -> None:
     for replica in replicas if isinstance(replicas, list) else ():
         if isinstance(replica, dict) and replica.get("compression") == AUTO and "link" not in replica:
             raise ConfigError(
-                f'replica {replica.get("name", "?")}: compression = "auto" needs the link between its '
+                f'replica {short(replica.get("name", "?"))}: compression = "auto" needs the link between its '
                 "stages; give link = { mbps = ..., latency_ms = ... } (`isthmus doctor` measures both)"
             )
 
 
 def _with_preset(model: dict[str, Any]) -> dict[str, Any]:
     name = model.get("preset", "custom")
-    if name == "custom":
+    if name == "custom" or not isinstance(name, str):  # which is refused with the other fields
         return model
-    if name not in PRESETS:
-        choice("model.preset", str(name), tuple(PRESETS))
+    choice("model.preset", name, tuple(PRESETS))
     # A preset gives defaults; a field beside it wins.
     return dataclasses.asdict(PRESETS[name]) | model
 
@@ -83,7 +98,7 @@ def build_table(cls: type, table: Any, where: str) -> Any:
     for key, value in table.items():
         if key not in known:
             raise ConfigError(
-                f'unknown key "{prefix}{key}"{nearest(key, known) or "; known: " + ", ".join(known)}'
+                f'unknown key "{prefix}{short(key)}"{nearest(key, known) or "; known: " + ", ".join(known)}'
             )
         values[key] = _convert(hints[key], value, f"{prefix}{key}")
     for f in dataclasses.fields(cls):
@@ -106,15 +121,22 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise ConfigError(f"{where} must be a list of tables ([[{where}]]), not {_kind(value)}")
+        if len(value) > MOST_TABLES:
+            raise ConfigError(f"{where} has {len(value):,} entries; it may have {MOST_TABLES:,}")
         item = typing.get_args(hint)[0]
         return tuple(_convert(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
     if where.endswith(".compression") and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)  # compression = 0.125 reads as well as "1/8"
+        return short(value)  # compression = 0.125 reads as well as "1/8"
     wanted = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[hint]
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        # One that no float holds is out of every bound, too.
+        value = float(value) if abs(value) < 2**1000 else math.inf * (1 if value > 0 else -1)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
-        raise ConfigError(f"{where} is {_kind(value)} ({value!r}); it must be {wanted}")
+        shown = f" ({short(repr(value) if isinstance(value, str) else value)})"
+        shown = "" if isinstance(value, dict | list) else shown
+        raise ConfigError(f"{where} is {_kind(value)}{shown}; it must be {wanted}")
+    if isinstance(value, str) and len(value) > MOST_CHARACTERS:
+        raise ConfigError(f"{where} has {len(value):,} characters; it may have {MOST_CHARACTERS:,}")
     return value
 
 
@@ -134,7 +156,7 @@ def _override(table: dict[str, Any], override: str) -> None:
         raise ConfigError(f'--set {override}: write it as key=value, for example "outer.keep=64"')
     try:
         value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text  # --set outer.values=2bit needs no quotes
     *path, last = key.strip().split(".")
     at: Any = table
@@ -153,7 +175,7 @@ def _override(table: dict[str, Any], override: str) -> None:
 def _entry(entries: list[Any], part: str, override: str) -> Any:
     """A [[replicas]] table by its name, or by its number from 0."""
     names = [
-        str(entry.get("name", i)) if isinstance(entry, dict) else str(i) for i, entry in enumerate(entries)
+        short(entry.get("name", i)) if isinstance(entry, dict) else str(i) for i, entry in enumerate(entries)
     ]
     if part in names:
         return entries[names.index(part)]

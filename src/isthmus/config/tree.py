@@ -3,10 +3,13 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from isthmus.config.checks import above, at_least, choice
-from isthmus.config.fleet import AUTO, BucketConfig, Member, ReplicaConfig
+from isthmus.config.checks import above, choice, name_of, short, within
+from isthmus.config.fleet import AUTO, MOST_REPLICAS, BucketConfig, Member, ReplicaConfig
 from isthmus.config.model import ModelConfig
 from isthmus.errors import ConfigError
+
+MOST_ROUNDS = 1_000_000
+MOST_MICRO_BATCHES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +21,8 @@ class DataConfig:
     eval_every: int = 1  # rounds
 
     def __post_init__(self) -> None:
-        at_least("data.eval_batches", self.eval_batches, 1)
-        at_least("data.eval_every", self.eval_every, 1)
+        within("data.eval_batches", self.eval_batches, 1, 1e6)
+        within("data.eval_every", self.eval_every, 1, 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +48,14 @@ class InnerConfig:
     recompute: bool = False  # keep one stream per layer, and compute the layer again in the backward
 
     def __post_init__(self) -> None:
-        for name in ("batch", "micro_batches"):
-            at_least(f"inner.{name}", getattr(self, name), 1)
-        for name in ("in_flight", "warmup_steps", "schedule_steps", "weight_decay", "clip"):
-            at_least(f"inner.{name}", getattr(self, name), 0)
+        within("inner.batch", self.batch, 1, 1 << 20)
+        within("inner.micro_batches", self.micro_batches, 1, MOST_MICRO_BATCHES)
+        within("inner.in_flight", self.in_flight, 0, MOST_MICRO_BATCHES)
+        for name in ("warmup_steps", "schedule_steps", "clip"):
+            within(f"inner.{name}", getattr(self, name), 0, 1e12)
+        within("inner.weight_decay", self.weight_decay, 0, 1e6)
         for name in ("lr", "eps"):
-            above(f"inner.{name}", getattr(self, name), 0)
+            above(f"inner.{name}", getattr(self, name), 0, 1e6)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"inner.{name} is {getattr(self, name)}; it lies in [0, 1)")
@@ -66,7 +71,7 @@ class InnerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
-    """The outer method; defaults are SparseLoCo's in Table 9 of arXiv 2601.02360."""
+    """The outer method; defaults are SparseLoCo's in Table 9 of arXiv 2601.02360, and a clip beside them."""
 
     method: str = "sparseloco"  # or "diloco", or "adamw" (gradients averaged every inner step)
     inner_steps: int = 50  # H
@@ -78,13 +83,14 @@ class OuterConfig:
     feedback_decay: float = 0.95  # beta
     feedback_lr_scaled: bool = False  # lr scales the pseudo-gradient before the feedback, as in public code
     aggregation: str = "contributors"  # or "all": eq. 2 read literally
-    clip: str = "none"  # or "median": payloads are scaled down to the round's median norm
+    clip: str = "median"  # a tensor is scaled down to its median norm of all replicas; "none" as in eq. 2
     momentum: float = 0.9  # Nesterov, diloco only
 
     def __post_init__(self) -> None:
         choice("outer.method", self.method, ("sparseloco", "diloco", "adamw"))
-        for name in ("inner_steps", "rounds", "chunk_side"):
-            at_least(f"outer.{name}", getattr(self, name), 1)
+        within("outer.inner_steps", self.inner_steps, 1, MOST_ROUNDS)
+        within("outer.rounds", self.rounds, 1, MOST_ROUNDS)
+        within("outer.chunk_side", self.chunk_side, 1, 1e9)
         if self.chunk_side > 64:
             raise ConfigError(f"outer.chunk_side is {self.chunk_side}; a chunk is at most 64 x 64")
         if not 1 <= self.keep <= self.chunk_side**2:
@@ -92,7 +98,7 @@ class OuterConfig:
         choice("outer.values", self.values, ("fp32", "bf16", "2bit", "fp64"))
         choice("outer.aggregation", self.aggregation, ("contributors", "all"))
         choice("outer.clip", self.clip, ("none", "median"))
-        at_least("outer.lr", self.lr, 0)
+        within("outer.lr", self.lr, 0, 1e6)
         for name in ("feedback_decay", "momentum"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"outer.{name} is {getattr(self, name)}; it lies in [0, 1]")
@@ -116,8 +122,8 @@ class SubspaceConfig:
 
     def __post_init__(self) -> None:
         choice("subspace.basis", self.basis, ("global", "replica", "boundary"))
-        at_least("subspace.grassmann_every", self.grassmann_every, 0)
-        above("subspace.grassmann_lr", self.grassmann_lr, 0)
+        within("subspace.grassmann_every", self.grassmann_every, 0, 1e12)
+        above("subspace.grassmann_lr", self.grassmann_lr, 0, 1e6)
         if self.grassmann_every and self.basis != "global":
             raise ConfigError(
                 'subspace.grassmann_every needs subspace.basis = "global": all replicas turn one U'
@@ -132,7 +138,7 @@ class FinishConfig:
     how: str = "open"  # round by round, or "full": as uncompressed replicas from the first of them on
 
     def __post_init__(self) -> None:
-        at_least("finish.rounds", self.rounds, 0)
+        within("finish.rounds", self.rounds, 0, MOST_ROUNDS)
         choice("finish.how", self.how, ("open", "full"))
 
 
@@ -152,16 +158,15 @@ class Recipe:
     replicas: tuple[ReplicaConfig, ...]
 
     def __post_init__(self) -> None:
-        if (
-            not self.name
-            or not all(c.isalnum() or c in "-_." for c in self.name)
-            or self.name.startswith(".")
-        ):
-            raise ConfigError(f'name is "{self.name}"; use letters, digits, "-", "_" and "."')
+        name_of("name", self.name, "-_.")
+        if self.name.startswith("."):
+            raise ConfigError(f'name "{self.name}": begin with a letter or a digit')
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed is {self.seed}; it must be 0 or more and below 2**63")
+            raise ConfigError(f"seed is {short(self.seed)}; it must be 0 or more and below 2**63")
         if not self.replicas:
             raise ConfigError('no replicas; add a [[replicas]] table with a name and kind = "full"')
+        # Before the first that is built for each of them.
+        within("replicas: the sum of their counts", self.num_replicas, 1, MOST_REPLICAS)
         for name, number in Counter(member.name for member in self.fleet()).items():
             if number > 1:
                 raise ConfigError(

@@ -3,7 +3,6 @@
 It only reads. Everything it returns has passed the ledger's checks: signatures, chain, sizes.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -13,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import ConfigError, RunError
-from isthmus.page.clean import text
-from isthmus.page.read import FolderBucket, bounded_recipe
+from isthmus.page.read import FolderBucket, resolved_recipe
 from isthmus.page.source import Raw, SeenHeartbeat, Settled
 from isthmus.protocol.heartbeat import WAITING, Heartbeat
 from isthmus.protocol.ledger import Ledger, Manifest, read_run
 from isthmus.protocol.trust import MAX_DOCUMENT_BYTES
+from isthmus.reading import parse_json
 from isthmus.runlog import Row
+from isthmus.runlog.clean import text
 from isthmus.store.objects import open_store
 from isthmus.store.retry import StoreError, StoreRefused
 from isthmus.store.url import parse_url
@@ -46,13 +46,13 @@ def _open(store: Any, wall: Callable[[], float]) -> "BucketReader":
     """The run there, once its recipe is known to be of a size that can be shown."""
     try:
         data = store.get("run.json", max_bytes=MAX_DOCUMENT_BYTES)
-        document = json.loads(data) if data else None
+        document = parse_json(data, "run.json") if data else None
     except (StoreError, StoreRefused) as reason:
         raise ConfigError(str(reason)) from None
-    except (ValueError, RecursionError):
+    except ConfigError:
         raise ConfigError(f"run.json in {store.url} is not one of ours; give the URL of a run") from None
     if isinstance(document, dict) and isinstance(document.get("recipe"), str):
-        bounded_recipe(document["recipe"], f"run.json in {store.url}")
+        resolved_recipe(document["recipe"], f"run.json in {store.url}")
     try:
         return BucketReader(Ledger(store, read_run(store)), wall)
     except (StoreError, StoreRefused) as reason:

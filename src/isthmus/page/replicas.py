@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from isthmus.config import LinkConfig, Member, Recipe, ReplicaConfig
-from isthmus.page.clean import number
 from isthmus.page.source import Raw
 from isthmus.protocol.heartbeat import GONE, WAITING, Heartbeat, silent_after, waiting_text
 from isthmus.runlog import Row
+from isthmus.runlog.clean import number
 from isthmus.runlog.row import Figures
 from isthmus.runlog.words import rate, size
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from isthmus.config import Recipe
 from isthmus.errors import ConfigError, RunError
-from isthmus.page.clean import clean_about, clean_rows
-from isthmus.page.read import DOCUMENT_BYTES, Folder, bounded_recipe, read_json
+from isthmus.page.read import Folder, read_json, resolved_recipe
 from isthmus.page.tail import MetricsFile
 from isthmus.protocol.heartbeat import Heartbeat
+from isthmus.reading import DOCUMENT_BYTES
 from isthmus.runlog import REAL, About, Row
+from isthmus.runlog.clean import clean_rows, shown_about
 from isthmus.store.retry import StoreRefused
 
 if TYPE_CHECKING:  # a run directory without a bucket needs neither ledger nor store
@@ -93,7 +94,7 @@ class RunSource:
                 "of a run, such as runs/demo, or the URL of a bucket"
             )
         try:
-            self.recipe = bounded_recipe(data.decode(), str(path / "recipe.toml"))
+            self.recipe = resolved_recipe(data.decode(), str(path / "recipe.toml"))
         except UnicodeDecodeError:
             raise ConfigError(f"{path / 'recipe.toml'} is not UTF-8 text, so it is not a recipe") from None
         self.metrics = MetricsFile(self.folder, self.recipe)
@@ -103,7 +104,7 @@ class RunSource:
     def look(self, budget_seconds: float = 2.0) -> Raw:
         raw = Raw(self.recipe, {}, [], str(self.path), has_bucket=False)
         try:
-            raw.about = clean_about(read_json(self.folder, "about.json", DOCUMENT_BYTES))
+            raw.about = shown_about(read_json(self.folder, "about.json", DOCUMENT_BYTES))
         except StoreRefused as reason:
             raw.problems.append(str(reason))
         self._read_metrics(raw)

@@ -9,9 +9,9 @@ from typing import Any
 
 from isthmus.config import Recipe, dump_recipe
 from isthmus.page import charts, replicas, rounds
-from isthmus.page.clean import text
 from isthmus.page.source import Raw
 from isthmus.runlog import Row, Totals, totals
+from isthmus.runlog.clean import text
 from isthmus.runlog.words import count, duration, first_and_last, fleet_in_words, rate, sentences, size
 
 State = dict[str, Any]  # JSON for the page, which alone knows its parts

@@ -1,9 +1,9 @@
 """metrics.jsonl of a run that may go on: a look reads what was added since the last one."""
 
 from isthmus.config import Recipe
-from isthmus.page.clean import clean_rows
-from isthmus.page.read import METRICS_BYTES, Folder, read_lines
+from isthmus.page.read import METRICS_BYTES, Folder, JsonLines
 from isthmus.runlog import Row
+from isthmus.runlog.clean import clean_rows
 
 NAME = "metrics.jsonl"
 MARK_BYTES = 4096  # of what was read last: where they have changed, the file is another one
@@ -53,9 +53,9 @@ class MetricsFile:
             return False
         first_cut = self.begin == self.end > 0  # begun in the middle of a line
         data = data[: data.rfind(b"\n") + 1]  # what follows is still being written
-        lines, broken = read_lines(data[len(self.mark) :], whole=not first_cut)
+        lines = JsonLines(data[len(self.mark) :], whole=not first_cut)
         fresh, strange = clean_rows(lines, self.recipe)
-        self.left_out += broken + strange
+        self.left_out += lines.broken + strange
         self.end, self.mark = max(self.end, start + len(data)), data[-MARK_BYTES:] or self.mark
         if fresh and self.rows and fresh[0].round <= self.rows[-1].round:  # rounds that were run again
             known = {row.round: row for row in (*self.rows, *fresh)}

@@ -12,7 +12,8 @@ fsync, everything else is replaced as a whole.
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self, TypedDict
@@ -21,38 +22,26 @@ from isthmus.config import Recipe, dump_recipe, parse_recipe
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
 from isthmus.layout.traffic import PURPOSES, REPLICA_PURPOSES, STAGE_PURPOSES
+from isthmus.reading import (
+    DOCUMENT_BYTES,
+    list_folder,
+    num_values,
+    parse_json,
+    read_json,
+    read_lines,
+    read_text,
+)
+from isthmus.runlog.clean import LAST_ROUND, About, clean_about, clean_row
 from isthmus.runlog.row import Row
 
+# What is read of metrics.jsonl: some 100,000 rounds of eight replicas, or 7,000 of a thousand.
+METRICS_BYTES = 256 << 20
+METRICS_LINES = 1_000_000
+METRICS_VALUES = 8_000_000
+LINE_BYTES = 8 << 20
+TAIL_BYTES = 1 << 16
+
 REAL = "real processes"  # the mode of a run of `train`; all others were simulated
-
-
-class About(TypedDict, total=False):
-    """about.json. Versions before and after this one may have other keys."""
-
-    isthmus: str
-    torch: str
-    device: str
-    device_type: str  # of a simulation; "cpu" or "cuda"
-    device_used: str  # of real processes; such as "cuda:0"
-    precision: str
-    compiled: bool
-    mode: str
-    group: int  # replicas that a simulator stacks at once
-    pieces: int  # micro-steps into which it cuts a batch
-    parked: bool
-    predicted_bytes: int
-    peak_bytes: int
-    reserved_bytes: int
-    parameters: int
-    auto: list[str]
-    corpus: str
-    tokenizer_sha256: str
-    start_sha256: str
-    started: str
-    status: str  # running, finished, interrupted or failed
-    error: str | None
-    restarts: int
-    run: str  # a bucket's run_id
 
 
 class Totals(TypedDict):
@@ -101,8 +90,10 @@ class RunDir:
     def open(cls, path: str | Path) -> Self:
         path = Path(path)
         try:
-            text = (path / "recipe.toml").read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
+            text = read_text(path / "recipe.toml", DOCUMENT_BYTES)
+        except ConfigError as refusal:
+            raise ConfigError(f"{path} is not a run: it holds no readable recipe.toml ({refusal})") from None
+        except FileNotFoundError:
             what = "is not a run: it holds no readable recipe.toml" if path.is_dir() else "is not a folder"
             what = what if os.path.lexists(path) else "does not exist"
             raise ConfigError(f"{path} {what}; give the folder of a run, such as runs/demo") from None
@@ -136,16 +127,16 @@ class RunDir:
     def about(self) -> About:
         """Read afresh each time: a run that is still going changes its status."""
         try:
-            about = json.loads(self.about_path.read_text(encoding="utf-8"))
+            about = read_json(self.about_path, DOCUMENT_BYTES)
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError):
-            about = None
+        except ConfigError as refusal:
+            raise ConfigError(f"{refusal}; remove it, the run can be read without it") from None
         if not isinstance(about, dict):
             raise ConfigError(
                 f"{self.about_path} is not a JSON object; remove it, the run can be read without it"
             )
-        return About(**about)
+        return clean_about(about)
 
     def update_about(self, **facts: Any) -> None:
         replace_file(self.about_path, _json({**self.about, **facts}, indent=2) + "\n")
@@ -160,31 +151,51 @@ class RunDir:
 
     def rows(self) -> list[Row]:
         """The rows in the order of their rounds; of a round that was run again, the last."""
-        return [Row.from_dict(found) for found in self._stored()]
+        return [clean_row(found, self.recipe) for found in self._stored()]
 
     def _stored(self) -> list[dict[str, Any]]:
         """Rows as they were written, with whatever keys they have."""
-        try:
-            data = self.metrics_path.read_bytes()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise ConfigError(f"cannot read {self.metrics_path}: {error.strerror}") from None
-        # A row counts once its newline is written; what follows the last newline was cut short by a kill.
-        lines = data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]
         rows: dict[int, dict[str, Any]] = {}
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
+        sizes: dict[int, int] = {}  # JSON values of each row that is held
+        held, bad = 0, 0
+        for number, line in enumerate(self._lines(), start=1):
+            # A row counts once its newline is written; what follows the last one was cut short by a kill.
+            if not line.endswith(b"\n") or not line.strip():
                 continue
-            try:
-                row = json.loads(line, parse_constant=lambda _: None)
-                rows[int(row["round"])] = row
-            except (ValueError, KeyError, TypeError):
-                if number < len(lines):  # a torn last line is not a fault
-                    raise ConfigError(
-                        f"{self.metrics_path}, line {number} is not a row of a run; remove that line"
-                    ) from None
+            if bad:  # a torn last line is not a fault; this one was not the last
+                break
+            row = self._row(line, number)
+            if row is None:
+                bad = number
+                continue
+            at = row["round"]
+            rows[at], size = row, num_values(line)
+            held, sizes[at] = held + size - sizes.get(at, 0), size
+            if held > METRICS_VALUES:
+                raise ConfigError(
+                    f"{self.metrics_path} holds more than {METRICS_VALUES:,} values; so many are not read"
+                )
+        else:
+            bad = 0
+        if bad:
+            raise ConfigError(f"{self.metrics_path}, line {bad} is not a row of a run; remove that line")
         return [rows[key] for key in sorted(rows)]
+
+    def _lines(self) -> Iterator[bytes]:
+        with suppress(FileNotFoundError):
+            yield from read_lines(
+                self.metrics_path, LINE_BYTES, max_bytes=METRICS_BYTES, max_lines=METRICS_LINES
+            )
+
+    def _row(self, line: bytes, number: int) -> dict[str, Any] | None:
+        """The row in a line; None where there is none."""
+        try:
+            row = parse_json(line, f"{self.metrics_path}, line {number}")
+        except ConfigError:
+            return None
+        at = row.get("round") if isinstance(row, dict) else None
+        known = isinstance(at, int) and not isinstance(at, bool) and 0 <= at <= LAST_ROUND
+        return row if known else None
 
     def amend(self, row: Mapping[str, Any]) -> None:
         """Replace the row of the same round, whichever it is, by a line that takes its place.
@@ -197,7 +208,7 @@ class RunDir:
     def tidy(self) -> None:
         """One line for each round, in their order: what `amend` replaced goes."""
         stored = self._stored()
-        if self.metrics_path.read_bytes().count(b"\n") > len(stored):
+        if sum(line.endswith(b"\n") for line in self._lines()) > len(stored):
             self._rewrite(stored)
 
     def truncate(self, round: int) -> None:
@@ -221,9 +232,9 @@ def _refuse_occupied(path: Path) -> None:
     if not path.is_dir():
         raise ConfigError(f"{path} is a file; give --run a folder that does not exist yet")
     try:
-        names = sorted(entry.name for entry in path.iterdir())
-    except OSError as error:
-        raise ConfigError(f"cannot look into {path}: {error.strerror}; give --run another folder") from None
+        names = list_folder(path)
+    except ConfigError as refusal:
+        raise ConfigError(f"{refusal}; give --run another folder") from None
     if "recipe.toml" in names or "metrics.jsonl" in names:
         raise ConfigError(
             f"{path} already holds {_which_run(path)}; give --run another folder, or go on with --resume"
@@ -262,10 +273,15 @@ def finite(value: Any) -> Any:
 
 def _cut_torn_tail(file: FileIO) -> None:
     """Drop what follows the last newline, so that no row continues one that a kill cut short."""
-    size = file.seek(0, os.SEEK_END)
-    if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-        file.seek(0)
-        file.truncate(file.readall().rfind(b"\n") + 1)
+    size = at = file.seek(0, os.SEEK_END)
+    while at > 0:
+        start = max(0, at - TAIL_BYTES)
+        newline = os.pread(file.fileno(), at - start, start).rfind(b"\n")
+        at = start if newline < 0 else start + newline + 1
+        if newline >= 0:
+            break
+    if at < size:
+        file.truncate(at)
 
 
 def totals(rows: Iterable[Row]) -> Totals:
