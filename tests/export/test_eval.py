@@ -5,12 +5,10 @@ import json
 import math
 
 import pytest
+from planted import plant_code
 
 from isthmus.cli.main import main
 from isthmus.data.corpus import open_corpus
-from isthmus.data.manifest import file_sha256
-from isthmus.errors import ConfigError
-from isthmus.export.harness import MODELING, needs_our_code
 
 
 def scored(capsys, *arguments):
@@ -88,6 +86,7 @@ def test_the_harness_runs_a_task_of_one_s_own_on_a_run_and_on_both_kinds_of_fold
     (tmp_path / "mine.yaml").write_text(json.dumps(task))  # which is YAML too
     kept = tmp_path / "pp"
     assert main(["export", str(runs["compressed"]), "--to", "hf", str(kept), "--as", "pipelined"]) == 0
+    hit = plant_code(kept)
     for source in (runs["mixed"], folders["full"], kept):
         capsys.readouterr()
         own = ["--harness", "mine", "--include", str(tmp_path), "--json"]
@@ -97,20 +96,7 @@ def test_the_harness_runs_a_task_of_one_s_own_on_a_run_and_on_both_kinds_of_fold
         assert json.loads(printed[printed.index("{\n") :])["harness"]["mine"]["acc,none"] == 0.5
     assert main(["eval", str(kept), "--harness", "mine,nosuch", "--include", str(tmp_path)]) == 2
     assert 'no task "nosuch"' in capsys.readouterr().err
-
-
-def test_only_our_own_model_file_is_run_for_the_harness(runs, tmp_path, monkeypatch):
-    folder = tmp_path / "pp"
-    assert main(["export", str(runs["compressed"]), "--to", "hf", str(folder), "--as", "pipelined"]) == 0
-    assert needs_our_code(folder)
-    later = tmp_path / "modeling_isthmus.py"
-    later.write_text("# of a later version\n")
-    monkeypatch.setattr("isthmus.export.harness.MODELING", later)
-    monkeypatch.setattr("isthmus.export.harness.EARLIER_MODELING", (file_sha256(MODELING),))
-    assert needs_our_code(folder)
-    (folder / "modeling_isthmus.py").write_text("import os\n")
-    with pytest.raises(ConfigError, match="did not write"):
-        needs_our_code(folder)
+    assert not hit.exists()
 
 
 @pytest.mark.parametrize(

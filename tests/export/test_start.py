@@ -191,7 +191,7 @@ def other_words(folder):
         (of_another_shape, "model.norm.weight has the shape (7,)"),
         (not_finite, "not finite"),
         (leads_outside, "outside the folder"),
-        (broken_config, "not a JSON object"),
+        (broken_config, "is not JSON"),
         (other_words, "(2 of 1,024 tokens differ)"),
         (shutil.rmtree, "no such folder"),
     ],

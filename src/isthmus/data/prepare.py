@@ -20,6 +20,7 @@ from isthmus.data.progress import Progress
 from isthmus.data.readers import Source
 from isthmus.data.shards import ShardWriter
 from isthmus.data.tokenizer import MIN_VOCAB, Encoder, read_tokenizer, sample, train_tokenizer
+from isthmus.data.tokenizer_file import tokenizer_bytes
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
 
@@ -145,7 +146,7 @@ class Work:
             if self.config.tokenizer is None and vocab_size < self.config.vocab:
                 self.progress.note(f"so little text gives a vocabulary of {vocab_size:,} tokens only")
             replace_file(path, given)
-        return Encoder(path.read_bytes(), self.config.end_token)
+        return Encoder(tokenizer_bytes(path), self.config.end_token)
 
     def encode(self, encoder: Encoder) -> dict[str, ShardWriter]:
         """Write the shards that the journal does not list yet."""

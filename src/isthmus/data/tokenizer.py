@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from isthmus.data.readers import END_OF_TEXT, Source, cut
+from isthmus.data.tokenizer_file import check_tokenizer, tokenizer_bytes
 from isthmus.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,10 +68,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> str:
 def read_tokenizer(path: Path) -> bytes:
     """The bytes of a tokenizer.json (or of the one in a folder), checked to be a tokenizer."""
     path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the tokenizer {path}: {error.strerror}") from error
+    data = tokenizer_bytes(path)
     load(data, str(path))
     return data
 
@@ -78,10 +76,13 @@ def read_tokenizer(path: Path) -> bytes:
 def load(data: bytes, where: str) -> "Tokenizer":
     from tokenizers import Tokenizer
 
+    check_tokenizer(data, where)
     try:
         return Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises bare Exception
-        reason = " ".join(str(error).split())
+    except BaseException as error:  # the library raises bare Exception, and a fault inside it a BaseException
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{where} is not a tokenizer.json of the tokenizers library ({reason})") from error
 
 

@@ -1,15 +1,20 @@
-"""The lm-evaluation-harness on an exported folder: an optional extra, loaded only here."""
+"""The lm-evaluation-harness on an exported folder: an optional extra, loaded only here.
+
+The harness gets a model and a tokenizer that are built here, from our own classes. It never sees the folder,
+so nothing in it (`auto_map`, .py files, adapters, pickles) can run.
+"""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from isthmus.data.manifest import file_sha256
+import torch
+
 from isthmus.errors import ConfigError, RunError
-from isthmus.export.hf import MODELING
-from isthmus.model.hf import CONFIG, read_json
+from isthmus.export.exported import ExportedFolder
+from isthmus.model.hf import hf_config, hf_name, read_params
 
-# sha256 of the modeling_isthmus.py of earlier versions.
-EARLIER_MODELING = ("e4df823842061b6c71bca1b717a103d62bbda261ac13a3df1fed95b17cab0eed",)  # 0.1
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 def require_harness() -> None:
@@ -26,36 +31,69 @@ def run_harness(folder: Path, tasks: list[str], include: str | None, device: str
     """Scores by task, as the harness states them. `include`: a folder with tasks of one's own."""
     require_harness()
     import lm_eval
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    code = needs_our_code(folder)
     manager = TaskManager(include_path=include)
     for task in tasks:
         if not manager.match_tasks([task]):
             raise ConfigError(f'the harness has no task "{task}"; `lm_eval --tasks list` names them')
+    model, tokenizer = build(folder, device)
     try:
         found = lm_eval.simple_evaluate(
-            model="hf",
-            model_args={"pretrained": str(folder), "trust_remote_code": code},
+            model=HFLM(pretrained=model, tokenizer=tokenizer, backend="causal"),
             tasks=tasks,
             task_manager=manager,
-            device=device,
             bootstrap_iters=0,
         )
     except Exception as error:  # the harness raises all kinds: no network, no memory
         words = str(error).splitlines() or [type(error).__name__]
         raise RunError(f"the harness failed on {folder}: {words[0]:.300}") from error
+    assert found is not None  # only processes beside the first get nothing
     return {
         task: {name: value for name, value in scores.items() if isinstance(value, int | float)}
         for task, scores in found["results"].items()
     }
 
 
-def needs_our_code(folder: Path) -> bool:
-    """Whether the folder has a model file. Only one that an Isthmus wrote is run."""
-    if not read_json(folder / CONFIG).get("auto_map"):
-        return False
-    found = folder / MODELING.name
-    if not found.is_file() or file_sha256(found) not in (file_sha256(MODELING), *EARLIER_MODELING):
-        raise ConfigError(f"{folder} contains code that Isthmus did not write; export the run again")
-    return True
+def build(folder: Path, device: str = "cpu") -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
+    """Model and tokenizer of a folder as transformers would load them, from our own classes."""
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from isthmus.export.modeling_isthmus import IsthmusConfig, IsthmusForCausalLM
+
+    found = ExportedFolder.open(folder)
+    encoder, half = found.encoder(), found.config.get("dtype") == "bfloat16"
+    config = hf_config(found.model, encoder.end_id, "bf16" if half else "fp32")
+    del config["architectures"], config["model_type"]
+    tensors = {hf_name(name): t for name, t in read_params(folder, found.model).items()}
+    if found.pipelined:
+        kept = found.boundaries()
+        config |= {
+            "boundaries": [{"layer": layer, "basis": number} for layer, number in kept.layers.items()],
+            "subspace_dims": [basis.shape[1] for basis in kept.bases],
+            "frozen_table": kept.table is not None,
+            "wire": kept.wire,
+            "open_share": kept.open_share,
+        }
+        tensors |= {f"boundary.basis_{i}": basis for i, basis in enumerate(kept.bases)}
+        tensors |= {"boundary.table": kept.table} if kept.table is not None else {}
+        model = IsthmusForCausalLM(IsthmusConfig(**config))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**config))
+    dtype = torch.bfloat16 if half else torch.float32
+    model.load_state_dict({name: t.to(dtype) for name, t in tensors.items()}, strict=True, assign=True)
+    torch.nn.Module.to(model, device)
+    model.generation_config = GenerationConfig(
+        bos_token_id=encoder.end_id, eos_token_id=encoder.end_id, pad_token_id=encoder.end_id
+    )
+    vocab = encoder.tokenizer.get_vocab()
+    named = {key: found.special_token(key) for key in ("bos_token", "pad_token")}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=encoder.tokenizer,
+        eos_token=encoder.end_token,
+        **{key: token if token in vocab else encoder.end_token for key, token in named.items()},
+        model_max_length=found.model.context,
+        clean_up_tokenization_spaces=False,
+    )
+    return model, tokenizer

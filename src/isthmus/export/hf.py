@@ -14,6 +14,7 @@ from torch import Tensor
 from isthmus.config import Member
 from isthmus.data.corpus import Corpus
 from isthmus.data.tokenizer import load
+from isthmus.data.tokenizer_file import tokenizer_bytes
 from isthmus.errors import ConfigError
 from isthmus.export.measure import STORED
 from isthmus.export.source import Trained
@@ -119,7 +120,7 @@ def boundary_parts(trained: Trained, member: Member) -> tuple[dict[str, Any], di
 def tokenizer_text(corpus: Corpus) -> str:
     """The corpus's tokenizer.json as training used it. Special tokens around every text go: the model has
     never seen them there."""
-    data = corpus.tokenizer_path.read_bytes()
+    data = tokenizer_bytes(corpus.tokenizer_path)
     tokenizer = load(data, str(corpus.tokenizer_path))
     if tokenizer.encode("a").ids == tokenizer.encode("a", add_special_tokens=False).ids:
         return data.decode("utf-8")

@@ -12,13 +12,14 @@ from isthmus.data.corpus import open_corpus
 from isthmus.data.tokens import validation_batches
 from isthmus.errors import ConfigError
 from isthmus.export.card import model_card
+from isthmus.export.exported import ExportedFolder
 from isthmus.export.harness import require_harness, run_harness
 from isthmus.export.hf import write_folder
 from isthmus.export.measure import WORSE, bits_per_byte, mean_loss, measure, perplexity
 from isthmus.export.source import is_run_or_bucket, open_trained, pipelined_member
 from isthmus.export.text_generator import folder_boundaries
 from isthmus.layout.stages import EMBEDDING
-from isthmus.model.hf import CONFIG, PIPELINED, read_config, read_json, read_params
+from isthmus.model.hf import CONFIG, read_params
 from isthmus.simulator.run import pick_device
 
 
@@ -86,7 +87,8 @@ def _of_folder(
         raise ConfigError(f"{folder} is an exported folder without text; give --corpus, or --harness TASKS")
     facts: dict[str, Any] = {"source": str(folder)}
     if corpus is not None:
-        config, model, text = read_json(folder / CONFIG), read_config(folder), open_corpus(corpus)
+        found, text = ExportedFolder.open(folder), open_corpus(corpus)
+        model = found.model
         if text.vocab_size > model.vocab:
             raise ConfigError(
                 f"the tokenizer of {corpus} has {text.vocab_size} tokens, the model {model.vocab}; give the "
@@ -96,8 +98,8 @@ def _of_folder(
         batches = validation_batches(text, 8, model.context, num_batches or len(text.validation))
         batches = [batch.to(device).long() for batch in batches]
         losses = {"full": mean_loss(params, batches, model)}
-        if config["model_type"] == PIPELINED:  # every batch has the same number of rows
-            boundary_fns = folder_boundaries(folder, config, params[EMBEDDING], len(batches[0]))
+        if found.pipelined:  # every batch has the same number of rows
+            boundary_fns = folder_boundaries(found, params[EMBEDDING], len(batches[0]))
             losses["pipelined"] = mean_loss(params, batches, model, boundary_fns)
         num_tokens = sum(batch[:, 1:].numel() for batch in batches)
         facts |= {"held_out_tokens": num_tokens, "bytes_per_token": text.bytes_per_token}

@@ -10,16 +10,18 @@ from torch import Tensor
 
 from isthmus.config import ModelConfig
 from isthmus.data.tokenizer import Encoder
+from isthmus.data.tokenizer_file import tokenizer_bytes
 from isthmus.errors import ConfigError, RunError
+from isthmus.export.exported import ExportedFolder
 from isthmus.export.source import Trained, is_run_or_bucket, open_trained, pipelined_member
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.decode import Decoder
-from isthmus.model.hf import CONFIG, PIPELINED, read_config, read_extra, read_json, read_params
+from isthmus.model.hf import CONFIG, read_params
 from isthmus.model.llama import BoundaryFunctions
 from isthmus.subspace import OpenBoundary, SubspaceBoundary
 from isthmus.subspace.boundaries import boundary_function, boundary_functions
 from isthmus.subspace.boundary import OpeningBoundary
-from isthmus.subspace.wire import WIRE_TYPES, LocalLink
+from isthmus.subspace.wire import LocalLink
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -114,54 +116,40 @@ def from_trained(trained: Trained, as_: str) -> TextGenerator:
     params = {name: t.to(torch.float32) for name, t in trained.params.items()}
     boundary_fns = boundary_functions(recipe, [member], trained.bases, trained.table) if member else None
     path = corpus.tokenizer_path
-    encoder = Encoder(path.read_bytes(), corpus.manifest.end_token, str(path))
+    encoder = Encoder(tokenizer_bytes(path), corpus.manifest.end_token, str(path))
     how = f"through the boundaries of {member.name}" if member else "as a plain LLaMA"
     about = f"{recipe.name}, round {trained.round}, {how}"
     return TextGenerator(recipe.model, params, boundary_fns, encoder.tokenizer, encoder.end_id, about)
 
 
 def from_folder(folder: Path, as_: str, device: torch.device) -> TextGenerator:
-    config, model = read_json(folder / CONFIG), read_config(folder)
-    params = {name: t.to(device) for name, t in read_params(folder, model).items()}
-    boundary_fns = None
-    if config["model_type"] == PIPELINED and as_ != "plain":
-        boundary_fns = folder_boundaries(folder, config, params[EMBEDDING])
-    elif as_ == "pipelined":
+    found = ExportedFolder.open(folder)
+    if as_ == "pipelined" and not found.pipelined:
         raise ConfigError(f"{folder} is a plain LLaMA, without boundaries; drop --as")
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no tokenizer.json; a model without one cannot read a prompt")
-    settings = folder / "tokenizer_config.json"
-    end = read_json(settings).get("eos_token") if settings.is_file() else None
-    end = end.get("content") if isinstance(end, dict) else end
-    encoder = Encoder(path.read_bytes(), end, str(path))
+    encoder = found.encoder()
+    params = {name: t.to(device) for name, t in read_params(folder, found.model).items()}
+    boundary_fns = None
+    if found.pipelined and as_ != "plain":
+        boundary_fns = folder_boundaries(found, params[EMBEDDING])
     how = "through its boundaries" if boundary_fns else "a plain LLaMA"
-    return TextGenerator(model, params, boundary_fns, encoder.tokenizer, encoder.end_id, f"{folder}, {how}")
+    about = f"{folder}, {how}"
+    return TextGenerator(found.model, params, boundary_fns, encoder.tokenizer, encoder.end_id, about)
 
 
-def folder_boundaries(folder: Path, config: Mapping, embedding: Tensor, rows: int = 1) -> BoundaryFunctions:
+def folder_boundaries(found: ExportedFolder, embedding: Tensor, rows: int = 1) -> BoundaryFunctions:
     """The boundaries of a folder that was exported with them, for batches of `rows` sequences: the same
     functions as in modeling_isthmus.py."""
-    extra = {name: t.to(embedding.device) for name, t in read_extra(folder, "boundary.").items()}
-    try:
-        table = extra["boundary.table"] if config["frozen_table"] else embedding
-        link, share = LocalLink(config["wire"]), config["open_share"]
-        found = {}
-        for entry in config["boundaries"]:
-            basis = None if entry["basis"] is None else extra[f"boundary.basis_{entry['basis']}"]
-            if basis is not None and basis.shape[0] != embedding.shape[1]:
-                raise ValueError("U has another width than the model")
-            if basis is None:
-                boundary = OpenBoundary()
-            elif share is None:
-                boundary = SubspaceBoundary(basis, table)
-            else:
-                boundary = OpeningBoundary(basis, table, torch.tensor(float(share), device=basis.device))
-            found[int(entry["layer"])] = [(slice(0, rows), boundary_function(boundary, link))]
-        return found
-    except (KeyError, TypeError, ValueError) as error:
-        known = ", ".join(WIRE_TYPES)
-        raise ConfigError(
-            f"{folder / CONFIG} does not describe its boundaries ({error!r}; wires are {known}); export it "
-            "again"
-        ) from None
+    kept = found.boundaries()
+    table = embedding if kept.table is None else kept.table.to(embedding.device)
+    bases = [basis.to(embedding.device) for basis in kept.bases]
+    functions = {}
+    for layer, number in kept.layers.items():
+        if number is None:
+            boundary = OpenBoundary()
+        elif kept.open_share is None:
+            boundary = SubspaceBoundary(bases[number], table)
+        else:
+            share = torch.tensor(kept.open_share, device=embedding.device)
+            boundary = OpeningBoundary(bases[number], table, share)
+        functions[layer] = [(slice(0, rows), boundary_function(boundary, LocalLink(kept.wire)))]
+    return functions

@@ -4,7 +4,6 @@ Their LLaMA and ours are the same function. RoPE pairs entry i of a head with en
 so no matrix is permuted. Nothing is unpickled: weights are read from safetensors only.
 """
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,10 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from isthmus import reading
 from isthmus.config import ModelConfig
 from isthmus.errors import ConfigError
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+MAX_JSON_BYTES = 16 << 20  # an index of many thousand tensors has 2 MB
 PIPELINED = "isthmus_pipelined"  # model_type of a folder that keeps the boundaries
 
 # key of config.json -> field of [model]
@@ -83,11 +84,9 @@ def hf_config(model: ModelConfig, end_id: int, dtype: str) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = reading.read_json(path, MAX_JSON_BYTES)
     except FileNotFoundError:
         raise ConfigError(f"{path.parent} holds no {path.name}; give a Hugging Face LLaMA folder") from None
-    except (OSError, ValueError, RecursionError):
-        found = None
     if not isinstance(found, dict):
         raise ConfigError(f"{path} is not a JSON object; give a Hugging Face LLaMA folder")
     return found
@@ -215,6 +214,7 @@ def _tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
         if Path(name).name != name:
             raise ConfigError(f"{folder / INDEX} names a file outside the folder: {name!s:.80}")
         try:
+            reading.stat_regular(folder / name)  # the library would wait for the writer of a pipe
             opened = stack.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
             where |= dict.fromkeys(opened.keys(), opened)
         except (SafetensorError, OSError) as error:

@@ -10,6 +10,7 @@ from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.data.manifest import TOKENIZER
 from isthmus.data.tokenizer import load
+from isthmus.data.tokenizer_file import tokenizer_bytes
 from isthmus.errors import ConfigError
 from isthmus.model.digest import shard_digest
 from isthmus.model.hf import check_same, read_config, read_params
@@ -57,10 +58,10 @@ def check_start_tokenizer(recipe: Recipe, corpus: Corpus) -> None:
     path = start_folder(recipe) / TOKENIZER
     if not path.is_file():
         return  # some folders have no tokenizer; then only the vocabulary sizes can be compared
-    data = path.read_bytes()
+    data = tokenizer_bytes(path)
     if hashlib.sha256(data).hexdigest() == corpus.tokenizer_sha256:
         return
-    ours = load(corpus.tokenizer_path.read_bytes(), str(corpus.tokenizer_path)).get_vocab()
+    ours = load(tokenizer_bytes(corpus.tokenizer_path), str(corpus.tokenizer_path)).get_vocab()
     theirs = load(data, str(path)).get_vocab()
     if ours != theirs:
         odd = sum(theirs.get(token) != number for token, number in ours.items())
