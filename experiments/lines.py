@@ -25,11 +25,14 @@ FIELDS = (
     "parameters", "tokens", "seconds", "tokens_per_second", "curve",
 )  # fmt: skip
 # These do not change what a run computes: its name, the folder of its text, how often it is scored.
-_APART = {"name", "seed", "data.corpus", "data.eval_every"}
+_APART = {"name", "seed", "data.corpus", "data.eval_every", "bucket.norm_limit"}
+# Defaults that have changed since the first lines were written: digests know the value that they had then.
+_FIRST = {"outer.clip": "none"}
 
 
 def digest(recipe: Recipe) -> str:
-    """Of the settings that differ from their defaults: a new recipe key leaves the digests of old runs."""
+    """Of the settings that differ from their first defaults: a new recipe key, or a new default, leaves the
+    digests of old runs."""
     flat = json.dumps(_differing(recipe), sort_keys=True)
     return hashlib.sha256(flat.encode()).hexdigest()[:12]
 
@@ -43,6 +46,11 @@ def _differing(recipe: Recipe) -> dict[str, Any]:
         elif dataclasses.is_dataclass(value):
             settings |= {f"{section.name}.{k}": v for k, v in _changed(value, type(value)).items()}
     settings.pop("model.preset", None)  # only a name for the sizes beside it
+    for key, first in _FIRST.items():
+        section, name = key.split(".")
+        settings[key] = getattr(getattr(recipe, section), name)
+        if settings[key] == first:
+            del settings[key]
     return {key: value for key, value in settings.items() if key not in _APART}
 
 

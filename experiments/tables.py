@@ -285,7 +285,9 @@ def home_of(row: str, scale: Scale) -> str:
 
 def recipe_of(row: Row, scale: Scale, seed: int, corpus: str, lrs: dict[str, float]) -> Recipe:
     """The row as a recipe. `lrs` gives the learning rate of each method."""
-    base = f'name = "{scale.name}-{row.name}"\n[model]\npreset = "nano"\n{FLEETS[row.fleet]}'
+    # The paper's method has no clip.
+    outer = '[outer]\nclip = "none"\n'
+    base = f'name = "{scale.name}-{row.name}"\n[model]\npreset = "nano"\n{outer}{FLEETS[row.fleet]}'
     lr = [f"inner.lr={lrs[row.method]:g}"] if row.tuned else []
     size = [*scale.settings, f"outer.inner_steps={scale.inner_steps}", f"outer.rounds={scale.rounds}"]
     text = f'data.corpus="{corpus}"'

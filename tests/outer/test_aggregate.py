@@ -1,5 +1,7 @@
 """The mean over replicas in eq. 2 of arXiv 2601.02360."""
 
+import sys
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -94,6 +96,40 @@ def test_dense_zeros_do_not_count_as_sent():
     assert aggregate(items).tolist() == [3.0, 0.0, 3.0]
     assert aggregate(items, "all").tolist() == [3.0, 0.0, 1.5]
     assert aggregate([torch.tensor(1.0), torch.tensor(0.0)], "all").item() == 0.5
+
+
+@pytest.mark.parametrize("kind", ["fp32", "2bit", "fp64"])
+def test_a_clipped_tensor_has_the_same_bits_alone_and_among_others(kind):
+    """A stage that holds some tensors, and a full replica that holds all, reach the same anchor."""
+    sent = replicas(5, kind)
+    whole = aggregate_many(sent, clip="median")
+    for names in (["wq"], ["odd", "norm"], ["tall", "scalar", "wq"]):
+        part = aggregate_many([{name: payloads[name] for name in names} for payloads in sent], clip="median")
+        assert all(torch.equal(part[name], whole[name]) for name in names)
+
+
+def test_one_replica_alone_is_not_clipped():
+    for keep in (200, 4096):
+        sent = replicas(1, keep=keep)
+        clipped, plain = (aggregate_many(sent, clip=clip) for clip in ("median", None))
+        for name in SHAPES:
+            assert_close(clipped[name], plain[name], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_half_of_the_replicas_cannot_make_a_step_larger(num):
+    codec = TopK(keep=4096, values="fp64")
+    honest = [torch.randn(64, 64, dtype=torch.float64) for _ in range(num // 2)]
+    items = [codec.encode(item) for item in [*honest, *(-1e9 * item for item in honest)]]
+    assert aggregate(items, clip="median").norm() <= max(item.norm() for item in honest)
+
+
+def test_large_groups_are_squared_in_blocks_with_the_same_bits(monkeypatch):
+    sent = replicas(3)
+    whole = aggregate_many(sent, clip="median")
+    monkeypatch.setattr(sys.modules["isthmus.outer.aggregate"], "NORM_ENTRIES", 1)
+    for name, mean in aggregate_many(sent, clip="median").items():
+        assert torch.equal(mean, whole[name])
 
 
 def test_a_generator_is_taken_one_replica_at_a_time():

@@ -25,7 +25,7 @@ def zeros():
 def test_diloco_is_torchs_nesterov_on_the_mean_pseudo_gradient():
     anchor = tensors(0)
     reference = {name: t.clone().requires_grad_() for name, t in anchor.items()}
-    method = DiLoCo(anchor, OuterConfig(method="diloco"))
+    method = DiLoCo(anchor, OuterConfig(method="diloco", clip="none"))
     sgd = torch.optim.SGD(list(reference.values()), lr=0.7, momentum=0.9, nesterov=True)
     for t in range(4):
         replicas = [{n: anchor[n] - 0.1 * g for n, g in tensors(10 * t + m).items()} for m in range(3)]
@@ -39,7 +39,7 @@ def test_diloco_is_torchs_nesterov_on_the_mean_pseudo_gradient():
 
 def test_sparseloco_is_eq_2_line_by_line():
     """A slow plain reference: loops over chunks, replicas and entries."""
-    config = OuterConfig(keep=512, values="fp64", feedback_decay=0.9, lr=0.8)  # 1/8 of each chunk
+    config = OuterConfig(keep=512, values="fp64", feedback_decay=0.9, lr=0.8, clip="none")  # 1/8 of a chunk
     anchor = tensors(0)
     plain = {name: t.clone() for name, t in anchor.items()}
     method = SparseLoCo(anchor, config)
@@ -98,6 +98,22 @@ def test_a_round_through_the_codec_has_the_bits_of_the_plain_round(kind, aggrega
 def test_a_recipe_names_its_outer_method():
     assert type(outer_method(OuterConfig(), tensors(0))) is SparseLoCo
     assert type(outer_method(OuterConfig(method="diloco"), tensors(0))) is DiLoCo
+
+
+@pytest.mark.parametrize("method", ["sparseloco", "diloco"])
+def test_by_default_one_of_four_moves_no_tensor_further_than_the_others_do(method):
+    """docs/method.md, Aggregation: without the clip it decides where the anchor goes."""
+    for clip, bounded in ((OuterConfig().clip, True), ("none", False)):
+        anchor = tensors(0)
+        before = {name: t.clone() for name, t in anchor.items()}
+        outer = outer_method(OuterConfig(method=method, values="fp64", keep=4096, clip=clip), anchor)
+        updates = [{name: 0.1 * g for name, g in tensors(m).items()} for m in range(1, 4)]
+        updates.append({name: -1e6 * g for name, g in tensors(4).items()})
+        outer.apply([outer.contribute({n: before[n] - u[n] for n in u}, zeros()) for u in updates])
+        for name in SHAPES:
+            largest = max(update[name].norm() for update in updates[:3])
+            moved = (anchor[name] - before[name]).norm() / outer.config.step_size
+            assert (moved <= 1.9 * largest) == bounded  # 1.9: diloco's first step with momentum
 
 
 def test_a_payload_that_missed_its_round_returns_to_the_feedback():  # docs/method.md, Error feedback

@@ -4,7 +4,7 @@ Payloads are added one after another, in the order given, by single rounded oper
 and in the end one division, by a tensor (CUDA multiplies by a reciprocal when it divides by a number).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from isthmus.layout.chunks import Layout
-from isthmus.sparse.bundle import Bundle, Shapes, SparseChunks, arrange, owners
+from isthmus.sparse.bundle import Bundle, Group, Shapes, SparseChunks, arrange, owners
 from isthmus.sparse.topk import add_at, decode, flat_positions, origins
 
 Item = Tensor | SparseChunks
+NORM_ENTRIES = 2**24  # whose squares are in memory at a time
 
 
 class RunningMean:
@@ -44,8 +45,8 @@ class RunningMean:
         self.starts = _starts(*bundle.key, first.device)
 
     @torch.no_grad()
-    def add(self, payloads: Mapping[str, SparseChunks], factors: Mapping[str, Tensor] | None = None) -> None:
-        """Add one replica's payloads, each multiplied by its factor."""
+    def add(self, payloads: Mapping[str, SparseChunks]) -> None:
+        """Add one replica's payloads."""
         if not payloads:
             raise ValueError("a replica's payloads are empty")
         bundle = Bundle.of(payloads)
@@ -61,12 +62,7 @@ class RunningMean:
             raise ValueError(f"replicas sent {name or 'tensors'} in different shapes, chunks or dtypes")
         arrangement = arrange(*self.key)
         for names, group, start in zip(arrangement.groups, bundle.groups, self.starts, strict=True):
-            layouts = [arrangement.layouts[name] for name in names]
-            values = group.values
-            if factors is not None:
-                factor = torch.stack([factors[name] for name in names]).to(values.dtype)
-                values = values * factor[owners(tuple(p.chunks for p in layouts), values.device)][:, None]
-            self._add_group(group.index, values, layouts[0], *start)
+            self._add_group(group.index, group.values, arrangement.layouts[names[0]], *start)
         self.num_added += 1
 
     def _add_group(self, index: Tensor, values: Tensor, layout: Layout, origin: Tensor, skip: Tensor) -> None:
@@ -100,9 +96,7 @@ class RunningMean:
 def aggregate(items: Sequence[Item], how: str = "contributors", clip: str | None = None) -> Tensor:
     """The mean of one parameter's dense pseudo-gradients or payloads (eq. 2 of arXiv 2601.02360).
 
-    See `RunningMean` for `how`. With clip="median" an item is first scaled down to the median norm of all:
-    by min(1, median / (norm + 1e-8)), the lower of two medians. Sums are in float32, or in float64 if an
-    item is.
+    See `RunningMean` for `how`, `clip_factors` for `clip`. Sums are in float32, or in float64 if an item is.
     """
     items = list(items)
     if not items:
@@ -114,7 +108,9 @@ def aggregate(items: Sequence[Item], how: str = "contributors", clip: str | None
     payloads = [{"": item} for item in items if isinstance(item, SparseChunks)]
     if len(payloads) == len(items):
         return aggregate_many(payloads, how, clip)[""]
-    factors = None if clip is None else _clip_factors([[item] for item in items], clip)
+    factors = (
+        None if clip is None else clip_factors(torch.stack([_norm(item) for item in items])[:, None], clip)
+    )
     return _aggregate_dense(items, how, factors)
 
 
@@ -125,7 +121,7 @@ def aggregate_many(
     """`aggregate` for every parameter of a model; the tensors returned are views of one buffer.
 
     `replicas` may be a generator; then one replica's payloads are in memory at a time, unless clipping has to
-    see all of them first.
+    know the norms of all of them first. What it scales is in memory one replica at a time.
     """
     return add_all(RunningMean(how), replicas, clip).result()
 
@@ -134,19 +130,37 @@ def add_all(
     mean: RunningMean, replicas: Iterable[Mapping[str, SparseChunks]], clip: str | None = None
 ) -> RunningMean:
     """Add the payloads of all replicas, in the order given, clipped if asked for."""
-    if clip is None:
-        for payloads in replicas:
-            mean.add(payloads)
-        return mean
-    replicas = list(replicas)
-    names = list(replicas[0]) if replicas else []
-    for payloads in replicas:
-        if payloads.keys() != replicas[0].keys():
-            raise ValueError("replicas sent different tensors")
-    factors = _clip_factors([[payloads[name] for name in names] for payloads in replicas], clip)
-    for payloads, own in zip(replicas, factors, strict=True):
-        mean.add(payloads, dict(zip(names, own, strict=True)))
+    for payloads in replicas if clip is None else clipped(list(replicas), clip):
+        mean.add(payloads)
     return mean
+
+
+def clipped(replicas: Sequence[Mapping[str, SparseChunks]], clip: str) -> Iterator[Bundle]:
+    """The payloads of all replicas, one after another, each tensor scaled by its factor.
+
+    A tensor lies whole in one shard, so that every process that holds the shard finds the same factors.
+    """
+    names = list(replicas[0]) if replicas else []
+    if any(payloads.keys() != replicas[0].keys() for payloads in replicas):
+        raise ValueError("replicas sent different tensors")
+    bundles = [Bundle.of(payloads) for payloads in replicas if payloads]
+    if not bundles or len(bundles) < len(replicas):
+        raise ValueError("there is nothing to aggregate")
+    bundles = [one if list(one) == names else one.part(names) for one in bundles]
+    factors = clip_factors(torch.stack([_norms(bundle) for bundle in bundles]), clip)
+    for bundle, own in zip(bundles, factors, strict=True):
+        yield _scaled(bundle, own)
+
+
+def _scaled(bundle: Bundle, factors: Tensor) -> Bundle:
+    """Every tensor multiplied by its factor (T,); the values are as the receiver sees them."""
+    arrangement, at = arrange(*bundle.key), {name: i for i, name in enumerate(bundle)}
+    groups = []
+    for names, group in zip(arrangement.groups, bundle.groups, strict=True):
+        factor = torch.stack([factors[at[name]] for name in names]).to(group.values.dtype)  # (T,)
+        owner = owners(tuple(arrangement.layouts[name].chunks for name in names), group.values.device)
+        groups.append(Group(group.index, group.values * factor[owner][:, None]))
+    return Bundle(bundle.shapes, bundle.side, bundle.keep, "fp32", groups)
 
 
 def _aggregate_dense(items: list[Item], how: str, factors: Tensor | None) -> Tensor:
@@ -191,21 +205,40 @@ def _starts(shapes: Shapes, side: int, keep: int, device: torch.device) -> tuple
     return tuple(starts)
 
 
-def _clip_factors(replicas: Sequence[Sequence[Item]], clip: str) -> Tensor:
-    """What each replica's items are multiplied by: (replicas, items)."""
+def clip_factors(norms: Tensor, clip: str) -> Tensor:
+    """What each replica's tensors are multiplied by, from their norms: both (replicas, tensors).
+
+    "median" scales a tensor down to the median norm of all replicas' (docs/method.md, Aggregation), by
+    min(1, median / (norm + 1e-8)). Of an even number it is the lower one: half of the replicas cannot make a
+    step larger than the other half's.
+    """
     if clip != "median":
         raise ValueError(f"clip is {clip!r}; it is 'median' or None")
-    if not replicas:
-        raise ValueError("there is nothing to aggregate")
-    norms = torch.stack([torch.stack([_norm(item) for item in items]) for items in replicas])
-    median = norms.sort(0).values[(len(norms) - 1) // 2]  # the lower one, as torch.median has it
+    median = norms.sort(0).values[(len(norms) - 1) // 2]
     return (median / (norms + 1e-8)).clamp(max=1)
+
+
+def _norms(bundle: Bundle) -> Tensor:
+    """`_norm` of every tensor (T,), to the same bits, in as few operations as the groups allow."""
+    found: dict[str, Tensor] = {}
+    for names, group in zip(arrange(*bundle.key).groups, bundle.groups, strict=True):
+        num_rows = max(1, NORM_ENTRIES // group.values.shape[1])  # a model's dense groups are large
+        blocks = group.values.split(num_rows)
+        squares = torch.cat([_sum_halves(block.double().square().mT) for block in blocks])  # (C,)
+        alike: dict[int, list[tuple[str, Tensor]]] = {}  # by the number of chunks
+        for name in names:
+            _, _, first, stop = arrange(*bundle.key).locations[name]
+            alike.setdefault(stop - first, []).append((name, squares[first:stop]))
+        for some in alike.values():
+            sums = _sum_halves(torch.stack([own for _, own in some], dim=1))  # (C, n) -> (n,)
+            found |= zip([name for name, _ in some], sums.sqrt().unbind(), strict=True)
+    return torch.stack([found[name] for name in bundle])
 
 
 def _norm(item: Item) -> Tensor:
     """The 2-norm in float64, summed in halves: a reduction's own order differs between devices."""
     values = item.values if isinstance(item, SparseChunks) else item.detach().reshape(1, -1)
-    squares = _sum_halves(values.double().square().transpose(0, 1))  # (C,)
+    squares = _sum_halves(values.double().square().mT)  # (C,)
     return _sum_halves(squares).sqrt()
 
 

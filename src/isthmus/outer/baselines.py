@@ -34,7 +34,7 @@ class DiLoCo(SparseLoCo):
     @torch.no_grad()
     def apply(self, payloads: Sequence[Payloads]) -> None:
         mu = self.config.momentum
-        for name, mean in self.codec.mean(payloads, "all").items():
+        for name, mean in self.codec.mean(payloads, "all", self._clip).items():
             velocity = self.velocity[name]
             velocity.mul_(mu).add_(mean)
             update = (mean + velocity * mu) * self.config.step_size

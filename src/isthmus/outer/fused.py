@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus.layout.chunks import CRC_BYTES, Layout
-from isthmus.outer.aggregate import RunningMean
+from isthmus.outer.aggregate import RunningMean, clipped
 from isthmus.outer.codec import Payloads, PlainCodec
 from isthmus.sparse import bits as plain_bits
 from isthmus.sparse import crc, launch
@@ -97,7 +97,7 @@ class FusedCodec(PlainCodec):
     ) -> None:
         """A few replicas' payloads move the anchor directly, without an accumulator."""
         bundles = [Bundle.of(payloads) for payloads in replicas if payloads]
-        if clip is None and 0 < len(bundles) == len(replicas) <= launch.MAX_REPLICAS:
+        if 0 < len(bundles) == len(replicas) <= launch.MAX_REPLICAS:
             layouts, groups, _ = arrange(*bundles[0].key)
             values = [group.values for bundle in bundles for group in bundle.groups]
             if (
@@ -105,6 +105,7 @@ class FusedCodec(PlainCodec):
                 and all(map(launch.fits, layouts.values()))
                 and launch.contiguous_fp32([*(anchor[name] for name in bundles[0]), *values])
             ):
+                bundles = bundles if clip is None else list(clipped(bundles, clip))
                 for i, names in enumerate(groups):
                     tensors, own = [anchor[name] for name in names], [layouts[name] for name in names]
                     sent = [bundle.groups[i] for bundle in bundles]

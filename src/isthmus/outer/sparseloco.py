@@ -53,6 +53,10 @@ class SparseLoCo:
         device = next(iter(anchor.values())).device
         self.codec = codec_for(device, config.chunk_side, config.keep, config.values)
 
+    @property
+    def _clip(self) -> str | None:
+        return None if self.config.clip == "none" else self.config.clip
+
     def contribute(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> Bundle:
         """What one contributor sends; its feedback is brought from e^(t) to e^(t+1) in place."""
         return self.contribute_all([params], [feedback])[0]
@@ -78,8 +82,7 @@ class SparseLoCo:
 
     def apply(self, payloads: Sequence[Payloads]) -> None:
         """theta^(t) = theta^(t-1) - eta mean; every holder of the anchor reaches the same bits."""
-        clip = None if self.config.clip == "none" else self.config.clip
-        self.codec.step(self.anchor, payloads, self.config.step_size, self.config.aggregation, clip)
+        self.codec.step(self.anchor, payloads, self.config.step_size, self.config.aggregation, self._clip)
 
     @torch.no_grad()
     def take_back(self, sent: Payloads, feedback: Mapping[str, Tensor]) -> None:
