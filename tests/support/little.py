@@ -25,6 +25,7 @@ from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.exchange import LedgerExchange
 from isthmus.protocol.heartbeat import Heartbeat
+from isthmus.protocol.judge import check_counted
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard, read_run
 from isthmus.protocol.shards import ShardReader, unpack_shards
 from isthmus.protocol.trust import Signer, load_signer, sha256
@@ -97,6 +98,7 @@ class Replica:
         self.random = torch.Generator().manual_seed(sum(name.encode()))
         every = range(len(self.ledger.shards))
         self.said: list[str] = []
+        self.num_beats = 0
         reader, log = ShardReader(self.ledger, every), self.said.append
         closer = Closer(self.ledger, reader, log, clock) if name in self.ledger.run.closers else None
         incarnation = os.urandom(8).hex()
@@ -121,7 +123,9 @@ class Replica:
         return Contribution(self.name, {i: pack_many({n: sent[n] for n in part}) for i, part in names})
 
     def apply(self, round_number: int, counted: Sequence[Contribution]) -> None:
-        self.outer.apply([unpack_shards(self.ledger, each.shards) for each in counted])
+        updates = {each.replica: unpack_shards(self.ledger, each.shards) for each in counted}
+        check_counted(self.ledger.manifest(round_number), updates)
+        self.outer.apply(list(updates.values()))
         self.hold(round_number)
         if round_number % self.recipe.bucket.anchor_every == 0:
             self.write_anchor(round_number)
@@ -135,7 +139,8 @@ class Replica:
             self.ledger.complete_anchor(round_number, self.exchange.anchor, files)
 
     def beat(self, state: str = "training", **more: Any) -> None:
-        body = Heartbeat(incarnation="1", state=state, round=1).to_dict() | more
+        self.num_beats += 1
+        body = Heartbeat(incarnation="1", beat=self.num_beats, state=state, round=1).to_dict() | more
         sealed = self.ledger.signer.seal("heartbeat", self.ledger.run.run_id, body)
         self.ledger.store.put(f"members/{self.name}/live.json", sealed)
 
@@ -169,7 +174,9 @@ class Little:
         self, url: str, folder: Path, recipe: str = RECIPE, closers: Sequence[str] | None = None
     ) -> None:
         self.url, self.keys = url, folder / "keys"
-        self.run = create(parse_recipe(recipe), url, self.keys, closers)
+        parsed = parse_recipe(recipe)
+        full_first = sorted(parsed.fleet(), key=lambda member: member.config.parts > 1)
+        self.run = create(parsed, url, self.keys, closers or [member.name for member in full_first])
         self.names = [member.name for member in self.run.recipe.fleet()]
 
     def signer(self, name: str) -> Signer:

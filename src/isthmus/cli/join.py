@@ -72,6 +72,8 @@ def join(args: argparse.Namespace) -> int:
 
 def leave(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import check_key, find_member, open_ledger
+    from isthmus.protocol.ledger import Ledger
+    from isthmus.protocol.trust import load_signer
 
     ledger = open_ledger(args.url)
     find_member(ledger.run, args.replica)
@@ -81,6 +83,6 @@ def leave(args: argparse.Namespace) -> int:
     if found is None or found[0].gone:
         raise ConfigError(f"replica {args.replica} is not in the run now")
     heartbeat, _ = found
-    ledger.store.put(f"members/{args.replica}/leave-{heartbeat.incarnation}", b"leave")
+    Ledger(ledger.store, ledger.run, load_signer(key, args.replica)).ask_to_leave(heartbeat.incarnation)
     print(f"{args.replica} will leave at the end of round {heartbeat.round + 1}.")
     return 0

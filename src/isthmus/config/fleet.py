@@ -131,6 +131,7 @@ class BucketConfig:
     url: str = ""  # default: a folder beside the run
     deadline_seconds: float = 0.0  # a round may be closed without the missing; 0: from the rounds before it
     quorum: int = 0  # contributions that suffice then; 0: more than half of the members
+    missed_rounds: int = 3  # that a replica lives through without delivering until nobody waits for it
     anchor_every: int = 10  # rounds between whole models in the bucket
     heartbeat_seconds: float = 3.0
     norm_limit: float = 3.0  # times the round's median norm; an update beyond is refused
@@ -138,6 +139,7 @@ class BucketConfig:
     def __post_init__(self) -> None:
         within("bucket.deadline_seconds", self.deadline_seconds, 0, 1e7)
         within("bucket.quorum", self.quorum, 0, MOST_REPLICAS)
+        within("bucket.missed_rounds", self.missed_rounds, 1, 1e6)
         within("bucket.anchor_every", self.anchor_every, 1, 1e9)
         above("bucket.heartbeat_seconds", self.heartbeat_seconds, 0, 86_400)
         above("bucket.norm_limit", self.norm_limit, 1, 1e9)

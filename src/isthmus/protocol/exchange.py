@@ -85,7 +85,11 @@ class LedgerExchange:
         return self._counted(self._await(round_number))
 
     def deliver(self, round_number: int, mine: Contribution) -> None:
-        """Shards first, the commit last; doing it again after a crash changes nothing."""
+        """Shards first, the commit last; doing it again after a crash changes nothing.
+
+        A replica that has lost its private state cannot do it again: its first update to a round stands, and
+        what it makes afterwards goes out with the next.
+        """
         self.settle_anchor()
         self.reader.forget()
         rows: dict[int, str] = {}
@@ -102,7 +106,11 @@ class LedgerExchange:
         if self.control.rank == 0:
             shards = tuple(Shard(i, *json.loads(row)) for i, row in enumerate(listed))
             entry = Entry(self.replica, shards, facts=facts)
-            self.ledger.commit(round_number, self.incarnation, self.anchor, entry)
+            if not self.ledger.commit(round_number, self.incarnation, self.anchor, entry):
+                self.log(
+                    f"round {round_number}: an earlier start of this replica has committed another update, "
+                    "and that one stands; this one returns to the error feedback"
+                )
 
     def gather_facts(self, own: Facts) -> Facts:
         """The replica's facts: those of all its processes, each with what its exchange has counted."""
@@ -195,7 +203,7 @@ class LedgerExchange:
         for entry in manifest.entries:
             try:
                 shards = {
-                    index: self.reader.read(entry.replica, manifest.round, entry.shards[index])
+                    index: self.reader.read(entry.replica, manifest, entry.shards[index])
                     for index in self.reader.applies
                 }
             except Refused as reason:

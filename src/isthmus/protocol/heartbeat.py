@@ -21,6 +21,7 @@ class Heartbeat:
     """
 
     incarnation: str = ""
+    beat: int = 0  # grows with every heartbeat of an incarnation: an old one that is put back is known by it
     kind: str = ""
     stages: int = 0
     state: str = ""  # starting, catching up, training, delivering, leaving, left, finished
@@ -50,6 +51,7 @@ class Heartbeat:
         farewell = body.get("farewell")
         return cls(
             incarnation=word(body, "incarnation"),
+            beat=count(body, "beat"),
             kind=word(body, "kind"),
             stages=count(body, "stages"),
             state=word(body, "state"),

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from isthmus.layout.traffic import codec_settings
-from isthmus.protocol.ledger import Ledger, Shard
+from isthmus.protocol.ledger import Ledger, Manifest, Shard
 from isthmus.protocol.trust import Refused
 from isthmus.sparse import SparseChunks, unpack_many
 
@@ -32,12 +32,24 @@ class ShardReader:
         """Another round begins."""
         self.cache.clear()
 
-    def read(self, replica: str, round_number: int, shard: Shard) -> bytes:
-        """A shard's bytes, or Refused with the reason."""
+    def drop(self, replica: str) -> None:
+        """An update that does not count, or not in this form: its bytes are no longer needed."""
+        for key in [key for key in self.cache if key[0] == replica]:
+            del self.cache[key]
+
+    def read(self, replica: str, manifest: Manifest, shard: Shard) -> bytes:
+        """The bytes of a shard that a round counts, or Refused with the reason."""
+        return self._read(replica, shard, lambda: self.ledger.counted_shard(manifest, replica, shard))
+
+    def keep_copy(self, replica: str, round_number: int, shard: Shard) -> bytes:
+        """The same for a closer that judges it, from a copy under our own name."""
+        return self._read(replica, shard, lambda: self.ledger.keep_shard(replica, round_number, shard))
+
+    def _read(self, replica: str, shard: Shard, get: Callable[[], bytes]) -> bytes:
         key = replica, shard.digest
         if key not in self.cache:
             started = time.monotonic()
-            self.cache[key] = self.ledger.get_shard(replica, round_number, shard)
+            self.cache[key] = get()
             if shard.index in self.applies:
                 self.payload_bytes += shard.size
                 self.seconds += time.monotonic() - started

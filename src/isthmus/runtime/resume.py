@@ -92,7 +92,7 @@ class StartingHeartbeats(threading.Thread):
         self.supervisor, self.every = supervisor, ledger.run.recipe.bucket.heartbeat_seconds
         self.incarnation = os.urandom(8).hex()
         self.clock, self.deadline = clock, clock() + TIMEOUT_SECONDS
-        self.ended = threading.Event()
+        self.ended, self.num_beats = threading.Event(), 0
         self.starting: dict[LocalLauncher, Ledger] = {}
         for launcher in supervisor.launchers:
             if launcher.leads:
@@ -121,6 +121,7 @@ class StartingHeartbeats(threading.Thread):
                 self.send()
 
     def send(self) -> None:
+        self.num_beats += 1
         for launcher, ledger in list(self.starting.items()):
             up = (launcher.work / "incarnation").read_text() != self.incarnation
             if up or self.supervisor.has_left(launcher):
@@ -130,6 +131,7 @@ class StartingHeartbeats(threading.Thread):
             ledger.beat(
                 Heartbeat(
                     incarnation=self.incarnation,
+                    beat=self.num_beats,
                     kind=config.kind,
                     stages=config.stages,
                     state="starting",

@@ -339,13 +339,15 @@ class HeartbeatThread(threading.Thread):
     def __init__(self, trainer: Trainer, incarnation: str, every_seconds: float) -> None:
         super().__init__(daemon=True, name="heartbeat")
         self.trainer, self.incarnation, self.every = trainer, incarnation, every_seconds
-        self.ended = threading.Event()
+        self.ended, self.num_beats = threading.Event(), 0
 
     def beat(self) -> None:
+        self.num_beats += 1
         status, member = self.trainer.status, self.trainer.member
         self.trainer.ledger.beat(
             Heartbeat(
                 incarnation=self.incarnation,
+                beat=self.num_beats,
                 kind=member.config.kind,
                 stages=member.config.stages,
                 state=status.state,

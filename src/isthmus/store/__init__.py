@@ -5,13 +5,13 @@ May import nothing else.
 
 from typing import TYPE_CHECKING, Any
 
-from isthmus.store.retry import StoreError, StoreRefused
+from isthmus.store.retry import StoreError, StoreRefused, Unreadable
 from isthmus.store.url import parse_url
 
 if TYPE_CHECKING:
     from isthmus.store.objects import Info, Store, open_store
 
-__all__ = ["Info", "Store", "StoreError", "StoreRefused", "open_store", "parse_url"]
+__all__ = ["Info", "Store", "StoreError", "StoreRefused", "Unreadable", "open_store", "parse_url"]
 
 
 def __getattr__(name: str) -> Any:

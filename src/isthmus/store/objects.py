@@ -26,6 +26,7 @@ from isthmus.store.retry import (
     Rate,
     StoreError,
     StoreRefused,
+    Unreadable,
     classify,
     drain,
     wait,
@@ -196,7 +197,7 @@ class Store:
         """What `read` finds in an object that somebody else wrote.
 
         If this object alone cannot be read (it is frozen, locked, not a file), that is its author's fault:
-        StoreRefused. Where the run itself cannot be read either, it is the store's: StoreError.
+        Unreadable. Where the run itself cannot be read either, it is the store's: StoreError.
         """
         try:
             return read()
@@ -206,7 +207,7 @@ class Store:
                     self.get("run.json", max_bytes=0, deadline=time.monotonic() + ASK_SECONDS)
                 except StoreError:
                     raise error from None
-            raise StoreRefused(str(error)) from None
+            raise Unreadable(str(error)) from None
 
     def delete(self, key: str, *, deadline: float | None = None) -> None:
         """Remove the object; an absent one is not an error."""

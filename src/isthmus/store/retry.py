@@ -45,6 +45,10 @@ class StoreRefused(ValueError):
     """We will not do this: an odd key, an object larger than its reader allows, a link out of the folder."""
 
 
+class Unreadable(StoreRefused):
+    """One object of somebody else cannot be read, and the rest of the store can."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One failed request: absent, exists, busy, slow, network, disk, expired, clock, denied or config."""

@@ -1,0 +1,122 @@
+"""Updates in the bucket: written once, never replaced, and readable for as long as a round counts them."""
+
+from contextlib import suppress
+
+from isthmus.protocol.documents import Entry, Manifest, Shard
+from isthmus.protocol.history import History
+from isthmus.protocol.trust import Refused, sha256
+from isthmus.store import StoreError, StoreRefused
+
+
+class Payloads(History):
+    """Shards and commits of all replicas, and the copies that closers keep of what they judge.
+
+    Every object here may be another's. One that cannot be read is its author's fault: Refused or
+    StoreRefused, with the reason. A StoreError is of the store as a whole.
+    """
+
+    def put_shard(self, round_number: int, index: int, data: bytes) -> Shard:
+        shard = Shard(index, sha256(data), len(data))
+        self._put_once(self.shard_key(self.signer.replica, round_number, shard), data)
+        return shard
+
+    def get_shard(self, replica: str, round_number: int, shard: Shard) -> bytes:
+        """The shard's bytes, or Refused when it is missing, oversized, or not what its commit says."""
+        return self._checked_shard(self.shard_key(replica, round_number, shard), shard)
+
+    def counted_shard(self, manifest: Manifest, replica: str, shard: Shard) -> bytes:
+        """A shard that a round counts. Where its author has changed or removed it, a closer has a copy."""
+        try:
+            return self.get_shard(replica, manifest.round, shard)
+        except Refused as reason:
+            for closer in dict.fromkeys((manifest.closer, *self.run.closers)):
+                with suppress(Refused):
+                    return self._checked_shard(self.kept_key(closer, manifest.round, shard), shard)
+            raise reason
+
+    def keep_shard(self, replica: str, round_number: int, shard: Shard) -> bytes:
+        """Copy a shard below our own prefix, and read the copy: what is judged is what stays.
+
+        Its bytes do not pass through here twice, unless this one object cannot be copied inside the store.
+        """
+        source, kept = self.shard_key(replica, round_number, shard), self.kept_key("", round_number, shard)
+        if replica == self.signer.replica:
+            return self._checked_shard(source, shard)
+        self._check_size(shard)
+        with suppress(StoreRefused):
+            if not self.store.foreign(lambda: self.store.copy(source, kept, max_bytes=shard.size)):
+                raise Refused(f"shard {shard.index} is missing")
+            return self._checked_shard(kept, shard)
+        data = self._checked_shard(source, shard)
+        self._put_once(kept, data)
+        return data
+
+    def commit(self, round_number: int, incarnation: str, anchor: str, entry: Entry) -> bool:
+        """Say that an update is whole. The first commit of a round stands: False where it lists other shards.
+
+        After a kill we commit again and find our own. One that no closer would take is replaced, where the
+        bucket lets us.
+        """
+        body = entry.to_dict() | {"round": round_number, "anchor": anchor, "incarnation": incarnation}
+        sealed = self.signer.seal("commit", self.run.run_id, body)
+        replica = self.signer.replica
+        key = self.commit_key(replica, round_number)
+        if self.store.create(key, sealed):
+            return True
+        try:
+            there = self.get_commit(replica, round_number)
+            return self.check_commit(there or b"", replica, round_number, anchor).shards == entry.shards
+        except (Refused, StoreRefused):
+            pass
+        try:
+            self.store.put(key, sealed)
+        except StoreError as error:
+            if error.kind != "denied":
+                raise
+            return False
+        return True
+
+    def get_commit(self, replica: str, round_number: int) -> bytes | None:
+        return self._theirs(self.commit_key(replica, round_number), self.commit_limit)
+
+    def has_commit(self, replica: str, round_number: int) -> bool:
+        key = self.commit_key(replica, round_number)
+        with suppress(StoreRefused):
+            return self.store.foreign(lambda: self.store.head(key)) is not None
+        return False
+
+    def shard_key(self, replica: str, round_number: int, shard: Shard) -> str:
+        return f"payloads/{replica}/{round_number:06d}/{shard.index}-{shard.digest}"
+
+    def kept_key(self, closer: str, round_number: int, shard: Shard) -> str:
+        """A closer's copy; "" is ourselves. By hash alone: the same bytes may be of several authors."""
+        closer = closer or self.signer.replica
+        return f"payloads/{closer}/{round_number:06d}/kept-{shard.index}-{shard.digest}"
+
+    def commit_key(self, replica: str, round_number: int) -> str:
+        return f"payloads/{replica}/{round_number:06d}/commit.json"
+
+    def _theirs(self, key: str, max_bytes: int) -> bytes | None:
+        """An object that another may have written, or None. StoreRefused: it alone cannot be read."""
+        return self.store.foreign(lambda: self.store.get(key, max_bytes=max_bytes))
+
+    def _put_once(self, key: str, data: bytes) -> None:
+        """Only if absent. Where other bytes lie under the hash of ours, a power cut has spoilt the write."""
+        if not self.store.create(key, data):
+            self.store.put(key, data)
+
+    def _check_size(self, shard: Shard) -> None:
+        if not 0 <= shard.index < len(self.sizes) or shard.size != self.sizes[shard.index]:
+            raise Refused(f"shard {shard.index} is said to have {shard.size} bytes: not a size of this run")
+
+    def _checked_shard(self, key: str, shard: Shard) -> bytes:
+        self._check_size(shard)
+        try:
+            data = self._theirs(key, shard.size)
+        except StoreRefused as error:
+            raise Refused(f"shard {shard.index}: {error}") from None
+        if data is None:
+            raise Refused(f"shard {shard.index} is missing")
+        if len(data) != shard.size or sha256(data) != shard.digest:
+            raise Refused(f"shard {shard.index} does not match its commit")
+        return data
