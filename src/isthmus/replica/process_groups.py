@@ -3,6 +3,7 @@
 import ipaddress
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.distributed import Store as TorchStore  # pyright: ignore[reportPriva
 
 from isthmus.errors import ConfigError, RunError, Unreachable
 from isthmus.replica.links import LinkPeers, ProcessLink
+from isthmus.replica.listeners import go_deaf, new_listeners
 
 Store = TorchStore
+MAX_ADDRESS = 64
 PRIVATE = [
     ipaddress.ip_network(network)
     for network in ("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16")
@@ -77,12 +80,29 @@ def open_store(
         store.set("session", session)
     else:
         own = check_private(_reach(replica, host, port, deadline, join_seconds), trust_network)
-        store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        try:
+            store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        except RuntimeError:  # somebody took the connection, and did not answer as a store
+            raise Unreachable(_absent(replica, host, port, join_seconds, "no store answers")) from None
     if _ask(store, "session", deadline, replica) != session:
         raise Unreachable(
             f"replica {replica}: {master} is stage 0 of another run or start than stage {stage}'s"
         )
     return store, own
+
+
+def own_address(master: str, stage: int, trust_network: bool = False) -> str:
+    """The address at which a stage's neighbours reach it: the one from which it reaches the master itself."""
+    host, port = _split(master)
+    host = check_private(host, trust_network)
+    if stage == 0:
+        return host
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing
+            return check_private(probe.getsockname()[0], trust_network)
+    except OSError as error:
+        raise Unreachable(f"no way from here to {host}: {error.strerror}; look at the tunnel") from None
 
 
 def connect(
@@ -97,12 +117,14 @@ def connect(
     join_seconds: float = 120.0,
     trust_network: bool = False,
     backend: str = "gloo",
+    prove: Callable[[ProcessLink], None] | None = None,
 ) -> tuple[ProcessLink | None, ProcessLink | None]:
     """Connect a stage to the one before it and the one after it; its links, None at the ends.
 
     `address` is this stage's own: it listens only there, and publishes that number to its neighbours. For a
     store that outlives a restart, give every start a prefix of its own. Nothing is read from the environment.
-    A neighbour may be silent for timeout_seconds.
+    A neighbour may be silent for timeout_seconds. `prove` sees to it that it is the right one: gloo takes
+    whoever comes first.
     """
     if not 0 <= stage < num_stages:
         raise ConfigError(
@@ -119,7 +141,7 @@ def connect(
         there = _ask(store, f"stage/{neighbour}", deadline, replica)
         if there is None:
             raise RunError(f"replica {replica}: stage {neighbour} did not join within {join_seconds:g} s")
-        peers = LinkPeers(replica, stage, neighbour, check_private(there, trust_network))
+        peers = LinkPeers(replica, stage, neighbour, _checked(there, replica, neighbour, trust_network))
         rank, edge = int(neighbour < stage), min(stage, neighbour)
         try:
             forward, back = (
@@ -131,8 +153,20 @@ def connect(
         out, into = (back, forward) if rank else (forward, back)
         link = ProcessLink(out, into, 1 - rank, peers, torch.device(device), timeout_seconds)
         link.store = store
+        if prove:
+            prove(link)
         links.append(link)
     return links[0], links[1]
+
+
+def _checked(there: str, replica: str, neighbour: int, trust_network: bool) -> str:
+    """The address that a neighbour gave: a number, and one that stages may use."""
+    try:
+        return check_private(str(ipaddress.ip_address(there[:MAX_ADDRESS])), trust_network)
+    except ValueError as error:  # ConfigError is one; whatever a neighbour says can be mended there
+        raise RunError(
+            f"replica {replica}: stage {neighbour} gave the address {there[:MAX_ADDRESS]!r}: {error}"
+        ) from None
 
 
 def make_group(backend: str, store: Store, rank: int, size: int, address: str, timeout: timedelta) -> Any:
@@ -142,9 +176,14 @@ def make_group(backend: str, store: Store, rank: int, size: int, address: str, t
         return torch_distributed.ProcessGroupNCCL(store, rank, size, timeout)
     gloo = torch_distributed.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=address)]
+    with new_listeners() as listeners:
+        options._devices = [gloo.create_device(hostname=address)]
     options._timeout, options._threads = timeout, 1
-    return gloo(store, rank, size, options)
+    try:
+        return gloo(store, rank, size, options)
+    finally:
+        for listener in listeners:
+            go_deaf(listener)
 
 
 def _split(master: str) -> tuple[str, int]:
@@ -172,11 +211,15 @@ def _reach(replica: str, host: str, port: int, deadline: float, join_seconds: fl
         except OSError as error:
             if left <= 0:
                 why = error.strerror or "no answer"
-                raise Unreachable(
-                    f"replica {replica}: no stage 0 at {host}:{port} within {join_seconds:g} s ({why}); "
-                    "start it, or correct --master"
-                ) from None
+                raise Unreachable(_absent(replica, host, port, join_seconds, why)) from None
             time.sleep(min(0.2, max(0.0, left)))
+
+
+def _absent(replica: str, host: str, port: int, seconds: float, why: str) -> str:
+    return (
+        f"replica {replica}: no stage 0 at {host}:{port} within {seconds:g} s ({why}); start it, or correct "
+        "--master"
+    )
 
 
 def _ask(store: Store, key: str, deadline: float, replica: str) -> str | None:

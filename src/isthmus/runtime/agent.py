@@ -8,13 +8,16 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isthmus.runtime.failure import Failure, Final
 from isthmus.runtime.liveness import Watchdog
 from isthmus.runtime.process import NOTES, LauncherConfig, Log, lock_file
 from isthmus.runtime.restarts import Restarts
 from isthmus.runtime.waiting import WaitingNotes
+
+if TYPE_CHECKING:
+    from isthmus.runtime.handshake import Credentials
 
 MAX_RESTARTS = 1_000_000  # Failures decides when to stop, not torch
 POLL_SECONDS = 0.25
@@ -27,10 +30,12 @@ def run_agent(
     port: int,
     log: Log,
     waiting: WaitingNotes | None = None,
+    credentials: "Credentials | None" = None,
 ) -> int:
     """Run this machine's workers until the replica has finished or left; then the status is 0.
 
     Ctrl-C leaves at the end of the round, a second one now. `num_workers` counts all machines of the replica.
+    Where there are several, they meet at host:port, by their `credentials`.
     A fault that cannot pass ends it with a RunError, the second time that it comes.
     """
     work = Path(config.work_dir)
@@ -46,7 +51,7 @@ def run_agent(
         restarts = Restarts(config, num_workers, log, waiting or WaitingNotes(work, None, 60.0))
         last: tuple[Failure, float] | None = None
         while True:
-            agent = _AgentThread(config, num_workers, host, port, restarts, last)
+            agent = _AgentThread(config, num_workers, (host, port), credentials, restarts, last)
             agent.start()
             _watch(agent, work, interrupts, config.stall_seconds, log)
             leaving = (work / "leave").exists()
@@ -98,8 +103,8 @@ class _AgentThread(threading.Thread):
         self,
         config: LauncherConfig,
         num_workers: int,
-        host: str,
-        port: int,
+        master: tuple[str, int],
+        credentials: "Credentials | None",
         restarts: Restarts,
         last: tuple[Failure, float] | None = None,
     ) -> None:
@@ -114,8 +119,8 @@ class _AgentThread(threading.Thread):
             config.replica,
             config.stage or 0,
             num_machines,
-            host,
-            port,
+            *master,
+            credentials,
             log=restarts.log,
             waiting=restarts.waiting,
         )

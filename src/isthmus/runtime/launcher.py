@@ -5,7 +5,6 @@
 
 import os
 import shutil
-import socket
 import sys
 import time
 from dataclasses import replace
@@ -20,6 +19,7 @@ from isthmus.runtime.versions import check_torch
 
 if TYPE_CHECKING:
     from isthmus.config import Member, Recipe
+    from isthmus.runtime.handshake import Credentials
 
 
 def launch(config: LauncherConfig) -> int:
@@ -45,6 +45,7 @@ def _launch(config: LauncherConfig) -> int:
     from isthmus.protocol.trust import load_signer
     from isthmus.runtime import agent
     from isthmus.runtime.checks import check_corpus, check_not_taken, check_start, check_trainable
+    from isthmus.runtime.handshake import Credentials
     from isthmus.runtime.waiting import WaitingNotes
     from isthmus.store.objects import open_store
 
@@ -59,21 +60,24 @@ def _launch(config: LauncherConfig) -> int:
     if warning := check_device(config, run.recipe, member):
         log(warning)
     host, port = find_address(config, member)
+    signer = load_signer(key, member.name)
+    credentials = Credentials(run.run_id, signer)
     work = Path(config.work_dir or Path("work") / run.recipe.name / member.name).resolve()
     if leads:
         check_corpus(run)
         if not config.parent:
             check_not_taken(Ledger(store, run), member.name, work)
     else:
-        find_master(host, port, config.wait_seconds, member.name)
+        find_master(host, port, config.wait_seconds, credentials, config.stage or 0)
     store.probe(f"members/{member.name}/probe")  # may this machine's credentials write at all?
     stages = member.config.stages
     log(f'joining "{run.recipe.name}" as {member.config.kind} replica of {stages} stage{"s" * (stages > 1)}')
     config = replace(config, key=str(key.resolve()), work_dir=str(work))
-    say = Ledger(store, run, load_signer(key, member.name)).beat if leads else None
+    say = Ledger(store, run, signer).beat if leads else None
     waiting = WaitingNotes(work, say, run.recipe.bucket.heartbeat_seconds)
     waiting.start()
-    return agent.run_agent(config, max(stages, member.config.processes), host, port, log, waiting)
+    num_workers = max(stages, member.config.processes)
+    return agent.run_agent(config, num_workers, host, port, log, waiting, credentials)
 
 
 def check_device(config: LauncherConfig, recipe: "Recipe", member: "Member") -> str:
@@ -131,18 +135,21 @@ def find_address(config: LauncherConfig, member: "Member") -> tuple[str, int]:
     return check_private(host.strip("[]"), config.trust_network), int(port)
 
 
-def find_master(host: str, port: int, timeout_seconds: float, replica: str) -> None:
+def find_master(host: str, port: int, timeout_seconds: float, credentials: "Credentials", stage: int) -> None:
     """A later stage looks for stage 0 before it starts anything."""
+    from isthmus.runtime.gate import knock
+
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
-            socket.create_connection((host, port), timeout=5).close()
+            knock(host, port, credentials, stage)
             return
         except OSError as error:
             if time.monotonic() > deadline:
                 raise Unreachable(
-                    f"replica {replica}: no stage 0 at {host}:{port} within {timeout_seconds:g} s "
-                    f"({error.strerror or 'no answer'}); start it there, or correct --master"
+                    f"replica {credentials.signer.replica}: no stage 0 at {host}:{port} within "
+                    f"{timeout_seconds:g} s ({error.strerror or 'no answer'}); start it there, or correct "
+                    "--master"
                 ) from None
             time.sleep(0.5)
 

@@ -17,15 +17,19 @@ from torch.distributed import (  # public, but pyright does not see that
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError
 
+from isthmus.runtime.gate import LOOPBACK, Gate, Way
+from isthmus.runtime.handshake import LAUNCHERS, WORKERS, Credentials, Purpose
 from isthmus.runtime.process import Log
 from isthmus.runtime.waiting import WaitingNotes
 
 POLL_SECONDS = 0.1
 LOG_SECONDS = 15.0  # between log lines that say which machine is missing
+MOST_DIGITS = 9  # of a generation's number
 
 
 class StageRendezvous(RendezvousHandler):
-    """Machine `index` of `num_machines`; machine 0 keeps the store at host:port."""
+    """Machine `index` of `num_machines`. Machine 0 keeps the store, on loopback, and a gate to it at
+    host:port; the others reach it through that gate. One machine alone needs neither."""
 
     def __init__(
         self,
@@ -34,15 +38,18 @@ class StageRendezvous(RendezvousHandler):
         num_machines: int,
         host: str,
         port: int,
+        credentials: Credentials | None = None,
         join_seconds: float = 600.0,
         log: Log = lambda text: None,
         waiting: WaitingNotes | None = None,
     ) -> None:
         self.name, self.index, self.num_machines = name, index, num_machines
         self.host, self.port, self.join_seconds = host, port, join_seconds
-        self.log, self.waiting = log, waiting
+        self.credentials, self.log, self.waiting = credentials, log, waiting
         self.generation = 0
         self.store: Store | None = None
+        self.gate: Gate | None = None
+        self.ways: dict[int, Way] = {}
         self.stopped = False
 
     def get_backend(self) -> str:
@@ -51,25 +58,47 @@ class StageRendezvous(RendezvousHandler):
     def _connect(self) -> Store:
         if self.store is None:
             try:
-                fd = None
-                if self.index == 0:
-                    listener = socket.create_server((self.host, self.port), family=family_of(self.host))
-                    self.port = listener.getsockname()[1]
-                    fd = listener.detach()
-                elif self.waiting:
-                    self.waiting.wait_for(f"stage 0 at {self.host}:{self.port}: no answer")
-                self.store = TCPStore(
-                    self.host,
-                    self.port,
-                    None,
-                    self.index == 0,
-                    timedelta(seconds=self.join_seconds),
-                    wait_for_workers=False,
-                    master_listen_fd=fd,
-                )
+                self.store = self._serve() if self.index == 0 else self._reach()
             except (RuntimeError, OSError) as error:
                 raise RendezvousConnectionError(str(error).splitlines()[0]) from None
         return self.store
+
+    def _serve(self) -> Store:
+        store = self._tcp_store(0, listener=socket.create_server((LOOPBACK, 0)))
+        if self.num_machines > 1:
+            assert self.credentials, "machines meet only by the replica's key"
+            if self.gate is None:
+                self.gate = Gate(self.host, self.port, self.credentials, self.log)
+            self.gate.lead(LAUNCHERS, store.port)
+        return store
+
+    def _reach(self) -> Store:
+        if self.waiting:
+            self.waiting.wait_for(f"stage 0 at {self.host}:{self.port}: no answer")
+        return self._tcp_store(self._way(LAUNCHERS, 0))
+
+    def _tcp_store(self, port: int, listener: socket.socket | None = None) -> TCPStore:
+        """`listener`: with a socket of its own, the store would listen on every address of this machine."""
+        if listener:
+            port = listener.getsockname()[1]
+        return TCPStore(
+            LOOPBACK,
+            port,
+            None,
+            listener is not None,
+            timedelta(seconds=self.join_seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener else None,
+        )
+
+    def _way(self, what: int, generation: int) -> int:
+        """A new port on loopback that leads to what stage 0's gate has for us."""
+        assert self.credentials, "machines meet only by the replica's key"
+        if what in self.ways:
+            self.ways.pop(what).close()
+        purpose = Purpose(what, self.index, generation)
+        self.ways[what] = Way(self.host, self.port, self.credentials, purpose, self.join_seconds, self.log)
+        return self.ways[what].port
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next generation and wait until every machine has joined it."""
@@ -95,19 +124,34 @@ class StageRendezvous(RendezvousHandler):
                         f"replica {self.name}: stage {missing[0]} did not come within {self.join_seconds:g} s"
                     )
                 time.sleep(POLL_SECONDS)
-            inside = PrefixStore(f"{self.generation}/agents", store)
-            if self.index == 0:
-                store.set(f"{self.generation}/port", str(free_port(self.host)))
-                store.set("generation", str(self.generation))
-            port = int(store.get(f"{self.generation}/port"))
+            port = self._begin(store)
             if self.waiting and (said or self.index):
                 self.waiting.over()
         except RuntimeError as error:
             raise self._lost(error) from None
-        return RendezvousInfo(inside, self.index, self.num_machines, RendezvousStoreInfo(self.host, port))
+        inside = PrefixStore(f"{self.generation}/agents", store)
+        return RendezvousInfo(inside, self.index, self.num_machines, RendezvousStoreInfo(LOOPBACK, port))
+
+    def _begin(self, store: Store) -> int:
+        """The generation begins. The port on loopback where this machine's workers find stage 0's store."""
+        begun = f"{self.generation}/begun"
+        if self.index:
+            store.wait([begun], timedelta(seconds=self.join_seconds))
+            return self._way(WORKERS, self.generation)
+        port = free_port(LOOPBACK)
+        if self.gate:
+            self.gate.lead(WORKERS, port, self.generation)
+        store.set("generation", str(self.generation))
+        store.set(begun, "1")
+        return port
 
     def _current(self, store: Store) -> int:
-        return int(store.get("generation")) if store.check(["generation"]) else 0
+        if not store.check(["generation"]):
+            return 0
+        found = store.get("generation")
+        if not found.isdigit() or len(found) > MOST_DIGITS:
+            raise RuntimeError(f"its store says that this is generation {found[:20]!r}")
+        return int(found)
 
     def num_nodes_waiting(self) -> int:
         """Machines that have joined the generation after ours already."""
@@ -137,7 +181,14 @@ class StageRendezvous(RendezvousHandler):
         return self.name
 
     def shutdown(self) -> bool:
+        """Free the port, whoever still holds the store."""
         self.store = None
+        for way in self.ways.values():
+            way.close()
+        self.ways.clear()
+        if self.gate:
+            self.gate.close()
+            self.gate = None
         return True
 
     @property

@@ -256,12 +256,15 @@ def build_replica(
     """
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - it is public
 
+    from isthmus.protocol.trust import load_signer
     from isthmus.replica.control_group import SingleProcess, StageControlGroup
     from isthmus.replica.full import FullReplica, share_batches
     from isthmus.replica.leader import LeaderReplica
     from isthmus.replica.pipelined import PipelinedReplica
-    from isthmus.replica.process_groups import connect, open_store
+    from isthmus.replica.process_groups import connect, open_store, own_address
     from isthmus.replica.stage import Stage
+    from isthmus.runtime.handshake import Credentials
+    from isthmus.runtime.link_proof import prove_link
 
     recipe, whole = run.recipe.trained_by(member), member.config.kind == "full"
     compiled = compiles(config, device)
@@ -281,11 +284,7 @@ def build_replica(
     if whole and at.size == 1:
         return full_replica(), SingleProcess()
     store, address = open_store(
-        replica=member.name,
-        stage=at.rank,
-        master=at.master,
-        session=f"{run.run_id}/{member.name}/{at.master}",
-        trust_network=config.trust_network,
+        replica=member.name, stage=at.rank, master=at.master, session=f"{run.run_id}/{member.name}"
     )
     timeout_seconds = CONTROL_TIMEOUT_FACTOR * config.link_timeout_seconds
     control = StageControlGroup(member.name, at.rank, at.size, PrefixStore("control", store), timeout_seconds)
@@ -299,6 +298,9 @@ def build_replica(
     if whole:
         replica = full_replica(share_batches(PrefixStore("batches", store), at.rank, at.size, device))
         return (LeaderReplica(replica, control), SingleProcess()) if at.rank == 0 else (replica, control)
+    if config.master:
+        address = own_address(config.master, at.rank, config.trust_network)
+    credentials = Credentials(run.run_id, load_signer(Path(config.key), member.name))
     before, after = connect(
         replica=member.name,
         stage=at.rank,
@@ -309,6 +311,7 @@ def build_replica(
         timeout_seconds=config.link_timeout_seconds,
         trust_network=config.trust_network,
         backend=member.config.backend,
+        prove=lambda link: prove_link(link, credentials),
     )
     stage = Stage(recipe, member, at.rank, device=device, precision=precision, compiled=compiled)
     return PipelinedReplica(recipe, member, [stage], [(before, after)], batches), control

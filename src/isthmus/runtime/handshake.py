@@ -1,0 +1,99 @@
+"""Two processes of one replica prove to each other that they hold its key, in three messages of fixed size.
+
+    guest -> gate    magic and version, the guest's nonce, what it comes for
+    gate -> guest    the gate's nonce, its signature
+    guest -> gate    the guest's signature
+
+Both sign all that was said, the run, the replica and their own part in it. So a signature is worth nothing
+in another run or replica, on another connection, for another purpose, or sent back to whoever made it.
+Nothing is parsed before it is proved. What this cannot exclude is somebody between the two who passes every
+byte on, and later changes some: that takes an encrypted channel, whose keys can be agreed on in the same
+three messages.
+"""
+
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from isthmus.protocol.trust import Signer
+
+KIND = "stage handshake"  # of what is signed: no document of a run is of this kind
+MAGIC = b"isthmus-stages/1"
+NONCE_BYTES, SIGNATURE_BYTES = 32, 64
+HELLO = struct.Struct(">16s32sBHQ")
+ANSWER_BYTES = NONCE_BYTES + SIGNATURE_BYTES
+
+# What a guest comes for. KNOCK: to see that it is the right gate; LINK: to be a stage's neighbour.
+KNOCK, LAUNCHERS, WORKERS, LINK = range(4)
+
+Nonce = Callable[[], bytes]
+
+
+class Stranger(Exception):
+    """The other side does not prove that it holds the replica's key; the text says what it did instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """What a connection is for."""
+
+    what: int
+    stage: int  # the guest's
+    generation: int = 0  # of workers: which start of the replica's workers they belong to
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What all processes of one replica hold, and nobody else."""
+
+    run_id: str
+    signer: Signer
+
+    def sign(self, part: bytes, said: bytes) -> bytes:
+        return self.signer.sign(KIND, self.run_id, self._words(part, said))
+
+    def signed(self, signature: bytes, part: bytes, said: bytes) -> bool:
+        return self.signer.signed(signature, KIND, self.run_id, self._words(part, said))
+
+    def _words(self, part: bytes, said: bytes) -> bytes:
+        return part + b"\0" + self.signer.replica.encode() + b"\0" + said
+
+
+def fresh_nonce() -> bytes:
+    return os.urandom(NONCE_BYTES)
+
+
+class Guest:
+    """The side that comes."""
+
+    def __init__(self, credentials: Credentials, purpose: Purpose, nonce: Nonce = fresh_nonce) -> None:
+        self.credentials = credentials
+        self.hello = HELLO.pack(MAGIC, nonce(), purpose.what, purpose.stage, purpose.generation)
+
+    def prove(self, answer: bytes) -> bytes:
+        """Our proof, once the gate's is good."""
+        said = self.hello + answer[:NONCE_BYTES]
+        if not self.credentials.signed(answer[NONCE_BYTES:], b"gate", said):
+            raise Stranger("it does not hold this replica's key for this run")
+        return self.credentials.sign(b"guest", said)
+
+
+class Host:
+    """The side that is at the gate."""
+
+    def __init__(self, credentials: Credentials, hello: bytes, nonce: Nonce = fresh_nonce) -> None:
+        if len(hello) != HELLO.size or not hello.startswith(MAGIC):
+            raise Stranger("it does not talk this protocol")
+        self.credentials = credentials
+        self.hello, self.nonce = hello, nonce()
+
+    def answer(self) -> bytes:
+        return self.nonce + self.credentials.sign(b"gate", self.hello + self.nonce)
+
+    def check(self, proof: bytes) -> Purpose:
+        """What the guest comes for: read only now that it is known who says so."""
+        if not self.credentials.signed(proof, b"guest", self.hello + self.nonce):
+            raise Stranger("it does not hold this replica's key for this run")
+        _, _, what, stage, generation = HELLO.unpack(self.hello)
+        return Purpose(what, stage, generation)
