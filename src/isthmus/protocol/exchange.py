@@ -12,7 +12,7 @@ from isthmus.protocol.closer import Closer
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.shards import ShardReader
 from isthmus.protocol.trust import Refused, sha256
-from isthmus.replica.control_group import ControlGroup, agree, collect
+from isthmus.replica.control_group import ControlGroup, agree, collect, shard_texts, share_json, whole_number
 from isthmus.runlog.facts import Facts
 from isthmus.store import StoreError
 
@@ -51,14 +51,17 @@ class LedgerExchange:
     def hold_anchor(self, round_number: int, digests: Mapping[int, str]) -> str:
         """Say which anchor this replica holds after `round_number`; its processes must hold the same."""
         parts: dict[int, str] = {}
-        for data in self.control.share(json.dumps(dict(digests)).encode()):
-            for index, digest in json.loads(data).items():
-                if parts.setdefault(int(index), digest) != digest:
+        total = len(self.ledger.shards)
+        for texts in share_json(self.control, dict(digests), shard_texts(total)):
+            for index, digest in texts.items():
+                if parts.setdefault(index, digest) != digest:
                     raise Diverged(
                         f"replica {self.replica}: its stages hold different copies of shard {index} "
                         f"after round {round_number}"
                     )
-        self.anchor = anchor_digest([parts[i] for i in range(len(self.ledger.shards))])
+        if len(parts) < total:
+            raise RunError(f"replica {self.replica}: no stage holds some shards after round {round_number}")
+        self.anchor = anchor_digest([parts[i] for i in range(total)])
         return self.anchor
 
     def hold_later(self, round_number: int, digests: "Future[Mapping[int, str]]") -> None:
@@ -104,7 +107,7 @@ class LedgerExchange:
         listed = collect(self.control, rows, len(self.ledger.shards))
         facts = self.gather_facts(mine.facts)
         if self.control.rank == 0:
-            shards = tuple(Shard(i, *json.loads(row)) for i, row in enumerate(listed))
+            shards = tuple(self._shard(i, row) for i, row in enumerate(listed))
             entry = Entry(self.replica, shards, facts=facts)
             if not self.ledger.commit(round_number, self.incarnation, self.anchor, entry):
                 self.log(
@@ -112,10 +115,17 @@ class LedgerExchange:
                     "and that one stands; this one returns to the error feedback"
                 )
 
+    def _shard(self, index: int, row: str) -> Shard:
+        """What another process of this replica says that it has put."""
+        try:
+            digest, size = json.loads(row)
+            return Shard(index, str(digest), whole_number(size))
+        except (ValueError, TypeError, RecursionError):
+            raise RunError(f"replica {self.replica}: shard {index} was put as {row[:80]!r}") from None
+
     def gather_facts(self, own: Facts) -> Facts:
         """The replica's facts: those of all its processes, each with what its exchange has counted."""
-        mine = json.dumps(own.plus(self.pop_facts()).to_dict()).encode()
-        return Facts.gather([Facts.from_dict(json.loads(data)) for data in self.control.share(mine)])
+        return Facts.gather(share_json(self.control, own.plus(self.pop_facts()).to_dict(), Facts.from_dict))
 
     def pop_facts(self) -> Facts:
         """Bytes, and the seconds in which payloads went up, came down, and were waited for, since the last

@@ -1,10 +1,10 @@
 """The control group of a replica: its processes agree between inner steps, through stage 0's TCPStore."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from isthmus.errors import RunError
 
@@ -12,6 +12,10 @@ if TYPE_CHECKING:  # whoever only reads the protocol needs no torch
     from isthmus.replica.process_groups import Store
 
 LEAVE_SECONDS = 20.0
+MAX_SHARED_BYTES = 4 * 2**20
+MAX_TEXT = 1024
+
+T = TypeVar("T")
 
 
 class ControlGroup(Protocol):
@@ -56,7 +60,7 @@ class StageControlGroup:
             self.store.set(f"share/{self.turn}/{self.rank}", data.hex())
             keys = [f"share/{self.turn}/{rank}" for rank in range(self.size)]
             self.store.wait(keys, self.timeout)
-            shared = [bytes.fromhex(self.store.get(key).decode("ascii")) for key in keys]
+            shared = [_bytes(self.store.get(key), key) for key in keys]
             if self.turn > 2:  # all have read what is two turns old
                 self.store.delete_key(f"share/{self.turn - 2}/{self.rank}")
         except (RuntimeError, ValueError) as error:
@@ -75,6 +79,12 @@ class StageControlGroup:
                 self.store.wait(others, min(self.timeout, timedelta(seconds=LEAVE_SECONDS)))
 
 
+def _bytes(value: bytes, key: str) -> bytes:
+    if len(value) > 2 * MAX_SHARED_BYTES:
+        raise ValueError(f"{key} holds {len(value)} bytes, and {2 * MAX_SHARED_BYTES} at most are shared")
+    return bytes.fromhex(value.decode("ascii"))
+
+
 def agree(control: ControlGroup, flag: bool) -> bool:
     """The leader's answer, in every process."""
     return control.share(bytes([flag]))[0] == b"\x01"
@@ -88,12 +98,51 @@ def all_true(control: ControlGroup, flag: bool) -> bool:
     return all(answer == b"\x01" for answer in control.share(bytes([flag])))
 
 
-def collect(control: ControlGroup, own: dict[int, str], total: int) -> Sequence[str]:
+def share_json(control: ControlGroup, mine: Any, read: Callable[[Any], T]) -> list[T]:
+    """The values of all processes, by rank, each through `read`, which raises where it is something else."""
+    found = []
+    for rank, data in enumerate(control.share(json.dumps(mine).encode())):
+        try:
+            found.append(read(json.loads(data)))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise RunError(
+                f"process {rank} of this replica shared what nobody asked for: {data[:60]!r}"
+            ) from None
+    return found
+
+
+def whole_number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError("not a count, a size or a round")
+    return value
+
+
+def whole_numbers(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise TypeError("not a list")
+    return [whole_number(each) for each in value]
+
+
+def shard_texts(total: int) -> Callable[[Any], dict[int, str]]:
+    """A reader of {"shard": "text"}, for some of `total` shards."""
+
+    def read(value: Any) -> dict[int, str]:
+        for key, text in value.items():
+            if not key.isdecimal() or len(key) > 9 or int(key) >= total:
+                raise ValueError("no such shard")
+            if not isinstance(text, str) or len(text) > MAX_TEXT:
+                raise ValueError("not a short text")
+        return {int(key): text for key, text in value.items()}
+
+    return read
+
+
+def collect(control: ControlGroup, own: Mapping[int, str], total: int) -> Sequence[str]:
     """One text for each of `total` shards: every process gives those it has, and the lowest rank counts."""
     found: dict[int, str] = {}
-    for data in control.share(json.dumps({str(k): v for k, v in own.items()}).encode()):
-        for key, value in json.loads(data).items():
-            found.setdefault(int(key), value)
+    for texts in share_json(control, dict(own), shard_texts(total)):
+        for shard, text in texts.items():
+            found.setdefault(shard, text)
     missing = [shard for shard in range(total) if shard not in found]
     if missing:
         raise RunError(f"no process of this replica has shard {missing[0]}")

@@ -1,6 +1,5 @@
 """A process that starts: it restores its private state, or begins from the bucket."""
 
-import json
 from collections.abc import Collection
 
 import torch
@@ -8,8 +7,7 @@ from torch import Tensor
 
 from isthmus.errors import RunError
 from isthmus.outer.exchange import Contribution
-from isthmus.protocol.trust import canonical
-from isthmus.replica.control_group import agree, all_true
+from isthmus.replica.control_group import agree, all_true, share_json, whole_number, whole_numbers
 from isthmus.runtime.private_state import Update
 from isthmus.runtime.trainer import Trainer
 from isthmus.store import StoreError
@@ -55,11 +53,10 @@ class Recovery:
             t for t in self.trainer.state.updates() if self.trainer.state.load_update(t, writes) is not None
         ]
         mine = [self.trainer.state.rounds(), sorted(updates)]
-        shared = [json.loads(data) for data in self.trainer.control.share(canonical(mine))]
-        return (
-            set.intersection(*(set(rounds) for rounds, _ in shared)),
-            set.intersection(*(set(updates) for _, updates in shared)),
+        states, updates = (
+            [set(rounds) for rounds in share_json(self.trainer.control, each, whole_numbers)] for each in mine
         )
+        return set.intersection(*states), set.intersection(*updates)
 
     def _began_at(self, round_number: int) -> bool:
         """Was this the first round of a replica that came without state, and can it be trained again?"""
@@ -138,7 +135,7 @@ class Recovery:
 
     def _agreed_last_round(self) -> int:
         mine = self.trainer.ledger.last_round() if self.trainer.control.rank == 0 else 0
-        return int(self.trainer.control.share(str(mine).encode())[0])
+        return share_json(self.trainer.control, mine, whole_number)[0]
 
     def _from_bucket(self, last: int) -> int:
         """The newest whole anchor; the loop then replays the rounds after it, digest by digest."""
@@ -147,7 +144,7 @@ class Recovery:
             if self.trainer.control.rank == 0
             else []
         )
-        for start in reversed(json.loads(self.trainer.control.share(canonical(mine))[0])):
+        for start in reversed(share_json(self.trainer.control, mine, whole_numbers)[0]):
             digest, tensors = self._read_anchor(start)
             if not all_true(self.trainer.control, bool(digest)):
                 continue
