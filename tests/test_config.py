@@ -1,11 +1,16 @@
 """Recipes: what is right loads and comes back unchanged; what is wrong says what would be right."""
 
+import dataclasses
 import glob
+import os
 import re
+import subprocess
+import sys
+import typing
 
 import pytest
 
-from isthmus.config import PRESETS, dump_recipe, load_recipe, parse_recipe
+from isthmus.config import PRESETS, Recipe, ReplicaConfig, dump_recipe, load_recipe, parse_recipe
 from isthmus.errors import ConfigError
 
 TEXT = """
@@ -143,3 +148,100 @@ def test_boundaries_open_over_the_last_rounds_and_the_last_is_open():
 def test_a_missing_file_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the recipe"):
         load_recipe(tmp_path / "none.toml")
+
+
+def fields_of(kind, path=""):
+    """(dotted key, type) of everything that a recipe may state, by the dataclasses themselves."""
+    hints = typing.get_type_hints(kind)
+    for f in dataclasses.fields(kind):
+        hint = hints[f.name]
+        hint = next((h for h in typing.get_args(hint) if dataclasses.is_dataclass(h)), hint)
+        if dataclasses.is_dataclass(hint) and hint is not ReplicaConfig:
+            yield from fields_of(hint, f"{path}{f.name}.")
+        elif hint is ReplicaConfig:
+            yield from fields_of(hint, "replicas.edge.")
+        else:
+            yield path + f.name, hint
+
+
+FIELDS = dict(fields_of(Recipe))
+
+
+@pytest.mark.parametrize("key", [key for key, kind in FIELDS.items() if kind in (int, float)])
+def test_every_number_is_finite_and_has_an_upper_and_a_lower_bound(key):
+    bad = ["-1e30", "1e30", "inf", "-inf", "nan", f"1{'0' * 400}", f"0x{'f' * 9000}", "1" + "0" * 9000]
+    for value in bad if FIELDS[key] is float else [f"-1{'0' * 30}", f"1{'0' * 30}", *bad[-3:]]:
+        with pytest.raises(ConfigError) as caught:
+            parse_recipe(TEXT, [f"{key}={value}"])
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("key", [key for key, kind in FIELDS.items() if kind is str])
+def test_every_text_has_a_longest_length(key):
+    with pytest.raises(ConfigError) as caught:
+        parse_recipe(TEXT, [f'{key}="{"x" * 100_000}"'])
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "replicas.edge.count=1000000000",
+        "replicas.edge.count=4095",  # together with the other two
+        "model.layers=100000000",
+        "model.context=1000000000",
+        "replicas.edge.compression=1e-999999999",
+        "replicas.edge.compression=1e999999999",
+        "outer.rounds=1000000000000",
+    ],
+)
+def test_a_recipe_of_a_billion_is_refused_in_the_memory_of_a_small_one(tmp_path, override):
+    path = tmp_path / "recipe.toml"
+    path.write_text(TEXT)
+    code = (
+        "import resource, sys\n"
+        "from isthmus.cli.main import main\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
+        "sys.exit(main(['plan', sys.argv[1], '--tflops', '10', '--set', sys.argv[2]]))"
+    )
+    command = [sys.executable, "-c", code, str(path), override]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = " + "[" * 100_000,
+        "a = " + "{a=" * 100_000,
+        "a." * 100_000 + "a = 1",
+        '"a".' * 100_000 + "a = 1",
+        ("a." * 60 + "a = 1\n") * 8000,
+        "[[replicas]]\n" * 80_000 + TEXT,
+        "x" * (2 << 20),
+        "a = 1" + "0" * 10_000,
+        "a = 1\n" * 2,
+        "model = 0x" + "f" * 9000 + TEXT,
+        TEXT.replace("model", "model\n" * 2),
+        TEXT.replace('preset = "nano"', 'preset = ["nano"]'),
+        TEXT.replace('name = "rack"', "name = {}"),
+        "\x1b" * 1000 + "=1" + TEXT,
+    ],
+    ids=range(14),
+)
+def test_a_file_that_would_take_its_reader_hours_is_refused_in_one_short_line(tmp_path, text):
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400 + len(str(path))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_a_recipe_is_a_regular_file(tmp_path, kind):
+    path = tmp_path / "recipe.toml"
+    {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda p: os.symlink("/dev/zero", p)}[kind](path)
+    with pytest.raises(ConfigError, match=f"cannot read the recipe: .* is a {kind}, not a regular file"):
+        load_recipe(path)

@@ -10,6 +10,8 @@ from isthmus.errors import ConfigError
 
 MOST_ROUNDS = 1_000_000
 MOST_MICRO_BATCHES = 4096
+MOST_SLOTS = 1 << 16  # of the schedules that a plan walks through: some seconds
+MOST_PARTS = 1 << 17  # layers that it counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ class OuterConfig:
         if self.chunk_side > 64:
             raise ConfigError(f"outer.chunk_side is {self.chunk_side}; a chunk is at most 64 x 64")
         if not 1 <= self.keep <= self.chunk_side**2:
-            raise ConfigError(f"outer.keep is {self.keep}; a chunk holds 1 to {self.chunk_side**2} entries")
+            raise ConfigError(f"outer.keep is {short(self.keep)}; a chunk holds 1 to {self.chunk_side**2} entries")
         choice("outer.values", self.values, ("fp32", "bf16", "2bit", "fp64"))
         choice("outer.aggregation", self.aggregation, ("contributors", "all"))
         choice("outer.clip", self.clip, ("none", "median"))
@@ -167,6 +169,10 @@ class Recipe:
             raise ConfigError('no replicas; add a [[replicas]] table with a name and kind = "full"')
         # Before the first that is built for each of them.
         within("replicas: the sum of their counts", self.num_replicas, 1, MOST_REPLICAS)
+        stages = sum(replica.stages for replica in self.replicas)
+        what = "the stages of all [[replicas]] tables"
+        within(f"{what} x inner.micro_batches", stages * self.inner.micro_batches, 1, MOST_SLOTS)
+        within(f"{what} x model.layers", stages * self.model.layers, 1, MOST_PARTS)
         for name, number in Counter(member.name for member in self.fleet()).items():
             if number > 1:
                 raise ConfigError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.config import LinkConfig, build_table, nearest, read_toml
+from isthmus.config.checks import above, name_of, within
 from isthmus.errors import ConfigError
 
 MOST_MACHINES = 5_000
@@ -48,13 +49,10 @@ class Machine:
     tflops: float  # its training rate
 
     def __post_init__(self) -> None:
-        if not self.name or not all(c.isalnum() or c in "-_" for c in self.name):
-            raise ConfigError(f'machine name "{self.name}": use letters, digits, "-" and "_"')
-        for key, value in (("memory_gb", self.memory_gb), ("tflops", self.tflops)):
-            if not 0 < value < float("inf"):
-                raise ConfigError(f"machine {self.name}: {key} is {value}; it must be a number above 0")
-        if self.count < 1:
-            raise ConfigError(f"machine {self.name}: count is {self.count}; it must be at least 1")
+        name_of("machine name", self.name, "-_")
+        above(f"machine {self.name}: memory_gb", self.memory_gb, 0, 1e9)
+        above(f"machine {self.name}: tflops", self.tflops, 0, 1e9)
+        within(f"machine {self.name}: count", self.count, 1, MOST_MACHINES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +64,8 @@ class MachineList:
     machines: tuple[Machine, ...]
 
     def __post_init__(self) -> None:
+        for kind, entries in (("sites", self.sites), ("links", self.links), ("machines", self.machines)):
+            within(f"the number of {kind}", len(entries), 0, MOST_MACHINES)
         sites = [site.name for site in self.sites]
         for kind, names in (("sites", sites), ("machines", [m.name for m in self.machines])):
             if not names:
