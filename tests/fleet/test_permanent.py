@@ -138,7 +138,7 @@ def test_join_ends_by_itself_and_says_why(made, what):
     assert ended == status, lines
     assert re.match(f"isthmus: .*{says}", lines[-1]), lines
     assert sum(line.startswith("isthmus: ") for line in lines) == 1
-    assert not any(line.startswith("Traceback") for line in lines)
+    assert not any(line.startswith("Traceback") for line in lines), "\n".join(lines)
     assert sum("; starting it again" in line for line in lines) == (1 if status == 1 else 0)
     assert kills.check_left_over(made) == []
 
@@ -153,8 +153,8 @@ def test_a_gpu_without_room_ends_join_with_the_cure(made):
     assert ended == 1, lines
     assert re.match(
         r"isthmus: replica rack failed twice in the same way: out of memory .*inner\.batch", lines[-1]
-    )
-    assert not any(line.startswith("Traceback") for line in lines)
+    ), lines
+    assert not any(line.startswith("Traceback") for line in lines), "\n".join(lines)
     assert kills.check_left_over(made) == []
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable
 from isthmus.files import replace_file
+from isthmus.protocol.trust import Refused
 from isthmus.runtime.failure import PASSING_STATUS, Failure, Settled, failure_note
 from isthmus.runtime.liveness import AliveFile
 from isthmus.runtime.process import LauncherConfig, Log, die_with_parent, logger
@@ -22,10 +23,9 @@ if TYPE_CHECKING:
 
     from isthmus.config import Member
     from isthmus.data.tokens import Batches
-    from isthmus.protocol.ledger import RunInfo
+    from isthmus.protocol.ledger import Ledger, RunInfo
     from isthmus.replica.base import Replica
     from isthmus.replica.control_group import ControlGroup
-    from isthmus.store.objects import Store
 
 BEGAN = time.time()  # before the long imports
 
@@ -138,7 +138,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         save_seconds=config.save_seconds,
     )
     heartbeats = HeartbeatThread(trainer, incarnation, recipe.bucket.heartbeat_seconds)
-    request = LeaveRequest(Path(config.work_dir), store, member.name, incarnation, leader=at.rank == 0)
+    request = LeaveRequest(Path(config.work_dir), ledger, incarnation, log, leader=at.rank == 0)
 
     def leave() -> bool:
         if any_true(control, request.pending()):
@@ -189,7 +189,10 @@ def warm_up(device: "torch.device", compiled: bool) -> None:
     """What the first inner step would wait for. Most of a start is not Python: a thread has time for it."""
     import torch
 
-    torch.zeros(1, device=device)  # makes the context
+    try:
+        torch.zeros(1, device=device)  # makes the context
+    except RuntimeError:
+        return  # the training thread meets the same fault, and its line names the cure
     if compiled:
         import torch._dynamo
         import torch._inductor.compile_fx
@@ -217,13 +220,13 @@ class StartUp:
 class LeaveRequest:
     """Has somebody asked this replica to leave: by a file beside its state, or by an object in the bucket?
 
-    The object names an incarnation, so it does not ask a later one. A worker that was restarted after the
-    request still finds it under the incarnation before.
+    The object names an incarnation, so it does not ask a later one, and is signed with the replica's key. A
+    worker that was restarted after the request still finds it under the incarnation before.
     """
 
-    def __init__(self, work: Path, store: "Store", replica: str, incarnation: str, leader: bool) -> None:
-        self.file, self.store, self.leader = work / "leave", store, leader
-        self.prefix, self.incarnation = f"members/{replica}/leave-", incarnation
+    def __init__(self, work: Path, ledger: "Ledger", incarnation: str, log: Log, leader: bool) -> None:
+        self.file, self.ledger, self.leader, self.log = work / "leave", ledger, leader, log
+        self.incarnation, self.ignored = incarnation, ""
         if leader:
             note = work / "incarnation"
             with suppress(OSError):
@@ -231,8 +234,15 @@ class LeaveRequest:
             note.write_text(incarnation)
 
     def _look(self, incarnation: str) -> None:
-        if incarnation.isalnum() and self.store.head(self.prefix + incarnation) is not None:
-            self.file.touch()
+        if not incarnation.isalnum() or len(incarnation) > 64:
+            return
+        try:
+            if self.ledger.asked_to_leave(incarnation):
+                self.file.touch()
+        except Refused as reason:
+            if self.ignored != incarnation:
+                self.ignored = incarnation
+                self.log(f"somebody asks this replica to leave, but {reason}; going on")
 
     def pending(self) -> bool:
         if self.leader and not self.file.exists():
