@@ -96,7 +96,8 @@ class OuterConfig:
         if self.chunk_side > 64:
             raise ConfigError(f"outer.chunk_side is {self.chunk_side}; a chunk is at most 64 x 64")
         if not 1 <= self.keep <= self.chunk_side**2:
-            raise ConfigError(f"outer.keep is {short(self.keep)}; a chunk holds 1 to {self.chunk_side**2} entries")
+            most = self.chunk_side**2
+            raise ConfigError(f"outer.keep is {short(self.keep)}; a chunk holds 1 to {most} entries")
         choice("outer.values", self.values, ("fp32", "bf16", "2bit", "fp64"))
         choice("outer.aggregation", self.aggregation, ("contributors", "all"))
         choice("outer.clip", self.clip, ("none", "median"))
