@@ -5,9 +5,9 @@ import io
 import json
 import sys
 import time
-import unicodedata
 
 from isthmus.errors import ConfigError
+from isthmus.printing import unguarded, visible_lines
 
 EPILOG = """examples:
   isthmus generate runs/demo "Once upon a time"
@@ -67,8 +67,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def harmless(text: str) -> str:
-    """For a terminal: control characters that the model generates must not reach it."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
+    """For a terminal: what the model generates must not reach it as an instruction. Tabs and lines stay."""
+    return "\t".join(map(visible_lines, text.split("\t")))
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -86,11 +86,12 @@ def generate(args: argparse.Namespace) -> int:
         raise ConfigError(f"the prompt fills the context of {len(prompt)} tokens; shorten it")
     print(f"isthmus: {generator.about}", file=sys.stderr)
     live = not args.json
-    shown = harmless if sys.stdout.isatty() else str
+    out = unguarded(sys.stdout)  # a file gets the text as it is
+    shown = harmless if out.isatty() else str
     if live:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks becomes "?"
-        print(shown(args.prompt), end="", flush=True)
+        if isinstance(out, io.TextIOWrapper):
+            out.reconfigure(errors="replace")  # a character that the terminal lacks becomes "?"
+        print(shown(args.prompt), end="", file=out, flush=True)
     text, parts, count, started = Text(generator.tokenizer, prompt), [], 0, time.monotonic()
     for token in generator.tokens(
         prompt, args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
@@ -98,7 +99,7 @@ def generate(args: argparse.Namespace) -> int:
         count += 1
         parts.append(text.add(token))
         if live and parts[-1]:
-            print(shown(parts[-1]), end="", flush=True)
+            print(shown(parts[-1]), end="", file=out, flush=True)
     parts.append(text.rest())
     seconds = time.monotonic() - started
     ended = "end of text"
@@ -107,7 +108,7 @@ def generate(args: argparse.Namespace) -> int:
     elif count == args.max_tokens:
         ended = "max tokens"
     if live:
-        print(shown(parts[-1]), flush=True)
+        print(shown(parts[-1]), file=out, flush=True)
         rate = f"{count / max(seconds, 1e-9):.0f} tokens/s"
         print(f"isthmus: {len(prompt)} + {count} tokens, {rate}; {ended}", file=sys.stderr)
     else:

@@ -27,6 +27,7 @@ from isthmus.cli import (
 )
 from isthmus.cli.asking import agreed
 from isthmus.errors import ConfigError, Elsewhere, RunError
+from isthmus.printing import guarded_streams, visible
 
 EPILOG = """where to begin:
   isthmus train recipes/demo.toml       a small fleet as real processes, on text that ships with the package
@@ -79,6 +80,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    with guarded_streams():
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
     args = build_parser().parse_args(argv)
     try:
         try:
@@ -86,10 +92,10 @@ def main(argv: list[str] | None = None) -> int:
         except Elsewhere as found:
             return args.run(agreed(args, found))
     except ConfigError as error:
-        print(f"isthmus: {error}", file=sys.stderr)
+        print(f"isthmus: {visible(error)}", file=sys.stderr)
         return 2
     except RunError as error:
-        print(f"isthmus: {error}", file=sys.stderr)
+        print(f"isthmus: {visible(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         print(f"isthmus: {str(stop) or 'interrupted'}", file=sys.stderr)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self, TextIO
 
 from isthmus.config import Recipe
+from isthmus.printing import visible
 from isthmus.runlog.row import Row
 from isthmus.runlog.run_dir import totals
 from isthmus.runlog.words import clock, rate, size
@@ -219,7 +220,7 @@ class PlainView(View):
     def _write(self, text: str) -> None:
         # A closed pipe or a terminal that hung up ends the progress lines, not the run.
         with contextlib.suppress(OSError, ValueError), self.lock:
-            print(text, file=self.stream, flush=True)
+            print(visible(text), file=self.stream, flush=True)
 
 
 def _loss(value: float | None) -> str:

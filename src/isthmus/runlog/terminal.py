@@ -1,5 +1,6 @@
 """The view on a terminal: six lines that redraw in place, drawn with rich."""
 
+import sys
 from typing import Any, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -8,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from isthmus.printing import guarded, unguarded, visible
 from isthmus.runlog.live import LOSSES, Progress, View
 from isthmus.runlog.words import clock, fleet_in_words, rate, rounds_in_words, size, times
 
@@ -17,7 +19,7 @@ class TerminalView(View):
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         super().__init__(progress, stream)
-        self.console = Console(file=stream, highlight=False)
+        self.console = Console(file=unguarded(stream), highlight=False)
         self.live = Live(
             console=self.console,
             get_renderable=self.draw,
@@ -28,13 +30,14 @@ class TerminalView(View):
 
     def __enter__(self) -> Self:
         self.live.start()
+        sys.stderr = guarded(sys.stderr)  # rich has put itself in its place, until `stop`
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self.live.stop()
 
     def note(self, text: str) -> None:
-        self.console.print(Text(text))
+        self.console.print(Text(visible(text)))
 
     def draw(self) -> RenderableType:
         grid = Table.grid(padding=(0, 2), expand=False)
@@ -55,7 +58,7 @@ class TerminalView(View):
 
     def _heading(self) -> Text:
         recipe = self.progress.recipe
-        heading = Text(recipe.name, style="bold", no_wrap=True, overflow="ellipsis")
+        heading = Text(visible(recipe.name), style="bold", no_wrap=True, overflow="ellipsis")
         return heading.append(f"  {fleet_in_words(recipe).rstrip(',')}", style="not bold dim")
 
     def _bar(self) -> Table:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isthmus.printing import visible
 from isthmus.runtime.failure import Failure, Final
 from isthmus.runtime.liveness import Watchdog
 from isthmus.runtime.process import NOTES, LauncherConfig, Log, lock_file
@@ -92,7 +93,7 @@ def _watch(agent: "_AgentThread", work: Path, interrupts: list[int], stall_secon
         if (work / "fatal").exists():
             status, _, text = (work / "fatal").read_text().partition(" ")
             agent.kill_workers()
-            print(f"isthmus: {text}", file=sys.stderr, flush=True)
+            print(f"isthmus: {visible(text)}", file=sys.stderr, flush=True)
             os._exit(int(status or 1))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.errors import ConfigError, RunError, Unreachable
+from isthmus.printing import guard_streams, visible
 from isthmus.runtime.failure import PASSING_STATUS, told_in_one_line
 from isthmus.runtime.liveness import AliveFile
 from isthmus.runtime.process import LauncherConfig, die_with_parent, logger
@@ -155,10 +156,11 @@ def find_master(host: str, port: int, timeout_seconds: float, credentials: "Cred
 
 
 def main(argv: list[str]) -> int:
+    guard_streams()
     try:
         return launch(LauncherConfig.from_json(argv[0]))
     except (ConfigError, RunError) as error:
-        print(f"isthmus: {error}", file=sys.stderr)
+        print(f"isthmus: {visible(error)}", file=sys.stderr)
         # The supervisor has started us before, or will again: what can pass is waited out.
         return PASSING_STATUS if error.passes else 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:

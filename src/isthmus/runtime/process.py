@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from isthmus.errors import ConfigError
+from isthmus.printing import visible
 
 NOTES = ("leave", "fatal", "incarnation")  # files in a work folder, between a launcher and its workers
 
@@ -76,7 +77,7 @@ def die_with_parent(parent: int) -> None:
 def logger(name: str) -> Log:
     def log(text: str) -> None:
         # In one write: several processes share the file.
-        sys.stderr.write(f"{time.strftime('%H:%M:%S')} [{name}] {text}\n")
+        sys.stderr.write(f"{time.strftime('%H:%M:%S')} [{name}] {visible(text)}\n")
         sys.stderr.flush()
 
     return log

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError, RunError
+from isthmus.printing import visible
 from isthmus.runtime import waiting
 from isthmus.runtime.failure import QUICK_SECONDS, Failure, Failures
 from isthmus.runtime.liveness import Watchdog, alive_stamp
@@ -106,7 +107,7 @@ class LocalLauncher:
 
     def note(self, text: str) -> None:
         with open(self.log, "a", encoding="utf-8") as log:
-            log.write(f"{time.strftime('%H:%M:%S')} [{self.name}] {text}\n")
+            log.write(f"{time.strftime('%H:%M:%S')} [{self.name}] {visible(text)}\n")
 
     def last_line(self) -> str:
         """What this start said last, and rather why it ended than what a library added."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from isthmus.errors import RunError
 from isthmus.files import replace_file
+from isthmus.printing import visible
 from isthmus.protocol.heartbeat import WAITING, Heartbeat
 from isthmus.runlog.facts import MAX_WORD
 
@@ -42,7 +43,7 @@ class WaitingNotes(threading.Thread):
             now = self.clock()
             if not self.what:
                 self.since, self.incarnation = now, self._incarnation()
-            self.what = "".join(c if c.isprintable() else "?" for c in what)
+            self.what = visible(what)
             self.next_start = now + next_start_seconds
         self._write()
 
