@@ -31,7 +31,9 @@ def register(commands: argparse._SubParsersAction) -> None:
     add_set(parser)
     parser.add_argument("--keys", metavar="DIR", help="where the private keys go (default: keys/NAME)")
     parser.add_argument(
-        "--closers", metavar="NAMES", help="replicas that may close rounds, by commas (default: all)"
+        "--closers",
+        metavar="NAMES",
+        help="replicas that may close rounds, by commas (default: the first two, full ones first)",
     )
     parser.set_defaults(run=init)
 
@@ -47,6 +49,7 @@ def init(args: argparse.Namespace) -> int:
     print(f'The run "{recipe.name}" ({run.run_id}) is in {args.url}; its keys are in {keys}.')
     for pick in picks:
         print(pick.reason, file=sys.stderr)
+    print(f"Rounds are closed by {' or '.join(run.closers)}: run them on machines that you trust.")
     print("On each machine, with its key:")
     for member in recipe.fleet():
         stages = (

@@ -1,12 +1,13 @@
 """`isthmus ledger`: what is in a run's bucket: show, verify, rebuild, sweep."""
 
 import argparse
-import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.errors import ConfigError, RunError
+from isthmus.errors import ConfigError, RunError, RunStopped
+from isthmus.printing import visible
 
 if TYPE_CHECKING:
     from isthmus.protocol.ledger import Ledger, Manifest
@@ -31,7 +32,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, run, text in (
         ("show", show, "rounds, contributors, norms, bytes, timings"),
-        ("verify", verify, "replay the rounds from an anchor and compare digests"),
+        ("verify", verify, "replay the rounds and check everything that a closer could have made up"),
         ("rebuild", rebuild, "write theta^(T) as safetensors"),
         ("sweep", sweep, "delete payloads older than the second-newest complete anchor; manifests stay"),
     ):
@@ -45,8 +46,8 @@ def register(commands: argparse._SubParsersAction) -> None:
                 type=int,
                 default=0,
                 metavar="T",
-                help="start at the newest anchor up to round T (default: at the oldest round that has its "
-                "payloads)",
+                help="replay from the newest anchor up to round T (default: from theta^(0), or from the "
+                "oldest round that still has its payloads)",
             )
         if name == "rebuild":
             action.add_argument(
@@ -91,7 +92,7 @@ def show(args: argparse.Namespace) -> int:
             f"{row['closer']:<12} {norms}"
         )
         for name, reason in row["refused"].items():
-            print(f"       refused {name}: {reason}")
+            print(f"       refused {name}: {visible(reason)}")
     return 0
 
 
@@ -102,9 +103,8 @@ def settled(ledger: "Ledger", t: int) -> "Manifest":
 
 
 def verify(args: argparse.Namespace) -> int:
-    from isthmus.model.digest import anchor_digest, shard_digest
     from isthmus.protocol.access import open_ledger
-    from isthmus.protocol.replay import Replay
+    from isthmus.protocol.audit import audit
 
     ledger = open_ledger(args.url)
     last = ledger.last_round()
@@ -112,27 +112,9 @@ def verify(args: argparse.Namespace) -> int:
         raise ConfigError("no round of this run is settled yet; there is nothing to verify")
     if not 0 <= args.start <= last:
         raise ConfigError(f"round {args.start} is not settled; this run has the rounds 0 to {last}")
-    first_with_payloads = next((t for t in range(1, last + 1) if _has_payloads(ledger, t)), last + 1)
-    replay = Replay(ledger, max(args.start, first_with_payloads - 1))
-    start = replay.round
-    anchors = set(ledger.anchor_rounds())
-    while replay.step() is not None:
-        if replay.round in anchors:
-            stated, tensors = ledger.read_anchor(replay.round, range(len(ledger.shards)))
-            computed = anchor_digest([shard_digest(tensors, names) for names in ledger.shards])
-            if not stated == computed == replay.digest():
-                raise RunError(f"the anchor of round {replay.round} is not what replaying gives")
-    facts = {"from": start, "to": replay.round, "digest": replay.digest(), "anchors": sorted(anchors)}
-    text = (
-        f"rounds {start + 1} to {replay.round} replay to anchor {facts['digest'][:16]}; every digest matches"
-    )
-    print(json.dumps(facts) if args.json else text)
+    found = audit(ledger, args.start)
+    print(json.dumps(found.to_dict()) if args.json else "\n".join(found.to_lines()))
     return 0
-
-
-def _has_payloads(ledger: "Ledger", t: int) -> bool:
-    entry = settled(ledger, t).entries[0]
-    return ledger.store.head(ledger.shard_key(entry.replica, t, entry.shards[0])) is not None
 
 
 def rebuild(args: argparse.Namespace) -> int:
@@ -152,7 +134,7 @@ def rebuild(args: argparse.Namespace) -> int:
     wanted = last if args.round is None else args.round
     if not 0 <= wanted <= last:
         raise ConfigError(f"round {wanted} is not settled; this run has the rounds 0 to {last}")
-    replay = Replay(ledger, wanted, args.without)
+    replay = Replay(ledger, wanted, args.without, log=lambda text: print(f"isthmus: {text}", file=sys.stderr))
     while replay.round < wanted:
         replay.step()
     save_tensors(target, replay.anchor)
@@ -163,13 +145,21 @@ def rebuild(args: argparse.Namespace) -> int:
 
 
 def _complete_anchors(ledger: "Ledger", count: int) -> list[int]:
-    """The newest anchors that can be read whole: the payloads that they replace do not come back."""
+    """The newest anchors that are whole and believed: the payloads that they replace do not come back."""
+    from isthmus.protocol.replay import Replay
+    from isthmus.store import StoreError
+
     complete: list[int] = []
+    replay = Replay(ledger)
     for t in reversed(ledger.anchor_rounds()):
-        if t and len(complete) < count and ledger.manifest(t) is not None:
-            with contextlib.suppress(RunError):
-                ledger.read_anchor(t, range(len(ledger.shards)))
+        if t and len(complete) < count:
+            try:
+                replay.jump(t)
                 complete.append(t)
+            except (StoreError, RunStopped):
+                raise
+            except RunError as error:
+                print(f"isthmus: {error}", file=sys.stderr)
     return complete
 
 
@@ -180,8 +170,8 @@ def sweep(args: argparse.Namespace) -> int:
     anchors = _complete_anchors(ledger, 2)
     if len(anchors) < 2:
         raise ConfigError(
-            f"this run has {len(anchors)} complete anchor{'s' * (len(anchors) != 1)}; sweeping needs two, to "
-            "keep the newest safe"
+            f"this run has {len(anchors)} complete anchor{'s' * (len(anchors) != 1)} that can be believed; "
+            "sweeping needs two, to keep the newest safe"
         )
     keep_after, dropped = anchors[-1], 0
     for key in ledger.store.list("payloads/"):

@@ -135,7 +135,7 @@ def _from_bucket(url: str, where: str, corpus: str | None) -> Trained:
                 f"the corpus {recipe.data.corpus} here is not the one of this run; give --corpus its folder"
             )
         print("isthmus: --corpus is not the text of this run; its tokenizer must be", file=sys.stderr)
-    replay = Replay(ledger, last)
+    replay = Replay(ledger, last, log=lambda text: print(f"isthmus: {text}", file=sys.stderr))
     if replay.round < last:
         print(f"isthmus: replaying rounds {replay.round + 1} to {last}", file=sys.stderr)
     while replay.step() is not None:

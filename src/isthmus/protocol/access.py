@@ -5,6 +5,7 @@ from pathlib import Path
 
 from isthmus.config import Member
 from isthmus.errors import ConfigError, Elsewhere
+from isthmus.protocol.history import check_pinned
 from isthmus.protocol.ledger import Ledger, RunInfo, read_run
 from isthmus.protocol.trust import load_signer
 from isthmus.runlog import RunDir
@@ -46,6 +47,14 @@ def find_member(run: RunInfo, replica: str) -> Member:
     raise ConfigError(f'there is no replica "{replica}" in this run; there is {names}')
 
 
-def check_key(run: RunInfo, replica: str, key: Path) -> None:
-    if load_signer(key, replica).public_key != run.keys.get(replica):
+def check_key(run: RunInfo, replica: str, key: Path) -> str:
+    """The key is this replica's and its file names this run. A warning where it names none, or nothing."""
+    signer = load_signer(key, replica)
+    check_pinned(run.digest, signer)
+    if signer.public_key != run.keys.get(replica):
         raise ConfigError(f"{key} is not the key of replica {replica} in this run; copy the one `init` wrote")
+    if signer.pinned:
+        return ""
+    return (
+        f"{key} does not say for which run it is, as keys up to 0.2: whoever can write run.json can change it"
+    )

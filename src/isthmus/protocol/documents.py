@@ -1,13 +1,63 @@
-"""The documents of a run as types: what run.json fixes, and what commits and manifests list."""
+"""The documents of a run: their schemas, and as types what run.json fixes and commits and manifests list."""
 
-import re
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from isthmus.config import Recipe
-from isthmus.protocol.trust import Refused
+from isthmus.protocol.schema import (
+    HASH,
+    HASH_OR_NONE,
+    MOST_SECONDS,
+    NAME,
+    SECONDS,
+    Anything,
+    Many,
+    Number,
+    Optional,
+    Row,
+    Table,
+    Text,
+    Whole,
+    check,
+)
+from isthmus.protocol.trust import canonical
 from isthmus.runlog.facts import Facts
+
+MOST_REPLICAS = 4096  # of a run
+MOST_ROUNDS = 10**6
+MOST_SHARDS = 4096  # of an update
+MOST_REASON = 300  # characters of why an update was refused
+ROUND = Whole(0, MOST_ROUNDS)
+RUN = {
+    "format": Whole(1, 1),
+    "run_id": Text(32, "[0-9a-f]{32}"),
+    "recipe": Text(2**20),
+    "keys": Table(HASH, MOST_REPLICAS, 1),
+    "closers": Many(NAME, MOST_REPLICAS, 1),
+    "corpus": HASH_OR_NONE,
+    "start": Optional(HASH_OR_NONE),
+    "commits_in_manifests": Optional(Whole(0, 1)),
+}
+UPDATE = {
+    "replica": NAME,
+    "shards": Many(Row((Whole(0, MOST_SHARDS), HASH, Whole(0, 2**50))), MOST_SHARDS, 1),
+    "norm": Number(0.0, 1e300),
+    "facts": Anything(),
+}
+COMMIT = UPDATE | {"round": ROUND, "anchor": HASH_OR_NONE, "incarnation": Text(64)}
+MANIFEST = {
+    "round": ROUND,
+    "previous": HASH,
+    "anchor": HASH_OR_NONE,
+    "entries": Many(UPDATE | {"commit": Optional(Anything())}, MOST_REPLICAS, 1),
+    "refused": Many(Row((NAME, Text(MOST_REASON))), MOST_REPLICAS),
+    "members": Many(NAME, MOST_REPLICAS),
+    "deadline_seconds": Number(0.0, MOST_SECONDS),
+    "seconds": SECONDS,
+}
+ANCHOR = {"round": ROUND, "digest": HASH, "files": Many(HASH, MOST_SHARDS, 1), "manifest": HASH}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +68,10 @@ class RunInfo:
     recipe: Recipe
     keys: Mapping[str, str]  # replica -> public key
     closers: tuple[str, ...]  # in the order in which they step in
-    digest: str  # of run.json itself: the first manifest is chained to it
+    digest: str  # of run.json itself: the first manifest is chained to it, and key files name it
     corpus: str = ""  # digest of the text, where `init` had it: all must train on the same
     start: str = ""  # digest of theta^(0) where it is an anchor in the bucket; else the seed draws it
+    commits_in_manifests: bool = False  # nothing counts without its author's commit; not in runs up to 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +89,24 @@ class Entry:
     shards: tuple[Shard, ...]
     norm: float = 0.0  # measured by the closer
     facts: Facts = field(default_factory=Facts)
+    commit: bytes = b""  # as its author signed it: what a closer lists is the author's word, not the closer's
+    proved: bool = False  # by such a commit, which was checked when the manifest was read
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        body = {
             "replica": self.replica,
             "shards": [[shard.index, shard.digest, shard.size] for shard in self.shards],
             "norm": self.norm,
             "facts": self.facts.to_dict(),
         }
+        return body | {"commit": json.loads(self.commit)} if self.commit else body
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> "Entry":
-        try:
-            shards = tuple(Shard(int(i), str(digest), int(size)) for i, digest, size in body["shards"])
-            if not all(re.fullmatch("[0-9a-f]{64}", shard.digest) for shard in shards):
-                raise ValueError
-            facts = Facts.from_dict(dict(body["facts"]))
-            return cls(str(body["replica"]), shards, float(body["norm"]), facts)
-        except (KeyError, TypeError, ValueError, OverflowError):
-            raise Refused("the commit is malformed") from None
+        """Of a commit or of a manifest's entry that has passed its schema."""
+        shards = tuple(Shard(*row) for row in body["shards"])
+        commit = canonical(body["commit"]) if "commit" in body else b""
+        return cls(body["replica"], shards, float(body["norm"]), Facts.from_dict(body["facts"]), commit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,20 +130,22 @@ class Manifest:
             "previous": previous,
             "anchor": self.anchor,
             "entries": [entry.to_dict() for entry in self.entries],
-            "refused": self.refused,
-            "members": self.members,
+            "refused": [[name, reason[:MOST_REASON]] for name, reason in self.refused],
+            "members": list(self.members),
             "deadline_seconds": self.deadline_seconds,
             "seconds": self.seconds,
         }
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any], closer: str, digest: str) -> "Manifest":
+        """Refused unless the body is a manifest's."""
+        check(body, MANIFEST)
         return cls(
-            round=int(body["round"]),
-            anchor=str(body["anchor"]),
+            round=body["round"],
+            anchor=body["anchor"],
             entries=tuple(map(Entry.from_dict, body["entries"])),
-            refused=tuple((str(name), str(reason)) for name, reason in body["refused"]),
-            members=tuple(str(name) for name in body["members"]),
+            refused=tuple((name, reason) for name, reason in body["refused"]),
+            members=tuple(body["members"]),
             deadline_seconds=float(body["deadline_seconds"]),
             seconds=float(body["seconds"]),
             closer=closer,

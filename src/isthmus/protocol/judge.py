@@ -4,12 +4,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from isthmus.protocol.ledger import Entry, Ledger, Shard
+import torch
+
+from isthmus.errors import RunStopped
+from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused
 from isthmus.sparse import SparseChunks
 
 ReadShard = Callable[[str, int, Shard], bytes]  # of a replica's update to a round; Refused with the reason
+Payloads = Mapping[str, SparseChunks]
+NORM_TOLERANCE = 1e-6  # relative: devices add in another order, in float64
 
 
 def judge(
@@ -24,11 +29,35 @@ def judge(
     square = 0.0
     for shard in entry.shards:
         payloads = unpack_shards(ledger, {shard.index: read(replica, round_number, shard)})
-        square += squared_norm(payloads)
+        square += float(squared_norm(payloads))
         if not math.isfinite(square):
             raise Refused(f"shard {shard.index} is not finite")
     return replace(entry, norm=math.sqrt(square))
 
 
-def squared_norm(payloads: Mapping[str, SparseChunks]) -> float:
-    return sum(float(payload.values.double().square().sum()) for payload in payloads.values())
+def check_counted(manifest: Manifest, updates: Mapping[str, Payloads], whole: bool = True) -> None:
+    """Before a round is applied: the updates, as unpacked, have the norms by which they were let in.
+
+    The manifest's documents were checked when it was read, the updates' hashes and codec when they were. A
+    process that applies only a part of the model (`whole` False) knows that a part is no larger than the
+    whole. A closer that stated another norm is named, and nothing of the round is applied.
+    """
+    if not updates:
+        return
+    squares = torch.stack([squared_norm(update) for update in updates.values()]).tolist()  # one wait
+    stated = {entry.replica: entry.norm for entry in manifest.entries}
+    for replica, square in zip(updates, squares, strict=True):
+        norm, found = stated[replica], math.sqrt(square)
+        slack = NORM_TOLERANCE * norm
+        if not found <= norm + slack or (whole and found < norm - slack):
+            raise RunStopped(
+                f"manifest {manifest.round} of this run, by closer {manifest.closer}, is not to be trusted: "
+                f"it says that {replica}'s update has the norm {norm:.6g}, and that is {found:.6g}; the run "
+                "stops here"
+            )
+
+
+def squared_norm(payloads: Payloads) -> torch.Tensor:
+    """The sum of squares in float64, on the payloads' device."""
+    norms = [torch.linalg.vector_norm(each.values, dtype=torch.float64) for each in payloads.values()]
+    return torch.stack(norms).square().sum()

@@ -1,16 +1,18 @@
 """theta^(t) from the bucket alone, round by round, bit for bit: for joiners, auditors and the run log."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
-from isthmus.errors import RunError
+from isthmus.errors import RunError, RunStopped
 from isthmus.model.digest import anchor_digest, shard_digests
 from isthmus.model.llama import init_params
 from isthmus.outer import outer_method
+from isthmus.protocol.judge import check_counted
 from isthmus.protocol.ledger import Ledger, Manifest
 from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused
+from isthmus.store import StoreError
 
 
 class MissingPayloads(RunError):
@@ -20,7 +22,8 @@ class MissingPayloads(RunError):
 class Replay:
     """The whole anchor after `round`; `step` takes it one round further, as every replica did.
 
-    It has the same bits on every device: see `outer.codec`.
+    It has the same bits on every device: see `outer.codec`. Nothing in it is a closer's word: it starts from
+    theta^(0), or from an anchor whose digest contributors have signed, and applies only what passes `judge`.
     """
 
     def __init__(
@@ -29,37 +32,58 @@ class Replay:
         start: int = 0,
         without: Collection[str] = (),
         device: torch.device | str = "cpu",
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """From the newest complete anchor at or before `start`, as if `without` had not contributed."""
+        """From the newest anchor at or before `start` that can be believed, as if `without` had not
+        contributed. `log` is told why a newer one cannot."""
         self.ledger, self.recipe, self.without = ledger, ledger.run.recipe, frozenset(without)
-        anchors = [t for t in ledger.anchor_rounds() if t <= start]
-        self.round = anchors[-1] if anchors and not self.without else 0
-        stored = bool(self.round or ledger.run.start)  # else the recipe's seed draws theta^(0)
+        self.round, self.log, self.passed_over = 0, log, ""
         dtype = torch.float64 if self.recipe.inner.precision == "fp64" else torch.float32
-        if stored:
-            shapes = self.recipe.model.shapes()
-            self.anchor = {
-                name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()
-            }
-        else:
-            first = init_params(self.recipe.model, self.recipe.seed)
-            self.anchor = {name: tensor.to(device, dtype) for name, tensor in first.items()}
+        shapes = self.recipe.model.shapes()
+        self.anchor = {n: torch.empty(shape, dtype=dtype, device=device) for n, shape in shapes.items()}
         self.outer = outer_method(self.recipe.outer, self.anchor)
         self._digest: str | None = None  # of the anchor as it is now, once it is known
-        if stored:
-            self.jump(self.round)
+        anchors = [t for t in ledger.anchor_rounds() if 0 < t <= start and not self.without]
+        if not any(self._can_jump(t) for t in reversed(anchors)):
+            self._begin()
+
+    def _begin(self) -> None:
+        """At theta^(0): the anchor that run.json names, or what the recipe's seed draws."""
+        self.round, self._digest = 0, None
+        self.outer = outer_method(self.recipe.outer, self.anchor)  # an anchor may have left its state there
+        if self.ledger.run.start:
+            return self.jump(0)
+        first = init_params(self.recipe.model, self.recipe.seed)
+        for name, tensor in self.anchor.items():
+            tensor.copy_(first[name])
+
+    def _can_jump(self, round_number: int) -> bool:
+        try:
+            self.jump(round_number)
+        except (StoreError, RunStopped):
+            raise  # it may be whole, and out of reach; or nothing of this run is to be believed
+        except RunError as error:
+            self.passed_over = self.passed_over or str(error)
+            self.log(f"{error}; taking the one before")
+            return False
+        return True
 
     def jump(self, round_number: int) -> None:
-        """Take the anchor that the bucket holds of theta^(round_number)."""
+        """Take the anchor that the bucket holds of theta^(round_number), if it can be believed."""
         digest, tensors = self.ledger.read_anchor(round_number, range(len(self.ledger.shards)))
-        self.round, self._digest = round_number, None
+        if anchor_digest(shard_digests(tensors, self.ledger.shards)) != digest:
+            raise RunError(f"the anchor of round {round_number} does not have the digest it states")
         with torch.no_grad():
-            for name, tensor in self.anchor.items():
-                tensor.copy_(tensors[name])
             if round_number:  # theta^(0) comes without a state: the outer method has taken no step
                 self.outer.restore(tensors)
-        if self.digest() != digest:
-            raise RunError(f"the anchor of round {round_number} does not have the digest it states")
+            for name, tensor in self.anchor.items():
+                tensor.copy_(tensors[name])
+        self.round, self._digest = round_number, digest
+
+    def jump_past(self) -> bool:
+        """Take the next later anchor that can be believed; False where there is none."""
+        here = self.round
+        return any(self._can_jump(t) for t in self.ledger.anchor_rounds() if t > here)
 
     def digest(self) -> str:
         """Of the anchor; hashed once a round, however often it is asked for."""
@@ -77,21 +101,36 @@ class Replay:
                 f"round {manifest.round} says it started from anchor {manifest.anchor[:16]}, but replaying "
                 f"the rounds before it gives {self.digest()[:16]}"
             )
-        payloads = []
+        updates = {}
         for entry in manifest.entries:
             if entry.replica in self.without:
                 continue
             try:
-                get, t = self.ledger.get_shard, manifest.round
-                packed = {shard.index: get(entry.replica, t, shard) for shard in entry.shards}
-                payloads.append(unpack_shards(self.ledger, packed, self.outer.codec.unpack_many))
+                get, name = self.ledger.counted_shard, entry.replica
+                packed = {shard.index: get(manifest, name, shard) for shard in entry.shards}
+                updates[entry.replica] = unpack_shards(self.ledger, packed, self.outer.codec.unpack_many)
             except Refused as reason:
+                because = f"; {self.passed_over}" if self.passed_over else ""
                 raise MissingPayloads(
                     f"round {manifest.round} counts {entry.replica}, but {reason}; payloads before the "
-                    "second-newest anchor may have been swept"
+                    f"second-newest anchor may have been swept{because}"
                 ) from None
+        check_counted(manifest, updates)
         self._digest = None
-        if payloads:
-            self.outer.apply(payloads)
+        if updates:
+            self.outer.apply(list(updates.values()))
         self.round = manifest.round
         return manifest
+
+
+def digest_from_bucket(ledger: Ledger, round_number: int) -> str:
+    """Of theta^(round_number) by replay; "" where that cannot be had."""
+    try:
+        replay = Replay(ledger, round_number)
+        while replay.round < round_number and replay.step():
+            pass
+        return replay.digest() if replay.round == round_number else ""
+    except StoreError:
+        raise  # it can be had later
+    except RunError:
+        return ""

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import ConfigError
+from isthmus.reading import read_bytes
 
 MAX_DOCUMENT_BYTES = 4 * 2**20
+MAX_KEY_BYTES = 1024
 
 
 class Refused(ValueError):
@@ -24,6 +26,10 @@ class Refused(ValueError):
 
 class OtherAnchor(Refused):
     """An update that starts from another anchor than ours: it or we have diverged."""
+
+    def __init__(self, words: str, anchor: str = "") -> None:
+        super().__init__(words)
+        self.anchor = anchor
 
 
 def canonical(value: Any) -> bytes:
@@ -44,12 +50,13 @@ def _prefix(kind: str, run_id: str) -> bytes:
 
 
 class Signer:
-    """One replica's private key."""
+    """One replica's private key. `pinned` is the sha256 of the run.json that it was made for, as its file
+    says; files up to 0.2 do not."""
 
-    def __init__(self, replica: str, secret: bytes) -> None:
+    def __init__(self, replica: str, secret: bytes, pinned: str = "") -> None:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-        self.replica = replica
+        self.replica, self.pinned = replica, pinned
         self._key = Ed25519PrivateKey.from_private_bytes(secret)
 
     @property
@@ -79,25 +86,31 @@ def new_secret() -> bytes:
     return os.urandom(32)
 
 
-def save_secret(path: Path, secret: bytes) -> None:
-    """Readable by its owner alone, and never over another key."""
+def save_secret(path: Path, secret: bytes, run_digest: str = "") -> None:
+    """Readable by its owner alone, and never over another key. `run_digest` pins the run: see `Signer`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-        file.write(secret.hex() + "\n")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with open(os.open(path, flags, 0o600), "w", encoding="ascii") as file:
+        file.write(secret.hex() + "\n" + (f"run {run_digest}\n" if run_digest else ""))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def load_signer(path: Path, replica: str) -> Signer:
     try:
-        secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
+        text = read_bytes(path, MAX_KEY_BYTES).decode("ascii")
     except FileNotFoundError:
         raise ConfigError(
             f"no key for replica {replica} at {path}; copy it from where `isthmus init` ran, or give --key"
         ) from None
-    except (OSError, ValueError):
-        secret = b""
-    if len(secret) != 32:
-        raise ConfigError(f"{path} is not a key of `isthmus init` (64 hexadecimal digits)")
-    return Signer(replica, secret)
+    except (ConfigError, ValueError):
+        text = ""
+    found = re.fullmatch(r"\s*([0-9a-f]{64})\s*(?:\nrun ([0-9a-f]{64})\s*)?", text)
+    if not found:
+        raise ConfigError(
+            f"{path} is not a key of `isthmus init` (64 hexadecimal digits, and the run it is for)"
+        )
+    return Signer(replica, bytes.fromhex(found[1]), found[2] or "")
 
 
 def open_sealed(data: bytes, kind: str, run_id: str, keys: Mapping[str, str]) -> tuple[str, dict[str, Any]]:

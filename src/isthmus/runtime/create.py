@@ -1,5 +1,10 @@
 """A new run in a bucket, and the keys of its replicas."""
 
+import contextlib
+import glob
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,14 +14,19 @@ from torch import Tensor
 from isthmus.config import Recipe
 from isthmus.data.corpus import open_corpus
 from isthmus.errors import ConfigError
+from isthmus.files import sync_folder
 from isthmus.layout.traffic import shards
 from isthmus.model.digest import anchor_digest, shard_digest
 from isthmus.model.initial import checked_first
 from isthmus.planner.auto import resolve
-from isthmus.protocol.ledger import Ledger, RunInfo, create_run
+from isthmus.protocol.access import check_key
+from isthmus.protocol.ledger import Ledger, RunInfo, create_run, parse_run, read_run, run_document
 from isthmus.protocol.trust import Signer, new_secret, save_secret
 from isthmus.runtime.checks import check_trainable
+from isthmus.store import Store, StoreError
 from isthmus.store.objects import open_store
+
+DEFAULT_CLOSERS = 2  # one may be away; with each more, one more must not have gone bad
 
 
 def create(
@@ -31,6 +41,9 @@ def create(
     Where the recipe starts from a folder, theta^(0) goes into the bucket and its digest into run.json: a
     machine that joins needs no folder, and cannot start from other weights. `first` has these weights where
     the caller has read them already.
+
+    run.json comes last, and makes the run: a kill before it leaves no run, and after it all is there but for
+    the name of the keys' folder, which the next `init` sets right.
     """
     recipe, _ = resolve(recipe)  # every machine that joins must find the same k/d
     check_trainable(recipe)
@@ -47,24 +60,66 @@ def create(
     first = first or checked_first(recipe, text)
     store = open_store(url)
     store.probe()
+    if found := _unfinished(store, keys_dir):
+        return found
     secrets = {name: new_secret() for name in names}
-    public = {name: Signer(name, secret).public_key for name, secret in secrets.items()}
-    # Full replicas come first: they read every payload anyway, so checking it costs them nothing.
-    full_first = sorted(recipe.fleet(), key=lambda member: member.config.parts > 1)
-    closers = closers or [member.name for member in full_first]
-    anchor, digest = {}, ""
+    signers = {name: Signer(name, secret) for name, secret in secrets.items()}
+    public = {name: signer.public_key for name, signer in signers.items()}
+    closers = list(closers or default_closers(recipe))
+    anchor, start = {}, ""
     if first:
         master_dtype = torch.float64 if recipe.inner.precision == "fp64" else torch.float32
         anchor = {name: tensor.to(master_dtype) for name, tensor in first.items()}
-        digest = anchor_digest([shard_digest(anchor, names) for names in shards(recipe)])
-    run = create_run(store, recipe, public, closers, text.sha256 if text else "", digest)
-    for name, secret in secrets.items():
-        save_secret(keys_dir / f"{name}.key", secret)
-    if first:
-        ledger = Ledger(store, run, Signer(closers[0], secrets[closers[0]]))
-        files = [
-            ledger.put_anchor_shard(0, i, {name: anchor[name] for name in names})
-            for i, names in enumerate(ledger.shards)
-        ]
-        ledger.complete_anchor(0, run.start, files)
+        start = anchor_digest([shard_digest(anchor, names) for names in shards(recipe)])
+    document = run_document(recipe, public, closers, text.sha256 if text else "", start)
+    run = parse_run(document)
+    there = _fresh_folder(keys_dir)
+    try:
+        for name, secret in secrets.items():
+            save_secret(there / f"{name}.key", secret, run.digest)
+        if anchor:
+            _put_first(Ledger(store, run, signers[closers[0]]), anchor)
+        create_run(store, document)
+    except StoreError:
+        raise  # run.json may be there after all: then these are its keys
+    except BaseException:
+        shutil.rmtree(there)
+        raise
+    os.rename(there, keys_dir)
+    sync_folder(keys_dir.parent)
     return run
+
+
+def default_closers(recipe: Recipe) -> list[str]:
+    """The first two, full replicas first: they read every payload anyway, so checking costs them nothing."""
+    full_first = sorted(recipe.fleet(), key=lambda member: member.config.parts > 1)
+    return [member.name for member in full_first[:DEFAULT_CLOSERS]]
+
+
+def _fresh_folder(keys_dir: Path) -> Path:
+    keys_dir.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".{keys_dir.name}.", dir=keys_dir.parent))
+
+
+def _unfinished(store: Store, keys_dir: Path) -> RunInfo | None:
+    """The run that an `init` with these arguments has made here before it was killed, with its keys."""
+    if store.head("run.json") is None:
+        return None
+    run = read_run(store)
+    for folder in sorted(keys_dir.parent.glob(f".{glob.escape(keys_dir.name)}.*")):
+        with contextlib.suppress(ConfigError):
+            if all(check_key(run, name, folder / f"{name}.key") == "" for name in run.keys):
+                os.rename(folder, keys_dir)
+                return run
+    raise ConfigError(
+        f'the bucket already holds the run "{run.recipe.name}" ({run.run_id}); give another URL'
+    )
+
+
+def _put_first(ledger: Ledger, anchor: Mapping[str, Tensor]) -> None:
+    """theta^(0), signed by the first closer."""
+    files = [
+        ledger.put_anchor_shard(0, i, {name: anchor[name] for name in names})
+        for i, names in enumerate(ledger.shards)
+    ]
+    ledger.complete_anchor(0, ledger.run.start, files)

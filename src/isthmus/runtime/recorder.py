@@ -1,6 +1,5 @@
 """Records a run from its bucket alone: a row when a round is settled, its losses when they are known."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,6 @@ import torch
 
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
-from isthmus.errors import RunError
 from isthmus.protocol.ledger import Ledger, Manifest
 from isthmus.protocol.replay import Replay
 from isthmus.runlog import REAL, About, Row, RunDir
@@ -55,9 +53,6 @@ class Recorder:
         self.waiting = {row.round: row for row in rows if not row.is_filled_in(self.recipe)}
         if rows:
             self.last = rows[-1]
-            with contextlib.suppress(RunError):  # from here on manifests are read, instead of from the first
-                anchors = [t for t in ledger.anchor_rounds() if t <= self.last.round]
-                ledger.read_anchor(max(anchors, default=0), [])
         else:
             self.last = self._append(Row.untrained(self.recipe, None, 0.0))
 

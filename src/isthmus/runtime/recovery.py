@@ -1,11 +1,12 @@
 """A process that starts: it restores its private state, or begins from the bucket."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
-from isthmus.errors import RunError
+from isthmus.errors import RunError, RunStopped
+from isthmus.model.digest import shard_digest
 from isthmus.outer.exchange import Contribution
 from isthmus.replica.control_group import agree, all_true, share_json, whole_number, whole_numbers
 from isthmus.runtime.private_state import Update
@@ -146,7 +147,8 @@ class Recovery:
         )
         for start in reversed(share_json(self.trainer.control, mine, whole_numbers)[0]):
             digest, tensors = self._read_anchor(start)
-            if not all_true(self.trainer.control, bool(digest)):
+            readable = all_true(self.trainer.control, bool(digest))
+            if not readable or not self._has_digest(start, tensors, digest):
                 continue
             with torch.no_grad():
                 for name, tensor in self.trainer.anchor.items():
@@ -154,21 +156,26 @@ class Recovery:
                 if start:  # theta^(0) comes without a state of the outer method
                     self.trainer.outer.restore(tensors)
             self.trainer.hold(start)
-            if self.trainer.exchange.settle_anchor() != digest:
-                raise RunError(
-                    f"the anchor of round {start} does not have the digest it states; it cannot be used"
-                )
             return start
         if self.trainer.ledger.run.start:
             raise RunError("theta^(0) of this run cannot be read from its bucket; trying again")
         self.trainer.hold(0)
         return 0
 
+    def _has_digest(self, round_number: int, tensors: Mapping[str, Tensor], digest: str) -> bool:
+        """Whoever wrote an anchor states its digest, and contributors signed it: are these the tensors?"""
+        names = self.trainer.ledger.shards
+        parts = {i: shard_digest(tensors, names[i]) for i in self.trainer.reads}
+        if self.trainer.exchange.hold_anchor(round_number, parts) == digest:
+            return True
+        self.trainer.log(f"the anchor of round {round_number} is not what it states; trying the one before")
+        return False
+
     def _read_anchor(self, round_number: int) -> tuple[str, dict[str, Tensor]]:
         try:
             return self.trainer.ledger.read_anchor(round_number, self.trainer.reads)
-        except StoreError:
-            raise  # it may be whole, and only out of reach
+        except (StoreError, RunStopped):
+            raise  # it may be whole, and only out of reach; or nothing of this run is to be believed
         except RunError as error:
             self.trainer.log(f"{error}; trying the one before")
             return "", {}

@@ -135,10 +135,8 @@ class ScoredAnchor:
                 if self.held.step() is None:
                     raise RunError(f"round {self.held.round + 1} was settled, and its manifest is gone")
             except MissingPayloads:
-                later = [t for t in self.ledger.anchor_rounds() if t > self.held.round]
-                if not later:
+                if not self.held.jump_past():
                     raise
-                self.held.jump(later[0])
                 self.began_with = None  # it is not known
         return self.held.round
 

@@ -63,7 +63,10 @@ def train(
     supervisor = _supervisor(run, device, apart, **launcher)
 
     def begin() -> Ledger:
-        return Ledger(open_store(supervisor.url), create(recipe, supervisor.url, keys_of(run), first=first))
+        # All keys lie on this machine, so that nobody is safer with fewer closers; any of them may go away.
+        closers = [member.name for member in recipe.fleet()]
+        made = create(recipe, supervisor.url, keys_of(run), closers, first)
+        return Ledger(open_store(supervisor.url), made)
 
     with lock_run(run):
         return _run(run, corpus, supervisor, begin, used, quiet)

@@ -1,0 +1,123 @@
+"""`isthmus ledger verify`: a run's history checked again, and what that check could and could not show."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from isthmus.errors import RunError
+from isthmus.model.digest import anchor_digest, shard_digest
+from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.replay import Replay
+from isthmus.protocol.trust import Refused
+from isthmus.store import StoreRefused
+
+IN_MANIFESTS, IN_PAYLOADS = "in the manifests", "in payloads/, as runs up to 0.2 keep them"
+
+
+@dataclass(kw_only=True)
+class Audit:
+    """What was checked of the settled rounds 1 to `rounds`. Whatever failed would have been an exception."""
+
+    rounds: int
+    begins_with: int  # the replay starts at theta of this round
+    start: str  # whose word that theta is
+    digest: str = ""  # of theta after the last round
+    updates: int = 0  # replayed: hash, codec and norm
+    commits: int = 0  # of all rounds: signed by their authors, for this round, anchor and shards
+    commits_are: str = IN_MANIFESTS
+    without_commit: list[str] = field(default_factory=list)  # updates that only their closer speaks for
+    anchors: list[int] = field(default_factory=list)  # in the bucket
+    anchors_replayed: list[int] = field(default_factory=list)  # the same as replaying gives
+    last_signed: int = 0  # the newest theta whose digest contributors have signed
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"from": self.begins_with, "to": self.rounds}
+
+    def to_lines(self) -> list[str]:
+        first, last = self.begins_with + 1, self.rounds
+        lines = [
+            f"rounds {first} to {last} replay to anchor {self.digest[:16]}"
+            if first <= last
+            else f"no round is replayed: theta^({last}), anchor {self.digest[:16]}, is taken from the bucket",
+            f"checked: the chain of all {last} manifests, their closers' signatures, and {self.commits} "
+            f"commits by the signatures of their authors ({self.commits_are})",
+            f"checked: hash, codec and norm of the {self.updates} updates that were replayed; they start "
+            f"from {self.start}",
+        ]
+        if self.anchors_replayed:
+            listed = ", ".join(map(str, self.anchors_replayed))
+            lines.append(f"checked: the anchors of rounds {listed} are what replaying gives")
+        if self.begins_with:
+            lines.append(
+                f"not checked: the updates of rounds 1 to {self.begins_with}, which were not replayed"
+            )
+        if passed := sorted(set(self.anchors) - set(self.anchors_replayed) - {self.begins_with}):
+            lines.append(f"not checked: the anchors of rounds {', '.join(map(str, passed))}")
+        if self.without_commit:
+            shown = ", ".join(self.without_commit[:5]) + ", ..." * (len(self.without_commit) > 5)
+            lines.append(f"only its closer's word: that the author of an update sent it ({shown})")
+        if self.last_signed < last:
+            lines.append(f"theta^({last}) follows from these rounds; no later round has confirmed it yet")
+        return lines
+
+
+def audit(ledger: Ledger, start: int = 0) -> Audit:
+    """Replay the rounds from theta^(0), or from `start` or the first round that has its payloads, and check
+    all that is there; RunError names what is false."""
+    last, every = ledger.last_round(), range(len(ledger.shards))
+    begin = max(start, next((t for t in range(1, last + 1) if _has_payloads(ledger, t)), last + 1) - 1)
+    replay = Replay(ledger, begin)
+    found = Audit(rounds=last, begins_with=replay.round, start=_whose(ledger, replay))
+    found.anchors = ledger.anchor_rounds()
+    _check_commits(ledger, found)
+    while (manifest := replay.step()) is not None:
+        found.updates += len(manifest.entries)
+        if replay.round in found.anchors:
+            stated, tensors = ledger.read_anchor(replay.round, every, witnessed=False)
+            computed = anchor_digest([shard_digest(tensors, names) for names in ledger.shards])
+            if not stated == computed == replay.digest():
+                writer, _ = ledger.anchor_header(replay.round)
+                words = f"the anchor of round {replay.round}, written by {writer},"
+                raise RunError(f"{words} is not what replaying gives")
+            found.anchors_replayed.append(replay.round)
+    found.digest, found.rounds = replay.digest(), replay.round
+    found.last_signed = found.rounds - 1 if ledger.run.commits_in_manifests else 0
+    return found
+
+
+def _has_payloads(ledger: Ledger, t: int) -> bool:
+    manifest = ledger.manifest(t)
+    assert manifest is not None, "rounds are settled one after another"
+    entry = manifest.entries[0]
+    try:
+        ledger.counted_shard(manifest, entry.replica, entry.shards[0])
+    except Refused:
+        return False
+    return True
+
+
+def _whose(ledger: Ledger, replay: Replay) -> str:
+    if replay.round:
+        words = ledger.check_witnessed(replay.round, replay.digest(), "its writer")
+        return f"the anchor of round {replay.round}, whose digest is signed by {words}"
+    return "theta^(0) as run.json names it" if ledger.run.start else "theta^(0) as the recipe's seed draws it"
+
+
+def _check_commits(ledger: Ledger, found: Audit) -> None:
+    """Of every entry of every round: reading a manifest has checked those that are in it."""
+    for t in range(1, found.rounds + 1):
+        manifest = ledger.manifest(t)
+        assert manifest is not None, "rounds are settled one after another"
+        for entry in manifest.entries:
+            if entry.proved:
+                found.commits += 1
+                continue
+            found.commits_are = IN_PAYLOADS
+            try:
+                sealed = ledger.get_commit(entry.replica, t)
+                if sealed is None:
+                    raise Refused("it is gone")
+                if ledger.check_commit(sealed, entry.replica, t, manifest.anchor).shards != entry.shards:
+                    raise Refused("it lists other shards")
+                found.commits += 1
+            except (Refused, StoreRefused):
+                found.without_commit.append(f"{entry.replica} in round {t}")
