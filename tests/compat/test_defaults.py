@@ -1,0 +1,55 @@
+"""A default that changes is one for new runs: runs, recipes and results that exist keep what they had."""
+
+import json
+import tarfile
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from experiments.lines import digest
+from experiments.tables import SCALES, recipe_of, rows_of
+from isthmus.config import BucketConfig, OuterConfig, dump_recipe, load_recipe, parse_recipe
+from isthmus.protocol.access import open_ledger
+from isthmus.runlog import RunDir
+
+ROOT = Path(__file__).parents[2]
+SMALLEST = 'name = "x"\n[model]\npreset = "nano"\n[[replicas]]\nname = "a"\n'
+
+
+def test_a_new_run_clips_to_the_median_and_refuses_beyond_three_times_it():
+    assert (OuterConfig().clip, BucketConfig().norm_limit) == ("median", 3.0)
+
+
+@pytest.mark.parametrize("name", ["train", "simulate"])
+def test_a_run_made_before_goes_on_without_the_clip(tmp_path: Path, name: str):
+    with tarfile.open(Path(__file__).parent / "v0.1" / f"{name}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    recipes = [RunDir.open(tmp_path / name).recipe]
+    if name == "train":
+        recipes.append(open_ledger(str(tmp_path / name / "bucket")).run.recipe)
+    for recipe in recipes:
+        assert (recipe.outer.clip, recipe.bucket.norm_limit) == ("none", 20.0)
+
+
+def test_what_is_stored_of_a_recipe_names_every_default():
+    """run.json and recipe.toml are dumps: a default that changes later does not change them."""
+    stored = tomllib.loads(dump_recipe(parse_recipe(SMALLEST)))
+    assert {"clip", "aggregation", "values"} <= stored["outer"].keys()
+    assert {"norm_limit", "quorum"} <= stored["bucket"].keys()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.jsonl")), ids=lambda path: path.stem)
+def test_a_stored_result_is_still_found_by_its_digest(path: Path):
+    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        recipe = parse_recipe(line["recipe"])
+        assert recipe.outer.clip == "none"
+        assert digest(recipe) == line["digest"]
+
+
+def test_the_papers_rows_and_recipes_have_no_clip():
+    for scale in SCALES.values():
+        for row in rows_of(scale).values():
+            assert recipe_of(row, scale, 0, "corpus", scale.lr).outer.clip == "none", row.name
+    for path in (ROOT / "recipes").glob("*.toml"):
+        assert load_recipe(path).outer.clip == ("median" if path.stem == "demo" else "none"), path.name
