@@ -67,7 +67,7 @@ def test_a_device_that_cannot_hold_the_state_is_refused_and_a_tight_one_warned_o
     assert check_fits(recipe, [rack], needs.total, "a card") == ""
     assert "may need" in check_fits(recipe, [rack], needs.total - 1, "a card")
     least = resting_bytes(needs)
-    assert least == needs.weights + needs.adam + needs.feedback + needs.anchor + needs.outer
+    assert least == needs.weights + needs.moments + needs.feedback + needs.anchor + needs.outer
     assert "may need" in check_fits(recipe, [rack], least, "a card")
     with pytest.raises(ConfigError, match=r"replica rack: weights, .* take .* GB, a card has .* GB; "):
         check_fits(recipe, [rack], least - 1, "a card")

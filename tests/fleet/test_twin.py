@@ -108,6 +108,11 @@ def fp64(tmp_path_factory: pytest.TempPathFactory) -> Twins:
 
 
 @pytest.fixture(scope="module")
+def muon(tmp_path_factory: pytest.TempPathFactory) -> Twins:
+    return run_both(tmp_path_factory.mktemp("muon"), [*FP64[:3], "inner.optimizer=muon"])
+
+
+@pytest.fixture(scope="module")
 def as_shipped(tmp_path_factory: pytest.TempPathFactory) -> Twins:
     return run_both(tmp_path_factory.mktemp("as-shipped"), AS_SHIPPED)
 
@@ -135,9 +140,11 @@ def test_a_run_that_ends_with_open_boundaries_scores_alike_with_and_without_them
     assert before["loss_pipelined"] != before["loss_full"]
 
 
-def test_weights_after_every_round_are_the_simulators_in_float64(fp64):
-    assert len(fp64.real) == len(fp64.simulated) == ROUNDS
-    assert max(fp64.gaps()) < 1e-9
+@pytest.mark.parametrize("twins", ["fp64", "muon"])
+def test_weights_after_every_round_are_the_simulators_in_float64(request, twins):
+    both = request.getfixturevalue(twins)
+    assert len(both.real) == len(both.simulated) == ROUNDS
+    assert max(both.gaps()) < 1e-9
 
 
 def test_a_hair_apart_before_the_codec_is_a_few_entries_apart_after_it(as_shipped):

@@ -47,7 +47,7 @@ def test_a_shard_holds_its_share_of_everything_that_grows_with_the_model():
     cut = replace(whole, sharding="full")
     one, parts = process_memory(recipe, whole, 0, 1), replica_memory(recipe, cut)
     assert len(parts) == 4
-    for name in ("weights", "adam", "gradients"):
+    for name in ("weights", "moments", "gradients"):
         assert {getattr(part, name) for part in parts} == {-(-getattr(one, name) // 4)}
     for name in ("anchor", "feedback"):  # whole tensors, each with one process that answers for it
         assert sum(getattr(part, name) for part in parts) == getattr(one, name)

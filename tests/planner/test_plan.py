@@ -168,7 +168,7 @@ def test_memory_of_a_stage_has_the_embedding_copy_and_the_depth():
     full = process_memory(recipe, recipe.replicas[0], 0, 1)
     assert full.weights == 4 * recipe.model.num_parameters
     assert sum(process_memory(recipe, edge, s, 1).weights for s in range(4)) == full.weights
-    assert full.total > sum((full.weights, full.adam, full.gradients, full.feedback, full.anchor))
+    assert full.total > sum((full.weights, full.moments, full.gradients, full.feedback, full.anchor))
 
 
 def test_an_unknown_rate_is_asked_for_in_one_line():

@@ -155,7 +155,7 @@ def _step_rows(kind: "KindForecast") -> dict[str, str]:
 def _memory(kind: "KindForecast") -> str:
     names = {
         "weights": "weights",
-        "adam": "Adam",
+        "moments": "moments",
         "gradients": "gradients",
         "feedback": "feedback",
         "anchor": "anchor",

@@ -35,6 +35,7 @@ class InnerConfig:
     micro_batches: int = 8  # of a pipelined replica's inner step
     in_flight: int = 0  # the most of them that a stage holds activations of; 0: as many as its link asks for
     backward: str = "whole"  # or "split": weight gradients are computed where a stage would wait
+    optimizer: str = "adamw"  # or "muon" for the layers' matrices, with AdamW for the rest
     lr: float = 3e-4
     warmup_steps: int = 500
     warmup_start: float = 0.1  # share of lr at the first step
@@ -66,6 +67,7 @@ class InnerConfig:
                 raise ConfigError(
                     f"inner.{name} is {getattr(self, name)}; a share of inner.lr lies in [0, 1]"
                 )
+        choice("inner.optimizer", self.optimizer, ("adamw", "muon"))
         choice("inner.backward", self.backward, ("whole", "split"))
         choice("inner.clip_scope", self.clip_scope, ("replica", "stage"))
         choice("inner.precision", self.precision, ("auto", "fp32", "bf16", "fp64"))
@@ -207,8 +209,21 @@ class Recipe:
                 f"multiple of outer.inner_steps = {self.outer.inner_steps}"
             )
         self._check_ablations()
+        self._check_muon()
         if self.outer.values == "fp64" and self.inner.precision != "fp64":
             raise ConfigError('outer.values is "fp64"; that is for runs with inner.precision = "fp64"')
+
+    def _check_muon(self) -> None:
+        if self.inner.optimizer != "muon":
+            return
+        if self.subspace.modified_adamw:
+            raise ConfigError('subspace.modified_adamw changes AdamW; set inner.optimizer to "adamw"')
+        for replica in self.replicas:
+            if replica.sharded:
+                raise ConfigError(
+                    f'replica {replica.name}: inner.optimizer "muon" needs whole matrices, and sharding = '
+                    '"full" cuts them; use stages, or inner.optimizer = "adamw"'
+                )
 
     def _check_ablations(self) -> None:
         if self.inner.clip_scope == "stage" and self.outer.method == "adamw":

@@ -41,7 +41,7 @@ class FusedAdamW:
             gpu.usable(p.device) and p.dtype == torch.float32 and p.is_contiguous() for p in params.values()
         )
 
-    def _grad(self, name: str) -> Tensor:
+    def grad(self, name: str) -> Tensor:
         grad = self.params[name].grad
         if grad is None:
             grad = self.copies[name].grad
@@ -55,7 +55,7 @@ class FusedAdamW:
         parts = torch.empty(self.rows, num_blocks, device=self.table.device)
         for t, (name, p) in enumerate(self.params.items()):
             kernels.squares_kernel[(self.counts[t], self.rows)](
-                self._grad(name), p.numel() // self.rows, parts[:, self.starts[t] :], num_blocks, BLOCK=BLOCK
+                self.grad(name), p.numel() // self.rows, parts[:, self.starts[t] :], num_blocks, BLOCK=BLOCK
             )
         sums = torch.empty(self.rows, len(self.counts), device=self.table.device)
         kernels.sums_kernel[(len(self.counts), self.rows)](
@@ -70,12 +70,14 @@ class FusedAdamW:
         self.now.copy_(torch.tensor(now), non_blocking=True)
 
     def step(self, scales: Tensor, config: InnerConfig) -> None:
-        """The prepared update, with gradients multiplied by scales (R, T)."""
+        """The prepared update of what has a second moment, with gradients multiplied by scales (R, T)."""
         kernels = _kernels()
         scales = scales.contiguous()
         for t, (name, p) in enumerate(self.params.items()):
+            if name not in self.second:
+                continue  # Muon's
             kernels.adamw_kernel[(self.counts[t], self.rows)](
-                p, self.first[name], self.second[name], self._grad(name), self.copies.get(name, p),
+                p, self.first[name], self.second[name], self.grad(name), self.copies.get(name, p),
                 scales[:, t:], p.numel() // self.rows, scales.shape[1], self.now, config.weight_decay,
                 config.beta1, config.beta2, config.eps,
                 BLOCK=BLOCK, COPIED=name in self.copies,

@@ -1,4 +1,5 @@
-"""InnerOpt of eq. 1: AdamW with warm-up, cosine and clipping, for one replica or a stack of them."""
+"""InnerOpt of eq. 1: AdamW, or Muon for the layers' matrices, with warm-up, cosine and clipping, for one
+replica or a stack of them."""
 
 import math
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from torch.optim.adamw import adamw
 
 from isthmus.config import InnerConfig
 from isthmus.layout.learning_rate import learning_rate
+from isthmus.model import muon
 from isthmus.model.adam import FusedAdamW
 
 
@@ -60,7 +62,8 @@ def clip_(
 
 
 class InnerOpt:
-    """AdamW on named tensors. Its moments outlive the rounds (docs/method.md, The inner optimiser).
+    """AdamW on named tensors. Its moments outlive the rounds (docs/method.md, The inner optimiser). Muon has
+    one moment for each of its matrices.
 
     `modified` names the d-sided matrices with the row-constant second moment of Table 5d, each with a mask
     (R,) of the replicas that use it. `copies` are bf16 leaves: the forward reads them in place of some
@@ -83,7 +86,9 @@ class InnerOpt:
         self.step_count = 0  # updates taken: what the moments have seen
         # Both moments exist from the start: a checkpoint before the first step has the shape of any other.
         self.first = {name: torch.zeros_like(p) for name, p in self.params.items()}
-        self.second = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        self.muon = muon.chosen(self.params, stacked) if config.optimizer == "muon" else []
+        with_second = [name for name in self.params if name not in set(self.muon)]
+        self.second = {name: torch.zeros_like(self.params[name]) for name in with_second}
         self.copies = dict(copies or {})
         quick = not self.modified and FusedAdamW.fits(self.params)
         rows = len(next(iter(self.params.values()))) if stacked else 1
@@ -98,7 +103,7 @@ class InnerOpt:
         self.steps = {
             name: torch.tensor(float(self.step_count), dtype=torch.float32, device=p.device)
             for name, p in self.params.items()
-            if name not in self.modified and not self.fused
+            if name in self.second and name not in self.modified and not self.fused
         }
 
     @torch.no_grad()
@@ -130,16 +135,23 @@ class InnerOpt:
 
     @torch.no_grad()
     def update(self, squared_norm: Tensor | None = None) -> Tensor:
-        """The device's part: clip, then AdamW. A stage clips by the squared norm (1,) of its replica."""
+        """The device's part: clip, then step. A stage clips by the squared norm (1,) of its replica."""
         limit = self.config.clip or math.inf
         if self.fused:
             known = squared_norm is not None
             squares = squared_norm.new_zeros(1, len(self.params)) if known else self.fused.squares()
             scales, norms = clip_scales(squares, limit, self.groups, squared_norm)
             self.fused.step(scales, self.config)
+            if self.muon:
+                columns = dict(zip(self.params, scales.unbind(1), strict=True))
+                clipped = {name: self._scaled(self.fused.grad(name), columns[name]) for name in self.muon}
+                self._muon_step(clipped, self.fused.now[0])
             return norms
-        norms = clip_(self._grads(), limit, self.groups, self.stacked, squared_norm)
+        grads = self._grads()
+        norms = clip_(grads, limit, self.groups, self.stacked, squared_norm)
         self._plain_step()
+        if self.muon:
+            self._muon_step(grads, self.lr)
         for name, mask in self.modified.items():
             self._modified_step(name, mask, self.lr)
         return norms
@@ -165,6 +177,17 @@ class InnerOpt:
             weight_decay=c.weight_decay,
         )
 
+    def _scaled(self, grad: Tensor, factor: Tensor) -> Tensor:
+        """In the precision of the weights, times (R,)."""
+        return grad.float() * (factor.view(-1, *[1] * (grad.dim() - 1)) if self.stacked else factor.view(()))
+
+    def _muon_step(self, grads: Mapping[str, Tensor], lr: float | Tensor) -> None:
+        params = {name: self.params[name] for name in self.muon}
+        muon.muon_step(params, grads, self.first, lr, self.config.weight_decay)
+        for name in self.muon:
+            if name in self.copies:
+                self.copies[name].copy_(self.params[name])
+
     def _modified_step(self, name: str, mask: Tensor, lr: float) -> None:
         """AdamW whose second moment is one number per input feature where mask is set (Table 5d)."""
         p, c = self.params[name], self.config
@@ -189,9 +212,9 @@ class InnerOpt:
         return named | {f"second/{name}": t for name, t in self.second.items()}
 
     def restore(self, state: Mapping[str, Tensor], step_count: int) -> None:
-        for name in self.params:
-            self.first[name].copy_(state[f"first/{name}"])
-            self.second[name].copy_(state[f"second/{name}"])
+        for kind, moments in (("first", self.first), ("second", self.second)):
+            for name, moment in moments.items():
+                moment.copy_(state[f"{kind}/{name}"])
         self.step_count = step_count
         self._count_steps()
 

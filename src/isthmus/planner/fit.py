@@ -103,7 +103,8 @@ def choose(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> Memor
 
 
 def may_shard(recipe: Recipe, replica: ReplicaConfig) -> bool:
-    return replica.kind == "full" and 1 < replica.processes <= recipe.model.layers
+    fits = replica.kind == "full" and 1 < replica.processes <= recipe.model.layers
+    return fits and recipe.inner.optimizer != "muon"  # which needs whole matrices
 
 
 def cures(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> tuple[str, ...]:
@@ -126,7 +127,7 @@ def _changes(recipe: Recipe, replica: ReplicaConfig) -> Iterator[tuple[str, Repl
         yield 'sharding = "full"', replace(replica, sharding="full")
         if not again:
             yield 'sharding = "full" and recompute = "yes"', replace(yes, sharding="full")
-    if replica.kind == "full":
+    if replica.kind == "full" and recipe.inner.optimizer != "muon":
         more = [n for n in PROCESSES if n > replica.processes and recipe.inner.batch % n == 0]
         for n in [n for n in more if n <= recipe.model.layers][:2]:
             words = f'a machine of {n} such devices, with processes = {n}, sharding = "full"'

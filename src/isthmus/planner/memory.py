@@ -1,6 +1,6 @@
 """Bytes of memory that a simulated fleet, or a process of a real one, will need."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import prod
@@ -43,10 +43,19 @@ class SimulatorPlan:
         return f"{how}{parked}{parts}; about {self.predicted_bytes / 2**30:.2f} GiB"
 
 
+def num_moments(recipe: Recipe, names: Iterable[str]) -> int:
+    """Numbers that InnerOpt keeps for these weights: two for each, one where it is Muon's."""
+    muon, shapes = recipe.inner.optimizer == "muon", recipe.model.shapes()
+    one = {name for name in shapes if muon and name.startswith("layers.") and len(shapes[name]) == 2}
+    return sum(prod(shapes[name]) * (1 if name in one else 2) for name in names)
+
+
 def state_bytes(recipe: Recipe, precision: str) -> int:
-    """One replica at rest: weights, two moments, feedback."""
-    copies = {"sparseloco": 4, "diloco": 3, "adamw": 3}[recipe.outer.method]
-    return copies * recipe.model.num_parameters * MASTER_BYTES[precision]
+    """One replica at rest: weights, moments, feedback."""
+    copies = 2 if recipe.outer.method == "sparseloco" else 1
+    shapes = recipe.model.shapes()
+    numbers = copies * recipe.model.num_parameters + num_moments(recipe, shapes)
+    return numbers * MASTER_BYTES[precision]
 
 
 def exchange_copies(recipe: Recipe, kernels: bool = False) -> float:
@@ -142,7 +151,7 @@ class ProcessMemory:
 
     stage: int  # or the number of the shard
     weights: int
-    adam: int  # both moments
+    moments: int  # InnerOpt's
     gradients: int
     feedback: int  # e of eq. 2; none under DiLoCo
     anchor: int  # theta^(t-1); a compressed stage also holds the embedding's
@@ -160,7 +169,7 @@ class ProcessMemory:
     @property
     def total(self) -> int:
         """The peak: activations and the codec's work copies are never there together."""
-        resting = self.weights + self.adam + self.gradients + self.feedback + self.anchor + self.outer
+        resting = self.weights + self.moments + self.gradients + self.feedback + self.anchor + self.outer
         inner = self.activations + self.slack + self.low_precision + self.gathered
         copied = 0 if self.on_gpu else self.host_copy
         return self.runtime + resting + copied + self.embedding_copy + max(inner, self.exchange)
@@ -181,7 +190,8 @@ def process_memory(
     model, size, method = recipe.model, MASTER_BYTES[precision], recipe.outer.method
     shapes = model.shapes()
     # What it answers for in the outer step; in the inner step every shard has its rows of everything.
-    answers = sum(prod(shapes[name]) for name in stage_names(model, replica.parts)[stage])
+    names = stage_names(model, replica.parts)[stage]
+    answers = sum(prod(shapes[name]) for name in names)
     own = -(-model.num_parameters // replica.parts) if replica.sharded else answers
     table = prod(shapes[EMBEDDING]) if replica.compressed else 0
     anchored = answers + (table if stage else 0)
@@ -195,7 +205,7 @@ def process_memory(
     return ProcessMemory(
         stage=stage,
         weights=own * size,
-        adam=2 * own * size,
+        moments=(2 * own if replica.sharded else num_moments(recipe, names)) * size,
         gradients=own * size,
         feedback=feedback,
         anchor=anchor,

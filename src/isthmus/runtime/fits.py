@@ -47,7 +47,7 @@ def device_memory(device: torch.device) -> tuple[int, str]:
 
 def resting_bytes(part: ProcessMemory) -> int:
     """What a process holds between two steps, whatever its batch is."""
-    return part.weights + part.adam + part.feedback + part.anchor + part.outer
+    return part.weights + part.moments + part.feedback + part.anchor + part.outer
 
 
 def _parts(recipe: Recipe, member: Member, stage: int | None) -> Sequence[ProcessMemory]:

@@ -1,0 +1,81 @@
+"""Muon, the InnerOpt of the layers' matrices: momentum whose singular values are made equal.
+
+As `torch.optim.Muon` with adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982), for stacks of replicas too and
+for all matrices of a shape at once. A stage orthogonalises its own matrices, so nothing more crosses a link.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+MOMENTUM = 0.95
+STEPS = 5
+# p(x) = a x + b x^3 + c x^5 takes every singular value of [0, 1] to about 1 in a few steps.
+A, B, C = 3.4445, -4.7750, 2.0315
+EPS = 1e-7
+LARGEST_BATCH = 2**26  # entries of matrices that are stacked for one product: what it takes on top is bounded
+
+
+def chosen(params: Mapping[str, Tensor], stacked: bool) -> list[str]:
+    """The matrices of layers. Embedding, head and norms stay with AdamW."""
+    return [name for name, p in params.items() if name.startswith("layers.") and p.dim() == 2 + stacked]
+
+
+def in_work_precision(matrices: Tensor) -> Tensor:
+    """bf16: its error does not matter. Runs in float64 are compared to the last digits, and stay there."""
+    return matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """U V^T, about, of each of the matrices U S V^T (N, m, n), by Newton-Schulz."""
+    x = in_work_precision(matrices)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x  # the smaller product
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x.mT if tall else x
+
+
+def rms_factor(rows: int, cols: int) -> float:
+    """An orthogonal matrix times this has the RMS of AdamW's updates, so AdamW's learning rate serves."""
+    return 0.2 * math.sqrt(max(rows, cols))
+
+
+@torch.no_grad()
+def muon_step(
+    params: Mapping[str, Tensor],  # (..., m, n)
+    grads: Mapping[str, Tensor],
+    momenta: Mapping[str, Tensor],
+    lr: float | Tensor,
+    weight_decay: float,
+) -> None:
+    """One update with Nesterov momentum, in place. A tensor `lr` is read on the device."""
+    for names in _batches(params):
+        updates = []
+        for name in names:
+            grad, momentum = grads[name], momenta[name]
+            momentum.lerp_(grad, 1 - MOMENTUM)
+            updates.append(in_work_precision(grad.lerp(momentum, MOMENTUM)))
+        rows, cols = params[names[0]].shape[-2:]
+        steps = orthogonalised(torch.cat([update.view(-1, rows, cols) for update in updates]))
+        parts = steps.split([update.numel() // (rows * cols) for update in updates])
+        rate = lr * rms_factor(rows, cols)
+        for name, part in zip(names, parts, strict=True):
+            p = params[name]
+            p.mul_(1 - lr * weight_decay).sub_(part.view(p.shape).to(p.dtype) * rate)
+
+
+def _batches(params: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of tensors of one shape, as many together as LARGEST_BATCH allows."""
+    by_shape: dict[torch.Size, list[str]] = {}
+    for name, p in params.items():
+        by_shape.setdefault(p.shape, []).append(name)
+    batches = []
+    for shape, names in by_shape.items():
+        most = max(1, LARGEST_BATCH // shape.numel())
+        batches += [names[at : at + most] for at in range(0, len(names), most)]
+    return batches
