@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.errors import ConfigError, RunError
+from isthmus.printing import visible
 
 if TYPE_CHECKING:
     from isthmus.data.manifest import Manifest
@@ -167,10 +168,11 @@ def table(manifest: "Manifest") -> str:
         rows.append([name, *counts, f"{split.bytes_per_token:.3f}", str(len(split.shards))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]) for cells in rows]
-    shown = [source["name"] for source in manifest.sources]
+    shown = [visible(source["name"]) for source in manifest.sources]
     more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+    end = visible(manifest.end_token)
     tail = [
-        f"vocabulary {manifest.vocab_size:,} ({manifest.dtype}), documents end in {manifest.end_token}"
+        f"vocabulary {manifest.vocab_size:,} ({manifest.dtype}), documents end in {end}"
         f" = {manifest.end_id}, tokenizer sha256 {manifest.tokenizer_sha256[:12]}",
         f"from {', '.join(shown[:4])}{more}",
     ]

@@ -1,13 +1,15 @@
 """A prepared corpus, opened: token shards mapped into memory and read as if they were one long array."""
 
 import hashlib
+import os
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
 
-from isthmus.data.manifest import TOKENIZER, Manifest, Shard, Split, file_sha256, read_manifest
+from isthmus import reading
+from isthmus.data.manifest import TOKENIZER, Manifest, Shard, Split, file_sha256, read_manifest, shard_name
 from isthmus.errors import ConfigError
 
 BUILTIN = "builtin:sample"
@@ -17,8 +19,8 @@ BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 class TokenView:
     """One split as one sequence of token ids, over all of its shards."""
 
-    def __init__(self, name: str, shards: list[np.ndarray]) -> None:
-        self.name = name
+    def __init__(self, name: str, shards: list[np.ndarray], vocab_size: int | None = None) -> None:
+        self.name, self.vocab_size = name, vocab_size
         self.shards = [np.asarray(shard) for shard in shards]
         self._starts = np.concatenate([[0], np.cumsum([shard.size for shard in shards])]).astype(np.int64)
 
@@ -33,7 +35,7 @@ class TokenView:
             shard[max(0, start - first) : max(0, stop - first)]
             for shard, first in zip(self.shards, self._starts, strict=False)
         ]
-        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+        return self._known(np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64))
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """`length` tokens from each of `starts`: (N,) -> (N, length) int64, one gather per shard touched."""
@@ -48,7 +50,16 @@ class TokenView:
             out[rows] = every[starts[rows] - self._starts[number]]
         for row in np.flatnonzero(crossing):
             out[row] = self.slice(int(starts[row]), int(starts[row]) + length)
-        return out
+        return self._known(out)
+
+    def _known(self, ids: np.ndarray) -> np.ndarray:
+        """A token without a row in the embedding would stop a GPU for good."""
+        if self.vocab_size is not None and ids.size and (largest := int(ids.max())) >= self.vocab_size:
+            raise ConfigError(
+                f"the {self.name} part holds the token {largest}, and its tokenizer has {self.vocab_size}; "
+                "copy the corpus, or prepare it again"
+            )
+        return ids
 
 
 @dataclass(frozen=True)
@@ -110,8 +121,12 @@ def open_corpus(spec: str | Path) -> Corpus:
         raise ConfigError(f"there is no corpus {spec!r}; the one that comes with Isthmus is {BUILTIN!r}")
     folder = Path(spec).expanduser()
     manifest = read_manifest(folder)
-    if not (folder / TOKENIZER).is_file():
-        raise ConfigError(f"{folder / TOKENIZER} is missing; copy the whole corpus, or prepare it again")
+    try:
+        reading.stat_regular(folder / TOKENIZER, follow=False)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder / TOKENIZER} is missing; copy the whole corpus, or prepare it again"
+        ) from None
     return Corpus(
         name=folder.resolve().name,
         folder=folder,
@@ -125,14 +140,20 @@ def map_split(folder: Path, name: str, manifest: Manifest) -> TokenView:
     dtype = np.dtype(manifest.dtype).newbyteorder("<")
     arrays = []
     for shard in getattr(manifest, name).shards:
-        path = folder / shard.name
-        size = path.stat().st_size if path.is_file() else None
-        expected = shard.tokens * dtype.itemsize
-        if size != expected:
-            found = "is missing" if size is None else f"has {size:,} bytes instead of {expected:,}"
-            raise ConfigError(f"{path} {found}; copy the whole corpus, or prepare it again")
-        arrays.append(np.memmap(path, dtype=dtype, mode="r", shape=(shard.tokens,)))
-    return TokenView(name, arrays)
+        path, expected = folder / shard.name, shard.tokens * dtype.itemsize
+        try:
+            with reading.open_regular(path, follow=False) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size == expected:
+                    arrays.append(np.memmap(file, dtype=dtype, mode="r", shape=(shard.tokens,)))
+                    continue
+                found = f"has {size:,} bytes instead of {expected:,}"
+        except FileNotFoundError:
+            found = "is missing"
+        except (OSError, OverflowError) as error:
+            found = f"cannot be mapped into memory ({error})"
+        raise ConfigError(f"{path} {found}; copy the whole corpus, or prepare it again")
+    return TokenView(name, arrays, manifest.vocab_size)
 
 
 @cache
@@ -150,9 +171,9 @@ def open_builtin() -> Corpus:
         tokens = np.concatenate(encoder.encode(texts))
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()
         text_bytes = sum(len(text.encode()) for text in texts)
-        shard = Shard(f"{name}-00000.bin", tokens.size, len(texts), digest)
+        shard = Shard(shard_name(name, 0), tokens.size, len(texts), digest)
         splits[name] = Split(tokens.size, len(texts), text_bytes, [shard])
-        views[name] = TokenView(name, [tokens])
+        views[name] = TokenView(name, [tokens], encoder.vocab_size)
         sources.append(file.describe())
     manifest = Manifest(
         vocab_size=encoder.vocab_size,

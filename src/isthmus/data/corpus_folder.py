@@ -7,9 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from isthmus.data.documents import START, Position
-from isthmus.data.manifest import JOURNAL, MANIFEST, TOKENIZER, Manifest, Shard, read_manifest
+from isthmus.data.manifest import (
+    JOURNAL,
+    MANIFEST,
+    TOKENIZER,
+    Manifest,
+    checked_shards,
+    read_fields,
+    read_manifest,
+    whole,
+    words,
+)
 from isthmus.data.shards import ShardState
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
@@ -35,16 +46,24 @@ class Journal:
     @classmethod
     def read(cls, folder: Path) -> "Journal | None":
         try:
-            fields = json.loads((folder / JOURNAL).read_bytes())
-            for split in ("train", "validation"):
-                if state := fields.get(split):
-                    state["shards"] = [Shard(**shard) for shard in state["shards"]]
-                    fields[split] = ShardState(**state)
-            return cls(**fields | {"position": Position(*fields.get("position", ()))})
+            fields = read_fields(folder / JOURNAL)
+            splits = {split: _state(fields.get(split), split) for split in ("train", "validation")}
+            source, documents, input_bytes = fields.get("position", START)
+            position = {"source": source, "documents": documents, "input_bytes": input_bytes}
+            return cls(
+                words(fields, "fingerprint"), Position(*(whole(position, key) for key in position)), **splits
+            )
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"{folder / JOURNAL} is damaged; start again with --overwrite") from None
+
+
+def _state(fields: Any, split: str) -> ShardState | None:
+    if not fields:
+        return None
+    shards = checked_shards(fields["shards"], split)
+    return ShardState(shards, *(whole(fields, key) for key in ("open_tokens", "open_documents", "bytes")))
 
 
 def finished(folder: Path, fingerprint: str, overwrite: bool) -> Manifest | None:

@@ -1,10 +1,18 @@
-"""manifest.json: what a corpus holds. It is written last, so a folder without one is not a corpus."""
+"""manifest.json: what a corpus holds. It is written last, so a folder without one is not a corpus.
+
+A corpus may come from anywhere. Every number, name and type in it is checked here, once, where it is read.
+"""
 
 import hashlib
 import json
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from isthmus import reading
 from isthmus.errors import ConfigError
 
 FORMAT = "isthmus-corpus"
@@ -12,6 +20,10 @@ VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 JOURNAL = "progress.json"
+ID_BYTES = {"uint16": 2, "uint32": 4}  # the types of token ids; no other name reaches numpy
+MAX_JSON_BYTES = 64 << 20
+MAX_COUNT = 1 << 50  # tokens, documents or bytes of text
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a prepared corpus. Where there is none, the error says how to make one."""
     path = folder / MANIFEST
-    if not path.is_file():
+    if not os.path.lexists(path):
         if (folder / JOURNAL).is_file():
             raise ConfigError(
                 f"{folder} is an unfinished corpus; run its `isthmus data prepare` again to finish it"
@@ -73,22 +85,99 @@ def read_manifest(folder: Path) -> Manifest:
             f"there is no corpus in {folder}; make one with `isthmus data prepare TEXT --to {folder}`"
             ' or use "builtin:sample"'
         )
+    fields = read_fields(path)
+    kind, version = fields.pop("format", None), fields.pop("version", None)
+    if kind != FORMAT:
+        raise ConfigError(f"{path} is not the manifest of an Isthmus corpus; prepare it again")
+    if version != VERSION:
+        raise ConfigError(f"{path} is {kind} {version!s:.20}; this Isthmus reads {FORMAT} {VERSION}")
     try:
-        fields = json.loads(path.read_bytes())
-        kind, version = fields.pop("format"), fields.pop("version")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{path} is not the manifest of an Isthmus corpus; prepare it again") from None
-    if (kind, version) != (FORMAT, VERSION):
-        raise ConfigError(f"{path} is {kind} {version}; this Isthmus reads {FORMAT} {VERSION}")
-    try:
-        for name in ("train", "validation"):
-            part = fields[name]
-            fields[name] = Split(**part | {"shards": [Shard(**shard) for shard in part["shards"]]})
-        return Manifest(**fields)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}); prepare the corpus again") from error
+        return checked(fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged ({error!s:.200}); prepare the corpus again") from error
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """A JSON object of a bounded size."""
+    fields = reading.read_json(path, MAX_JSON_BYTES)
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path} is not a JSON object; prepare the corpus again")
+    return fields
+
+
+def checked(fields: Mapping[str, Any]) -> Manifest:
+    """The manifest whose fields these are; KeyError, TypeError or ValueError where they make no sense."""
+    dtype = fields["dtype"]
+    if not isinstance(dtype, str) or dtype not in ID_BYTES:
+        raise ValueError(f"dtype is {dtype!r:.40}; token ids are {' or '.join(ID_BYTES)}")
+    vocab_size = whole(fields, "vocab_size", 1, 1 << (8 * ID_BYTES[dtype]))
+    sources, arguments = fields["sources"], fields["arguments"]
+    if not isinstance(sources, list) or not all(
+        isinstance(source, dict) and isinstance(source.get("name"), str) for source in sources
+    ):
+        raise ValueError("sources is not a list of named files")
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments is not an object")
+    return Manifest(
+        vocab_size=vocab_size,
+        dtype=dtype,
+        end_token=words(fields, "end_token"),
+        end_id=whole(fields, "end_id", 0, vocab_size - 1),
+        tokenizer_sha256=words(fields, "tokenizer_sha256", SHA256),
+        train=checked_split(fields["train"], "train"),
+        validation=checked_split(fields["validation"], "validation"),
+        sources=sources,
+        arguments=arguments,
+        fingerprint=words(fields, "fingerprint"),
+    )
+
+
+def checked_split(fields: Mapping[str, Any], name: str) -> Split:
+    shards = checked_shards(fields["shards"], name)
+    split = Split(
+        tokens=whole(fields, "tokens", 1),
+        documents=whole(fields, "documents"),
+        bytes=whole(fields, "bytes"),
+        shards=shards,
+    )
+    if split.tokens != sum(shard.tokens for shard in shards):
+        raise ValueError(f"{name} has {split.tokens} tokens, and its shards have others")
+    return split
+
+
+def checked_shards(listed: Any, split: str) -> list[Shard]:
+    """Shards have the names that we give them, so none of them can lie anywhere else."""
+    if not isinstance(listed, list):
+        raise ValueError(f"the shards of {split} are not a list")
+    shards = []
+    for number, fields in enumerate(listed):
+        if words(fields, "name") != shard_name(split, number):
+            raise ValueError(
+                f"a shard is named {fields['name']!r:.80}; here it is {shard_name(split, number)}"
+            )
+        tokens, documents = whole(fields, "tokens", 1), whole(fields, "documents")
+        shards.append(Shard(fields["name"], tokens, documents, words(fields, "sha256", SHA256)))
+    return shards
+
+
+def shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:05d}.bin"
+
+
+def whole(fields: Mapping[str, Any], key: str, low: int = 0, high: int = MAX_COUNT) -> int:
+    value = fields[key]
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{key} is {value!r:.40}; it is a whole number of {low} to {high}")
+    return value
+
+
+def words(fields: Mapping[str, Any], key: str, form: re.Pattern[str] | None = None) -> str:
+    value = fields[key]
+    if not isinstance(value, str) or len(value) > 1024 or (form is not None and not form.fullmatch(value)):
+        raise ValueError(f"{key} is {value!r:.80}")
+    return value
 
 
 def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
+    with reading.open_regular(path, follow=False) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -22,7 +22,7 @@ from isthmus.data.shards import ShardWriter
 from isthmus.data.tokenizer import MIN_VOCAB, Encoder, read_tokenizer, sample, train_tokenizer
 from isthmus.data.tokenizer_file import tokenizer_bytes
 from isthmus.errors import ConfigError
-from isthmus.files import replace_file
+from isthmus.files import own_size, replace_file
 
 # A checkpoint comes after this much text, or earlier when a shard is full.
 CHECKPOINT_TEXT_BYTES = 64 << 20
@@ -138,7 +138,7 @@ class Work:
     def encoder(self, given: bytes | None) -> Encoder:
         """The tokenizer of this corpus: the one a killed run had finished, the given one, or a new one."""
         path = self.folder / TOKENIZER
-        if not path.exists():
+        if own_size(path) is None:  # a link is replaced
             if given is None:
                 self.progress.phase(f"training a tokenizer of {self.config.vocab:,} tokens", 0)
                 given = train_tokenizer(self._sample(), self.config.vocab).encode()

@@ -12,8 +12,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from isthmus.data.manifest import Shard, Split, file_sha256
-from isthmus.files import sync_folder
+from isthmus.data.manifest import Shard, Split, file_sha256, shard_name
+from isthmus.files import create_file, open_own, own_size, sync_folder
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class ShardWriter:
     @property
     def path(self) -> Path:
         """The final name of the growing shard."""
-        return self.folder / f"{self.split}-{len(self.state.shards):05d}.bin"
+        return self.folder / shard_name(self.split, len(self.state.shards))
 
     @property
     def num_tokens(self) -> int:
@@ -85,7 +85,7 @@ class ShardWriter:
         shards = self.state.shards
         for shard in shards[self._num_renamed :]:
             path = self.folder / shard.name
-            if partial(path).exists():
+            if own_size(partial(path)) is not None:
                 os.replace(partial(path), path)
         if self._num_renamed < len(shards):
             sync_folder(self.folder)
@@ -95,12 +95,10 @@ class ShardWriter:
         """Whether the files are those of the state this writer was made with."""
         for shard in self.state.shards:
             path = self.folder / shard.name
-            path = path if path.exists() else partial(path)
-            if not path.exists() or path.stat().st_size != shard.tokens * self.dtype.itemsize:
+            path = path if os.path.lexists(path) else partial(path)
+            if own_size(path) != shard.tokens * self.dtype.itemsize:
                 return False
-        growing = partial(self.path)
-        size = growing.stat().st_size if growing.exists() else 0
-        return size >= self.state.open_tokens * self.dtype.itemsize
+        return (own_size(partial(self.path)) or 0) >= self.state.open_tokens * self.dtype.itemsize
 
     def to_split(self) -> Split:
         shards = self.state.shards
@@ -113,8 +111,10 @@ class ShardWriter:
 
     def _open(self) -> BinaryIO:
         if self._file is None:
-            size = self.state.open_tokens * self.dtype.itemsize
-            self._file = open(partial(self.path), "r+b" if size else "wb")  # noqa: SIM115
+            path, size = partial(self.path), self.state.open_tokens * self.dtype.itemsize
+            if not size:
+                path.unlink(missing_ok=True)  # what a kill left before the journal had it, or a planted link
+            self._file = open_own(path, create=False) if size else create_file(path)
             self._file.truncate(size)
             self._file.seek(size)
         return self._file

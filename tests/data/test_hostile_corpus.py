@@ -1,0 +1,201 @@
+"""A corpus that somebody else made or touched: only its own files are read, and only our own are written."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from corpus_texts import contents, json_lines, make_texts
+
+from isthmus.data.corpus import open_corpus
+from isthmus.data.tokens import Batches
+from isthmus.errors import ConfigError
+
+SMALL = ("--validation", 0.2, "--vocab", 300, "--shard-tokens", 1000)
+SECRET = bytes(range(200)) * 10  # as long as a shard of 1,000 tokens
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(json_lines(make_texts(120)))
+    return tmp_path / "in.jsonl"
+
+
+@pytest.fixture
+def prepared(texts, tmp_path, isthmus):
+    assert isthmus("data", "prepare", texts, "--to", tmp_path / "corpus", *SMALL)[0] == 0
+    return tmp_path / "corpus"
+
+
+def change(folder, *path, to):
+    """Set one value of manifest.json, by its keys."""
+    fields = part = json.loads((folder / "manifest.json").read_bytes())
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = to
+    (folder / "manifest.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["O", "object", "V8", "float64", "uint8", "int64", "<u2", "", 2, None, ["u2"]]
+)
+def test_token_ids_are_uint16_or_uint32_and_nothing_else(prepared, isthmus, dtype):
+    change(prepared, "dtype", to=dtype)
+    status, out, err = isthmus("data", "show", prepared)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "token ids are uint16 or uint32" in err
+
+
+@pytest.mark.parametrize(
+    "name", ["{secret}", "../secret", "./train-00000.bin", "train-00001.bin", "x", "", 3]
+)
+def test_a_shard_has_the_name_that_we_give_it_so_it_lies_in_the_folder(prepared, isthmus, name):
+    secret = prepared.parent / "secret"
+    secret.write_bytes(SECRET)
+    change(prepared, "train", "shards", 0, "name", to=str(name).format(secret=secret) if name else name)
+    status, out, err = isthmus("data", "show", prepared)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "here it is train-00000.bin" in err
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "tokenizer.json"])
+def test_a_link_a_pipe_or_a_device_in_a_corpus_is_not_read(prepared, isthmus, name):
+    secret = prepared.parent / "secret"
+    secret.write_bytes(SECRET)
+    for put in (
+        lambda path: path.symlink_to(secret),
+        lambda path: path.symlink_to("/dev/zero"),
+        os.mkfifo,
+        os.mkdir,
+    ):
+        path = prepared / name
+        path.unlink()
+        put(path)
+        status, out, err = isthmus("data", "show", prepared, "--verify")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert f"{name} is a" in err
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("vocab_size",), 10**30),
+        (("vocab_size",), 65_537),  # more than its ids can say
+        (("vocab_size",), True),
+        (("end_id",), 300),
+        (("end_id",), -1),
+        (("end_token",), "x" * 5000),
+        (("tokenizer_sha256",), "0" * 63),
+        (("train", "tokens"), 0),
+        (("train", "tokens"), 5),
+        (("train", "bytes"), -1),
+        (("train", "bytes"), 1e300),
+        (("train", "shards"), {}),
+        (("train", "shards", 0), "train-00000.bin"),
+        (("train", "shards", 0, "tokens"), 1 << 62),
+        (("train", "shards", 0, "tokens"), 999),
+        (("train", "shards", 0, "sha256"), "../../x"),
+        (("train",), []),
+        (("sources",), [{"path": 1}]),
+        (("sources",), 7),
+        (("arguments",), "x"),
+        (("version",), [1]),
+    ],
+    ids=str,
+)
+def test_every_field_of_a_manifest_has_its_bounds(prepared, isthmus, path, value):
+    change(prepared, *path, to=value)
+    status, out, err = isthmus("data", "show", prepared)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "manifest.json" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"[" * 100_000, b'{"a":' * 50_000, b"[" + b"[]," * 2_000_000, b"9" * 10_000, b"\xff\xfe"],
+    ids=len,
+)
+def test_a_manifest_that_is_no_manifest_is_one_line(prepared, isthmus, data):
+    (prepared / "manifest.json").write_bytes(data)
+    status, out, err = isthmus("data", "show", prepared)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+def test_names_in_a_manifest_reach_the_terminal_as_text(prepared, isthmus):
+    change(prepared, "sources", 0, "name", to="a\x1b[2J\u202eb")
+    change(prepared, "end_token", to="\x1b]0;x\x07")
+    status, out, _ = isthmus("data", "show", prepared)
+    assert status == 0
+    assert not {"\x1b", "\u202e", "\x07"} & set(out)
+
+
+def test_a_token_beyond_the_vocabulary_is_one_line_and_not_a_fault_of_the_gpu(prepared):
+    shard = np.memmap(prepared / "train-00000.bin", "<u2", "r+")
+    shard[:] = 300
+    shard.flush()
+    batches = Batches(open_corpus(prepared).train, 0, 1, 4, 32)
+    with pytest.raises(ConfigError, match="holds the token 300, and its tokenizer has 300"):
+        [batches.at(0, step) for step in range(batches.num_sequences // 4)]
+
+
+def unfinished(texts, folder, isthmus, monkeypatch, replaces):
+    """A preparation that was killed before its `replaces`-th rename; what it left is `folder`."""
+
+    class Killed(BaseException):
+        pass
+
+    rename, renamed = os.replace, []
+
+    def replace(source, target):
+        if len(renamed) == replaces:
+            raise Killed
+        renamed.append(target)
+        rename(source, target)
+
+    monkeypatch.setattr("isthmus.data.documents.BATCH_DOCUMENTS", 20)
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(Killed):
+        isthmus("data", "prepare", texts, "--to", folder, *SMALL)
+    monkeypatch.setattr(os, "replace", rename)
+
+
+@pytest.mark.parametrize("link", ["symbolic", "hard"])
+@pytest.mark.parametrize("replaces", [1, 3, 6])
+def test_a_planted_link_in_an_unfinished_corpus_is_replaced_and_its_target_is_not_touched(
+    texts, tmp_path, isthmus, monkeypatch, replaces, link
+):
+    to, outside = tmp_path / "corpus", tmp_path / "outside"
+    assert isthmus("data", "prepare", texts, "--to", tmp_path / "whole", *SMALL)[0] == 0
+    unfinished(texts, to, isthmus, monkeypatch, replaces)
+    outside.write_bytes(SECRET * 5)
+    names = [f"{split}-{n:05d}.bin" for split in ("train", "validation") for n in range(9)]
+    taken = {path.name for path in to.iterdir()}
+    planted = [f"{name}.partial" for name in names if name not in taken]
+    for name in [*planted, "tokenizer.json", "manifest.json"]:
+        if name == "manifest.json" and link == "hard":
+            continue  # a manifest that is not ours is refused, whatever it says
+        (to / name).unlink(missing_ok=True)
+        if link == "symbolic":
+            (to / name).symlink_to(outside if name != "manifest.json" else tmp_path / "none")
+        else:
+            (to / name).hardlink_to(outside)
+    assert isthmus("data", "prepare", texts, "--to", to, *SMALL)[0] == 0
+    assert outside.read_bytes() == SECRET * 5
+    left = {name: data for name, data in contents(to).items() if not name.endswith(".partial")}
+    assert left == contents(tmp_path / "whole")
+    assert not any(path.is_symlink() for path in to.iterdir() if not path.name.endswith(".partial"))
+
+
+def test_a_journal_that_names_files_elsewhere_moves_nothing(texts, tmp_path, isthmus, monkeypatch):
+    to, outside = tmp_path / "corpus", tmp_path / "outside.partial"
+    unfinished(texts, to, isthmus, monkeypatch, 6)
+    outside.write_bytes(SECRET)
+    journal = json.loads((to / "progress.json").read_bytes())
+    shard = {"name": "../outside", "tokens": 1000, "documents": 1, "sha256": "0" * 64}
+    journal["train"]["shards"] = [shard]
+    (to / "progress.json").write_text(json.dumps(journal))
+    status, _, err = isthmus("data", "prepare", texts, "--to", to, *SMALL)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "progress.json is damaged" in err
+    assert outside.read_bytes() == SECRET
