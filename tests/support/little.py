@@ -100,7 +100,8 @@ class Replica:
         self.said: list[str] = []
         self.num_beats = 0
         reader, log = ShardReader(self.ledger, every), self.said.append
-        closer = Closer(self.ledger, reader, log, clock) if name in self.ledger.run.closers else None
+        closes = name in self.ledger.run.closers
+        closer = Closer(self.ledger, reader, log, clock) if closes else None
         incarnation = os.urandom(8).hex()
         self.exchange = LedgerExchange(self.ledger, SingleProcess(), every, reader, closer, incarnation, log)
         self.hold(0)

@@ -1,7 +1,7 @@
 """Closing a round: verify every commit, decide when to stop waiting, create the manifest."""
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,8 +37,10 @@ class Closer:
         reader: ShardReader,
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        replayed: Callable[[int], str] = lambda round_number: "",
     ) -> None:
-        self.ledger, self.reader, self.log, self.clock = ledger, reader, log, clock
+        """`replayed` gives the digest of theta^(t) from the bucket alone, or "" where that cannot be had."""
+        self.ledger, self.reader, self.log, self.clock, self.replayed = ledger, reader, log, clock, replayed
         self.recipe = ledger.run.recipe
         self.own = ledger.signer.replica
         self.presence, self.members = Presence(ledger, clock), Members(ledger)
@@ -48,7 +50,8 @@ class Closer:
         self.away = 0.0  # seconds of the open round that its deadline does not count
         self.verdicts: dict[str, Verdict] = {}  # by replica
         self.note = ""  # what the last judgement says of those who differ and were not refused
-        self.said = ""  # why we do not close, as it was last logged
+        self.said = ""  # about the anchors of others, as it was last logged
+        self.liars: set[str] = set()  # who signed an anchor that the bucket does not give
 
     def attempt(self, round_number: int, anchor: str) -> bool:
         """Close the round if it can be closed now; True when our manifest is the one."""
@@ -72,37 +75,40 @@ class Closer:
         if now < self.closable_since + STEP_IN_SECONDS * turn:
             return False
         self._judge(commits, anchor)
-        if self._outnumbered(members, faults):
+        if not self._holds(anchor, members, faults):
             return False
         accepted, refused = self._compare(previous)
         refused |= {name: reason for name, reason in faults.items() if name not in accepted}
         if not self._may_close(members, accepted, refused, previous):
             return False
-        seconds = self.presence.store_now() - self.presence.opened(round_number)
-        following = self._next_members(accepted)
+        return self._settle(anchor, members, accepted, refused)
+
+    def _settle(
+        self, anchor: str, members: Sequence[str], accepted: Mapping[str, Entry], refused: Mapping[str, str]
+    ) -> bool:
+        """Create the manifest; True when ours is the one."""
         missing = [name for name in members if name not in accepted and name not in refused]
-        left_behind = any(self.presence.alive(name, round_number) for name in missing)
+        alive = [name for name in missing if self.presence.alive(name, self.round)]
+        following = self._next_members(accepted)
+        seconds = self.presence.store_now() - self.presence.opened(self.round)
         manifest = Manifest(
-            round=round_number,
+            round=self.round,
             anchor=anchor,
             entries=tuple(accepted[name] for name in self.names if name in accepted),
             refused=tuple((name, refused[name]) for name in self.names if name in refused),
             members=following,
-            deadline_seconds=self.members.next_deadline(round_number, None if left_behind else seconds),
+            deadline_seconds=self.members.next_deadline(self.round, None if alive else seconds),
             seconds=round(seconds, 3),
         )
-        won = self.ledger.create_manifest(manifest)
-        if won:
-            for name, reason in refused.items():
-                self.log(f"round {round_number}: refused {name}: {reason}")
-            for name in missing:
-                if name not in following and self.presence.alive(name, round_number):
-                    self.log(
-                        f"round {round_number}: {name} lives and does not deliver; waiting no longer for it"
-                    )
-            if self.note:
-                self.log(f"round {round_number}: {self.note}")
-        return won
+        if not self.ledger.create_manifest(manifest):
+            return False
+        news = [f"refused {name}: {reason}" for name, reason in refused.items()]
+        given_up = [name for name in alive if name not in following]
+        news += [f"{name} lives and does not deliver; it is no longer awaited" for name in given_up]
+        news += [self.note] if self.note else []
+        for words in news:
+            self.log(f"round {self.round}: {words}")
+        return True
 
     # Judging
 
@@ -152,31 +158,46 @@ class Closer:
     def _good(self) -> dict[str, Entry]:
         return {name: v.result for name, v in self.verdicts.items() if isinstance(v.result, Entry)}
 
-    def _outnumbered(self, members: Sequence[str], faults: Collection[str]) -> bool:
-        """Do more start from one other anchor than from ours? Then we leave the round open.
+    def _holds(self, anchor: str, members: Sequence[str], faults: Collection[str]) -> bool:
+        """Does the round start from our anchor? False: leave it open and wait. Diverged: it is not ours.
 
-        Diverged where they are more than half of all who are there: those who delivered, and the members who
-        still may. Half is not enough: then whoever creates the manifest first settles which anchor holds.
+        Asked when the round could close, not before: whoever is quick is not the majority. Where as many
+        start from one other anchor as from ours, the bucket decides, which gives theta^(t-1) without
+        anybody's word. Who was wrong then is not believed again. Only where it cannot be replayed do votes
+        decide: more than half of all who are there, those who delivered and the members who still may.
+        Half is not enough, and whoever creates the manifest first settles it.
         """
-        good = self._good()
-        anchors = Counter(
-            v.result.anchor for v in self.verdicts.values() if isinstance(v.result, OtherAnchor)
-        )
-        most = max(anchors.values(), default=0)
-        if most <= len(good):
-            return False
+        good, others = self._good(), defaultdict[str, set[str]](set)
+        for name, verdict in self.verdicts.items():
+            if isinstance(verdict.result, OtherAnchor) and name not in self.liars:
+                others[verdict.result.anchor].add(name)
+        most = max(map(len, others.values()), default=0)
+        if not most or most < len(good):
+            return True
+        found = self.replayed(self.round - 1)
+        if found == anchor:
+            self.liars |= set.union(*others.values())
+            self._say(f"{most} updates start from another anchor, but the bucket gives ours")
+            return True
+        if not found and most == len(good):
+            return True
         there = self.verdicts.keys() | set(faults)
         there |= {name for name in members if name not in there and self.presence.alive(name, self.round)}
-        if 2 * most > len(there):
+        if found or 2 * most > len(there):
             raise Diverged(
                 f"replica {self.own} holds another anchor than {most} of those who gave to round "
                 f"{self.round}, and does not close it; it must join anew from the bucket"
             )
-        words = f"{most} updates start from another anchor than ours, {len(good)} from ours; waiting for more"
+        self._say(
+            f"{most} updates start from another anchor than ours, {len(good)} from ours; waiting for more"
+        )
+        return False
+
+    def _say(self, words: str) -> None:
+        """Once, however often we come to it."""
         if words != self.said:
             self.said = words
             self.log(f"round {self.round}: {words}")
-        return True
 
     def _compare(self, previous: Manifest | None) -> tuple[dict[str, Entry], dict[str, str]]:
         """(accepted, refused with the reason) of all that was judged."""

@@ -8,9 +8,11 @@ train. So a kill can leave updates behind that are newer than the newest whole s
 again (docs/protocol.md, Crash points).
 """
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from isthmus.errors import RunError
 from isthmus.model import checkpoint
 
 SHARE = 10  # a state is written again after this many times as long as the last write took
+ASIDE = "state-diverged-"  # and when
 Files = Mapping[str, Mapping[str, Tensor]]  # by file, by name
 
 
@@ -50,6 +53,21 @@ class Update:
             int(named["step_count"]),
             {key[5:]: float(t) for key, t in named.items() if key.startswith("told-")},
         )
+
+
+def put_aside(work: Path, log: Callable[[str], None]) -> None:
+    """Give the states below a work folder another name, so that the next start joins from the bucket.
+
+    Nothing of a state is deleted with that: should it have been right, it can be put back by hand. The one
+    put aside first is kept and the newest two; those between them make room.
+    """
+    for state in sorted(work.glob("*/state")):
+        aside = state.with_name(f"{ASIDE}{time.time_ns()}")
+        with suppress(OSError):  # another stage was faster
+            state.rename(aside)
+            log(f"its private state is put aside: {aside}")
+        for between in sorted(state.parent.glob(f"{ASIDE}*"))[1:-2]:
+            shutil.rmtree(between, ignore_errors=True)
 
 
 class PrivateState:

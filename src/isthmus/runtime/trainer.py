@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,9 @@ from isthmus.protocol.anchor_upload import AnchorUpload
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.exchange import LedgerExchange
 from isthmus.protocol.heartbeat import Heartbeat
+from isthmus.protocol.judge import check_counted
 from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.replay import digest_from_bucket
 from isthmus.protocol.shards import ShardReader, unpack_shards
 from isthmus.protocol.trust import Refused
 from isthmus.replica.base import Replica
@@ -101,7 +104,9 @@ class Trainer:
         self.feedback = {name: torch.zeros_like(p) for name, p in own.items()} if with_feedback else {}
         reader = ShardReader(ledger, self.reads)
         closes = control.rank == 0 and member.name in ledger.run.closers
-        closer = Closer(ledger, reader, log) if closes else None
+        # A pipelined replica may have no room for the whole model.
+        replayed = partial(digest_from_bucket, ledger) if member.config.parts == 1 else lambda t: ""
+        closer = Closer(ledger, reader, log, replayed=replayed) if closes else None
         self.exchange = LedgerExchange(ledger, control, self.writes, reader, closer, incarnation, log)
         self.meter = Meter(replica, device)
         self.pending: Contribution | None = None
@@ -190,17 +195,20 @@ class Trainer:
     def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
         """theta^(t-1) -> theta^(t); an update of ours that does not count returns to the feedback."""
         with self._timed("apply_seconds"):
-            payloads = []
+            updates = {}
             for contribution in contributions:
                 try:
-                    payloads.append(
-                        unpack_shards(self.ledger, contribution.shards, self.outer.codec.unpack_many)
+                    updates[contribution.replica] = unpack_shards(
+                        self.ledger, contribution.shards, self.outer.codec.unpack_many
                     )
                 except Refused as reason:
                     raise RunError(f"round {round_number} counts {contribution.replica}: {reason}") from None
+            manifest = self.ledger.manifest(round_number)
+            assert manifest is not None, "only a settled round is applied"
+            check_counted(manifest, updates, whole=len(self.reads) == len(self.ledger.shards))
             self.state.protect()
             self._continue_upload(round_number - 1)
-            self.outer.apply(payloads)
+            self.outer.apply(list(updates.values()))
             self.settle_pending(round_number)
             self.hold(round_number)
             if round_number % self.recipe.bucket.anchor_every == 0:

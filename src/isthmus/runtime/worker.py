@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable
 from isthmus.files import replace_file
+from isthmus.printing import guard_streams
 from isthmus.protocol.trust import Refused
 from isthmus.runtime.failure import PASSING_STATUS, Failure, Settled, failure_note
 from isthmus.runtime.liveness import AliveFile
@@ -49,6 +50,7 @@ class Assignment:
 
 
 def main(argv: list[str]) -> int:
+    guard_streams()
     config = LauncherConfig.from_json(argv[0])
     die_with_parent(config.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C, and asks us to leave
@@ -64,11 +66,11 @@ def main(argv: list[str]) -> int:
             replace_file(work / "fatal", f"{2 if isinstance(error, ConfigError) else 1} {error}")
             return 3
         failure.write(failure_note(work, at.rank))  # first: a neighbour that loses us ends too
-        diverged = isinstance(error, Diverged)
-        log(failure.text + "; its private state is put aside" * diverged)
-        for state in work.glob("*/state") if diverged else ():
-            with suppress(OSError):  # another stage was faster
-                state.rename(state.with_name(f"state-diverged-{time.time_ns()}"))
+        log(failure.text)
+        if isinstance(error, Diverged):
+            from isthmus.runtime.private_state import put_aside
+
+            put_aside(work, log)
         return PASSING_STATUS if failure.passes else 1
 
 
@@ -85,9 +87,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
 
     from isthmus.data.tokens import Batches
     from isthmus.outer.rounds import run_rounds
-    from isthmus.protocol.access import find_member
-    from isthmus.protocol.ledger import Ledger, read_run
-    from isthmus.protocol.trust import load_signer
+    from isthmus.protocol.access import find_member, open_as
     from isthmus.replica.control_group import any_true
     from isthmus.replica.full import FullReplica
     from isthmus.replica.leader import follow_leader
@@ -101,11 +101,10 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         torch.set_num_threads(config.num_threads)
     try:
         store = open_store(config.url, create=False)
-        run = read_run(store)
+        ledger, _ = open_as(store, config.replica, config.key)
     except Unreachable as error:  # the launcher found both: the store is away for now
         raise RunError(str(error)) from None
-    recipe, member = run.recipe, find_member(run, config.replica)
-    ledger = Ledger(store, run, load_signer(Path(config.key), config.replica))
+    run, recipe, member = ledger.run, ledger.run.recipe, find_member(ledger.run, config.replica)
     whole = member.config.kind == "full"
     if whole and at.size > 1 and device.type == "cuda" and device.index is None:
         device = torch.device("cuda", at.rank)
@@ -167,6 +166,10 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         trainer.status.state = "finished" if to_the_end else "left"
         trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
         log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
+    except Diverged:
+        with suppress(Exception):  # what is still written must not appear where the state was
+            trainer.state.finish()
+        raise
     finally:
         if at.rank == 0:
             try:
