@@ -206,10 +206,13 @@ def table(lines: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
         f"| one of {args.fleet} | " + " | ".join(f"{s}: loss | cost | refused" for s in args.settings) + " |"
     ]
     rows.append("| --- |" + " ---: | ---: | ---: |" * len(args.settings))
-    for kind in args.kinds:
+    for kind in [kind for kind in args.kinds if any((kind, s) in cells for s in args.settings)]:
         words = []
         for setting in args.settings:
-            some = cells[kind, setting]
+            some = cells.get((kind, setting))
+            if not some:
+                words.append("| |")
+                continue
             costs = [line["loss_mixed"] - base[line["seed"]] for line in some if line["seed"] in base]
             loss = statistics.mean(line["loss_mixed"] for line in some)
             cost = f"{statistics.mean(costs):+.3f}" if costs else ""
@@ -235,7 +238,14 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--to", help="append the JSON lines to this file")
+    parser.add_argument("--table", metavar="FILE", help="run nothing; the tables of such a file")
     args = parser.parse_args()
+    if args.table:
+        every_line = [json.loads(line) for line in Path(args.table).read_text(encoding="utf-8").splitlines()]
+        for fleet in sorted({line["fleet"] for line in every_line}):
+            args.fleet = fleet
+            print(table([line for line in every_line if line["fleet"] == fleet], args), end="\n\n")
+        return
     lines = []
     for line in runs(args):
         lines.append(line)
