@@ -39,6 +39,10 @@ def test_the_papers_models_have_exactly_the_stated_parameters():
 def test_a_resolved_recipe_reads_back_as_itself():
     recipe = parse_recipe(TEXT, ["outer.values=2bit", "replicas.edge.bucket_link={mbps=50.0}"])
     assert parse_recipe(dump_recipe(recipe)) == recipe
+    for odd in ("🚀/模型", "a\\b", 'say "hi"', "\x7f\x1b\x85\u202e", "\U000e0041"):
+        named = parse_recipe(TEXT, [f"data.corpus={odd}"])
+        assert parse_recipe(dump_recipe(named)) == named
+        assert named.data.corpus == odd
 
 
 @pytest.mark.parametrize("path", sorted(glob.glob("recipes/*.toml")))

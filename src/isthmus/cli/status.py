@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from isthmus.printing import visible
+
 if TYPE_CHECKING:
     from isthmus.protocol.ledger import Ledger
 
@@ -136,7 +138,7 @@ def table(found: RunStatus) -> str:
             f"{number(m.loss, '.3f'):>8}{number(m.tokens_per_second, ',.0f'):>10}"
             f"  {'delivered' if m.delivered else '-'}"
         )
-    lines += [f"{m.replica} waits: {m.waits_for}" for m in found.members if m.waits_for]
+    lines += [f"{m.replica} waits: {visible(m.waits_for)}" for m in found.members if m.waits_for]
     if found.clock_behind_seconds > WRONG_CLOCK_SECONDS:
         lines.append(
             f"this machine's clock is {found.clock_behind_seconds:.0f} s behind the bucket's: what was seen "
@@ -145,5 +147,5 @@ def table(found: RunStatus) -> str:
     if found.awaited:
         lines.append(f"round {found.round + 1} waits for {', '.join(found.awaited)}")
     for name, reason in found.refused.items():
-        lines.append(f"round {found.round} refused {name}: {reason}")
+        lines.append(f"round {found.round} refused {name}: {visible(reason)}")
     return "\n".join(lines)

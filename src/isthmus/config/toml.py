@@ -137,6 +137,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         raise ConfigError(f"{where} is {_kind(value)}{shown}; it must be {wanted}")
     if isinstance(value, str) and len(value) > MOST_CHARACTERS:
         raise ConfigError(f"{where} has {len(value):,} characters; it may have {MOST_CHARACTERS:,}")
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        raise ConfigError(f"{where} is not UTF-8 text")  # typed in a terminal of another encoding
     return value
 
 
@@ -208,4 +210,7 @@ def toml_line(key: str, value: Any) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(_lines(value)) + " }"
-    return json.dumps(value) if isinstance(value, str | bool) else repr(value)
+    if isinstance(value, str):
+        # As JSON writes it, but TOML has no pairs of surrogates, and DEL is a control character there.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value) if isinstance(value, bool) else repr(value)

@@ -7,6 +7,7 @@ from typing import Any
 
 from isthmus.config import Recipe, ReplicaConfig, nearest
 from isthmus.errors import ConfigError
+from isthmus.printing import visible
 from isthmus.runlog import Row, RunDir, totals
 from isthmus.runlog.words import count, first_and_last, fleet_in_words, rate, size
 
@@ -104,7 +105,7 @@ def _leaves(table: Mapping[str, Any], prefix: str) -> list[tuple[str, str]]:
         if isinstance(value, Mapping):
             leaves += _leaves(value, f"{prefix}{key}.")
         elif value is not None:
-            leaves.append((f"{prefix}{key}", f"{value:g}" if isinstance(value, float) else str(value)))
+            leaves.append((f"{prefix}{key}", f"{value:g}" if isinstance(value, float) else visible(value)))
     return leaves
 
 
