@@ -195,6 +195,7 @@ def _stage_agent(spec: Any, logs: Any, restarts: Restarts) -> Any:
     """
     from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
     base: Any = LocalElasticAgent  # its decorated methods have no types
 
@@ -202,6 +203,15 @@ def _stage_agent(spec: Any, logs: Any, restarts: Restarts) -> Any:
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
             restarts.starting()
             return super()._start_workers(worker_group)
+
+        def _rendezvous(self, worker_group: Any) -> None:
+            try:
+                super()._rendezvous(worker_group)
+            except (ValueError, KeyError, TypeError) as error:  # what torch read of another machine's
+                raise RendezvousConnectionError(
+                    f"replica {restarts.replica}: another machine left in the store what no launcher writes: "
+                    f"{str(error)[:100]}"
+                ) from None
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
