@@ -6,10 +6,12 @@ from typing import Any
 
 from isthmus.errors import ConfigError
 from isthmus.page.compare import METRICS, Entry, heading
+from isthmus.printing import visible
 from isthmus.runlog.words import count
 
 COLOURS = ("#1f66c1", "#c8590a", "#12806a", "#7a4bc2", "#b0308a", "#6b7a12", "#a33a32", "#4a5560")
 INK, SOFT, FAINT = "#1d2329", "#5d6770", "#e6e3dd"
+MOST_LABEL = 120  # characters
 SETTLED = 0.04  # share of the tokens after which a loss curve is worth its height
 
 
@@ -89,7 +91,9 @@ def _colour(number: int, total: int) -> Any:
 
 def _label(entry: Entry, found: Mapping[str, Sequence[str]], number: int) -> str:
     settings = ", ".join(f"{heading(key)} {values[number]}" for key, values in list(found.items())[:3])
-    return f"{entry.label}: {settings}" if settings else entry.label
+    label = visible(f"{entry.label}: {settings}" if settings else entry.label)
+    # What stands between two dollar signs would be taken for a formula.
+    return (label if len(label) <= MOST_LABEL else label[:MOST_LABEL] + "…").replace("$", r"\$")
 
 
 def _leave_out_the_fall(axes: Any, lines: Sequence[tuple[Entry, list[tuple[float, float]]]]) -> None:
