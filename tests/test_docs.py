@@ -270,11 +270,13 @@ def test_the_fields_of_every_document_are_those_that_the_code_writes():
     for first, second in re.findall(r"^\| (.*?) ?\| (`.+?) \|", section(PROTOCOL, "Documents"), re.MULTILINE):
         document = first.strip("` ") or document
         fields_of.setdefault(document, set()).update(re.findall(r"`(\w+)`", second))
-    ledger = literal_keys(ROOT / "src" / "isthmus" / "protocol" / "ledger.py")
+    protocol = ROOT / "src" / "isthmus" / "protocol"
+    ledger = literal_keys(protocol / "ledger.py") + literal_keys(protocol / "payloads.py")
     entry = set(Entry("rack", ()).to_dict())
     manifest = Manifest(round=1, anchor="", entries=(), refused=(), members=(), deadline_seconds=0, seconds=0)
     assert fields_of["run.json"] in ledger
     assert fields_of["anchor"] in ledger
+    assert fields_of["leave"] in ledger
     assert fields_of["heartbeat"] == set(Heartbeat().to_dict())
     assert fields_of["commit"] - entry in ledger
     assert entry <= fields_of["commit"]

@@ -14,7 +14,7 @@ from small_recipes import RACK, recipe_text
 from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable, passes
 from isthmus.protocol.heartbeat import WAITING, Heartbeat
-from isthmus.runtime import versions
+from isthmus.runtime import versions, worker
 from isthmus.runtime.failure import (
     LONGEST_PAUSE_SECONDS,
     PASSING_STATUS,
@@ -24,6 +24,7 @@ from isthmus.runtime.failure import (
     Settled,
     failure_note,
 )
+from isthmus.runtime.private_state import put_aside
 from isthmus.runtime.process import LauncherConfig
 from isthmus.runtime.recorder import ANSWER_SECONDS, Recorder
 from isthmus.runtime.restarts import Restarts
@@ -358,3 +359,44 @@ def test_a_recorder_whose_store_is_away_says_so_once_and_goes_on_looking_after_t
     one.last.round, answers = 0, [StoreError("s3://b: permission denied", "denied")]
     with pytest.raises(StoreError, match="denied"):
         Recorder.record(one, lambda: False, poll_seconds=0.0)
+
+
+def test_state_that_is_put_aside_is_renamed_whole_and_the_log_names_its_folder(tmp_path: Path):
+    said: list[str] = []
+    for number in range(6):
+        for part in ("stage-0", "stage-1"):
+            folder = tmp_path / part / "state" / "round-000001"
+            folder.mkdir(parents=True)
+            (folder / "feedback.safetensors").write_text(f"{part} {number}")
+        put_aside(tmp_path, said.append)
+        assert not list(tmp_path.glob("*/state"))
+    for part in ("stage-0", "stage-1"):
+        kept = sorted((tmp_path / part).iterdir())
+        texts = [(each / "round-000001" / "feedback.safetensors").read_text() for each in kept]
+        assert texts == [f"{part} {number}" for number in (0, 4, 5)]  # the first, and the newest two
+        assert f"its private state is put aside: {kept[-1]}" in said
+    put_aside(tmp_path, said.append)
+    assert len(said) == 12
+
+
+def test_a_worker_that_has_diverged_puts_its_state_aside_and_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    state = tmp_path / "whole" / "state"
+    state.mkdir(parents=True)
+    (state / "update-000003.safetensors").write_text("mine")
+
+    def diverges(*args: object) -> int:
+        raise Diverged("replica rack holds another anchor")
+
+    monkeypatch.setattr(worker, "run_worker", diverges)
+    monkeypatch.setattr(worker, "die_with_parent", lambda parent: None)
+    config = LauncherConfig(url="bucket", replica="rack", work_dir=str(tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert worker.main([config.to_json()]) == PASSING_STATUS
+    finally:
+        signal.signal(signal.SIGINT, before)
+    (aside,) = (tmp_path / "whole").iterdir()
+    assert (aside / "update-000003.safetensors").read_text() == "mine"
+    assert str(aside) in capsys.readouterr().err
