@@ -163,7 +163,10 @@ PLAIN = {
         ("ledger", "rebuild", "bucket", "--without", "bob", "--to", "t"),
         'there is no replica "bob"',
     ),
-    "sweep: no anchors": (("ledger", "sweep", "bucket"), "0 complete anchors; sweeping needs two"),
+    "sweep: no anchors": (
+        ("ledger", "sweep", "bucket"),
+        "0 complete anchors that can be believed; sweeping needs two",
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,9 @@ def test_sixteen_closers_race_for_a_manifest_and_one_wins(any_store_url: str, tm
 
         def create_one(ledger: Ledger, gate: threading.Barrier = gate) -> bool:
             shards = tuple(Shard(i, "0" * 64, size) for i, size in enumerate(ledger.sizes))
-            entries = (Entry(ledger.signer.replica, shards, 1.0),)
+            entry = Entry(ledger.signer.replica, shards, 1.0)
+            body = entry.to_dict() | {"round": 1, "anchor": "", "incarnation": "1"}
+            entries = (replace(entry, commit=ledger.signer.seal("commit", ledger.run.run_id, body)),)
             rest = {"anchor": "", "refused": (), "members": (), "deadline_seconds": 1.0, "seconds": 1.0}
             gate.wait()
             return ledger.create_manifest(Manifest(round=1, entries=entries, **rest))
@@ -246,7 +249,7 @@ def test_no_credential_is_in_the_bucket(seaweed_url: str, tmp_path: Path):
     replicas = run.replicas()
     rounds(replicas, [1, 2])
     store = open_store(seaweed_url)
-    keys = [path.read_bytes().strip() for path in run.keys.iterdir()]
+    keys = [path.read_bytes().split()[0] for path in run.keys.iterdir()]
     secrets = [word.encode() for word in servers.ADMIN] + keys + [bytes.fromhex(k.decode()) for k in keys]
     for key in store.list():
         data = store.get(key, max_bytes=1 << 24)

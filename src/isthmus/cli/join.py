@@ -1,8 +1,8 @@
 """`isthmus join` and `isthmus leave`: this machine's part of a fleet."""
 
 import argparse
+import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from isthmus.errors import ConfigError
@@ -71,18 +71,15 @@ def join(args: argparse.Namespace) -> int:
 
 
 def leave(args: argparse.Namespace) -> int:
-    from isthmus.protocol.access import check_key, find_member, open_ledger
-    from isthmus.protocol.ledger import Ledger
-    from isthmus.protocol.trust import load_signer
+    from isthmus.protocol.access import open_as, open_ledger, pin_warning
 
-    ledger = open_ledger(args.url)
-    find_member(ledger.run, args.replica)
-    key = Path(args.key or Path("keys") / ledger.run.recipe.name / f"{args.replica}.key")
-    check_key(ledger.run, args.replica, key)
+    ledger, key = open_as(open_ledger(args.url).store, args.replica, args.key or "")
+    if warning := pin_warning(ledger.signer, key):
+        print(f"isthmus: {warning}", file=sys.stderr)
     found = ledger.heartbeat(args.replica)
     if found is None or found[0].gone:
         raise ConfigError(f"replica {args.replica} is not in the run now")
     heartbeat, _ = found
-    Ledger(ledger.store, ledger.run, load_signer(key, args.replica)).ask_to_leave(heartbeat.incarnation)
+    ledger.ask_to_leave(heartbeat.incarnation)
     print(f"{args.replica} will leave at the end of round {heartbeat.round + 1}.")
     return 0

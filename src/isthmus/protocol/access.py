@@ -7,9 +7,9 @@ from isthmus.config import Member
 from isthmus.errors import ConfigError, Elsewhere
 from isthmus.protocol.history import check_pinned
 from isthmus.protocol.ledger import Ledger, RunInfo, read_run
-from isthmus.protocol.trust import load_signer
+from isthmus.protocol.trust import Signer, load_signer
 from isthmus.runlog import RunDir
-from isthmus.store import open_store
+from isthmus.store import Store, open_store
 from isthmus.store.url import parse_url
 
 
@@ -47,14 +47,29 @@ def find_member(run: RunInfo, replica: str) -> Member:
     raise ConfigError(f'there is no replica "{replica}" in this run; there is {names}')
 
 
-def check_key(run: RunInfo, replica: str, key: Path) -> str:
-    """The key is this replica's and its file names this run. A warning where it names none, or nothing."""
+def open_as(store: Store, replica: str, key: str = "") -> tuple[Ledger, Path]:
+    """The run as one of its replicas, and the file of its key.
+
+    The key names the run: where it does not fit, nothing in run.json is believed or used.
+    """
+    named = Path(key) if key else None
+    run = read_run(store, load_signer(named, replica) if named and named.is_file() else None)
+    find_member(run, replica)
+    path = named or Path("keys") / run.recipe.name / f"{replica}.key"
+    check_key(run, replica, path)
+    return Ledger(store, run, load_signer(path, replica)), path
+
+
+def check_key(run: RunInfo, replica: str, key: Path) -> None:
+    """Is this the replica's key, and is the run the one that it was made for?"""
     signer = load_signer(key, replica)
     check_pinned(run.digest, signer)
     if signer.public_key != run.keys.get(replica):
         raise ConfigError(f"{key} is not the key of replica {replica} in this run; copy the one `init` wrote")
+
+
+def pin_warning(signer: Signer, key: Path) -> str:
+    """What is to be said of a key of an older version, or nothing."""
     if signer.pinned:
         return ""
-    return (
-        f"{key} does not say for which run it is, as keys up to 0.2: whoever can write run.json can change it"
-    )
+    return f"{key} does not name its run, as keys up to 0.2: a run.json that was replaced goes unnoticed"

@@ -30,7 +30,8 @@ class Audit:
     last_signed: int = 0  # the newest theta whose digest contributors have signed
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"from": self.begins_with, "to": self.rounds}
+        facts = asdict(self)
+        return {"from": facts.pop("begins_with"), "to": facts.pop("rounds")} | facts
 
     def to_lines(self) -> list[str]:
         first, last = self.begins_with + 1, self.rounds

@@ -108,9 +108,10 @@ def _unfinished(store: Store, keys_dir: Path) -> RunInfo | None:
     run = read_run(store)
     for folder in sorted(keys_dir.parent.glob(f".{glob.escape(keys_dir.name)}.*")):
         with contextlib.suppress(ConfigError):
-            if all(check_key(run, name, folder / f"{name}.key") == "" for name in run.keys):
-                os.rename(folder, keys_dir)
-                return run
+            for name in run.keys:
+                check_key(run, name, folder / f"{name}.key")
+            os.rename(folder, keys_dir)
+            return run
     raise ConfigError(
         f'the bucket already holds the run "{run.recipe.name}" ({run.run_id}); give another URL'
     )

@@ -41,9 +41,7 @@ def launch(config: LauncherConfig) -> int:
 
 
 def _launch(config: LauncherConfig) -> int:
-    from isthmus.protocol.access import check_key, find_member
-    from isthmus.protocol.ledger import Ledger, read_run
-    from isthmus.protocol.trust import load_signer
+    from isthmus.protocol.access import find_member, open_as, pin_warning
     from isthmus.runtime import agent
     from isthmus.runtime.checks import check_corpus, check_not_taken, check_start, check_trainable
     from isthmus.runtime.handshake import Credentials
@@ -51,30 +49,28 @@ def _launch(config: LauncherConfig) -> int:
     from isthmus.store.objects import open_store
 
     store = open_store(config.url, create=False)
-    run = read_run(store)
+    ledger, key = open_as(store, config.replica, config.key)
+    run, member = ledger.run, find_member(ledger.run, config.replica)
     check_trainable(run.recipe)
-    check_start(Ledger(store, run))
-    member = find_member(run, config.replica)
-    key = Path(config.key or Path("keys") / run.recipe.name / f"{member.name}.key")
-    check_key(run, member.name, key)
+    check_start(ledger)
     log, leads = logger(member.name), config.stage in (None, 0)
-    if warning := check_device(config, run.recipe, member):
-        log(warning)
+    for warning in (pin_warning(ledger.signer, key), check_device(config, run.recipe, member)):
+        if warning:
+            log(warning)
     host, port = find_address(config, member)
-    signer = load_signer(key, member.name)
-    credentials = Credentials(run.run_id, signer)
+    credentials = Credentials(run.run_id, ledger.signer)
     work = Path(config.work_dir or Path("work") / run.recipe.name / member.name).resolve()
     if leads:
         check_corpus(run)
         if not config.parent:
-            check_not_taken(Ledger(store, run), member.name, work)
+            check_not_taken(ledger, member.name, work)
     else:
         find_master(host, port, config.wait_seconds, credentials, config.stage or 0)
     store.probe(f"members/{member.name}/probe")  # may this machine's credentials write at all?
     stages = member.config.stages
     log(f'joining "{run.recipe.name}" as {member.config.kind} replica of {stages} stage{"s" * (stages > 1)}')
     config = replace(config, key=str(key.resolve()), work_dir=str(work))
-    say = Ledger(store, run, signer).beat if leads else None
+    say = ledger.beat if leads else None
     waiting = WaitingNotes(work, say, run.recipe.bucket.heartbeat_seconds)
     waiting.start()
     num_workers = max(stages, member.config.processes)
