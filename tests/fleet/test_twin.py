@@ -38,6 +38,7 @@ SMALL = replicas("rack") + EDGE
 FLEET = SMALL + FAR
 FP64 = ["inner.precision=fp64", "outer.values=fp64", "replicas.edge.wire=fp64", "replicas.far.wire=fp64"]
 AS_SHIPPED = ["outer.values=2bit", "replicas.edge.wire=bf16"]
+BEYOND = ["inner.optimizer=muon", "replicas.edge.wire=int5"]  # what the paper does not have
 PROJECTED = ["subspace.weight_projection=true"]  # Table 5b: what is sent begins at P W
 FINISHING = ["finish.rounds=2"]  # round 2 half open, round 3 open
 EXACT = ("activations", "gradients", "tokens", "payload_up", "payload_down")
@@ -108,8 +109,8 @@ def fp64(tmp_path_factory: pytest.TempPathFactory) -> Twins:
 
 
 @pytest.fixture(scope="module")
-def muon(tmp_path_factory: pytest.TempPathFactory) -> Twins:
-    return run_both(tmp_path_factory.mktemp("muon"), [*FP64[:3], "inner.optimizer=muon"])
+def beyond(tmp_path_factory: pytest.TempPathFactory) -> Twins:
+    return run_both(tmp_path_factory.mktemp("beyond"), [*FP64[:2], *BEYOND])
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +141,7 @@ def test_a_run_that_ends_with_open_boundaries_scores_alike_with_and_without_them
     assert before["loss_pipelined"] != before["loss_full"]
 
 
-@pytest.mark.parametrize("twins", ["fp64", "muon"])
+@pytest.mark.parametrize("twins", ["fp64", "beyond"])
 def test_weights_after_every_round_are_the_simulators_in_float64(request, twins):
     both = request.getfixturevalue(twins)
     assert len(both.real) == len(both.simulated) == ROUNDS
@@ -191,7 +192,7 @@ def test_every_process_reports_the_replayed_anchor_after_every_round(request, tw
     assert [row["anchor"] for row in both.real_rows[1:]] == both.digests
 
 
-@pytest.mark.parametrize("twins", ["fp64", "as_shipped", "finished"])
+@pytest.mark.parametrize("twins", ["fp64", "as_shipped", "finished", "beyond"])
 def test_bytes_that_the_processes_counted_are_those_that_traffic_predicts(request, twins):
     both = request.getfixturevalue(twins)
     counted = totals(both.real_rows)["bytes"]

@@ -233,3 +233,22 @@ def test_times_that_drift_change_the_depths_of_the_next_inner_step_and_not_the_w
     assert in_flight[second + LOOK_EVERY] == [8, 8, 5, 1]  # 2.5 s is followed at once
     assert torch.allclose(seen, expected, rtol=1e-9)
     assert relative(params, weights) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("purpose", "says"), [("activations", "stage 0 sent stage 1"), ("gradients", "2 sent stage 1")]
+)
+def test_a_frame_that_no_stage_sends_stops_the_step_and_names_its_sender(monkeypatch, purpose, says):
+    recipe = parse_recipe(RECIPE, [*FP32, "replicas.edge.wire=int4"])
+    replica = PipelinedReplica.in_one_process(recipe, recipe.fleet()[1], batches_of(recipe))
+    replica.inner_step(0)
+    end = replica.links[1][0 if purpose == "activations" else 1]
+    receive = end.receive
+
+    def damaged(timeout_seconds=None):
+        first, *rest = receive(timeout_seconds)
+        return (torch.full_like(first, 255), *rest) if first.dtype == torch.uint8 else (first, *rest)
+
+    monkeypatch.setattr(end, "receive", damaged)
+    with pytest.raises(RunError, match=f"replica edge: .*{says} a frame that is none of this run"):
+        replica.inner_step(1)

@@ -13,7 +13,7 @@ from isthmus.subspace import (
     reproject,
     split,
 )
-from isthmus.subspace.boundary import as_on_wire
+from isthmus.subspace.wire import as_on_wire
 
 WIDTH, DIM, VOCAB = 32, 4, 100
 
@@ -114,6 +114,7 @@ def test_the_wire_rounds_the_stream_and_its_gradient():
     out = as_on_wire(z, torch.bfloat16)
     out.backward(grad)
     assert torch.equal(out, z.detach().bfloat16().float())
+    assert z.grad is not None
     assert torch.equal(z.grad, grad.bfloat16().float())
 
 

@@ -10,6 +10,7 @@ from isthmus.errors import ConfigError
 MOST_REPLICAS = 4096  # of a run
 MOST_STAGES = 256  # or processes, of a replica
 RATIO = re.compile(r"\s*[0-9.]{1,30}(/[0-9]{1,30}|e-?[0-9]{1,2})?\s*")
+WIRES = ("bf16", "int8", "int6", "int5", "int4", "fp32", "fp64")  # layout.wire knows their bytes
 AUTO = "auto"  # to be picked before a run: compression by the link, sharding and recompute by the memory
 
 
@@ -40,7 +41,7 @@ class ReplicaConfig:
     sharding: str = AUTO  # "full": its processes cut the model between them; "none": each has it whole
     recompute: str = AUTO  # "yes": as inner.recompute, for these replicas only; or "no"
     compression: str = "none"  # k/d between stages, as "1/8"; "auto": planner.auto picks it before a run
-    wire: str = "bf16"  # what activations and their gradients cross a link as; or "fp32", "fp64"
+    wire: str = "bf16"  # what crosses a link, both ways; or "int8", "int6", "int5", "int4", "fp32", "fp64"
     backend: str = "gloo"  # between stages; "nccl" where all are GPUs on one fast network
     link: LinkConfig = field(default_factory=LinkConfig)  # between stages
     bucket_link: LinkConfig | None = None  # to the other replicas, by every machine; as `link` when not given
@@ -51,7 +52,7 @@ class ReplicaConfig:
         where = f"replica {self.name}"
         name_of("replica name", self.name, "-_")
         choice(f"{where}: kind", self.kind, ("full", "pipelined"))
-        choice(f"{where}: wire", self.wire, ("bf16", "fp32", "fp64"))
+        choice(f"{where}: wire", self.wire, WIRES)
         choice(f"{where}: backend", self.backend, ("gloo", "nccl"))
         choice(f"{where}: sharding", self.sharding, (AUTO, "none", "full"))
         choice(f"{where}: recompute", self.recompute, (AUTO, "no", "yes"))
@@ -116,10 +117,6 @@ class ReplicaConfig:
         return width if self.ratio is None else max(1, int(width * self.ratio))
 
     @property
-    def wire_bytes(self) -> int:
-        return {"bf16": 2, "fp32": 4, "fp64": 8}[self.wire]
-
-    @property
     def outer_link(self) -> LinkConfig:
         return self.bucket_link or self.link
 
@@ -135,6 +132,7 @@ class BucketConfig:
     anchor_every: int = 10  # rounds between whole models in the bucket
     heartbeat_seconds: float = 3.0
     norm_limit: float = 3.0  # times the round's median norm; an update beyond is refused
+    sign_agreement: float = 0.4  # an update is refused whose signs agree less than this with most others
 
     def __post_init__(self) -> None:
         within("bucket.deadline_seconds", self.deadline_seconds, 0, 1e7)
@@ -143,6 +141,7 @@ class BucketConfig:
         within("bucket.anchor_every", self.anchor_every, 1, 1e9)
         above("bucket.heartbeat_seconds", self.heartbeat_seconds, 0, 86_400)
         above("bucket.norm_limit", self.norm_limit, 1, 1e9)
+        within("bucket.sign_agreement", self.sign_agreement, 0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)

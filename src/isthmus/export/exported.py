@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from isthmus.config import ModelConfig
+from isthmus.config.fleet import WIRES
 from isthmus.data.tokenizer import Encoder
 from isthmus.data.tokenizer_file import tokenizer_bytes
 from isthmus.errors import ConfigError
 from isthmus.model.hf import CONFIG, PIPELINED, read_config, read_extra, read_json
-from isthmus.subspace.wire import WIRE_TYPES
 
 TOKENIZER, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
@@ -53,7 +53,7 @@ class ExportedFolder:
         try:
             return _boundaries(self.config, self.model, read_extra(self.path, "boundary."))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            known = ", ".join(WIRE_TYPES)
+            known = ", ".join(WIRES)
             raise ConfigError(
                 f"{self.path / CONFIG} does not describe its boundaries ({error!r:.200}; wires are {known}); "
                 "export it again"
@@ -102,7 +102,7 @@ def _boundaries(config: Mapping[str, Any], model: ModelConfig, extra: Mapping[st
     if not all(t.is_floating_point() for t in (*bases, *([table] if table is not None else []))):
         raise ValueError("U and the table are floating point")
     wire, share = config["wire"], config["open_share"]
-    if wire not in WIRE_TYPES:
+    if wire not in WIRES:
         raise ValueError(f"wire is {wire!r:.40}")
     if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
         raise ValueError(f"open_share is {share!r:.40}; it is 0 to 1")

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WIRES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4}
 
 
 class IsthmusConfig(LlamaConfig):
@@ -23,7 +24,7 @@ class IsthmusConfig(LlamaConfig):
 
     boundaries      list of {"layer": number of layers before it, "basis": number of its U, or null}
     subspace_dims   k of each U
-    wire            the type of the stream on the link
+    wire            the type of the stream on the link, or its bits
     frozen_table    whether T is a table of its own, not the embedding
     open_share      a, the share that passes outside U in a finishing round, or null
     """
@@ -45,7 +46,7 @@ class IsthmusForCausalLM(LlamaForCausalLM):
             self.boundary.register_buffer(f"basis_{i}", torch.zeros(config.hidden_size, dim))
         if config.frozen_table:
             self.boundary.register_buffer("table", torch.zeros(config.vocab_size, config.hidden_size))
-        self.wire = WIRES[config.wire]
+        self.wire, self.bits = WIRES.get(config.wire), BITS.get(config.wire)
         self.tokens: Tensor | None = None  # (B, L) of the forward under way
         self.model.register_forward_pre_hook(self._remember, with_kwargs=True)
         for entry in config.boundaries:
@@ -77,4 +78,20 @@ class IsthmusForCausalLM(LlamaForCausalLM):
         return self._carry(x - (1 - self.config.open_share) * (drift - (drift @ basis) @ basis.mT))
 
     def _carry(self, z: Tensor) -> Tensor:
+        if self.bits:
+            return carried(z, self.bits)
+        assert self.wire is not None
         return z.to(self.wire).to(z.dtype) if self.wire.itemsize < z.dtype.itemsize else z
+
+
+def carried(z: Tensor, bits: int) -> Tensor:
+    """z (..., L, K) rounded to a few bits: each sequence's mean is kept, and the rest of a token is a whole
+    number of its step, which is the sequence's largest one over a power of 2^(1/8)."""
+    most, x = 2 ** (bits - 1) - 1, z if z.dtype == torch.float64 else z.float()
+    mean = x.mean(-2, keepdim=True).bfloat16().to(x.dtype)
+    needed = (x - mean).abs().amax(-1, keepdim=True) / most
+    top = needed.amax(-2, keepdim=True).float().to(x.dtype)
+    below = (torch.log2(top / needed) * 8).nan_to_num(0.0).clamp(0, 255).floor()
+    step = top * torch.exp2(below.double() / -8).float().to(x.dtype)
+    codes = ((x - mean) / step).nan_to_num(0.0).round().clamp(-most, most)
+    return (codes * step + mean).to(z.dtype)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from isthmus.config import Member, ModelConfig, Recipe, ReplicaConfig
 from isthmus.layout.chunks import packed_many_bytes
 from isthmus.layout.stages import EMBEDDING, boundaries, stage_names, stage_of
+from isthmus.layout.wire import stream_bytes
 
 STAGE_PURPOSES = ("activations", "gradients", "tokens")
 REPLICA_PURPOSES = ("payload_up", "payload_down", "control")
@@ -82,12 +83,14 @@ def inner_step_bytes(recipe: Recipe, member: Member, subspace_dim: int | None = 
     """What crosses all the stage boundaries of one replica in one inner step, by purpose."""
     replica, model = member.config, recipe.model
     num_links = len(boundaries(model.layers, replica.stages))
-    num_tokens = recipe.inner.batch * model.context
     dim = replica.subspace_dim(model.width) if subspace_dim is None else subspace_dim
-    stream = num_links * num_tokens * dim * replica.wire_bytes
+    forth, back = (
+        num_links * stream_bytes(replica.wire, recipe.inner.batch, model.context, dim, centred)
+        for centred in (True, False)
+    )
     # One id more than there are positions: the last stage finds its targets in the same message.
     ids = num_links * recipe.inner.batch * (model.context + 1) * model.token_bytes
-    return {"activations": stream, "gradients": stream, "tokens": ids}
+    return {"activations": forth, "gradients": back, "tokens": ids}
 
 
 def micro_batch_bytes(recipe: Recipe, member: Member) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isthmus.config import Member, Recipe
 from isthmus.data.tokens import Batches
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, RunError
 from isthmus.layout.schedule import (
     Action,
     Backward,
@@ -318,9 +318,14 @@ class _StageStep:
         """Add this stage's share to those of the stages after it; the sum goes to the stage before."""
         with self.clock:
             square = self.stage.squared_norm()
-        self.square, loss = torch.stack(
-            [square.double().view(()), self.loss]
+        sides = list(self.stage.sound)
+        sound = [self.stage.sound[side].double() for side in sides]
+        self.square, loss, *sound = torch.stack(
+            [square.double().view(()), self.loss, *sound]
         ).tolist()  # the device is waited for once
+        for side, fine in zip(sides, sound, strict=True):
+            if not fine:
+                self._refuse(side)
         # On a GPU the host only launches the work, and the clock knows how long it took.
         seconds = self.clock.lap() if self.clock.on_cuda else self.compute_seconds
         compute = seconds / self.num_micro_batches
@@ -336,6 +341,14 @@ class _StageStep:
         self.totals = share
         if self.before:
             self.before.send({"control": share})
+
+    def _refuse(self, side: str) -> None:
+        index = self.stage.index
+        neighbour = index - 1 if side == "before" else index + 1
+        raise RunError(
+            f"replica {self.stage.member.name}: stage {neighbour} sent stage {index} a frame that is none of "
+            "this run: a number that is not finite, or a code outside the wire's"
+        )
 
     def send_totals(self) -> None:
         if self.before:

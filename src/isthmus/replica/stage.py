@@ -17,13 +17,13 @@ from isthmus.replica.split_backward import DeferredGradients, DeferredWeight
 from isthmus.replica.trainable import Trainable
 from isthmus.subspace import OpenBoundary, SubspaceBoundary
 from isthmus.subspace.boundaries import BasisSet
-from isthmus.subspace.wire import WIRE_TYPES
+from isthmus.subspace.wire import wire_of
 
 
 class Stage(Trainable):
     """A slice of layers with its own weights, InnerOpt and, when compressed, the anchor's embedding table.
 
-    Tensors cross a boundary in the wire's type, both ways; inside the stage they have the stream's. Every
+    Tensors cross a boundary as the wire has them, both ways; inside the stage they have the stream's. Every
     micro-batch in flight keeps its activations until its backward, and its layers' products until the
     second part of a split backward. The head's weight gradient is never deferred: it would keep the logits'
     gradient in memory.
@@ -52,7 +52,8 @@ class Stage(Trainable):
         params = {name: tensor.to(device, master_dtype) for name, tensor in drawn.items()}
         bases, half = BasisSet(recipe, device, master_dtype), self.dtype == torch.bfloat16
         super().__init__(recipe, [member], params, bases, bf16_copies=half)
-        self.member, self.index, self.wire = member, index, WIRE_TYPES[member.config.wire]
+        self.member, self.index, self.wire = member, index, wire_of(member.config.wire)
+        self.sound: dict[str, Tensor] = {}  # of a step's frames from either side, where that can be told
         self.first, self.last = index == 0, index == num_stages - 1
         edges = (0, *boundaries(model.layers, num_stages), model.layers)
         self.layers = range(edges[index], edges[index + 1])
@@ -87,25 +88,35 @@ class Stage(Trainable):
 
     def frames(self) -> tuple[Frame, Frame]:
         """What one micro-batch sends over a link, forward and back. Both sides know it: no shape travels."""
-        model, inner = self.recipe.model, self.recipe.inner
-        rows, dim = inner.batch // inner.micro_batches, self.member.config.subspace_dim(model.width)
-        stream = (rows, model.context, model.width if self.bases.opening else dim)
+        model, rows = self.recipe.model, self._stream_shape()[0]
         # One id more than there are positions: the last stage finds its targets in the same frame.
         ids = TensorSpec("tokens", (rows, model.context + 1), TOKEN_TYPES[model.token_bytes])
-        return (TensorSpec("activations", stream, self.wire), ids), (
-            TensorSpec("gradients", stream, self.wire),
-        )
+        forth, back = (self.wire.spec(self._stream_shape(), centred) for centred in (True, False))
+        return (TensorSpec("activations", *forth), ids), (TensorSpec("gradients", *back),)
+
+    def _stream_shape(self) -> tuple[int, int, int]:
+        """(B, L, K) of one micro-batch on a link."""
+        model, inner = self.recipe.model, self.recipe.inner
+        dim = model.width if self.bases.opening else self.member.config.subspace_dim(model.width)
+        return inner.batch // inner.micro_batches, model.context, dim
+
+    def _received(self, side: str, data: Tensor, dtype: torch.dtype) -> Tensor:
+        """A frame from the stage "before" or "after" as a stream (B, L, K)."""
+        z, sound = self.wire.decode(data, self._stream_shape(), dtype, centred=side == "before")
+        if sound is not None:
+            self.sound[side] = sound & self.sound.get(side, sound)
+        return z
 
     def forward(self, micro_batch: int, tokens: Tensor, z_in: Tensor | None = None) -> Tensor:
-        """tokens (B, L + 1) and z_in (B, L, K), which the first stage has not -> z_out (B, L, K); at the last
-        stage the loss: this micro-batch's share of the batch's mean, scaled by 1/m."""
+        """tokens (B, L + 1) and z_in (B, L, K), which the first stage has not -> z_out (B, L, K), both as on
+        the wire; at the last stage the loss: this micro-batch's share of the batch's mean, scaled by 1/m."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         leaf = None
         weights, model = self.leaves, self.recipe.model
         if z_in is None:
             x = embed(weights, inputs, self.dtype)  # (B, L, D)
         else:
-            leaf = z_in.to(self.dtype).detach().requires_grad_()
+            leaf = self._received("before", z_in, self.dtype).detach().requires_grad_()
             x = self.before.expand(leaf, inputs)  # (B, L, K) -> (B, L, D)
         layer_params = self._layer_params(micro_batch, weights)
         x = run_layers(layer_params, self.layers, x, model, self.rope, self.parts.layer)
@@ -115,7 +126,7 @@ class Stage(Trainable):
         else:
             out = self.after.compress(x, inputs)  # (B, L, D) -> (B, L, K)
         self.activations[micro_batch] = (leaf, out)
-        return out.detach() if self.last else out.detach().to(self.wire)
+        return out.detach() if self.last else self.wire.encode(out.detach(), centred=True)
 
     def _layer_params(self, micro_batch: int, weights: Params) -> Params:
         if not self.split:
@@ -131,7 +142,7 @@ class Stage(Trainable):
 
     def backward(self, micro_batch: int, grad: Tensor | None = None) -> Tensor | None:
         """Gradient of z_out (B, L, K), None at the last stage -> gradient of z_in (B, L, K), None at the
-        first."""
+        first; both as on the wire."""
         back = self.backward_input(micro_batch, grad)
         self.backward_weight(micro_batch)
         return back
@@ -139,9 +150,9 @@ class Stage(Trainable):
     def backward_input(self, micro_batch: int, grad: Tensor | None = None) -> Tensor | None:
         """The part of `backward` that the stage before waits for."""
         leaf, out = self.activations.pop(micro_batch)
-        out.backward(None if grad is None else grad.to(out.dtype))
+        out.backward(None if grad is None else self._received("after", grad, out.dtype))
         self.collect_grads()
-        return None if leaf is None or leaf.grad is None else leaf.grad.to(self.wire)
+        return None if leaf is None or leaf.grad is None else self.wire.encode(leaf.grad, centred=False)
 
     def backward_weight(self, micro_batch: int) -> None:
         """The rest of it, in the order of the micro-batches."""
@@ -156,6 +167,7 @@ class Stage(Trainable):
     def begin_step(self) -> None:
         self.activations.clear()
         self.deferred.clear()
+        self.sound.clear()
         self.zero_grad()
 
     def squared_norm(self) -> Tensor:

@@ -1,6 +1,5 @@
 """A stage boundary: two affine maps with the wire between them."""
 
-import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
@@ -55,19 +54,3 @@ class OpeningBoundary(OpenBoundary):
         drift = x - embedding(tokens, self.t_perp).to(x.dtype)  # (B, L, D)
         outside = drift - (drift @ basis) @ basis.mT
         return x - (1 - self.share).to(x.dtype) * outside  # in this form a = 1 is exactly x
-
-
-class _Wire(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = dtype
-        return z.to(dtype).to(z.dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype).to(grad.dtype), None
-
-
-def as_on_wire(z: Tensor, dtype: torch.dtype) -> Tensor:
-    """z as the next stage reads it, and its gradient as this stage does: both rounded to the wire's type."""
-    return z if z.dtype == dtype else _Wire.apply(z, dtype)

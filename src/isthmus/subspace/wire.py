@@ -1,19 +1,196 @@
-"""What a stage link does to numbers: it rounds them to the wire's type in both directions."""
+"""What a stage link does to a stream in both directions: it rounds it to the wire's type, or to a few bits.
+
+A wire of few bits sends for each token a step and one code a dimension, symmetric and uniform: the step is
+the token's largest magnitude over the largest code. Forward, the sequence's mean of each dimension is taken
+off first and sent beside: the stream has dimensions that are far from zero in every token. Everything is for
+one sequence, so micro-batches do not change it.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from isthmus.subspace.boundary import as_on_wire
+from isthmus.layout.wire import GROUP, INT_BITS, MEAN_BYTES, STEP_BYTES, TOP_BYTES, stream_bytes
 
-WIRE_TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+FLOAT_TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+LARGEST = 1e30  # no stream comes near it, and nothing below it overflows
+STEPS_PER_OCTAVE = 8  # a token's step is the sequence's largest, divided by a power of 2^(1/8)
+
+
+def largest_code(bits: int) -> int:
+    return 2 ** (bits - 1) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """A stream (..., L, K) as a wire of few bits carries it."""
+
+    bits: int
+    codes: Tensor  # (..., L, K) uint8, from 0 to twice the largest code
+    steps: Tensor  # (..., L) uint8, in eighths of an octave below the top
+    top: Tensor  # (...) float32, the largest step of the sequence
+    mean: Tensor | None  # (..., K) bf16, of the sequence, where it was taken off
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        work = torch.float64 if dtype == torch.float64 else torch.float32
+        step = self.top[..., None].to(work) * _fractions(self.top.device, work)[self.steps.int()]
+        values = (self.codes.to(work) - largest_code(self.bits)) * step[..., None]
+        return (values if self.mean is None else values + self.mean[..., None, :].to(work)).to(dtype)
+
+
+@lru_cache(maxsize=8)
+def _fractions(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """From a table, so that both sides of a link multiply by the same bits."""
+    powers = torch.arange(256, dtype=torch.float64) / -STEPS_PER_OCTAVE
+    return torch.exp2(powers).float().to(device, dtype)
+
+
+def rounded(z: Tensor, bits: int, centred: bool) -> Rounded:
+    """z (..., L, K) to codes of so many bits, to nearest."""
+    most = largest_code(bits)
+    x = z if z.dtype == torch.float64 else z.float()
+    mean = x.mean(-2).bfloat16() if centred else None
+    rest = x if mean is None else x - mean[..., None, :].to(x.dtype)
+    needed = rest.abs().amax(-1) / most  # (..., L)
+    top = needed.amax(-1).float()
+    # Never a step smaller than needed: it would cut off the largest value.
+    below = torch.log2(top[..., None].to(x.dtype) / needed) * STEPS_PER_OCTAVE  # inf or nan where all is 0
+    steps = below.nan_to_num(0.0).clamp(0, 255).floor().to(torch.uint8)
+    step = top[..., None].to(x.dtype) * _fractions(z.device, x.dtype)[steps.int()]
+    codes = (rest / step[..., None]).nan_to_num(0.0).round().clamp(-most, most) + most
+    return Rounded(bits, codes.to(torch.uint8), steps, top, mean)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """uint8 (..., K), each below 2^bits -> uint8 (..., ceil(K / 8) * bits): eight codes in `bits` bytes."""
+    if bits == 8 and codes.shape[-1] % GROUP == 0:
+        return codes
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    shifts = torch.arange(GROUP, device=codes.device) * bits
+    word = (padded.long() << shifts).sum(-1, keepdim=True)  # eight times eight bits fill an int64
+    return word.view(torch.uint8)[..., :bits].flatten(-2)
+
+
+def unpack_codes(data: Tensor, bits: int, dim: int) -> Tensor:
+    """The inverse of `pack_codes`."""
+    if bits == 8 and dim % GROUP == 0:
+        return data
+    groups = torch.nn.functional.pad(data.unflatten(-1, (-1, bits)), (0, 8 - bits)).contiguous()
+    shifts = torch.arange(GROUP, device=data.device) * bits
+    codes = (groups.view(torch.int64) >> shifts) & (2**bits - 1)
+    return codes.to(torch.uint8).flatten(-2)[..., :dim]
+
+
+class FloatWire:
+    """Numbers of the wire's type."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.dtype = name, FLOAT_TYPES[name]
+
+    def spec(self, shape: tuple[int, int, int], centred: bool) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of the tensor that crosses for a stream (B, L, K)."""
+        return shape, self.dtype
+
+    def encode(self, z: Tensor, centred: bool) -> Tensor:
+        return z.to(self.dtype)
+
+    def decode(
+        self, data: Tensor, shape: tuple[int, int, int], dtype: torch.dtype, centred: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The stream, and whether the frame is sound, where that can be told apart from bad training."""
+        return data.to(dtype), None
+
+    def carry(self, z: Tensor) -> Tensor:
+        # A wire of higher precision than the stream changes nothing.
+        return as_on_wire(z, self.dtype) if self.dtype.itemsize < z.dtype.itemsize else z
+
+
+class IntWire:
+    """Codes of a few bits, packed: the sequences' tops, means, steps and codes, one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.bits = name, INT_BITS[name]
+
+    def spec(self, shape: tuple[int, int, int], centred: bool) -> tuple[tuple[int, ...], torch.dtype]:
+        return (stream_bytes(self.name, *shape, centred),), torch.uint8
+
+    def encode(self, z: Tensor, centred: bool) -> Tensor:
+        sent = rounded(z.detach(), self.bits, centred)
+        parts = [sent.top, sent.mean, sent.steps, pack_codes(sent.codes, self.bits)]
+        return torch.cat([p.contiguous().flatten().view(torch.uint8) for p in parts if p is not None])
+
+    def _read(self, data: Tensor, shape: tuple[int, int, int], centred: bool) -> Rounded:
+        rows, length, dim = shape
+        codes = length * -(-dim // GROUP) * self.bits
+        sizes = (TOP_BYTES, dim * MEAN_BYTES if centred else 0, length * STEP_BYTES, codes)
+        top, mean, steps, packed = data.split([rows * size for size in sizes])
+        return Rounded(
+            self.bits,
+            unpack_codes(packed.view(rows, length, -1), self.bits, dim),
+            steps.view(rows, length),
+            top.clone().view(torch.float32),
+            mean.clone().view(torch.bfloat16).view(rows, dim) if centred else None,
+        )
+
+    def decode(
+        self, data: Tensor, shape: tuple[int, int, int], dtype: torch.dtype, centred: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The stream, and on the device, without waiting for it, whether we could have sent this frame.
+
+        Of any other frame it is zero: whoever reads what we make of it must not be blamed.
+        """
+        read = self._read(data, shape, centred)
+        sound = ((read.top >= 0) & (read.top <= LARGEST)).all()
+        sound &= (read.codes <= 2 * largest_code(self.bits)).all()
+        sound = sound if read.mean is None else sound & (read.mean.abs() <= LARGEST).all()
+        return torch.where(sound, read.values(dtype), 0), sound
+
+    def carry(self, z: Tensor) -> Tensor:
+        return _Carried.apply(z, self.bits)
+
+
+Wire = FloatWire | IntWire
+
+
+def wire_of(name: str) -> Wire:
+    return IntWire(name) if name in INT_BITS else FloatWire(name)
 
 
 class LocalLink:
     """A stage link inside one process: it rounds as a real link does."""
 
     def __init__(self, wire: str) -> None:
-        self.dtype = WIRE_TYPES[wire]
+        self.wire = wire_of(wire)
 
     def carry(self, z: Tensor) -> Tensor:
-        # A wire of higher precision than the stream changes nothing.
-        return as_on_wire(z, self.dtype) if self.dtype.itemsize < z.dtype.itemsize else z
+        return self.wire.carry(z)
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return z.to(dtype).to(z.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype).to(grad.dtype), None
+
+
+class _Carried(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, bits: int) -> Tensor:
+        ctx.bits = bits
+        return rounded(z, bits, centred=True).values(z.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return rounded(grad, ctx.bits, centred=False).values(grad.dtype), None
+
+
+def as_on_wire(z: Tensor, dtype: torch.dtype) -> Tensor:
+    """z as the next stage reads it, and its gradient as this stage does: both rounded to the wire's type."""
+    return z if z.dtype == dtype else _Cast.apply(z, dtype)
