@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from isthmus.config import Member, Recipe
@@ -15,8 +13,10 @@ from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.errors import ConfigError
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model import checkpoint
+from isthmus.model.checkpoint import load_tensors
 from isthmus.model.initial import first_params
 from isthmus.model.llama import init_tensor
+from isthmus.printing import visible
 from isthmus.protocol.access import bucket_to_read, open_ledger
 from isthmus.protocol.replay import Replay
 from isthmus.runlog import RunDir
@@ -81,7 +81,7 @@ def open_trained(spec: str, corpus: str | None = None) -> Trained:
         raise ConfigError(f"{run.state_path} changes while it is read; try again")
     rows = run.rows()
     if found is None and run.model_path.is_file() and rows and rows[-1]["round"] > 0:
-        found = rows[-1]["round"], _load(run.model_path), {}
+        found = rows[-1]["round"], load_tensors(run.model_path), {}
     bucket = run.recipe.bucket.url or str(run.path / "bucket")
     real = run.about.get("mode") == "real processes"  # a simulation does not use its recipe's bucket
     if found is None and real and ("://" in bucket or (Path(bucket) / "run.json").is_file()):
@@ -110,16 +110,9 @@ def _from_state(run: RunDir) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]
     if not rounds:
         return None
     folder = run.state_path / f"round-{rounds[-1]:06d}"
-    extra = _load(folder / "outer.safetensors") if (folder / "outer.safetensors").exists() else {}
+    extra = load_tensors(folder / "outer.safetensors") if (folder / "outer.safetensors").exists() else {}
     bases = {n.removeprefix("basis/"): t for n, t in extra.items() if n.startswith("basis/")}
-    return rounds[-1], _load(folder / "anchor.safetensors"), bases
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ConfigError(f"{path} cannot be read ({error})") from None
+    return rounds[-1], load_tensors(folder / "anchor.safetensors"), bases
 
 
 def _from_bucket(url: str, where: str, corpus: str | None) -> Trained:
@@ -165,6 +158,12 @@ def _trained(
     for name, shape in shapes.items():
         if name not in params or tuple(params[name].shape) != shape:
             raise ConfigError(f"{where} does not hold {name} as its recipe's model has it")
+    width = recipe.model.width
+    for key, basis in saved.items():
+        if basis.ndim != 2 or f"{basis.shape[1]}" != key.partition("/")[0] or basis.shape[0] != width:
+            raise ConfigError(
+                f"{where} does not hold the U of its recipe's boundaries in basis/{visible(key)}"
+            )
     if corpus.vocab_size > recipe.model.vocab:
         raise ConfigError(
             f"the corpus has a tokenizer of {corpus.vocab_size} tokens, the model only {recipe.model.vocab}; "

@@ -2,19 +2,23 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file, replacing
+from isthmus.reading import list_folder, read_json, stat_regular
 
 POINTER = "latest.json"
+POINTER_BYTES = 4096
 # On disk piece by piece: with gigabytes not yet written, another file's fsync would wait for them all.
 PIECE_BYTES = 64 << 20
 DTYPES = {
@@ -96,26 +100,51 @@ def drop_round(directory: Path, rounds: int) -> None:
 def saved_rounds(directory: Path) -> list[int]:
     """Rounds whose state is complete, oldest first: a state is written before the pointer moves to it."""
     try:
-        newest = int(json.loads((directory / POINTER).read_text(encoding="utf-8"))["round"])
-    except (OSError, ValueError, KeyError):
+        newest, names = _newest(directory), list_folder(directory)
+    except (OSError, ConfigError):
         return []
-    rounds = [int(path.name.removeprefix("round-")) for path in directory.glob("round-*")]
+    rounds = [int(found[1]) for name in names if (found := re.fullmatch(r"round-(\d{6,9})", name))]
     return sorted(number for number in rounds if number <= newest)
 
 
 def load_round(directory: Path, rounds: int) -> dict[str, dict[str, Tensor]]:
     folder = directory / f"round-{rounds:06d}"
-    return {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    names = [name for name in list_folder(folder) if name.endswith(".safetensors")]
+    return {name.removesuffix(".safetensors"): load_tensors(folder / name) for name in names}
 
 
 def load(directory: Path) -> tuple[int, dict[str, dict[str, Tensor]]] | None:
     """(rounds done, tensors by file) of the newest complete state, or None when no round was finished."""
     try:
-        pointer = json.loads((directory / POINTER).read_text(encoding="utf-8"))
-        return int(pointer["round"]), load_round(directory, int(pointer["round"]))
+        newest = _newest(directory)
+        return newest, load_round(directory, newest)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(
             f"the saved state in {directory} cannot be read ({error}); start a new run"
         ) from None
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """A safetensors file; one that is not one is a ConfigError, and an absent one a FileNotFoundError."""
+    stat_regular(path)  # the library would wait at a pipe
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"{path} cannot be read ({first_line(error)})") from None
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _newest(directory: Path) -> int:
+    """The round that the pointer names."""
+    found = read_json(directory / POINTER, POINTER_BYTES)
+    number = found.get("round") if isinstance(found, dict) else None
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 10**9:
+        raise ConfigError(f"{directory / POINTER} does not name a round")
+    return number
