@@ -96,7 +96,7 @@ def test_a_copy_of_any_closer_will_do(folder_url: str, tmp_path: Path):
     give(1, a, b, c)
     assert closes(first)
     for shard in c.ledger.manifest(1).entry("c").shards:
-        second.ledger.keep_shard("c", 1, shard)
+        assert second.ledger.copy_shard("c", 1, shard)
     change_all(c, delete)
     store = a.ledger.store
     for key in store.list(f"payloads/{first.name}"):

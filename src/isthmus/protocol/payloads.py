@@ -34,20 +34,25 @@ class Payloads(History):
                     return self._checked_shard(self.kept_key(closer, manifest.round, shard), shard)
             raise reason
 
-    def keep_shard(self, replica: str, round_number: int, shard: Shard) -> bytes:
-        """Copy a shard below our own prefix, and read the copy: what is judged is what stays.
+    def copy_shard(self, replica: str, round_number: int, shard: Shard) -> bool:
+        """Copy another's shard below our own prefix, inside the store: one request, and no bytes come here.
 
-        Its bytes do not pass through here twice, unless this one object cannot be copied inside the store.
+        False where this one cannot be copied so; Refused where there is none.
         """
-        source, kept = self.shard_key(replica, round_number, shard), self.kept_key("", round_number, shard)
-        if replica == self.signer.replica:
-            return self._checked_shard(source, shard)
         self._check_size(shard)
+        source, kept = self.shard_key(replica, round_number, shard), self.kept_key("", round_number, shard)
         with suppress(StoreRefused):
             if not self.store.foreign(lambda: self.store.copy(source, kept, max_bytes=shard.size)):
                 raise Refused(f"shard {shard.index} is missing")
+            return True
+        return False
+
+    def read_copy(self, replica: str, round_number: int, shard: Shard, copied: bool) -> bytes:
+        """The bytes of our own copy: what is judged is what stays. Where it was not `copied`, we put it."""
+        kept = self.kept_key("", round_number, shard)
+        if copied:
             return self._checked_shard(kept, shard)
-        data = self._checked_shard(source, shard)
+        data = self.get_shard(replica, round_number, shard)
         self._put_once(kept, data)
         return data
 

@@ -1,12 +1,15 @@
 """Shards of updates: read from the bucket once, checked, and unpacked."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from isthmus.layout.traffic import codec_settings
 from isthmus.protocol.ledger import Ledger, Manifest, Shard
 from isthmus.protocol.trust import Refused
 from isthmus.sparse import SparseChunks, unpack_many
+
+COPIES_AT_ONCE = 8  # each waits for one answer of the store
 
 Unpack = Callable[[bytes], Mapping[str, SparseChunks]]  # raises ValueError
 
@@ -23,6 +26,8 @@ class ShardReader:
         # By name too: bytes that one replica has put need not lie under another's name.
         self.cache: dict[tuple[str, str], bytes] = {}
         self.payload_bytes, self.seconds = 0, 0.0
+        self.copies: dict[tuple[str, str], Future[bool]] = {}  # on their way; see `copy_ahead`
+        self.pool = ThreadPoolExecutor(COPIES_AT_ONCE, "copy")
 
     def keep(self, replica: str, shard: Shard, data: bytes) -> None:
         """A shard that need not be read, because this process has just written it."""
@@ -31,19 +36,36 @@ class ShardReader:
     def forget(self) -> None:
         """Another round begins."""
         self.cache.clear()
+        self.copies.clear()
 
     def drop(self, replica: str) -> None:
         """An update that does not count, or not in this form: its bytes are no longer needed."""
-        for key in [key for key in self.cache if key[0] == replica]:
-            del self.cache[key]
+        for kept in (self.cache, self.copies):
+            for key in [key for key in kept if key[0] == replica]:
+                del kept[key]
 
     def read(self, replica: str, manifest: Manifest, shard: Shard) -> bytes:
         """The bytes of a shard that a round counts, or Refused with the reason."""
         return self._read(replica, shard, lambda: self.ledger.counted_shard(manifest, replica, shard))
 
-    def keep_copy(self, replica: str, round_number: int, shard: Shard) -> bytes:
-        """The same for a closer that judges it, from a copy under our own name."""
-        return self._read(replica, shard, lambda: self.ledger.keep_shard(replica, round_number, shard))
+    def copy_ahead(self, round_number: int, wanted: Iterable[tuple[str, Shard]]) -> None:
+        """A closer is about to judge these (of a replica, a shard): begin to copy them, several at a time."""
+        for replica, shard in wanted:
+            key = replica, shard.digest
+            if replica != self.ledger.signer.replica and key not in self.cache and key not in self.copies:
+                self.copies[key] = self.pool.submit(self.ledger.copy_shard, replica, round_number, shard)
+
+    def judged(self, replica: str, round_number: int, shard: Shard) -> bytes:
+        """The bytes of a shard as a closer judges it: of a copy that stays, unless it is our own."""
+
+        def get() -> bytes:
+            self.copy_ahead(round_number, [(replica, shard)])
+            copy = self.copies.pop((replica, shard.digest), None)
+            if copy is None:
+                return self.ledger.get_shard(replica, round_number, shard)
+            return self.ledger.read_copy(replica, round_number, shard, copy.result())
+
+        return self._read(replica, shard, get)
 
     def _read(self, replica: str, shard: Shard, get: Callable[[], bytes]) -> bytes:
         key = replica, shard.digest
