@@ -99,7 +99,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 def read_fields(path: Path) -> dict[str, Any]:
     """A JSON object of a bounded size."""
-    fields = reading.read_json(path, MAX_JSON_BYTES)
+    try:
+        fields = reading.read_json(path, MAX_JSON_BYTES)
+    except FileNotFoundError:  # a link that leads nowhere
+        raise ConfigError(f"{path} is not there any more; prepare the corpus again") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} is not a JSON object; prepare the corpus again")
     return fields

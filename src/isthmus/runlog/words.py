@@ -143,8 +143,8 @@ def _traffic(sums: Totals, recipe: Recipe) -> list[str]:
     return sentences
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split()).rstrip(".")
+def _one_line(text: object) -> str:
+    return " ".join(f"{text!s:.1000}".split()).rstrip(".")
 
 
 def _many(number: int, noun: str) -> str:
