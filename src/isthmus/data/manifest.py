@@ -85,7 +85,10 @@ def read_manifest(folder: Path) -> Manifest:
             f"there is no corpus in {folder}; make one with `isthmus data prepare TEXT --to {folder}`"
             ' or use "builtin:sample"'
         )
-    fields = read_fields(path)
+    try:
+        fields = read_fields(path)
+    except FileNotFoundError:  # a link that leads nowhere
+        raise ConfigError(f"{path} leads nowhere; prepare the corpus again") from None
     kind, version = fields.pop("format", None), fields.pop("version", None)
     if kind != FORMAT:
         raise ConfigError(f"{path} is not the manifest of an Isthmus corpus; prepare it again")
@@ -99,10 +102,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def read_fields(path: Path) -> dict[str, Any]:
     """A JSON object of a bounded size."""
-    try:
-        fields = reading.read_json(path, MAX_JSON_BYTES)
-    except FileNotFoundError:  # a link that leads nowhere
-        raise ConfigError(f"{path} is not there any more; prepare the corpus again") from None
+    fields = reading.read_json(path, MAX_JSON_BYTES)
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} is not a JSON object; prepare the corpus again")
     return fields
