@@ -5,7 +5,6 @@ A corpus may come from anywhere. Every number, name and type in it is checked he
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -76,7 +75,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a prepared corpus. Where there is none, the error says how to make one."""
     path = folder / MANIFEST
-    if not os.path.lexists(path):
+    if not path.exists():  # nor where a link leads nowhere
         if (folder / JOURNAL).is_file():
             raise ConfigError(
                 f"{folder} is an unfinished corpus; run its `isthmus data prepare` again to finish it"
