@@ -5,7 +5,8 @@
     .venv/bin/python bench/attacks.py --real --kinds flip        # real processes over a folder as the bucket
 
 The bad one has a valid key, and sends well-formed updates whose norm is just under the limit. "before" is the
-recipe with outer.clip = "none" and bucket.norm_limit = 20; "now" has the defaults. `honest` is the same fleet
+recipe with outer.clip = "none", bucket.norm_limit = 20 and bucket.sign_agreement = 0; "clip" only leaves the
+signs alone; "now" has the defaults. `honest` is the same fleet
 with nobody bad: the cost of an attack is the difference to honest "before". The simulator averages and
 refuses by the code of the real fleet (`outer/aggregate.py`, `protocol/norms.py`). Prints one JSON line for
 each run.
@@ -30,6 +31,7 @@ from isthmus.data.corpus import open_corpus
 from isthmus.outer.codec import codec_for
 from isthmus.outer.exchange import Contribution
 from isthmus.protocol.norms import compare_norms
+from isthmus.protocol.signs import SignReader, compare_signs
 from isthmus.runlog import Row
 from isthmus.runlog.live import open_view
 from isthmus.simulator.exchange import LocalExchange
@@ -40,7 +42,8 @@ from isthmus.sparse import Bundle
 
 HERE = Path(__file__).resolve().parent
 DEMO = HERE.parent / "recipes" / "demo.toml"
-SETTINGS = {"before": ['outer.clip="none"', "bucket.norm_limit=20"], "now": []}
+OLD = ['outer.clip="none"', "bucket.norm_limit=20", "bucket.sign_agreement=0"]
+SETTINGS = {"before": OLD, "clip": ["bucket.sign_agreement=0"], "now": []}
 TINY = {"tiny": 1e-3, "empty": 1e-9}  # kinds of their own: an honest update, scaled
 
 
@@ -69,6 +72,7 @@ class HostileExchange(LocalExchange):
         self.recipe, self.fleet, self.bad, self.kind = recipe, fleet, bad, kind
         outer = recipe.outer
         self.codec = codec_for(fleet.device, outer.chunk_side, outer.keep, outer.values)
+        self.signs = SignReader(recipe)
         self.before: dict[str, float] = {}
         self.norms: list[dict[str, float]] = []
         self.refused: list[str] = []
@@ -88,7 +92,10 @@ class HostileExchange(LocalExchange):
             own = [
                 self._packed(each, sent[each.replica]) if each.replica == self.bad else each for each in own
             ]
-        refused = compare_norms(norms, self.before, self.recipe.bucket.norm_limit).refused
+        signs = {name: self.signs.read(bundle) for name, bundle in sent.items()}
+        refused = compare_signs(signs, self.recipe.bucket.sign_agreement)
+        rest = {name: norm for name, norm in norms.items() if name not in refused}
+        refused |= compare_norms(rest, self.before, self.recipe.bucket.norm_limit).refused
         self.refused += [f"{round_number} {name}" for name in refused]
         self.norms.append(norms)
         self.before = {name: norm for name, norm in norms.items() if name not in refused}

@@ -5,6 +5,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from isthmus.errors import Diverged, RunError
 from isthmus.protocol.judge import judge
 from isthmus.protocol.ledger import Entry, Ledger, Manifest
@@ -12,7 +15,9 @@ from isthmus.protocol.members import Members
 from isthmus.protocol.norms import compare_norms
 from isthmus.protocol.presence import Presence
 from isthmus.protocol.shards import ShardReader
+from isthmus.protocol.signs import SignReader, compare_signs
 from isthmus.protocol.trust import OtherAnchor, Refused, sha256
+from isthmus.sparse import SparseChunks
 from isthmus.store import StoreRefused, Unreadable
 
 STEP_IN_SECONDS = 3.0  # the next closer in line waits this much longer
@@ -49,6 +54,7 @@ class Closer:
         self.closable_since: float | None = None
         self.away = 0.0  # seconds of the open round that its deadline does not count
         self.verdicts: dict[str, Verdict] = {}  # by replica
+        self.sign_reader, self.signs = SignReader(self.recipe), dict[str, Tensor]()  # of those who are good
         self.note = ""  # what the last judgement says of those who differ and were not refused
         self.said = ""  # about the anchors of others, as it was last logged
         self.liars: set[str] = set()  # who signed an anchor that the bucket does not give
@@ -59,6 +65,7 @@ class Closer:
             self.away = 0.0 if self.round else self.presence.absence(round_number)
             self.round, self.closable_since, self.said = round_number, None, ""
             self.verdicts.clear()
+            self.signs.clear()
             self.presence.answers.clear()
         previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
         members = self.members.awaited(round_number)
@@ -149,8 +156,15 @@ class Closer:
                 self.reader.drop(name)
 
     def _verdict(self, data: bytes, name: str, anchor: str) -> Entry | Refused:
+        signs: list[Tensor] = []
+
+        def note(payloads: Mapping[str, SparseChunks]) -> None:
+            signs.append(self.sign_reader.read(payloads))
+
         try:
-            return judge(self.ledger, data, name, self.round, anchor, self.reader.keep_copy)
+            entry = judge(self.ledger, data, name, self.round, anchor, self.reader.keep_copy, note)
+            self.signs[name] = torch.cat(signs)
+            return entry
         except Refused as reason:
             reason.__context__ = None  # with their frames, both would keep the payload alive
             return reason.with_traceback(None)
@@ -207,12 +221,14 @@ class Closer:
             for name, v in self.verdicts.items()
             if isinstance(v.result, Refused)
         }
+        # Norms last: a reader, who sees only what is listed, compares them again and must come to the same.
+        refused |= compare_signs({name: self.signs[name] for name in good}, self.recipe.bucket.sign_agreement)
         before = {entry.replica: entry.norm for entry in previous.entries} if previous else {}
-        norms = {name: entry.norm for name, entry in good.items()}
+        norms = {name: entry.norm for name, entry in good.items() if name not in refused}
         compared = compare_norms(norms, before, self.recipe.bucket.norm_limit)
         self.note = compared.note
-        accepted = {name: entry for name, entry in good.items() if name not in compared.refused}
-        return accepted, refused | compared.refused
+        refused |= compared.refused
+        return {name: entry for name, entry in good.items() if name not in refused}, refused
 
     # Waiting
 

@@ -18,12 +18,18 @@ NORM_TOLERANCE = 1e-6  # relative: devices add in another order, in float64
 
 
 def judge(
-    ledger: Ledger, commit: bytes, replica: str, round_number: int, anchor: str, read: ReadShard
+    ledger: Ledger,
+    commit: bytes,
+    replica: str,
+    round_number: int,
+    anchor: str,
+    read: ReadShard,
+    seen: Callable[[Payloads], None] = lambda payloads: None,
 ) -> Entry:
     """A commit's entry with the norm of its update, or Refused with the reason.
 
     Every rule that needs only this one update is here, in the order of docs/protocol.md, A round. Rules that
-    compare updates with each other come after it.
+    compare updates with each other come after it; `seen` is shown each shard's payloads for them.
     """
     entry = ledger.check_commit(commit, replica, round_number, anchor)
     square = 0.0
@@ -32,6 +38,7 @@ def judge(
         square += float(squared_norm(payloads))
         if not math.isfinite(square):
             raise Refused(f"shard {shard.index} is not finite")
+        seen(payloads)
     return replace(entry, norm=math.sqrt(square))
 
 
