@@ -21,10 +21,11 @@ ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 DOCS = ROOT / "docs"
 METHOD, OPERATE, PROTOCOL = DOCS / "method.md", DOCS / "operate.md", DOCS / "protocol.md"
+SECURITY = DOCS / "security.md"
 ARCHITECTURE, PLAN, USE, WATCH = (DOCS / f"{name}.md" for name in ("architecture", "plan", "use", "watch"))
 PAGES = pytest.mark.parametrize(
     "page",
-    [README, CONTRIBUTING, ARCHITECTURE, METHOD, OPERATE, PROTOCOL, PLAN, USE, WATCH],
+    [README, CONTRIBUTING, ARCHITECTURE, METHOD, OPERATE, PROTOCOL, PLAN, SECURITY, USE, WATCH],
     ids=lambda page: page.name,
 )
 OURS = ("src/", "tests/", "docs/", "recipes/", "bench/", "experiments/")
