@@ -175,7 +175,9 @@ def snapshot_of(recipe: Recipe) -> tuple[int, int]:
 
 
 def stored_bytes(recipe: Recipe, sizes: tuple[int, ...], snapshot: int, num_snapshots: int) -> int:
-    """What lies in the bucket at the end if nothing is swept."""
+    """What lies in the bucket at the end if nothing is swept. Of every round, its closer keeps a copy of the
+    others' updates."""
     if not has_bucket(recipe):
         return 0
-    return recipe.outer.rounds * recipe.num_replicas * sum(sizes) + num_snapshots * snapshot
+    updates = 2 * recipe.num_replicas - 1
+    return recipe.outer.rounds * updates * sum(sizes) + num_snapshots * snapshot

@@ -309,7 +309,8 @@ def _kind(
 
 
 def _requests(recipe: Recipe, kinds: tuple[KindForecast, ...], round_seconds: float) -> dict[str, int]:
-    """GETs and PUTs of one round, as the exchange makes them; every replica may close (a private run).
+    """GETs and PUTs of one round, as the exchange makes them; every replica may close (a private run). Copies
+    inside the store are priced as PUTs.
 
     While it waits, every process looks for the manifest once a second, and every closer for all the commits.
     """
@@ -322,7 +323,8 @@ def _requests(recipe: Recipe, kinds: tuple[KindForecast, ...], round_seconds: fl
         gets += kind.count * (kind.exchange.gets + len(kind.memory) * looks + recipe.num_replicas * looks)
         beats = round(round_seconds / recipe.bucket.heartbeat_seconds)
         puts += kind.count * (kind.exchange.puts + beats)
-    return {"get": gets, "put": puts + 1}
+    copies = (recipe.num_replicas - 1) * len(shard_bytes(recipe))  # of what the closer judges
+    return {"get": gets, "put": puts + copies + 1}
 
 
 def check_names(recipe: Recipe, per_hour: Mapping[str, float]) -> None:
