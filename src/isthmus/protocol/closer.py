@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -144,16 +145,23 @@ class Closer:
 
     def _judge(self, commits: Mapping[str, bytes], anchor: str) -> None:
         """One verdict for each replica. A commit that replaces a refused one is judged too, a few times."""
-        for name, data in commits.items():
-            before, digest = self.verdicts.get(name), sha256(data)
-            if before and (
-                isinstance(before.result, Entry) or before.commit == digest or before.number == MOST_VERDICTS
-            ):
-                continue
-            result = self._verdict(data, name, anchor)
-            self.verdicts[name] = Verdict(digest, result, before.number + 1 if before else 1)
+        fresh = {name: data for name, data in commits.items() if self._to_judge(name, data)}
+        for name, data in fresh.items():
+            with suppress(Refused):  # `judge` will say so
+                entry = self.ledger.check_commit(data, name, self.round, anchor)
+                self.reader.copy_ahead(self.round, [(name, shard) for shard in entry.shards])
+        for name, data in fresh.items():
+            before, result = self.verdicts.get(name), self._verdict(data, name, anchor)
+            self.verdicts[name] = Verdict(sha256(data), result, before.number + 1 if before else 1)
             if isinstance(result, Refused):
                 self.reader.drop(name)
+
+    def _to_judge(self, name: str, data: bytes) -> bool:
+        before = self.verdicts.get(name)
+        if before is None:
+            return True
+        stands = isinstance(before.result, Entry) or before.number == MOST_VERDICTS
+        return not stands and before.commit != sha256(data)
 
     def _verdict(self, data: bytes, name: str, anchor: str) -> Entry | Refused:
         signs: list[Tensor] = []
@@ -162,7 +170,7 @@ class Closer:
             signs.append(self.sign_reader.read(payloads))
 
         try:
-            entry = judge(self.ledger, data, name, self.round, anchor, self.reader.keep_copy, note)
+            entry = judge(self.ledger, data, name, self.round, anchor, self.reader.judged, note)
             self.signs[name] = torch.cat(signs)
             return entry
         except Refused as reason:
