@@ -333,10 +333,11 @@ def _huge(root: Path, path: Path) -> None:
 
 
 def _swap(root: Path, path: Path, other: str) -> None:
-    if path.is_file() and (root / other).is_file():
-        mine, theirs = path.read_bytes(), (root / other).read_bytes()
-        path.write_bytes(theirs)
-        (root / other).write_bytes(mine)
+    if path.is_file() and (root / other).is_file() and path != root / other:
+        aside = path.with_name("aside")
+        path.rename(aside)
+        (root / other).rename(path)
+        aside.rename(root / other)
 
 
 def _add(root: Path, path: Path, name: str, target: str) -> None:
@@ -354,7 +355,7 @@ def _many(root: Path, path: Path, name: str, target: str) -> None:
 
 
 def _spoil(root: Path, path: Path, op: Op) -> None:
-    if path.is_file():
+    if path.is_file() and path.stat().st_size <= MOST_BYTES:
         path.write_bytes(spoil_bytes(path.read_bytes(), [op]))
 
 
