@@ -16,6 +16,7 @@ from isthmus.sparse import SparseChunks
 
 # How many entries are compared: of all replicas, and of each. Of a large model it is every so many-th chunk.
 MOST_ENTRIES, FEWEST_ENTRIES = 2**18, 2**14
+FEWEST_REPLICAS = 3  # of two, neither is a majority
 FEWEST_SHARED = 64  # entries that two replicas must both send before one can speak about the other
 CHUNK_ENTRIES = 4096  # at most
 BLOCK_ENTRIES = 2**20  # of the matrix that compares all with all
@@ -25,6 +26,7 @@ class SignReader:
     """The signs of an update: (n,) int64, an entry's place in the model times two, plus one if positive."""
 
     def __init__(self, recipe: Recipe) -> None:
+        self.needed = recipe.num_replicas >= FEWEST_REPLICAS and recipe.bucket.sign_agreement > 0
         self.first: dict[str, int] = {}  # tensor -> the number of its first chunk
         outer, chunks, entries = recipe.outer, 0, 0
         keep = outer.chunk_side**2 if outer.method == "diloco" else outer.keep
@@ -35,8 +37,8 @@ class SignReader:
         self.every = -(-entries // max(MOST_ENTRIES // recipe.num_replicas, FEWEST_ENTRIES))
 
     def read(self, payloads: Mapping[str, SparseChunks]) -> Tensor:
-        found = []
-        for name, payload in payloads.items():
+        found = [torch.zeros(0, dtype=torch.int64)]
+        for name, payload in payloads.items() if self.needed else ():
             skip = -self.first[name] % self.every
             number = torch.arange(self.first[name], self.first[name] + len(payload.index))
             number, index = number[skip :: self.every, None], payload.index[skip :: self.every].cpu().long()
@@ -50,7 +52,7 @@ def compare_signs(signs: Mapping[str, Tensor], agreement: float) -> dict[str, st
     """Who is refused, and why: more than half of the replicas share entries with it, of which fewer than this
     share have the same sign, and too few for chance."""
     names = list(signs)
-    if len(names) < 3 or not agreement:
+    if len(names) < FEWEST_REPLICAS or not agreement:
         return {}
     same, shared = _agreements([signs[name] for name in names])
     chance = shared - 2 * same > 3 * shared.sqrt()  # three standard deviations of a fair coin
