@@ -11,8 +11,12 @@ import pytest
 import torch
 
 from isthmus.errors import ConfigError, RunError
+from isthmus.protocol.trust import Signer
 from isthmus.replica.links import TensorSpec, local_pair
-from isthmus.replica.process_groups import check_private, connect, open_store
+from isthmus.replica.listeners import go_deaf, new_listeners
+from isthmus.replica.process_groups import check_private, connect, open_store, own_address
+from isthmus.runtime.handshake import Credentials
+from isthmus.runtime.link_proof import prove_link
 
 # 30 + 84 bytes
 FORWARD = (TensorSpec("activations", (3, 5, 1), torch.bfloat16), TensorSpec("tokens", (3, 7), torch.int32))
@@ -29,6 +33,7 @@ def connected(num_stages=2, sessions=None, **settings):
     master = f"127.0.0.1:{free_port()}"
     sessions = sessions or ["run"] * num_stages
     settings = {"timeout_seconds": 10, "join_seconds": 20} | settings
+    prove = settings.pop("prove", [None] * num_stages)
 
     def join(stage):
         store, address = open_store(
@@ -40,6 +45,7 @@ def connected(num_stages=2, sessions=None, **settings):
             num_stages=num_stages,
             store=store,
             address=address,
+            prove=prove[stage],
             **settings,
         )
 
@@ -114,6 +120,87 @@ def test_every_listener_is_on_the_address_given():
     assert {address.split(":")[0] for address in listening} == {"0100007F"}
     assert links[0][0] is None
     assert links[2][1] is None
+
+
+def listening_ports():
+    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_is_socket(fd)}
+    with open("/proc/self/net/tcp") as file:
+        rows = [line.split() for line in file][1:]
+    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
+def test_a_made_link_hears_no_stranger_and_still_carries_frames():
+    """gloo keeps what strangers connect, and aborts the process when it has no file descriptor left."""
+    before = listening_ports()
+    ((_, early), (late, _)), unreached = connected(), 0
+    ports = listening_ports() - before
+    assert len(ports) == 1 + 4  # the store, and both groups at both ends
+    for port in ports:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=0.2).close()
+        except TimeoutError:
+            unreached += 1
+    assert unreached == 4
+    late.expect([FORWARD], 1)
+    early.send(frame(0))
+    assert torch.equal(late.receive()[0], frame(0)["activations"])
+
+
+def test_only_new_listeners_are_found_and_no_file_descriptor_is_left():
+    with socket.create_server(("127.0.0.1", 0)) as old:
+        before = len(os.listdir("/proc/self/fd"))
+        with new_listeners() as found:
+            new = socket.create_server(("127.0.0.1", 0))
+        with new:
+            assert [copy.getsockname() for copy in found] == [new.getsockname()]
+            socket.create_connection(new.getsockname(), timeout=5).close()
+            for copy in found:
+                go_deaf(copy)
+            with pytest.raises(TimeoutError):
+                socket.create_connection(new.getsockname(), timeout=0.2)
+        socket.create_connection(old.getsockname(), timeout=5).close()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def proofs(*secrets, timeout_seconds=20.0):
+    """Both ends of a link, each with its key."""
+    holders = [Credentials("run", Signer("edge-0", secret)) for secret in secrets]
+    prove = [lambda link, who=who: prove_link(link, who) for who in holders]
+    return connected(timeout_seconds=timeout_seconds, prove=prove)
+
+
+def test_neighbours_prove_on_the_link_that_they_hold_the_key_and_that_is_not_counted():
+    (_, early), (late, _) = proofs(b"k" * 32, b"k" * 32)
+    assert set(early.counts.values()) == set(late.counts.values()) == {0}
+    late.expect([FORWARD], 1)
+    early.send(frame(0))
+    assert torch.equal(late.receive()[0], frame(0)["activations"])
+
+
+def test_somebody_without_the_key_at_the_other_end_of_a_link_is_named_and_it_can_pass():
+    first, second = proofs(b"k" * 32, b"x" * 32, timeout_seconds=2.0)
+    assert isinstance(first, RunError)
+    assert isinstance(second, RunError)
+    assert "does not hold this replica's key for this run; somebody else answers at its port" in str(second)
+    assert first.passes
+    assert second.passes
+
+
+@pytest.mark.parametrize("said", ["", "x", "8.8.8.8", "0.0.0.0", "example.invalid", "1" * 5000])
+def test_an_address_that_a_neighbour_made_up_is_named_and_can_pass(said):
+    store, address = open_store(replica="edge-0", stage=0, master=f"127.0.0.1:{free_port()}")
+    store.set("stage/1", said)
+    with pytest.raises(RunError, match="replica edge-0: stage 1 gave the address") as error:
+        connect(replica="edge-0", stage=0, num_stages=2, store=store, address=address, join_seconds=5)
+    assert error.value.passes
+    assert len(str(error.value)) < 400
+
+
+def test_a_stage_is_reached_where_it_reaches_the_master_from():
+    assert own_address("127.0.0.1:29500", 0) == "127.0.0.1"
+    assert own_address("127.0.0.1:29500", 1) == "127.0.0.1"
+    with pytest.raises(ConfigError, match="--trust-network"):
+        own_address("8.8.8.8:29500", 1)
 
 
 def fd_is_socket(fd):
