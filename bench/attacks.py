@@ -191,13 +191,17 @@ def _losses(row: Row) -> dict[str, Any]:
     return {name: round(getattr(row, name), 4) for name in ("loss_full", "loss_pipelined", "loss_mixed")}
 
 
+def last_full(recipe: Recipe) -> str:
+    return [member.name for member in recipe.fleet() if member.config.kind == "full"][-1]
+
+
 def runs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for seed in args.seeds:
         for kind in args.kinds:
             for setting in args.settings:
                 recipe, began = recipe_for(args, seed, setting), time.monotonic()
                 engine = real if args.real else simulated
-                found = engine(recipe, kind, args.bad or f"rack-{args.fleet // 2 - 1}", args.device)
+                found = engine(recipe, kind, args.bad or last_full(recipe), args.device)
                 about = {"kind": kind, "setting": setting, "fleet": args.fleet, "seed": seed}
                 about |= {"engine": engine.__name__, "seconds": round(time.monotonic() - began, 1)}
                 yield about | found
