@@ -177,7 +177,7 @@ def make_group(backend: str, store: Store, rank: int, size: int, address: str, t
     gloo = torch_distributed.ProcessGroupGloo
     options = gloo._Options()
     with new_listeners() as listeners:
-        options._devices = [gloo.create_device(hostname=address)]
+        options._devices = [gloo.create_device(hostname=address, lazy_init=False)]
     options._timeout, options._threads = timeout, 1
     try:
         return gloo(store, rank, size, options)

@@ -85,3 +85,6 @@ def prepare(link: socket.socket, timeout_seconds: float | None) -> None:
     link.settimeout(timeout_seconds)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that lost its power says nothing
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # seconds, seconds, times; where the system lets us choose
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
