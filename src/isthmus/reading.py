@@ -18,6 +18,7 @@ from typing import Any
 from isthmus.errors import PASSING_ERRNO, ConfigError, Unreachable
 
 DOCUMENT_BYTES = 1 << 20  # a recipe, about.json, a small manifest
+NOTE_BYTES = 4096
 MOST_VALUES = 1_000_000  # in one JSON document: each may take 250 bytes of memory
 MOST_ENTRIES = 100_000  # of a folder
 PIECE_BYTES = 1 << 20
@@ -88,6 +89,14 @@ def read_text(path: str | Path, max_bytes: int, *, follow: bool = True) -> str:
         return read_bytes(path, max_bytes, follow=follow).decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text") from None
+
+
+def read_note(path: str | Path, max_bytes: int = NOTE_BYTES) -> str | None:
+    """A few words that one process leaves for another; None where there is no such file, or an odd one."""
+    try:
+        return read_bytes(path, max_bytes).decode("utf-8", "replace")
+    except (FileNotFoundError, ConfigError):
+        return None
 
 
 def read_json(path: str | Path, max_bytes: int = DOCUMENT_BYTES, *, follow: bool = True) -> Any:

@@ -251,7 +251,7 @@ def test_what_is_said_passes_the_readers_checks_whatever_it_is(tmp_path):
     notes.wait_for("\x1b[2J" + "x" * 500, 30.0)
     notes.tell()
     read = Heartbeat.from_dict(said[0].to_dict())
-    assert read.awaiting.startswith("?[2Jxxx")
+    assert read.awaiting.startswith(r"\x1b[2Jxxx")
     assert read.awaiting.endswith("; next start in 30 s")
 
 

@@ -14,13 +14,12 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
-from typing import Any, Self, TypedDict
+from typing import Any, BinaryIO, Self, TypedDict
 
 from isthmus.config import Recipe, dump_recipe, parse_recipe
 from isthmus.errors import ConfigError
-from isthmus.files import replace_file
+from isthmus.files import open_own, replace_file
 from isthmus.layout.traffic import PURPOSES, REPLICA_PURPOSES, STAGE_PURPOSES
 from isthmus.reading import (
     DOCUMENT_BYTES,
@@ -144,9 +143,10 @@ class RunDir:
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row; when this returns, the row survives a kill and a power cut."""
         line = _json(dict(row)).encode() + b"\n"
-        with open(self.metrics_path, "a+b", buffering=0) as file:
+        with open_own(self.metrics_path, append=True) as file:
             _cut_torn_tail(file)
             file.write(line)
+            file.flush()
             os.fsync(file.fileno())
 
     def rows(self) -> list[Row]:
@@ -271,7 +271,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _cut_torn_tail(file: FileIO) -> None:
+def _cut_torn_tail(file: BinaryIO) -> None:
     """Drop what follows the last newline, so that no row continues one that a kill cut short."""
     size = at = file.seek(0, os.SEEK_END)
     while at > 0:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isthmus.printing import visible
+from isthmus.reading import read_note
 from isthmus.runtime.failure import Failure, Final
 from isthmus.runtime.liveness import Watchdog
 from isthmus.runtime.process import NOTES, LauncherConfig, Log, lock_file
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_RESTARTS = 1_000_000  # Failures decides when to stop, not torch
 POLL_SECONDS = 0.25
+FATAL_BYTES = 1 << 16
 
 
 def run_agent(
@@ -91,10 +93,10 @@ def _watch(agent: "_AgentThread", work: Path, interrupts: list[int], stall_secon
                 watchdog.forget(path)
                 _kill(pid)
         if (work / "fatal").exists():
-            status, _, text = (work / "fatal").read_text().partition(" ")
+            status, _, text = (read_note(work / "fatal", FATAL_BYTES) or "").partition(" ")
             agent.kill_workers()
             print(f"isthmus: {visible(text)}", file=sys.stderr, flush=True)
-            os._exit(int(status or 1))
+            os._exit(2 if status == "2" else 1)
 
 
 class _AgentThread(threading.Thread):

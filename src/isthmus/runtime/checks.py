@@ -7,6 +7,7 @@ from isthmus.config import Recipe
 from isthmus.errors import ConfigError
 from isthmus.protocol.heartbeat import silent_after
 from isthmus.protocol.ledger import Ledger, RunInfo
+from isthmus.reading import read_note
 from isthmus.runtime.process import is_running
 from isthmus.simulator.run import checked_corpus
 
@@ -50,7 +51,7 @@ def check_not_taken(ledger: Ledger, replica: str, work: Path | None = None) -> N
         return
     heartbeat, written_at = found
     with contextlib.suppress(OSError):
-        if work and not is_running(work) and (work / "incarnation").read_text() == heartbeat.incarnation:
+        if work and not is_running(work) and read_note(work / "incarnation") == heartbeat.incarnation:
             return
     # Not the replica's own clock object: its age tells the closer how long the replica was away.
     age = ledger.store.now(f"members/{replica}/probe/clock") - written_at

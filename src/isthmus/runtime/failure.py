@@ -15,6 +15,7 @@ from pathlib import Path
 
 from isthmus.errors import ConfigError, RunError, passes
 from isthmus.files import replace_file
+from isthmus.reading import read_json
 from isthmus.runtime.versions import torch_range
 
 PASSING_STATUS = 75  # EX_TEMPFAIL of sysexits.h: of a process whose fault can pass
@@ -93,8 +94,7 @@ class Failure:
     @classmethod
     def read(cls, note: Path) -> "Failure | None":
         try:
-            with open(note, "rb") as file:
-                body = json.loads(file.read(MAX_NOTE_BYTES))
+            body = read_json(note, MAX_NOTE_BYTES)
             return cls(str(body["kind"]), str(body["text"]), bool(body["passes"]), str(body["trace"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None

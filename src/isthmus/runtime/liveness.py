@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from isthmus.reading import read_note
+
 
 class AliveFile(threading.Thread):
     """Writes this process's id to a file again and again, while the process runs."""
@@ -61,6 +63,6 @@ class Watchdog:
 def alive_stamp(path: Path, pid: int) -> int:
     """A number that changes with every write of this very process; 0 before its first."""
     try:
-        return path.stat().st_mtime_ns if path.read_text() in ("", str(pid)) else 0
+        return path.stat().st_mtime_ns if read_note(path) in ("", str(pid)) else 0
     except OSError:
         return 0

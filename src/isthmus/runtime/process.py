@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from isthmus.errors import ConfigError
+from isthmus.files import open_own
 from isthmus.printing import visible
+from isthmus.reading import list_folder, open_regular, read_note
 
 NOTES = ("leave", "fatal", "incarnation")  # files in a work folder, between a launcher and its workers
 
@@ -87,29 +89,37 @@ def describe_exit(status: int) -> str:
     return f"status {status}" if status >= 0 else f"killed by signal {-status}"
 
 
-def lock_file(path: Path) -> IO[str]:
+def lock_file(path: Path) -> BinaryIO:
     """Lock a file until this process ends; ConfigError when another process has locked it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a+")  # noqa: SIM115 - open as long as the process lives
+    file = open_own(path, append=True)  # as long as the process lives
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
+        owner = lock_owner(path)
         file.close()
         raise ConfigError(
             f"{path.parent} is in use by process {owner}; stop it first, or give another --work"
         ) from None
     file.truncate(0)
-    file.write(str(os.getpid()))
+    file.write(str(os.getpid()).encode())
     file.flush()
     return file
 
 
+def lock_owner(path: Path) -> str:
+    """The process that has locked a file, as it noted itself there."""
+    pid = (read_note(path) or "").strip()
+    return pid if pid.isdigit() and len(pid) < 20 else "unknown"
+
+
 def is_running(work: Path) -> bool:
     """Does a launcher run in this folder?"""
-    for path in work.glob("launcher*.lock"):
-        with open(path) as file:
+    names = list_folder(work) if work.is_dir() else ()
+    for name in names:
+        if not (name.startswith("launcher") and name.endswith(".lock")):
+            continue
+        with open_regular(work / name) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

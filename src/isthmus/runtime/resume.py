@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Self
+from typing import BinaryIO, Self
 
 from isthmus.config import dump_recipe
 from isthmus.errors import ConfigError
@@ -15,9 +15,10 @@ from isthmus.protocol.access import check_key, open_ledger
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.trust import load_signer
+from isthmus.reading import read_note
 from isthmus.runlog import REAL, RunDir
 from isthmus.runtime.checks import check_corpus, check_not_taken, check_start
-from isthmus.runtime.process import NOTES, is_running, lock_file
+from isthmus.runtime.process import NOTES, is_running, lock_file, lock_owner
 from isthmus.runtime.supervisor import LocalLauncher, LocalSupervisor
 from isthmus.store.retry import StoreError
 
@@ -28,14 +29,14 @@ def keys_of(run: RunDir) -> Path:
     return run.path / "keys"
 
 
-def lock_run(run: RunDir) -> IO[str]:
+def lock_run(run: RunDir) -> BinaryIO:
     """Only one process supervises a run's replicas."""
     path = run.path / "work" / "train.lock"
     try:
         return lock_file(path)
     except ConfigError:
         raise ConfigError(
-            f"{run.path} still runs (process {path.read_text().strip() or 'unknown'}); Ctrl-C there ends it, "
+            f"{run.path} still runs (process {lock_owner(path)}); Ctrl-C there ends it, "
             f"`isthmus status {run.path}` looks at it"
         ) from None
 
@@ -56,6 +57,8 @@ def checked_ledger(run: RunDir, supervisor: LocalSupervisor) -> Ledger:
         ledger = open_ledger(supervisor.url)
     except ConfigError as error:
         raise ConfigError(f"{run.path} cannot be resumed: {error}") from None
+    for name in dict.fromkeys(launcher.member.name for launcher in supervisor.launchers):
+        check_key(ledger.run, name, keys_of(run) / f"{name}.key")
     if dump_recipe(ledger.run.recipe) != dump_recipe(run.recipe):
         raise ConfigError(
             f"{run.recipe_path} is not the recipe that {supervisor.url} has of this run; "
@@ -65,7 +68,6 @@ def checked_ledger(run: RunDir, supervisor: LocalSupervisor) -> Ledger:
     check_corpus(ledger.run)
     for launcher in supervisor.launchers:
         name, work = launcher.member.name, launcher.work
-        check_key(ledger.run, name, keys_of(run) / f"{name}.key")
         if is_running(work):
             raise ConfigError(f"replica {launcher.name} of {run.path} still runs, in {work}; stop it first")
         if launcher.leads:
@@ -123,8 +125,8 @@ class StartingHeartbeats(threading.Thread):
     def send(self) -> None:
         self.num_beats += 1
         for launcher, ledger in list(self.starting.items()):
-            up = (launcher.work / "incarnation").read_text() != self.incarnation
-            if up or self.supervisor.has_left(launcher):
+            note = read_note(launcher.work / "incarnation")
+            if note not in (None, self.incarnation) or self.supervisor.has_left(launcher):
                 del self.starting[launcher]
                 continue
             config = launcher.member.config

@@ -11,13 +11,16 @@ from pathlib import Path
 
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError, RunError
+from isthmus.files import open_own
 from isthmus.printing import visible
+from isthmus.reading import read_bytes, read_note, stat_regular
 from isthmus.runtime import waiting
 from isthmus.runtime.failure import QUICK_SECONDS, Failure, Failures
 from isthmus.runtime.liveness import Watchdog, alive_stamp
 from isthmus.runtime.process import LauncherConfig, describe_exit
 from isthmus.runtime.rendezvous import free_port
 
+LAST_BYTES = 1 << 20  # of a log, in which its last line is looked for
 START_SECONDS = 30.0  # for a launcher that has not written its alive file yet: Python itself is starting
 OURS = "isthmus: "  # begins the last line of a launcher that ended on purpose
 
@@ -56,8 +59,8 @@ class LocalLauncher:
         for note in self.work.glob("settled-*"):
             note.unlink(missing_ok=True)
         command = [sys.executable, "-m", "isthmus.runtime.launcher", self.config.to_json()]
-        with open(self.log, "ab") as log:
-            self.log_from = log.tell()
+        with open_own(self.log, append=True) as log:
+            self.log_from = log.seek(0, os.SEEK_END)
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -101,19 +104,17 @@ class LocalLauncher:
         """What it waits for, if it waits."""
         if self.waits_for:
             return self.waits_for
-        with contextlib.suppress(OSError):
-            return (self.work / waiting.NOTE).read_text(errors="replace")
-        return ""
+        return read_note(self.work / waiting.NOTE) or ""
 
     def note(self, text: str) -> None:
-        with open(self.log, "a", encoding="utf-8") as log:
-            log.write(f"{time.strftime('%H:%M:%S')} [{self.name}] {visible(text)}\n")
+        with open_own(self.log, append=True) as log:
+            log.write(f"{time.strftime('%H:%M:%S')} [{self.name}] {visible(text)}\n".encode())
 
     def last_line(self) -> str:
         """What this start said last, and rather why it ended than what a library added."""
-        with contextlib.suppress(OSError), open(self.log, "rb") as log:
-            log.seek(self.log_from)
-            lines = log.read().decode(errors="replace").splitlines()
+        with contextlib.suppress(OSError, ConfigError):
+            start = max(self.log_from, stat_regular(self.log).st_size - LAST_BYTES)
+            lines = read_bytes(self.log, LAST_BYTES, start=start).decode(errors="replace").splitlines()
             return next((line for line in reversed(lines) if line.startswith(OURS)), (lines or [""])[-1])
         return ""
 

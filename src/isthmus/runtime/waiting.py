@@ -15,6 +15,7 @@ from isthmus.errors import RunError
 from isthmus.files import replace_file
 from isthmus.printing import visible
 from isthmus.protocol.heartbeat import WAITING, Heartbeat
+from isthmus.reading import read_note
 from isthmus.runlog.facts import MAX_WORD
 
 NOTE = "waiting"  # the same text in the work folder
@@ -85,6 +86,4 @@ class WaitingNotes(threading.Thread):
             replace_file(self.work / NOTE, self.what, sync=False)
 
     def _incarnation(self) -> str:
-        with contextlib.suppress(OSError):
-            return (self.work / "incarnation").read_text()
-        return ""
+        return read_note(self.work / "incarnation") or ""

@@ -15,6 +15,7 @@ from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreacha
 from isthmus.files import replace_file
 from isthmus.printing import guard_streams
 from isthmus.protocol.trust import Refused
+from isthmus.reading import read_note
 from isthmus.runtime.failure import PASSING_STATUS, Failure, Settled, failure_note
 from isthmus.runtime.liveness import AliveFile
 from isthmus.runtime.process import LauncherConfig, Log, die_with_parent, logger
@@ -232,8 +233,7 @@ class LeaveRequest:
         self.incarnation, self.ignored = incarnation, ""
         if leader:
             note = work / "incarnation"
-            with suppress(OSError):
-                self._look(note.read_text())
+            self._look(read_note(note) or "")
             note.write_text(incarnation)
 
     def _look(self, incarnation: str) -> None:
