@@ -225,11 +225,11 @@ class Ledger(Payloads):
     def waiting(self, replica: str, live_at: float | None, now: float) -> tuple[Heartbeat, float] | None:
         """What the replica's launcher waits for, and when it said so: only where no worker's heartbeat has
         come since, and where it is not old itself. Both times are the store's. Readers only."""
-        every = self.run.recipe.bucket.heartbeat_seconds
+        every, silent = self.run.recipe.bucket.heartbeat_seconds, silent_after(self.run.recipe)
         if live_at is not None and now - live_at < 2 * every:  # a worker is there: ask no more of the store
             return None
         found = self.heartbeat(replica, WAITING)
-        if found is None or found[1] < (live_at or 0.0) or now - found[1] > silent_after(self.run.recipe):
+        if found is None or found[1] < (live_at or 0.0) or abs(now - found[1]) > silent:
             return None
         return found
 
