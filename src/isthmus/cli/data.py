@@ -24,7 +24,8 @@ examples:
 
 inputs: .txt  .jsonl  .parquet, and .txt/.jsonl/.json compressed as .gz or .zst (.json.gz means JSON lines).
   A line or a row is one document, its text in the field --text-field. A .txt is one document; a long one is
-  cut at blank lines about every 32,000 characters, or where it says <|endoftext|>.
+  cut at blank lines about every 32,000 characters, or where it says <|endoftext|>. A document has at most
+  64 MiB, a line of JSON 80 MiB; what decompresses to more than 250 times its size is refused.
 
 A killed run is continued by the same command. Name the folder in a recipe:  [data] corpus = "corpus/"
 """

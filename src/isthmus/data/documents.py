@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from isthmus.data.readers import Source
 # Bounds of one encode_batch: the library needs some 100 bytes of memory per token.
 BATCH_TEXT_BYTES = 2 << 20
 BATCH_DOCUMENTS = 2048
+AHEAD_BYTES = 16 << 20
 
 
 class Position(NamedTuple):
@@ -63,7 +65,9 @@ class DocumentOrder:
             source = sources[index]
             is_input = index >= len(self.validation)
             skip = start.documents if index == start.source else 0
-            for number, text in enumerate(source.documents(self.text_field), start=1):
+            number = 0
+            for text in source.documents(self.text_field):
+                number += 1
                 if number <= skip:
                     continue
                 if is_input and self.limit_bytes is not None and input_bytes >= self.limit_bytes:
@@ -72,7 +76,10 @@ class DocumentOrder:
                 input_bytes += len(encoded) if is_input else 0
                 split = self.split_of(encoded) if is_input else "validation"
                 position = Position(index, number, input_bytes)
-                yield Document(text, split, len(encoded), position, before + source.consumed)
+                document = Document(text, split, len(encoded), position, before + source.consumed)
+                del text, encoded  # of long documents, one is held at a time
+                yield document
+                del document
             before += source.size
 
 
@@ -83,8 +90,23 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     for document in documents:
         batch.append(document)
         size += document.size
+        del document
         if size >= BATCH_TEXT_BYTES or len(batch) == BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def read_ahead(coming: Iterator[list[Document]], reader: Executor) -> Iterator[list[Document]]:
+    """The next batch is read while this one is encoded; not after a long document, which takes memory."""
+    future = reader.submit(next, coming, None)
+    while (batch := future.result()) is not None:
+        del future
+        if sum(document.size for document in batch) > AHEAD_BYTES:
+            yield batch
+            del batch
+            future = reader.submit(next, coming, None)
+        else:
+            future = reader.submit(next, coming, None)
+            yield batch

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.data.corpus_folder import Journal, clear, finished, locked
-from isthmus.data.documents import START, DocumentOrder, Position, batches
+from isthmus.data.documents import START, DocumentOrder, Position, batches, read_ahead
 from isthmus.data.manifest import JOURNAL, MANIFEST, TOKENIZER, VERSION, Manifest, file_sha256
 from isthmus.data.progress import Progress
 from isthmus.data.readers import Source
@@ -159,10 +159,7 @@ class Work:
         num_shards, unsaved = num_whole(writers), 0
         # The next batch is read while the library's own threads encode this one.
         with ThreadPoolExecutor(1) as reader:
-            coming = batches(self.order.after(position))
-            future = reader.submit(next, coming, None)
-            while (batch := future.result()) is not None:
-                future = reader.submit(next, coming, None)
+            for batch in read_ahead(batches(self.order.after(position)), reader):
                 for document, ids in zip(batch, encoder.encode([d.text for d in batch]), strict=True):
                     writers[document.split].append(ids, document.size)
                     unsaved += document.size
@@ -172,6 +169,7 @@ class Work:
                     num_shards, unsaved = num_whole(writers), 0
                 text_bytes = sum(writer.state.bytes for writer in writers.values())
                 self.progress.update(batch[-1].consumed, f"{text_bytes / 1e6:,.0f} MB of text")
+                del batch, document, ids
         self.progress.update(total)
         for writer in writers.values():
             writer.close_shard()

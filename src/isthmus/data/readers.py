@@ -3,10 +3,14 @@
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+from isthmus import reading
+from isthmus.data.limits import MAX_LINE_BYTES, MAX_LINE_VALUES, check_document, missing_field
+from isthmus.data.parquet import parquet_texts
 from isthmus.data.streams import open_bytes
 from isthmus.errors import ConfigError
 
@@ -20,6 +24,9 @@ FORMATS = {
     if (kind, compression) != (".json", "")  # a bare .json is most often settings, or one big array
 } | {".parquet": ".parquet"}
 PROBE_BYTES = 1 << 16
+# A text of JSON, also one that does not end: else each of its quotes would be tried as a beginning.
+JSON_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+MARKS = (b",", b"[", b"{")  # one for each value, nearly
 
 
 class Source(Protocol):
@@ -40,7 +47,7 @@ class TextFile:
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
-        self.size = path.stat().st_size
+        self.size = reading.stat_regular(path).st_size
         self.consumed = 0
         ending = format_of(path)
         assert ending is not None, path  # find_files leaves out the others
@@ -52,11 +59,12 @@ class TextFile:
         for text in read(field):
             if text:
                 yield whole_characters(text)
+            del text
         self.consumed = self.size
 
     def describe(self) -> dict:
         """Enough to notice another file under the same name, without reading all of a terabyte."""
-        with open(self.path, "rb") as file:
+        with reading.open_regular(self.path) as file:
             probe = hashlib.sha256(file.read(PROBE_BYTES))
             file.seek(max(0, self.size - PROBE_BYTES))
             probe.update(file.read(PROBE_BYTES))
@@ -64,41 +72,26 @@ class TextFile:
 
     def _json_lines(self, field: str) -> Iterator[str | None]:
         with open_bytes(self.path) as (raw, plain):
-            for number, line in enumerate(plain, start=1):
+            number = 0
+            while line := plain.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                where = f"{self.path}, line {number}"
+                if len(line) > MAX_LINE_BYTES:
+                    raise ConfigError(
+                        f"{where}: longer than {MAX_LINE_BYTES:,} bytes; each line must be one JSON object"
+                    )
                 if line.isspace():
                     continue
                 self.consumed = raw.tell()
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    reason = " ".join(str(error).split())
-                    raise ConfigError(
-                        f"{self.path}, line {number}: not JSON ({reason}); each line must be one JSON object"
-                    ) from error
-                yield text_of(row, field, f"{self.path}, line {number}")
+                text = text_of(parse_row(line, where), field, where)
+                del line  # of long texts, one is held at a time
+                yield text
+                del text
 
     def _parquet(self, field: str) -> Iterator[str | None]:
-        try:
-            import pyarrow as arrow
-            import pyarrow.parquet as parquet
-        except ImportError:
-            raise ConfigError(f"reading {self.path} needs pyarrow: pip install pyarrow") from None
-        try:
-            with parquet.ParquetFile(self.path) as table:
-                columns = table.schema_arrow.names
-                if field not in columns:
-                    raise ConfigError(missing_field(str(self.path), field, columns))
-                kind = table.schema_arrow.field(field).type
-                if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-                    raise ConfigError(f"{self.path}: column {field!r} holds {kind}; it must hold text")
-                num_rows, done = max(1, table.metadata.num_rows), 0
-                for batch in table.iter_batches(batch_size=512, columns=[field]):
-                    yield from batch.column(0).to_pylist()
-                    done += batch.num_rows
-                    self.consumed = self.size * done // num_rows
-        except (arrow.ArrowException, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"{self.path} is not a whole parquet file ({reason})") from error
+        for texts, share in parquet_texts(self.path, field):
+            yield from texts
+            self.consumed = int(self.size * share)
 
     def _text(self, field: str) -> Iterator[str]:
         with open_bytes(self.path) as (raw, plain):
@@ -161,6 +154,30 @@ def whole_characters(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def parse_row(line: bytes, where: str) -> object:
+    """One line of JSON, within bounds: a line of brackets takes twenty times its size in memory."""
+    if sum(line.count(mark) for mark in MARKS) > MAX_LINE_VALUES and has_many_values(line):
+        raise ConfigError(f"{where}: more than {MAX_LINE_VALUES:,} JSON values in one line; it is not read")
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply to be read as JSON") from None
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{where}: not JSON ({reason}); each line must be one JSON object") from error
+
+
+def has_many_values(line: bytes) -> bool:
+    """Most of a long line is text, whose commas and brackets do not count."""
+    count = start = 0
+    for text in JSON_TEXT.finditer(line):
+        count += 1 + sum(line.count(mark, start, text.start()) for mark in MARKS)
+        start = text.end()
+        if count > MAX_LINE_VALUES:
+            return True
+    return count + sum(line.count(mark, start) for mark in MARKS) > MAX_LINE_VALUES
+
+
 def text_of(row: object, field: str, where: str) -> str | None:
     if not isinstance(row, dict):
         raise ConfigError(
@@ -171,12 +188,9 @@ def text_of(row: object, field: str, where: str) -> str | None:
     text = row[field]
     if text is not None and not isinstance(text, str):
         raise ConfigError(f"{where}: field {field!r} holds {type(text).__name__}; it must hold text")
+    if text is not None:
+        check_document(text, where)
     return text
-
-
-def missing_field(where: str, field: str, fields: list[str]) -> str:
-    there = ", ".join(map(str, fields[:8])) or "none"
-    return f"{where}: no field {field!r} (it has: {there}); name the one with the text by --text-field"
 
 
 def format_of(path: Path) -> str | None:

@@ -120,8 +120,10 @@ class Encoder:
         while first < len(pieces):
             last, size = first, 0
             while last < len(pieces) and size < 2 * PIECE_CHARACTERS:
-                size += len(pieces[last])
+                # A byte may be a token, and a character has up to four.
+                size += len(pieces[last]) * (1 if pieces[last].isascii() else 4)
                 last += 1
-            for one in self.tokenizer.encode_batch_fast(pieces[first:last], add_special_tokens=False):
-                yield np.asarray(one.ids, self.dtype)
+            found = self.tokenizer.encode_batch_fast(pieces[first:last], add_special_tokens=False)[::-1]
+            while found:
+                yield np.asarray(found.pop().ids, self.dtype)
             first = last
