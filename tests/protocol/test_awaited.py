@@ -171,9 +171,18 @@ def test_one_that_goes_on_beating_is_alive(folder_url: str, tmp_path: Path):
 
 def test_a_heartbeat_from_the_future_keeps_nobody_alive(folder_url: str, tmp_path: Path):
     a, _, c = started(folder_url, tmp_path)
+    presence = a.exchange.closer.presence
+    presence.last.clear()  # its last real one was long ago
     c.beat()
     ago(a, "members/c/live.json", -(10**6))
     assert silent(a)
+
+
+def test_a_closer_whose_machine_slept_does_not_take_the_others_for_dead(folder_url: str, tmp_path: Path):
+    a, _, c = started(folder_url, tmp_path)
+    c.beat()
+    a.ledger.store._clock["offset"] -= 1000  # carried on by a clock that stood still
+    assert not silent(a, c.beat)
 
 
 def test_an_old_heartbeat_of_an_older_start_is_no_sign_of_life_nor_of_leaving(

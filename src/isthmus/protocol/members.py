@@ -50,6 +50,8 @@ class Members:
                 break
             if counted if manifest is None else manifest.entry(name):
                 break
+            if t > 1 and t - 1 not in self.ledger.manifests:
+                break  # nobody here knows whom it waited for
             if name in self.awaited(t):
                 rounds.append(t)
         return rounds

@@ -75,7 +75,7 @@ class Presence:
             return self.last.get(name)
         (heartbeat, written), known = found, self.beats.setdefault(name, {})
         before = known.get(heartbeat.incarnation, -1)
-        if heartbeat.beat > before and written <= self.store_now() + CLOCK_ERROR_SECONDS:
+        if heartbeat.beat > before and not self._in_future(written):
             known.pop(heartbeat.incarnation, None)
             known[heartbeat.incarnation] = heartbeat.beat  # last: the one heard longest ago comes first
             if len(known) > MOST_INCARNATIONS:
@@ -84,6 +84,12 @@ class Presence:
         elif name in self.last and self.last[name][0] == heartbeat:
             self.last[name] = heartbeat, min(written, self.last[name][1])
         return self.last.get(name)
+
+    def _in_future(self, written: float) -> bool:
+        if written <= self.store_now() + CLOCK_ERROR_SECONDS:
+            return False
+        self.ledger.store.doubt_clock()
+        return written > self.store_now() + CLOCK_ERROR_SECONDS
 
     def leaving(self, name: str) -> bool:
         heard = self.hear(name)

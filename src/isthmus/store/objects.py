@@ -246,6 +246,11 @@ class Store:
             raise StoreError(f"{self.url}: {key} was deleted while its time was read", "absent")
         return time.monotonic() + offset
 
+    def doubt_clock(self) -> None:
+        """The next `now` reads the store's clock again: a machine that slept has carried it on too slowly."""
+        with self._lock:
+            self._clock["read at"] = float("-inf")
+
     def probe(self, prefix: str = "probe") -> None:
         """Refuse a store that ignores put-if-absent: there, two closers could both close a round."""
         key = f"{prefix}/{secrets.token_hex(16)}"
