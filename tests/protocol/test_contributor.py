@@ -395,6 +395,8 @@ def test_where_nothing_can_be_replayed_more_than_half_of_those_who_are_there_dec
     folder_url: str, tmp_path: Path
 ):
     a, b, c, d = Little(folder_url, tmp_path, FOUR, closers=["a"]).replicas(Clock())
+    asked: list[int] = []
+    a.exchange.closer.replayed = lambda t: asked.append(t) or ""
     for each in (a, b, c, d):
         each.beat()
     settle(1, a, a, b, c, d)
@@ -414,3 +416,4 @@ def test_where_nothing_can_be_replayed_more_than_half_of_those_who_are_there_dec
     assert not closes(a, 2)
     give(2, b)
     assert closes(a, 2)
+    assert asked == [1]  # it is dear

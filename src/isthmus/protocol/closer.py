@@ -58,13 +58,14 @@ class Closer:
         self.sign_reader, self.signs = SignReader(self.recipe), dict[str, Tensor]()  # of those who are good
         self.note = ""  # what the last judgement says of those who differ and were not refused
         self.said = ""  # about the anchors of others, as it was last logged
+        self.found: str | None = None  # digest of the round's start as the bucket gives it, once it was asked
         self.liars: set[str] = set()  # who signed an anchor that the bucket does not give
 
     def attempt(self, round_number: int, anchor: str) -> bool:
         """Close the round if it can be closed now; True when our manifest is the one."""
         if round_number != self.round:
             self.away = 0.0 if self.round else self.presence.absence(round_number)
-            self.round, self.closable_since, self.said = round_number, None, ""
+            self.round, self.closable_since, self.said, self.found = round_number, None, "", None
             self.verdicts.clear()
             self.signs.clear()
             self.presence.answers.clear()
@@ -196,7 +197,9 @@ class Closer:
         most = max(map(len, others.values()), default=0)
         if not most or most < len(good):
             return True
-        found = self.replayed(self.round - 1)
+        if self.found is None:
+            self.found = self.replayed(self.round - 1)
+        found = self.found
         if found == anchor:
             self.liars |= set.union(*others.values())
             self._say(f"{most} updates start from another anchor, but the bucket gives ours")
