@@ -233,7 +233,7 @@ def test_a_history_that_does_not_add_up_is_named_and_rows_still_come(recorded, m
     with Scoring(recorder) as scoring:
         recorder.record(always)
         scoring.finish()
-    assert "round 1 says it started from anchor" in recorder.problem()
+    assert "manifest 1 of this run, by closer" in recorder.problem()
     assert not recorder.has_last_anchor()
     assert [row.round for row in recorded.run.rows()] == list(range(ROUNDS + 1))
 

@@ -9,6 +9,7 @@ from isthmus.errors import Diverged, RunError
 from isthmus.model.digest import anchor_digest
 from isthmus.outer.exchange import Contribution
 from isthmus.protocol.closer import Closer
+from isthmus.protocol.judge import other_start
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.shards import ShardReader
 from isthmus.protocol.trust import Refused, sha256
@@ -41,6 +42,7 @@ class LedgerExchange:
         self.writes, self.reader, self.closer = tuple(writes), reader, closer
         self.replica = ledger.signer.replica
         self.anchor = ""  # digest of the anchor that all hold now
+        self.from_bucket = False  # until we train ourselves, it is what the bucket gives: others are wrong
         self.awaiting = ""  # what this process waits for, as the heartbeat says
         self.unsettled: tuple[int, Future[Mapping[int, str]]] | None = None  # an anchor not yet agreed on
         self.sent_bytes, self.up_seconds = 0, 0.0  # of payloads
@@ -93,6 +95,7 @@ class LedgerExchange:
         A replica that has lost its private state cannot do it again: its first update to a round stands, and
         what it makes afterwards goes out with the next.
         """
+        self.from_bucket = False
         self.settle_anchor()
         self.reader.forget()
         rows: dict[int, str] = {}
@@ -160,6 +163,8 @@ class LedgerExchange:
         self.awaiting = ""
         self.wait_seconds += time.monotonic() - began
         if self.anchor and manifest.anchor != self.anchor:
+            if self.from_bucket:
+                raise other_start(manifest, self.anchor)
             raise Diverged(
                 f"replica {self.replica} holds another anchor than round {round_number} started from; it "
                 "must join anew from the bucket"

@@ -42,6 +42,15 @@ def judge(
     return replace(entry, norm=math.sqrt(square))
 
 
+def other_start(manifest: Manifest, anchor: str) -> RunStopped:
+    """A round that its closer began somewhere else than where the rounds before it lead."""
+    return RunStopped(
+        f"manifest {manifest.round} of this run, by closer {manifest.closer}, is not to be trusted: it "
+        f"starts from anchor {manifest.anchor[:16]}, but replaying the rounds before it gives "
+        f"{anchor[:16]}; the run stops here"
+    )
+
+
 def check_counted(manifest: Manifest, updates: Mapping[str, Payloads], whole: bool = True) -> None:
     """Before a round is applied: the updates, as unpacked, have the norms by which they were let in.
 

@@ -8,7 +8,7 @@ from isthmus.errors import RunError, RunStopped
 from isthmus.model.digest import anchor_digest, shard_digests
 from isthmus.model.llama import init_params
 from isthmus.outer import outer_method
-from isthmus.protocol.judge import check_counted
+from isthmus.protocol.judge import check_counted, other_start
 from isthmus.protocol.ledger import Ledger, Manifest
 from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused
@@ -97,10 +97,7 @@ class Replay:
         if manifest is None:
             return None
         if not self.without and manifest.anchor != self.digest():
-            raise RunError(
-                f"round {manifest.round} says it started from anchor {manifest.anchor[:16]}, but replaying "
-                f"the rounds before it gives {self.digest()[:16]}"
-            )
+            raise other_start(manifest, self.digest())
         updates = {}
         for entry in manifest.entries:
             if entry.replica in self.without:

@@ -139,7 +139,8 @@ class Recovery:
         return share_json(self.trainer.control, mine, whole_number)[0]
 
     def _from_bucket(self, last: int) -> int:
-        """The newest whole anchor; the loop then replays the rounds after it, digest by digest."""
+        """The newest anchor that can be believed; the loop then replays the rounds after it."""
+        self.trainer.exchange.from_bucket = True
         mine = (
             [t for t in self.trainer.ledger.anchor_rounds() if t <= last]
             if self.trainer.control.rank == 0
