@@ -11,6 +11,7 @@ from typing import BinaryIO, Self
 
 from isthmus.config import dump_recipe
 from isthmus.errors import ConfigError
+from isthmus.files import overwrite_own
 from isthmus.protocol.access import check_key, open_ledger
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger
@@ -108,7 +109,7 @@ class StartingHeartbeats(threading.Thread):
             for note in NOTES:  # a request to leave was for the last start
                 (launcher.work / note).unlink(missing_ok=True)
         for launcher in self.starting:
-            (launcher.work / "incarnation").write_text(self.incarnation)
+            overwrite_own(launcher.work / "incarnation", self.incarnation)
         self.send()
         self.start()
         return self
