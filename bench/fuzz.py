@@ -114,16 +114,19 @@ def same(fault: str) -> str:
 
 
 def table(found: dict[str, list[dict[str, Any]]], seconds: dict[str, float]) -> str:
-    lines = [f"{'':<12}{'cases':>8}{'read':>9}{'refused':>9}{'faults':>8}{'slowest':>10}{'in all':>9}"]
+    heads = ("cases", "read", "refused", "faults", "slowest", "memory", "in all")
+    widths = (8, 9, 9, 8, 10, 10, 9)
+    lines = [" " * 12 + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))]
     for part, results in found.items():
         outcomes = Counter[str]()
         for result in results:
             outcomes.update(result["outcomes"])
         faults = sum(bool(result["fault"]) for result in results)
         slowest = max((result["seconds"] for result in results), default=0.0)
+        grown = max((result.get("grown_mib", 0) for result in results), default=0)
         lines.append(
             f"{part:<12}{len(results):>8,}{outcomes['read']:>9,}{outcomes['refused']:>9,}{faults:>8,}"
-            f"{slowest:>8.1f} s{seconds[part]:>7.0f} s"
+            f"{slowest:>8.1f} s{grown:>6} MiB{seconds[part]:>7.0f} s"
         )
     return "\n".join(lines)
 

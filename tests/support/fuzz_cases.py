@@ -137,6 +137,7 @@ def unpack_payloads() -> None:
     for index in range(len(ledger.shards)):
         with refusals():
             unpack_shards(ledger, {index: data})
+            OUTCOMES["read"] += 1
 
 
 _kept_ledger: Any = None

@@ -102,7 +102,9 @@ def main(world: Path, part: str, seed: int, start: int, stop: int, step: int) ->
             tell(begin=number, case=case)
             began = time.monotonic()
             fault = checked(case, world, most)
-            tell(done=number, fault=fault, seconds=time.monotonic() - began, outcomes=OUTCOMES)
+            seconds, peak = time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            grown = (peak - most + (MEMORY_BYTES >> 10)) >> 10
+            tell(done=number, fault=fault, seconds=seconds, grown_mib=grown, outcomes=OUTCOMES)
             OUTCOMES.clear()
 
 
