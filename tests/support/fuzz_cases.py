@@ -270,7 +270,8 @@ def _document(draw: random.Random, world: Path) -> Case:
             kinds.setdefault(kind_of(name), []).append(name)
     kind = draw.choice(sorted(kinds))
     name = draw.choice(kinds[kind])
-    case: Case = {"file": name, "readers": draw.sample(readers_of(name), min(2, len(readers_of(name))))}
+    readers = readers_of(name)
+    case: Case = {"file": name, "readers": draw.sample(readers, min(draw.choice((1, 1, 2)), len(readers)))}
     data, times = (world / name).read_bytes(), draw.choice((1, 1, 1, 2, 3))
     if name.endswith(".toml") and draw.random() < 0.8:
         return case | {"toml": [draw_toml(draw) for _ in range(times)]}
