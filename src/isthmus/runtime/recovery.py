@@ -1,6 +1,7 @@
 """A process that starts: it restores its private state, or begins from the bucket."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,9 +55,7 @@ class Recovery:
             t for t in self.trainer.state.updates() if self.trainer.state.load_update(t, writes) is not None
         ]
         mine = [self.trainer.state.rounds(), sorted(updates)]
-        states, updates = (
-            [set(rounds) for rounds in share_json(self.trainer.control, each, whole_numbers)] for each in mine
-        )
+        states, updates = zip(*share_json(self.trainer.control, mine, _two_sets), strict=True)
         return set.intersection(*states), set.intersection(*updates)
 
     def _began_at(self, round_number: int) -> bool:
@@ -180,3 +179,8 @@ class Recovery:
         except RunError as error:
             self.trainer.log(f"{error}; trying the one before")
             return "", {}
+
+
+def _two_sets(value: Any) -> tuple[set[int], set[int]]:
+    states, updates = value
+    return set(whole_numbers(states)), set(whole_numbers(updates))
