@@ -321,6 +321,21 @@ def test_a_way_waits_for_its_gate_and_leads_through_it(stack, echo):
     assert heard(client, 5) == b"early"
 
 
+def test_a_client_that_hangs_up_before_the_gate_is_there_is_not_led_through(stack, echo, monkeypatch):
+    tries = []
+    monkeypatch.setattr(gates, "enter", lambda *where: tries.append(where) or refuse())
+    way = Way(LOOPBACK, free_port(LOOPBACK), HOLDER, FIRST)
+    stack.callback(way.close)
+    client = connect(way.port)
+    until(lambda: len(tries) > 1)  # it is waited for
+    client.close()
+    until(lambda: not [thread for thread in threading.enumerate() if "_lead" in thread.name])
+
+
+def refuse() -> socket.socket:
+    raise ConnectionRefusedError
+
+
 def test_a_way_does_not_lead_to_whoever_sits_at_the_gates_port(stack, said):
     """A false gate learns nothing: the client's words never leave the machine."""
     false = Gate(LOOPBACK, 0, STRANGER)

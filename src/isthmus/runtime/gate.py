@@ -179,7 +179,7 @@ class Way:
     def _lead(self, client: socket.socket) -> None:
         deadline = time.monotonic() + self.patience_seconds
         with client, suppress(OSError):
-            while not self.closed.is_set() and time.monotonic() < deadline:
+            while not (self.closed.is_set() or time.monotonic() > deadline or _hung_up(client)):
                 if through := self._try():
                     with through:
                         self.joined.run(client, through)
@@ -235,6 +235,14 @@ def _accept(listener: socket.socket) -> tuple[socket.socket, str] | None:
     except OSError:  # gone before we looked, the listener is closing, or no file descriptor is left
         time.sleep(0.01)
         return None
+
+
+def _hung_up(client: socket.socket) -> bool:
+    """Without a word. What it has said is left for whoever it said it to."""
+    try:
+        return client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
 
 
 def _stop(listener: socket.socket, thread: threading.Thread) -> None:
