@@ -1,5 +1,6 @@
 """`isthmus generate`: transformers' greedy text, sound draws, whole characters."""
 
+import dataclasses
 import io
 import json
 import os
@@ -55,7 +56,8 @@ def test_greedy_text_through_boundaries_is_that_of_transformers(runs, tmp_path, 
 
 
 @pytest.mark.parametrize("through", [False, True])
-def test_the_cache_gives_the_logits_of_a_whole_forward(runs, through):
+def test_the_cache_gives_the_logits_of_a_whole_forward(runs, through, monkeypatch):
+    monkeypatch.setattr("isthmus.model.decode.FIRST_ROOM", 3)  # so that it grows
     trained = open_trained(str(runs["mixed"]))
     model, member = trained.recipe.model, pipelined_member(trained.recipe)
     boundary_fns = (
@@ -71,6 +73,13 @@ def test_the_cache_gives_the_logits_of_a_whole_forward(runs, through):
     torch.testing.assert_close(torch.stack(cached), whole, atol=5e-4 if through else 1e-5, rtol=0)
     with pytest.raises(ValueError, match="do not fit"):
         decoder.feed([1])
+
+
+def test_a_stated_context_takes_no_memory_until_it_is_used(runs):
+    trained = open_trained(str(runs["full"]))
+    decoder = Decoder(trained.params, dataclasses.replace(trained.recipe.model, context=1 << 22))
+    decoder.feed([1, 2, 3])
+    assert decoder.keys.numel() + decoder.cos.numel() < 1 << 20
 
 
 def test_a_seed_gives_its_text_again_and_another_seed_another(runs, capsys):

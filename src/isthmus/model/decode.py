@@ -21,6 +21,8 @@ from isthmus.model.llama import (
     rotate,
 )
 
+FIRST_ROOM = 256  # tokens; doubled when they are full
+
 
 class Decoder:
     """Logits of the next token. The cache keeps what was fed before, so each token is computed once.
@@ -34,11 +36,19 @@ class Decoder:
         self.params, self.model, self.boundary_fns = params, model, dict(boundary_fns or {})
         table = params["tok_embeddings.weight"]
         self.dtype, self.device = table.dtype, table.device
-        self.cos, self.sin = rope_table(model, model.context, device=self.device)
-        head_dim = model.width // model.heads
-        shape = (model.layers, 1, model.heads, model.context, head_dim)
-        self.keys, self.values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         self.length = 0
+        self._make_room(min(FIRST_ROOM, model.context))
+
+    def _make_room(self, room: int) -> None:
+        """For so many tokens, not for the whole context: a file states that, and may state anything."""
+        model = self.model
+        self.cos, self.sin = rope_table(model, room, device=self.device)
+        shape = (model.layers, 1, model.heads, room, model.width // model.heads)
+        keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        if self.length:
+            keys[:, :, :, : self.length] = self.keys[:, :, :, : self.length]
+            values[:, :, :, : self.length] = self.values[:, :, :, : self.length]
+        self.keys, self.values = keys, values
 
     @torch.no_grad()
     def feed(self, tokens: Sequence[int]) -> Tensor:
@@ -52,6 +62,8 @@ class Decoder:
         ids = torch.tensor([list(tokens)], device=self.device)  # (1, L)
         x = embed(self.params, ids, self.dtype)
         end = self.length + len(tokens)
+        if end > len(self.cos):
+            self._make_room(min(max(end, 2 * len(self.cos)), self.model.context))
         for i in range(self.model.layers):
             if i in self.boundary_fns:
                 x = cross(x, ids, self.boundary_fns[i])

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import Diverged, RunError
+from isthmus.printing import visible
+from isthmus.protocol.documents import MOST_REASON
 from isthmus.protocol.judge import judge
 from isthmus.protocol.ledger import Entry, Ledger, Manifest
 from isthmus.protocol.members import Members
@@ -294,4 +296,4 @@ class Closer:
 
 
 def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:300])
+    return visible(text[:MOST_REASON])[:MOST_REASON]
