@@ -1,5 +1,6 @@
 """What a replica says of itself every few seconds, and how long a silence may last."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -50,7 +51,7 @@ class Heartbeat:
         """From a stranger: a value that is not of the right type and size is left out."""
         farewell = body.get("farewell")
         return cls(
-            incarnation=word(body, "incarnation"),
+            incarnation=said if re.fullmatch(r"[\w-]{1,64}", said := word(body, "incarnation")) else "",
             beat=count(body, "beat"),
             kind=word(body, "kind"),
             stages=count(body, "stages"),

@@ -6,6 +6,8 @@ of norms. What only the updates themselves can show is in `judge`.
 """
 
 import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from isthmus.errors import ConfigError, RunError, RunStopped
@@ -26,6 +28,7 @@ from isthmus.protocol.trust import (
 from isthmus.store import Store, StoreRefused
 
 MAX_FACTS_BYTES = 4096
+FETCH = 8  # requests at a time, while a long history is read
 WITNESS_ROUNDS = 50  # whoever contributed to one of the last so many rounds has a say on an anchor
 
 
@@ -116,8 +119,7 @@ class History:
         known = round_number - 1
         while known not in self.chain:
             known -= 1
-        for t in range(known + 1, round_number + 1):
-            data = self._get(t)
+        for t, data in self._fetch(known + 1, round_number):
             if data is None:
                 if t < round_number and self._get(round_number) is not None and self._get(t) is None:
                     raise RunStopped(f"manifest {t} of this run is gone; the run stops here")
@@ -125,6 +127,16 @@ class History:
             self.manifests[t] = self._checked(data, t)
             self.chain[t] = self.manifests[t].digest
         return self.manifests[round_number]
+
+    def _fetch(self, first: int, last: int) -> Iterator[tuple[int, bytes | None]]:
+        """Manifests as stored, in order; several at a time where a long history is read."""
+        if last - first < FETCH:
+            yield from ((t, self._get(t)) for t in range(first, last + 1))
+            return
+        with ThreadPoolExecutor(FETCH, "manifests") as pool:
+            for start in range(first, last + 1, 8 * FETCH):
+                numbers = range(start, min(start + 8 * FETCH, last + 1))
+                yield from zip(numbers, pool.map(self._get, numbers), strict=True)
 
     def _get(self, round_number: int) -> bytes | None:
         try:

@@ -83,7 +83,7 @@ def read_run(store: Store, signer: Signer | None = None) -> RunInfo:
 
 def parse_run(data: bytes) -> RunInfo:
     body: Any = parse_json(data, "run.json in this bucket")
-    if isinstance(body, dict) and isinstance(form := body.get("format"), int) and form > FORMAT:
+    if isinstance(body, dict) and isinstance(form := body.get("format"), int) and FORMAT < form < 1000:
         raise ConfigError(f"run.json is of format {form}; this Isthmus reads format {FORMAT}")
     try:
         check(body, RUN)
