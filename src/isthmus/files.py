@@ -6,6 +6,7 @@ writes on a disk passes through here, so that nothing outside the folder is touc
 
 import contextlib
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,7 +88,7 @@ def overwrite_own(path: Path, data: str = "") -> None:
     """A short note in place, without a temporary name: for what is written often and worth little."""
     with open_own(path) as file:
         file.truncate()
-        file.write(data.encode())
+        file.write(data.encode(errors="replace"))
 
 
 def own_folder(path: Path) -> None:
@@ -95,6 +96,13 @@ def own_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():
         raise ConfigError(f"{path} is a symbolic link; Isthmus does not write through it: remove it")
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder of ours, if it is there; of a link only the link."""
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _refuse_other(path: Path, found: os.stat_result | None = None) -> None:

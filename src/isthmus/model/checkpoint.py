@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from isthmus.errors import ConfigError
-from isthmus.files import replace_file, replacing
+from isthmus.files import own_folder, remove_folder, replace_file, replacing
 from isthmus.reading import list_folder, read_json, stat_regular
 
 POINTER = "latest.json"
@@ -70,8 +69,9 @@ def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]]
     """
     name = f"round-{rounds:06d}"
     fresh = directory / f"part-{rounds:06d}"
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
+    own_folder(directory)
+    remove_folder(fresh)
+    fresh.mkdir()
     for file, tensors in files.items():
         if tensors:
             save_tensors(fresh / f"{file}.safetensors", tensors)
@@ -85,16 +85,16 @@ def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]]
         if other not in kept:
             drop_round(directory, int(other.name.removeprefix("round-")))
     for left in [*directory.glob("gone-*"), *directory.glob("part-*")]:  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+        remove_folder(left)
 
 
 def drop_round(directory: Path, rounds: int) -> None:
     """Delete the state after `rounds` rounds, if there is one: it loses its name first."""
     folder, gone = directory / f"round-{rounds:06d}", directory / f"gone-{rounds:06d}"
-    shutil.rmtree(gone, ignore_errors=True)
+    remove_folder(gone)
     with suppress(FileNotFoundError):
         os.replace(folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    remove_folder(gone)
 
 
 def saved_rounds(directory: Path) -> list[int]:

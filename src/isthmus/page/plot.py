@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import ConfigError
+from isthmus.files import replacing
 from isthmus.page.compare import METRICS, Entry, heading
 from isthmus.printing import visible
 from isthmus.runlog.words import count
@@ -73,7 +74,8 @@ def draw(entries: Sequence[Entry], found: Mapping[str, Sequence[str]], metric: s
         axes.set_ylabel("nats", color=SOFT, fontsize=9.5)
         _leave_out_the_fall(axes, lines)
     try:
-        figure.savefig(path)
+        with replacing(path) as file:
+            figure.savefig(file, format=path.suffix.removeprefix(".").lower())
     except OSError as error:
         raise ConfigError(
             f"cannot write the plot {path}: {error.strerror}; give --plot another name"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isthmus.files import overwrite_own
 from isthmus.printing import visible
 from isthmus.reading import read_note
 from isthmus.runtime.failure import Failure, Final
@@ -75,7 +76,7 @@ def _watch(agent: "_AgentThread", work: Path, interrupts: list[int], stall_secon
     while agent.is_alive():
         agent.join(POLL_SECONDS)
         if len(interrupts) == 1 and not (work / "leave").exists():
-            (work / "leave").touch()
+            overwrite_own(work / "leave")
             log("leaving at the end of this round; once more (Ctrl-C) leaves now")
         if len(interrupts) > 1:
             log("leaving now")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from isthmus.errors import ConfigError, RunError, passes
-from isthmus.files import replace_file
+from isthmus.files import overwrite_own, replace_file
 from isthmus.reading import read_json
 from isthmus.runtime.versions import torch_range
 
@@ -164,8 +164,8 @@ class Settled:
 
     def round(self, round_number: int, seconds: float) -> None:
         if self.trained:
-            with suppress(OSError):
-                self.path.touch()
+            with suppress(OSError, ConfigError):
+                overwrite_own(self.path)
         self.trained = False
 
 

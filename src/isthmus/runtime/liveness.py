@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from isthmus.errors import ConfigError
+from isthmus.files import overwrite_own
 from isthmus.reading import read_note
 
 
@@ -21,8 +23,8 @@ class AliveFile(threading.Thread):
         while True:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.path.write_text(str(os.getpid()))
-            except OSError:
+                overwrite_own(self.path, str(os.getpid()))
+            except (OSError, ConfigError):
                 pass  # a full disk is reported by the code that needs it; the next write may succeed
             time.sleep(self.every)
 

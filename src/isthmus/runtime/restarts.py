@@ -6,6 +6,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from isthmus.errors import ConfigError
+from isthmus.files import overwrite_own
 from isthmus.runtime.failure import QUICK_SECONDS, Failure, Failures, Final, failure_note, settled_note
 from isthmus.runtime.process import LauncherConfig, Log, describe_exit
 from isthmus.runtime.waiting import WaitingNotes
@@ -63,9 +65,9 @@ class Restarts:
 
     def _kept(self, final: Failure) -> str:
         """Where a person finds the traceback, if there is one."""
-        with suppress(OSError):
+        with suppress(OSError, ConfigError):
             if final.trace:
-                (self.work / "failed.txt").write_text(final.trace)
+                overwrite_own(self.work / "failed.txt", final.trace)
                 return f"; more in {self.work / 'failed.txt'}"
         return ""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError, RunError
-from isthmus.files import open_own
+from isthmus.files import open_own, overwrite_own
 from isthmus.printing import visible
 from isthmus.reading import read_bytes, read_note, stat_regular
 from isthmus.runtime import waiting
@@ -202,7 +202,7 @@ class LocalSupervisor:
         self.leaving = True
         for launcher in self.launchers:
             launcher.work.mkdir(parents=True, exist_ok=True)
-            (launcher.work / "leave").touch()
+            overwrite_own(launcher.work / "leave")
 
     def finish(self, timeout_seconds: float = 60.0) -> None:
         """After the last round: wait for replicas that fell behind, and restart those that die even now."""

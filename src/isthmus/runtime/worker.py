@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable
-from isthmus.files import replace_file
+from isthmus.files import overwrite_own, replace_file
 from isthmus.printing import guard_streams
 from isthmus.protocol.trust import Refused
 from isthmus.reading import read_note
@@ -234,14 +234,14 @@ class LeaveRequest:
         if leader:
             note = work / "incarnation"
             self._look(read_note(note) or "")
-            note.write_text(incarnation)
+            overwrite_own(note, incarnation)
 
     def _look(self, incarnation: str) -> None:
         if not incarnation.isalnum() or len(incarnation) > 64:
             return
         try:
             if self.ledger.asked_to_leave(incarnation):
-                self.file.touch()
+                overwrite_own(self.file)
         except Refused as reason:
             if self.ignored != incarnation:
                 self.ignored = incarnation

@@ -225,13 +225,14 @@ class SimulatedFleet:
         return files | {f"stack-{i}": stack.state() for i, stack in enumerate(self.stacks)}
 
     def restore(self, files: dict[str, dict[str, Tensor]], rounds: int) -> None:
+        extra = files.get("outer", {})  # SparseLoCo without boundaries has none
         with torch.no_grad():
             for name, tensor in self.anchor.items():
                 tensor.copy_(files["anchor"][name])
             for key, basis in self.bases.bases.items():
-                basis.copy_(files["outer"][f"basis/{key}"])
+                basis.copy_(extra[f"basis/{key}"])
             if self.outer:
-                self.outer.restore(files["outer"])
+                self.outer.restore(extra)
         for i, stack in enumerate(self.stacks):
             stack.restore(files[f"stack-{i}"], rounds * self.recipe.outer.inner_steps)
         self.bases.begin_round(rounds)

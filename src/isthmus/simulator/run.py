@@ -138,6 +138,18 @@ def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) ->
     return _run(run, recipe, corpus, where, plan, quiet, done, state, first)
 
 
+def _restore(fleet: SimulatedFleet, state: dict, done: int, run: RunDir) -> None:
+    try:
+        fleet.restore(state, done)
+    except torch.OutOfMemoryError:
+        raise
+    except (KeyError, RuntimeError) as error:
+        words = " ".join(str(error).split())
+        raise ConfigError(
+            f"the saved state in {run.state_path} is not that of its recipe ({words:.120}); start a new run"
+        ) from None
+
+
 def _run(
     run: RunDir,
     recipe: Recipe,
@@ -154,7 +166,7 @@ def _run(
     try:
         fleet = SimulatedFleet(recipe, corpus, device, setup["precision"], plan, setup["compiled"], first)
         if state:
-            fleet.restore(state, done)
+            _restore(fleet, state, done, run)
         with open_view(recipe, done, recipe.outer.rounds, rows=run.rows(), quiet=quiet) as view:
             how = plan.describe(recipe.num_replicas)
             view.note(f"{run.path}: {how} on {setup['device']}, {setup['precision']}")
