@@ -173,10 +173,10 @@ def test_a_terminal_that_lacks_a_character_shows_another(runs, monkeypatch):
 
 
 def test_a_terminal_gets_no_escape_sequence_and_a_pipe_gets_every_byte(runs, monkeypatch):
-    prompt = "a\x1b[31mb\u009bc"
+    prompt = "a\x1b[31mb\u009bc\t\u202e\n"
     arguments = (runs["full"], prompt, "--max-tokens", 1, "--temperature", 0)
     shown = generated(monkeypatch, Output(terminal=True), *arguments)[-1].decode()
-    assert shown.startswith("a\ufffd[31mb\ufffdc")
+    assert shown.startswith("a\\x1b[31mb\\x9bc\t\\u202e\n")
     assert generated(monkeypatch, Output(), *arguments)[-1].decode().startswith(prompt)
 
 
