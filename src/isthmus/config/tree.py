@@ -95,11 +95,11 @@ class OuterConfig:
         within("outer.inner_steps", self.inner_steps, 1, MOST_ROUNDS)
         within("outer.rounds", self.rounds, 1, MOST_ROUNDS)
         within("outer.chunk_side", self.chunk_side, 1, 1e9)
+        within("outer.keep", self.keep, 0, 1e9)
         if self.chunk_side > 64:
             raise ConfigError(f"outer.chunk_side is {self.chunk_side}; a chunk is at most 64 x 64")
         if not 1 <= self.keep <= self.chunk_side**2:
-            most = self.chunk_side**2
-            raise ConfigError(f"outer.keep is {short(self.keep)}; a chunk holds 1 to {most} entries")
+            raise ConfigError(f"outer.keep is {self.keep}; a chunk holds 1 to {self.chunk_side**2} entries")
         choice("outer.values", self.values, ("fp32", "bf16", "2bit", "fp64"))
         choice("outer.aggregation", self.aggregation, ("contributors", "all"))
         choice("outer.clip", self.clip, ("none", "median"))
