@@ -65,7 +65,7 @@ def audit(ledger: Ledger, start: int = 0) -> Audit:
     """Replay the rounds from theta^(0), or from `start` or the first round that has its payloads, and check
     all that is there; RunError names what is false."""
     last, every = ledger.last_round(), range(len(ledger.shards))
-    begin = max(start, next((t for t in range(1, last + 1) if _has_payloads(ledger, t)), last + 1) - 1)
+    begin = max(start, next((t for t in range(1, last + 1) if ledger.has_payloads(t)), last + 1) - 1)
     replay = Replay(ledger, begin)
     found = Audit(rounds=last, begins_with=replay.round, start=_whose(ledger, replay))
     found.anchors = ledger.anchor_rounds()
@@ -83,17 +83,6 @@ def audit(ledger: Ledger, start: int = 0) -> Audit:
     found.digest, found.rounds = replay.digest(), replay.round
     found.last_signed = found.rounds - 1 if ledger.run.commits_in_manifests else 0
     return found
-
-
-def _has_payloads(ledger: Ledger, t: int) -> bool:
-    manifest = ledger.manifest(t)
-    assert manifest is not None, "rounds are settled one after another"
-    entry = manifest.entries[0]
-    try:
-        ledger.counted_shard(manifest, entry.replica, entry.shards[0])
-    except Refused:
-        return False
-    return True
 
 
 def _whose(ledger: Ledger, replay: Replay) -> str:

@@ -29,7 +29,7 @@ from isthmus.store import Store, StoreRefused
 
 MAX_FACTS_BYTES = 4096
 FETCH = 8  # requests at a time, while a long history is read
-WITNESS_ROUNDS = 50  # whoever contributed to one of the last so many rounds has a say on an anchor
+WITNESS_ROUNDS = 10  # whoever contributed to one of the last so many rounds has a say on an anchor
 
 
 class History:

@@ -15,6 +15,7 @@ and size are checked, and nothing is ever unpickled.
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -175,6 +176,18 @@ class Ledger(Payloads):
             return body["digest"], tensors
         except Refused as reason:
             raise RunError(f"the anchor of round {round_number} cannot be used: {reason}") from None
+
+    def believed_anchors(self, most: int) -> list[int]:
+        """The newest rounds, at most so many, whose anchors contributors speak for; newest first. Their files
+        are not read."""
+        found: list[int] = []
+        for t in reversed(self.anchor_rounds()):
+            if t and len(found) < most:
+                with suppress(Refused):
+                    writer, body = self.anchor_header(t)
+                    self.check_witnessed(t, body["digest"], writer)
+                    found.append(t)
+        return found
 
     def _anchor_file(self, round_number: int, index: int, digest: str) -> "dict[str, Tensor]":
         from safetensors.torch import load

@@ -34,6 +34,18 @@ class Payloads(History):
                     return self._checked_shard(self.kept_key(closer, manifest.round, shard), shard)
             raise reason
 
+    def has_payloads(self, round_number: int) -> bool:
+        """Can a settled round's updates still be read? They are swept together, so one shard tells."""
+        manifest = self.manifest(round_number)
+        if manifest is None:
+            return False
+        entry = manifest.entries[0]
+        try:
+            self.counted_shard(manifest, entry.replica, entry.shards[0])
+        except Refused:
+            return False
+        return True
+
     def copy_shard(self, replica: str, round_number: int, shard: Shard) -> bool:
         """Copy another's shard below our own prefix, inside the store: one request, and no bytes come here.
 

@@ -130,8 +130,15 @@ class Recovery:
 
     def _swept(self, round_number: int) -> bool:
         """May the round's payloads be gone? Those up to the second-newest anchor are swept."""
-        anchors = self.trainer.ledger.anchor_rounds() if self.trainer.control.rank == 0 else []
-        return agree(self.trainer.control, len(anchors) > 1 and round_number <= anchors[-2])
+        return agree(self.trainer.control, self.trainer.control.rank == 0 and self._looks_swept(round_number))
+
+    def _looks_swept(self, round_number: int) -> bool:
+        anchors = self.trainer.ledger.believed_anchors(2)
+        if not anchors or round_number > anchors[0]:
+            return False
+        return round_number <= min(anchors[1:], default=0) or not self.trainer.ledger.has_payloads(
+            round_number
+        )
 
     def _agreed_last_round(self) -> int:
         mine = self.trainer.ledger.last_round() if self.trainer.control.rank == 0 else 0
