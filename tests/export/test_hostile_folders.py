@@ -123,6 +123,18 @@ def replacement(content):
     return {"type": "Replace", "pattern": {"String": "a"}, "content": content}
 
 
+def template(pieces, ids):
+    token = {"id": "x", "ids": [0] * ids, "tokens": ["<|endoftext|>"] * ids}
+    single = [{"SpecialToken": {"id": "x", "type_id": 0}}] * pieces
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [text, *single],
+        "pair": [text],
+        "special_tokens": {"x": token},
+    }
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -130,16 +142,42 @@ def replacement(content):
         ({"normalizer": {"type": "Sequence", "normalizers": [replacement("aa")] * 40}}, "times the text"),
         ({"model": {"type": "Unigram", "unk_id": 0, "vocab": [["x" * 3000, 0.0]] * 1000}}, "Unigram tokens"),
         ({"added_tokens": [{"id": 9, "content": "y" * 1000}] * 2000}, "added tokens"),
-        ({"added_tokens": [[]] * 1_300_000}, "JSON values"),
+        ({"added_tokens": [{}] * 1_300_000}, "JSON values"),
+        ({"post_processor": template(pieces=3000, ids=3000)}, "special tokens around"),
         ({"model": {"type": "BPE", "vocab": dict.fromkeys(map(str, range(1_100_000)), 0)}}, "tokens"),
     ],
-    ids=["long", "many", "unigram", "added", "values", "vocabulary"],
+    ids=["long", "many", "unigram", "added", "values", "template", "vocabulary"],
 )
 def test_a_tokenizer_that_would_grow_in_memory_is_refused_before_the_library_reads_it(folders, change, says):
     honest = (folders["full"] / "tokenizer.json").read_bytes()
     load(honest, "tokenizer.json")
     with pytest.raises(ConfigError, match=says):
         load(json.dumps(json.loads(honest) | change).encode(), "tokenizer.json")
+
+
+@pytest.mark.parametrize("odd", [7, "x", [7], [[]], [{}], {"x": 7}, {"a": [7]}, True], ids=str)
+def test_a_tokenizer_of_other_types_is_one_line(folders, odd):
+    honest = json.loads((folders["full"] / "tokenizer.json").read_bytes())
+    for key in ("added_tokens", "model", "normalizer", "post_processor", "decoder"):
+        with pytest.raises(ConfigError, match=r"is not a tokenizer\.json of the tokenizers library"):
+            load(json.dumps(honest | {key: odd}).encode(), "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"is not a tokenizer\.json of the tokenizers library"):
+        load(json.dumps(odd).encode(), "tokenizer.json")
+
+
+def test_the_tokenizers_of_public_models_pass(folders):
+    """LLaMA 2 prepends and replaces; LLaMA 3 adds a special token; some pad."""
+    honest = json.loads((folders["full"] / "tokenizer.json").read_bytes())
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    prepend = {"type": "Prepend", "prepend": "\u2581"}
+    padding = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None}
+    change = {
+        "normalizer": {"type": "Sequence", "normalizers": [prepend, space]},
+        "post_processor": template(pieces=1, ids=1),
+        "padding": padding | {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"},
+    }
+    tokenizer = load(json.dumps(honest | change).encode(), "tokenizer.json")
+    assert 2 < len(tokenizer.encode("a b").ids) < 20
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(folders, tmp_path):

@@ -78,7 +78,10 @@ def load(data: bytes, where: str) -> "Tokenizer":
 
     check_tokenizer(data, where)
     try:
-        return Tokenizer.from_buffer(data)
+        tokenizer = Tokenizer.from_buffer(data)
+        tokenizer.no_padding()  # which may be to a billion tokens
+        tokenizer.no_truncation()
+        return tokenizer
     except BaseException as error:  # the library raises bare Exception, and a fault inside it a BaseException
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
@@ -91,8 +94,6 @@ class Encoder:
 
     def __init__(self, data: bytes, end_token: str | None = None, where: str = "tokenizer.json") -> None:
         self.tokenizer = load(data, where)
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
         # A document that merely mentions <|endoftext|> does not end there.
         self.tokenizer.encode_special_tokens = True
         vocab = self.tokenizer.get_vocab(with_added_tokens=True)

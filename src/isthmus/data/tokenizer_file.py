@@ -4,6 +4,7 @@ The library takes some 300 bytes of memory for each byte of a Unigram token, and
 can turn a sentence into gigabytes. So the parts that grow are counted before the library gets the file.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ MAX_TOKENS = 1 << 20
 MAX_MERGES = 1 << 20
 MAX_ADDED_BYTES = 1 << 20  # of all tokens outside the model
 MAX_UNIGRAM_BYTES = 2 << 20
+MAX_TEMPLATE = 4096  # special tokens around a text
 MAX_GROWTH = 256  # a normalizer or decoder may make a text so many times as long
 
 
@@ -29,40 +31,56 @@ def tokenizer_bytes(path: Path) -> bytes:
 def check_tokenizer(data: bytes, where: str) -> None:
     """Refuse what would take far more memory than an honest tokenizer. The library checks the rest."""
     found = reading.parse_json(data, where, MAX_VALUES)
-    found = found if isinstance(found, dict) else {}
-    added, model = found.get("added_tokens"), found.get("model")
-    model = model if isinstance(model, dict) else {}
-    vocab = model.get("vocab")
-    grown = [growth(found.get(part)) for part in ("normalizer", "pre_tokenizer", "decoder")]
-    for name, size, most in (
-        ("bytes of added tokens", text_bytes(added), MAX_ADDED_BYTES),
-        ("tokens", len(vocab) if isinstance(vocab, dict | list) else 0, MAX_TOKENS),
-        ("merges", len(merges) if isinstance(merges := model.get("merges"), list) else 0, MAX_MERGES),
-        ("bytes of Unigram tokens", text_bytes(vocab) if isinstance(vocab, list) else 0, MAX_UNIGRAM_BYTES),
-        ("times the text after its replacements", max(grown), MAX_GROWTH),
-    ):
+    try:
+        counted = list(counts(found))
+    except (AttributeError, KeyError, IndexError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{where} is not a tokenizer.json of the tokenizers library ({error})") from None
+    for name, size, most in counted:
         if size > most:
             raise ConfigError(f"{where} has {size:,} {name}; at most {most:,} are read")
 
 
-def text_bytes(tokens: Any) -> int:
-    """Of added tokens ({"content": text, ...}) or Unigram tokens ([text, score])."""
-    total = 0
-    for token in tokens if isinstance(tokens, list) else []:
-        text = token.get("content") if isinstance(token, dict) else token[0] if token else ""
-        total += len(text.encode(errors="replace")) if isinstance(text, str) else 0
-    return total
+def counts(found: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
+    """(what it is, how much of it, the most) for every part that can grow."""
+    model, added = found.get("model") or {}, found.get("added_tokens") or []
+    vocab, merges = model.get("vocab") or {}, model.get("merges") or []
+    yield "bytes of added tokens", sum(text_bytes(token["content"]) for token in added), MAX_ADDED_BYTES
+    yield "tokens", len(vocab), MAX_TOKENS
+    yield "merges", len(merges), MAX_MERGES
+    if isinstance(vocab, list):  # [text, score] each: a Unigram
+        yield "bytes of Unigram tokens", sum(text_bytes(token[0]) for token in vocab), MAX_UNIGRAM_BYTES
+    yield "special tokens around a text", template_tokens(found.get("post_processor")), MAX_TEMPLATE
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        yield "times the text after its replacements", growth(found.get(part)), MAX_GROWTH
+
+
+def text_bytes(text: str) -> int:
+    return len(text.encode(errors="replace"))
 
 
 def growth(part: Any) -> int:
     """How many times as long its replacements and prefixes can make a text, at most."""
-    if not isinstance(part, dict):
+    if part is None:
         return 1
+    if not isinstance(part, dict):  # the library would also read its fields from a list
+        raise TypeError("a part of it is not an object")
     total = 1
     for key in ("content", "prepend"):
         if isinstance(text := part.get(key), str):
             total *= 1 + len(text)  # an empty pattern keeps what is there and adds this
     for key in ("normalizers", "pretokenizers", "decoders"):
-        for inner in inside if isinstance(inside := part.get(key), list) else []:
+        for inner in part.get(key) or []:
             total = min(total * growth(inner), 1 << 40)
     return total
+
+
+def template_tokens(part: Any) -> int:
+    """How many tokens a post-processor can put around a text, at most."""
+    if part is None:
+        return 0
+    if not isinstance(part, dict):
+        raise TypeError("its post-processor is not an object")
+    pieces = len(part.get("single") or []) + len(part.get("pair") or [])
+    tokens = part.get("special_tokens") or {}
+    longest = max((len(token["ids"]) for token in tokens.values()), default=1)
+    return pieces * longest + sum(template_tokens(inner) for inner in part.get("processors") or [])
