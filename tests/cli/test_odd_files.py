@@ -140,3 +140,12 @@ def test_resuming_a_run_with_odd_files_ends_with_one_line(tmp_path):
             commands.append(("train", "--resume", run))
     said, _ = ran(commands)
     assert [each for each in said if not one_line(each)] == []
+
+
+def test_a_name_that_is_almost_a_manifests_is_none(any_store_url, tmp_path):
+    little = Little(any_store_url, tmp_path)
+    rounds(little.replicas(), (1, 2))
+    store = little.ledger().store
+    for name in ("0000003.json", "00003.json", "000003.json.json", "3.json"):
+        store.put(f"manifests/{name}", b"")
+    assert little.ledger().last_round() == 2

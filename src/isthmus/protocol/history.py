@@ -206,8 +206,9 @@ class History:
 
         A manifest that is signed and beyond a gap tells that those in the gap are gone.
         """
-        keys = self.store.list("manifests/")
+        keys = set(self.store.list("manifests/"))
         found = {int(m[1]) for key in keys if (m := re.fullmatch(r"manifests/([0-9]{6,7})\.json", key))}
+        found -= {t for t in found if manifest_key(t) not in keys}  # 0000003.json is no name of ours
         newest = max(self.chain)
         rounds = self.run.recipe.outer.rounds
         while newest < rounds and (newest + 1 in found or self._is_there(newest + 1)):
