@@ -151,6 +151,21 @@ def test_manifests_that_were_deleted_are_named(
         assert f"manifest {gone[0]} of this run is gone" in err
 
 
+def test_every_store_finds_the_newest_round_by_the_chain(any_store_url: str, tmp_path: Path, capsys):
+    rounds(Little(any_store_url, tmp_path).replicas(), [1, 2, 3])
+    store, target = open_store(any_store_url), str(tmp_path / "theta")
+    for number in ("999999999999", "000900", "000005"):
+        store.put(f"manifests/{number}.json", b"")
+        store.put(f"anchors/{number}/complete.json", b"{}")
+    assert said(capsys, "status", any_store_url)[0] == 0
+    assert said(capsys, "ledger", "rebuild", any_store_url, "--to", target)[0] == 0
+    for t in (1, 2):
+        store.delete(f"manifests/{t:06d}.json")
+    for words in (("status", any_store_url), ("ledger", "verify", any_store_url)):
+        status, err = said(capsys, *words)
+        assert (status, "manifest 1 of this run is gone" in err) == (1, True)
+
+
 def test_junk_anchors_of_the_future_change_nothing(run: tuple[Little, list[Replica]], capsys, tmp_path: Path):
     """At a restart, the two newest anchors tell up to where payloads may have been swept."""
     made, _ = run

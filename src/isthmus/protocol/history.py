@@ -121,7 +121,7 @@ class History:
             known -= 1
         for t, data in self._fetch(known + 1, round_number):
             if data is None:
-                if t < round_number and self._get(round_number) is not None and self._get(t) is None:
+                if t < round_number and self._is_signed(round_number) and self._get(t) is None:
                     raise RunStopped(f"manifest {t} of this run is gone; the run stops here")
                 return None
             self.manifests[t] = self._checked(data, t)
