@@ -238,7 +238,10 @@ def test_a_history_that_does_not_add_up_is_named_and_rows_still_come(recorded, m
     assert [row.round for row in recorded.run.rows()] == list(range(ROUNDS + 1))
 
 
-def test_where_payloads_were_swept_it_goes_on_from_the_next_anchor_and_says_so(recorded, tmp_path):
+def test_where_payloads_were_swept_it_goes_on_from_the_next_anchor_and_says_so(
+    recorded, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Ledger, "check_witnessed", lambda *args: "a round that is still to come")
     shutil.copytree(recorded.bucket, tmp_path / "bucket")
     recorded.bucket = str(tmp_path / "bucket")
     recorder = recorded.recorder()
