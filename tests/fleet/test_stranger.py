@@ -74,6 +74,14 @@ class Intruder(threading.Thread):
         super().__init__(daemon=True)
         self.port, self.over, self.rounds, self.inside = port, threading.Event(), 0, 0
 
+    def __enter__(self) -> "Intruder":
+        self.start()
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.over.set()
+        self.join()
+
     def run(self) -> None:
         while not self.over.is_set():
             with contextlib.ExitStack() as held:
@@ -125,14 +133,12 @@ def test_a_stranger_at_the_stage_port_changes_no_bit_of_the_run(machines):
     alone.start(0)
     alone.start(1)
     watched.until(lambda: reached(watched.port))
-    intruder = Intruder(watched.port)
-    intruder.start()
-    watched.until(lambda: intruder.rounds)  # it is there before stage 1 is
-    assert watched.rounds() == 0
-    watched.start(1)
-    for fleet in (watched, alone):
-        fleet.until(lambda fleet=fleet: None not in fleet.statuses())
-    intruder.over.set()
+    with Intruder(watched.port) as intruder:
+        watched.until(lambda: intruder.rounds)  # it is there before stage 1 is
+        assert watched.rounds() == 0
+        watched.start(1)
+        for fleet in (watched, alone):
+            fleet.until(lambda fleet=fleet: None not in fleet.statuses())
     assert watched.statuses() == alone.statuses() == [0, 0], watched.log(0) + watched.log(1)
     assert intruder.inside == 0
     assert anchors(watched) == anchors(alone)
@@ -140,7 +146,6 @@ def test_a_stranger_at_the_stage_port_changes_no_bit_of_the_run(machines):
     assert all(len(digests) == 1 for digests in anchors(watched).values())
     assert "turned away 127.0.0.1 at 127.0.0.1:" in watched.log(0)
     assert "trying again" not in watched.log(0) + watched.log(1)
-    intruder.join()
 
 
 def reached(port: int) -> bool:
