@@ -78,14 +78,15 @@ def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]]
     drop_round(directory, rounds)
     os.replace(fresh, directory / name)
     replace_file(directory / POINTER, json.dumps({"round": rounds, "folder": name}))
-    others = sorted(path for path in directory.glob("round-*") if path.name != name)
-    older = [path for path in others if path.name < name]
+    others = [number for number in _rounds(directory) if number != rounds]
+    older = [number for number in others if number < rounds]
     kept = older[len(older) - (keep - 1) :] if keep > 1 else []
     for other in others:  # later rounds too: they belong to a start that was rolled back
         if other not in kept:
-            drop_round(directory, int(other.name.removeprefix("round-")))
-    for left in [*directory.glob("gone-*"), *directory.glob("part-*")]:  # by a process that was killed
-        remove_folder(left)
+            drop_round(directory, other)
+    for left in list_folder(directory):
+        if re.fullmatch(r"(gone|part)-\d{6,9}", left):  # by a process that was killed
+            remove_folder(directory / left)
 
 
 def drop_round(directory: Path, rounds: int) -> None:
@@ -100,11 +101,16 @@ def drop_round(directory: Path, rounds: int) -> None:
 def saved_rounds(directory: Path) -> list[int]:
     """Rounds whose state is complete, oldest first: a state is written before the pointer moves to it."""
     try:
-        newest, names = _newest(directory), list_folder(directory)
+        newest = _newest(directory)
+        return [number for number in _rounds(directory) if number <= newest]
     except (OSError, ConfigError):
         return []
-    rounds = [int(found[1]) for name in names if (found := re.fullmatch(r"round-(\d{6,9})", name))]
-    return sorted(number for number in rounds if number <= newest)
+
+
+def _rounds(directory: Path) -> list[int]:
+    """Rounds that have a folder, oldest first."""
+    names = list_folder(directory)
+    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"round-(\d{6,9})", name)))
 
 
 def load_round(directory: Path, rounds: int) -> dict[str, dict[str, Tensor]]:

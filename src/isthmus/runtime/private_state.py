@@ -8,6 +8,7 @@ train. So a kill can leave updates behind that are newer than the newest whole s
 again (docs/protocol.md, Crash points).
 """
 
+import re
 import shutil
 import threading
 import time
@@ -17,13 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from isthmus import gpu
 from isthmus.errors import RunError
 from isthmus.model import checkpoint
+from isthmus.reading import list_folder
 
 SHARE = 10  # a state is written again after this many times as long as the last write took
 ASIDE = "state-diverged-"  # and when
@@ -109,15 +109,15 @@ class PrivateState:
         checkpoint.save_tensors(self._update_path(round_number), update.to_tensors(round_number))
 
     def updates(self) -> dict[int, Path]:
-        found = self.folder.glob("update-*.safetensors")
-        numbers = {path.stem.removeprefix("update-"): path for path in found}
-        return {int(number): path for number, path in numbers.items() if number.isdigit()}
+        names = list_folder(self.folder) if self.folder.is_dir() else []
+        found = [match for name in names if (match := re.fullmatch(r"update-(\d{6,9})\.safetensors", name))]
+        return {int(match[1]): self.folder / match[0] for match in found}
 
     def load_update(self, round_number: int, shards: tuple[int, ...]) -> Update | None:
         """The saved update of a round, or None where it is absent, not whole, or of other shards."""
         try:
-            update = Update.from_tensors(load_file(self._update_path(round_number)))
-        except (OSError, ValueError, KeyError, SafetensorError):
+            update = Update.from_tensors(checkpoint.load_tensors(self._update_path(round_number)))
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # tensors of another kind
             return None
         return update if tuple(sorted(update.shards)) == shards else None
 
@@ -203,7 +203,7 @@ class PrivateState:
         """A saved round's files, or None where they are not whole."""
         try:
             return checkpoint.load_round(self.folder, round_number)
-        except (OSError, ValueError, KeyError, SafetensorError):
+        except (OSError, ValueError):
             return None
 
     def drop_after(self, round_number: int) -> None:
