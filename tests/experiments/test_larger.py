@@ -94,8 +94,8 @@ def run_toy(folder, *settings):
 
 
 def test_of_a_run_that_diverges_the_rounds_before_are_kept_and_no_line_is_written(tmp_path):
-    with pytest.raises(RunError, match=r"not finite.* measured before is in .*larger\.jsonl\.part"):
-        run_toy(tmp_path, "inner.lr=1e30")
+    with pytest.raises(RunError, match=r"the loss is nan.* measured before is in .*larger\.jsonl\.part"):
+        run_toy(tmp_path, "inner.lr=1e6", "inner.weight_decay=1e6")
     assert [path.name for path in tmp_path.iterdir()] == ["larger.jsonl.part"]
     kept = json.loads((tmp_path / "larger.jsonl.part").read_text())
     assert [point[0] for point in kept["curve"]] == [0]

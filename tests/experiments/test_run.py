@@ -80,7 +80,7 @@ def test_after_a_kill_the_same_command_makes_the_rest_and_no_line_twice(tmp_path
 def test_a_run_that_diverges_is_a_line_that_says_so(tmp_path):
     from experiments.trial import run_trial
 
-    recipe = recipe_of(rows_of(SCALE)["adamw"], SCALE, 0, "builtin:sample", {"adamw": 1e30})
+    recipe = recipe_of(rows_of(SCALE)["adamw"], SCALE, 0, "builtin:sample", {"adamw": 1e6})
     line = run_trial("adamw", "toy", recipe, "cpu", "c0ffee")
     assert "the loss is nan" in line["failed"]
     assert line["loss_full"] is None
