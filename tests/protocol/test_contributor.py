@@ -105,6 +105,25 @@ def test_a_copy_of_any_closer_will_do(folder_url: str, tmp_path: Path):
     assert [one.replica for one in second.exchange.closed(1)] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("change", [overwrite, delete, grow])
+def test_what_a_closer_counted_of_its_own_stays_readable_too(
+    any_store_url: str, tmp_path: Path, change: Change
+):
+    run = Little(any_store_url, tmp_path, closers=["a", "b"])
+    a, b, c = run.replicas(Clock())
+    first = min((a, b), key=lambda each: each.exchange.closer._turn(1))
+    second = b if first is a else a
+    give(1, a, b, c)
+    assert closes(first)
+    second.apply(1, second.exchange.closed(1))
+    second.exchange.reader.pool.shutdown()  # when its copies are made
+    change_all(first, change)
+    c.apply(1, c.exchange.closed(1))
+    late = Replay(run.ledger())
+    assert late.step()
+    assert late.digest() == c.exchange.anchor == second.exchange.anchor
+
+
 def test_nothing_below_payloads_is_replaced_by_us(any_store_url: str, tmp_path: Path, monkeypatch):
     a, b, c = Little(any_store_url, tmp_path, closers=["a"]).replicas()
     written: list[str] = []

@@ -224,6 +224,8 @@ class LedgerExchange:
             except Refused as reason:
                 raise RunError(f"round {manifest.round} counts {entry.replica}, but {reason}") from None
             counted.append(Contribution(entry.replica, shards, entry.facts))
+        if self.closer:
+            self.reader.copy_behind(manifest)
         if reason := dict(manifest.refused).get(self.replica):
             self.log(f"round {manifest.round}: our update was refused: {reason}")
         return counted

@@ -55,6 +55,16 @@ class ShardReader:
             if replica != self.ledger.signer.replica and key not in self.cache and key not in self.copies:
                 self.copies[key] = self.pool.submit(self.ledger.copy_shard, replica, round_number, shard)
 
+    def copy_behind(self, manifest: Manifest) -> None:
+        """A closer judges no copy of its own update. So the other closers keep one, as they apply the round.
+
+        Nobody waits for it: what is wrong with it now is found out by whoever needs it.
+        """
+        entry = manifest.entry(manifest.closer)
+        if entry is not None and manifest.closer != self.ledger.signer.replica:
+            for shard in entry.shards:
+                self.pool.submit(self.ledger.copy_shard, entry.replica, manifest.round, shard)
+
     def judged(self, replica: str, round_number: int, shard: Shard) -> bytes:
         """The bytes of a shard as a closer judges it: of a copy that stays, unless it is our own."""
 
