@@ -11,13 +11,13 @@ from servers import start_moto
 
 from isthmus.page.bucket_source import open_folder
 from isthmus.page.charts import CONTROL
-from isthmus.runlog.clean import clean_rows
 from isthmus.page.prometheus import exposition
 from isthmus.page.rounds import grid
 from isthmus.page.source import AliveFile, Raw, SeenHeartbeat, Settled, open_source
 from isthmus.page.state import StateBuilder
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.runlog import Row, RunDir, totals
+from isthmus.runlog.clean import clean_rows
 from isthmus.runlog.words import size, summary
 from isthmus.store.objects import open_store
 
