@@ -122,10 +122,12 @@ def clean_row(row: Mapping[str, Any], recipe: Recipe) -> Row:
 
 
 def _named(value: Any, names: Iterable[str], read: Callable[[Any], Any]) -> dict[str, Any]:
-    """The entries of a mapping that are asked for and can be read."""
+    """The entries of a mapping that are asked for and can be read, in its own order: a row that is read and
+    written again is the same line."""
     if not isinstance(value, dict):
         return {}
-    found = {name: read(value[name]) for name in names if name in value}
+    wanted = set(names)
+    found = {name: read(entry) for name, entry in value.items() if name in wanted}
     return {name: entry for name, entry in found.items() if entry is not None}
 
 
@@ -136,11 +138,14 @@ def _figures(value: Any) -> dict[str, Any] | None:
     figures: dict[str, Any] = {"replicas": int(amount(value.get("replicas")) or 1) or 1}
     figures["bytes"] = {name: int(n) for name, n in _named(value.get("bytes"), PURPOSES, amount).items()}
     figures |= _named(value, ("seconds", "trip_seconds"), amount)
-    return figures | _named(value, LISTS, _amounts)
+    figures |= _named(value, LISTS, _amounts)
+    return {name: figures[name] for name in (*value, *figures) if name in figures}
 
 
 def _amounts(value: Any) -> list[float] | None:
-    return [amount(entry) or 0 for entry in value[:MOST_ENTRIES]] if isinstance(value, list) else None
+    if not isinstance(value, list):
+        return None
+    return [0 if (read := amount(entry)) is None else read for entry in value[:MOST_ENTRIES]]
 
 
 def _bias(value: Any) -> dict[str, Any] | None:
