@@ -361,7 +361,7 @@ def _spoil(root: Path, path: Path, op: Op) -> None:
 
 _FOLDER_OPS: dict[str, Callable[..., None]] = {
     "remove": lambda root, path: _away(path),
-    "empty": lambda root, path: path.write_bytes(b""),
+    "empty": lambda root, path: _put(root, path, Path.touch),
     "pipe": lambda root, path: _put(root, path, os.mkfifo),
     "link": lambda root, path, target: _put(root, path, lambda p: p.symlink_to(_real(root, target))),
     "loop": lambda root, path: _put(root, path, lambda p: p.symlink_to(p.name)),

@@ -7,6 +7,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from isthmus.errors import ConfigError
 from isthmus.files import replace_file
 from isthmus.page.source import RunSource
 from isthmus.page.state import State, StateBuilder
@@ -23,7 +24,10 @@ def write_report(run_dir: str | Path) -> Path:
     state = builder.build(RunSource(run.path, builder.wall).look(READ_SECONDS))
     state["written_unix"] = round(builder.wall())
     state["run"]["where"] = ""  # a report is passed on; the folder is of no use to others
-    replace_file(run.report_path, inlined(state))
+    try:
+        replace_file(run.report_path, inlined(state))
+    except OSError as error:
+        raise ConfigError(f"cannot write the report in {run.path}: {error.strerror or error}") from None
     return run.report_path
 
 
