@@ -18,7 +18,7 @@ MOST_BYTES = 1 << 30
 
 # Each command in the process of the one before: what Python itself needs is loaded once.
 RUN_ALL = """
-import contextlib, io, json, resource, sys
+import contextlib, io, json, re, sys
 from isthmus.cli.main import main
 for command in json.loads(sys.argv[1]):
     out, err = io.StringIO(), io.StringIO()
@@ -26,7 +26,9 @@ for command in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(command)
     print(json.dumps({"command": command, "status": status, "out": out.getvalue(), "err": err.getvalue()}))
-print(json.dumps({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+# Not ru_maxrss, which begins with that of the process that started this one.
+peak = re.search("VmHWM:\\s*([0-9]+) kB", open("/proc/self/status").read())
+print(json.dumps({"peak": int(peak[1]) * 1024}))
 """
 
 

@@ -47,14 +47,14 @@ def one_history(replicas: list[Replica], last: int, quorum: int = 0) -> None:
         assert len(counted) >= (quorum or len(names))
 
 
-def test_sixteen_closers_race_for_a_manifest_and_one_wins(any_store_url: str, tmp_path: Path):
+def test_sixteen_closers_race_for_a_manifest_and_one_wins(racing_store_url: str, tmp_path: Path):
     recipe = RECIPE.replace('name = "b"', 'name = "b"\ncount = 14')
-    run = Little(any_store_url, tmp_path, recipe)
+    run = Little(racing_store_url, tmp_path, recipe)
     assert len(run.names) == 16
     signers = [run.signer(name) for name in run.names]
     # Twenty buckets at a time: SeaweedFS lets those who wait for a key's lock sleep for a second each.
-    for start in range(0, 20 if any_store_url.startswith("s3") else 100, 20):
-        stores = [open_store(f"{any_store_url}/race-{start + n}") for n in range(20)]
+    for start in range(0, 20 if racing_store_url.startswith("s3") else 100, 20):
+        stores = [open_store(f"{racing_store_url}/race-{start + n}") for n in range(20)]
         races = [[Ledger(store, run.run, each) for each in signers] for store in stores]
         gate = threading.Barrier(16 * 20)
 

@@ -184,15 +184,23 @@ def test_a_long_run_is_opened_without_deep_recursion(folder_url: str, tmp_path: 
 # Readers
 
 
+def copies_of(history: str, replica: str, round_number: int, shard: Shard) -> list[Path]:
+    """The author's object, and what closers have kept of it."""
+    ledger = ledger_of(history)
+    kept = [ledger.kept_key(closer, round_number, shard) for closer in ledger.run.closers]
+    paths = [Path(history, key) for key in (ledger.shard_key(replica, round_number, shard), *kept)]
+    return [path for path in paths if path.exists()]
+
+
 @pytest.mark.parametrize("spoil", ["delete", "change"])
 def test_a_reader_never_skips_a_listed_payload_on_its_own(history: str, spoil: str):
     reader = Replica(history, "c", signer_of(history, "c"))
     shard = reader.ledger.manifest(1).entries[1].shards[2]
-    path = Path(history, reader.ledger.shard_key("b", 1, shard))
-    if spoil == "delete":
-        path.unlink()
-    else:
-        path.write_bytes(bytes(shard.size))
+    for path in copies_of(history, "b", 1, shard):
+        if spoil == "delete":
+            path.unlink()
+        else:
+            path.write_bytes(bytes(shard.size))
     with pytest.raises(RunError, match=r"round 1 counts b, but shard 2 (is missing|does not match)"):
         reader.exchange.closed(1)
     with pytest.raises(RunError, match="round 1 counts b, but shard 2"):
@@ -322,10 +330,9 @@ def test_verify_replays_every_round_and_compares_anchors(history: str, capsys):
 
 
 def a_payload(history: str) -> None:
-    ledger = ledger_of(history)
-    entry = ledger.manifest(3).entries[1]
-    path = Path(history, ledger.shard_key("b", 3, entry.shards[2]))
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    entry = ledger_of(history).manifest(3).entries[1]
+    for path in copies_of(history, "b", 3, entry.shards[2]):
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
 
 
 def an_anchor_file(history: str) -> None:

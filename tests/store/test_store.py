@@ -69,21 +69,22 @@ def test_create_has_one_winner_and_tells_ones_own_bytes(store: Store):
     assert store.get("manifests/1.json", max_bytes=10) == b"mine"
 
 
-def test_sixteen_race_for_a_key_and_one_wins(store: Store, any_store_url: str):
+def test_sixteen_race_for_a_key_and_one_wins(racing_store_url: str):
+    store = open_store(racing_store_url)
     # Ten keys at a time: SeaweedFS lets those who wait for a key's lock sleep for a second each.
-    for start in range(0, 20 if any_store_url.startswith("s3") else 100, 10):
+    for start in range(0, 20 if racing_store_url.startswith("s3") else 100, 10):
         keys = [f"manifests/{number}.json" for number in range(start, start + 10)]
         for key, winners in race(store, keys).items():
             assert [store.get(key, max_bytes=99)] == winners
 
 
-def test_processes_race_for_a_key_and_one_wins(any_store_url: str):
+def test_processes_race_for_a_key_and_one_wins(racing_store_url: str):
     script = (
         "import sys; from isthmus.store import open_store\n"
         "store = open_store(sys.argv[1]); sys.stdin.read()\n"
         "print([n for n in range(25) if store.create(f'manifests/{n}', sys.argv[2].encode())])"
     )
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{script}", any_store_url]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{script}", racing_store_url]
     pipe = subprocess.PIPE
     runners = [subprocess.Popen([*command, str(n)], stdin=pipe, stdout=pipe, text=True) for n in range(4)]
     for runner in runners:

@@ -58,6 +58,12 @@ def any_store_url(request: pytest.FixtureRequest) -> str:
     return request.getfixturevalue(f"{request.param}_url")
 
 
+@pytest.fixture(params=["folder", "seaweed"])
+def racing_store_url(request: pytest.FixtureRequest) -> str:
+    """moto looks whether a key is there and then writes it, in two steps: it may let two racers win."""
+    return request.getfixturevalue(f"{request.param}_url")
+
+
 @pytest.fixture(params=["moto", "seaweed"])
 def bad_network(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
