@@ -7,6 +7,8 @@ import pty
 import subprocess
 import sys
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from fabricate import make_run, recipe
@@ -207,18 +209,28 @@ def test_a_launcher_and_a_worker_guard_their_logs(tmp_path):
         check_clean(done.stderr.decode())
 
 
+def read_to_the_end(controller: int) -> str:
+    """All that is written to a terminal, in pieces, until its other side closes: that is an OSError."""
+    shown = b""
+    with suppress(OSError):
+        while piece := os.read(controller, 1 << 16):
+            shown += piece
+    return shown.decode()
+
+
 def test_the_views_of_a_run_keep_their_own_colours_and_no_others(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
     controller, terminal = pty.openpty()
-    os.set_blocking(controller, False)
-    with os.fdopen(terminal, "w") as stream, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", stream)
-        with guarded_streams(), open_view(recipe(), 0, 3, sys.stderr) as view:
-            view.note(f"a replica left: {EVIL}")
-            print(f"printed meanwhile: {EVIL}", file=sys.stderr)
-        shown = os.read(controller, 1 << 20).decode()
+    with ThreadPoolExecutor(1) as pool:
+        shown_later = pool.submit(read_to_the_end, controller)
+        with os.fdopen(terminal, "w") as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stream)
+            with guarded_streams(), open_view(recipe(), 0, 3, sys.stderr) as view:
+                view.note(f"a replica left: {EVIL}")
+                print(f"printed meanwhile: {EVIL}", file=sys.stderr)
+        shown = shown_later.result(60)
     os.close(controller)
     assert "\x1b[" in shown  # rich's own
     assert "a replica left" in shown

@@ -414,6 +414,7 @@ def test_a_generation_that_is_no_number_is_named_and_passes_and_the_next_meeting
     together(handlers, StageRendezvous.next_rendezvous)
     assert handlers[1].store is not None
     handlers[1].store.set("generation", value)
+    handlers[1].store.get("generation")  # a set is not answered: now the store has it
 
     def look(handler: StageRendezvous) -> Exception | int:
         try:
