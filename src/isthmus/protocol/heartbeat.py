@@ -1,6 +1,7 @@
 """What a replica says of itself every few seconds, and how long a silence may last."""
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ GONE = ("left", "finished")  # the replica has ended, and said so
 LEAVING = ("leaving", "left")  # the next round does not wait for it
 WAITING = "waiting"  # of a launcher without a worker; in waiting.json, never in live.json
 MISSED_HEARTBEATS = 5
+HOST = r"[A-Za-z0-9._-]{1,64}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class Heartbeat:
     waited_seconds: float | None = None  # of a launcher that waits, when this was written
     farewell: Facts = field(default_factory=Facts)  # what it counted after its last commit
     pid: int = 0
+    host: str = ""  # the machine's name, to tell two machines with one key from each other
 
     @property
     def gone(self) -> bool:
@@ -64,7 +67,13 @@ class Heartbeat:
             waited_seconds=number(body, "waited_seconds"),
             farewell=Facts.from_dict(farewell) if isinstance(farewell, dict) else Facts(),
             pid=count(body, "pid"),
+            host=said if re.fullmatch(HOST, said := word(body, "host")) else "",
         )
+
+
+def own_host() -> str:
+    """This machine's name as a heartbeat may say it."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
 
 
 def waiting_text(heartbeat: Heartbeat, age_seconds: float) -> str:

@@ -26,7 +26,7 @@ from isthmus.outer.exchange import Contribution
 from isthmus.protocol.anchor_upload import AnchorUpload
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.exchange import LedgerExchange
-from isthmus.protocol.heartbeat import Heartbeat
+from isthmus.protocol.heartbeat import Heartbeat, own_host
 from isthmus.protocol.judge import check_counted
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.replay import digest_from_bucket
@@ -348,6 +348,7 @@ class HeartbeatThread(threading.Thread):
         super().__init__(daemon=True, name="heartbeat")
         self.trainer, self.incarnation, self.every = trainer, incarnation, every_seconds
         self.ended, self.num_beats = threading.Event(), 0
+        self.host = own_host()
 
     def beat(self) -> None:
         self.num_beats += 1
@@ -366,6 +367,7 @@ class HeartbeatThread(threading.Thread):
                 awaiting=self.trainer.exchange.awaiting,
                 farewell=status.farewell,
                 pid=os.getpid(),
+                host=self.host,
             )
         )
 
