@@ -1,6 +1,7 @@
 """Which faults pass and which end a process, what is said of them, and how long the next start waits."""
 
 import errno
+import queue
 import signal
 import threading
 import time
@@ -243,6 +244,30 @@ def test_waiting_is_said_until_the_next_worker_speaks_for_itself(tmp_path):
     notes.tell()
     assert len(said) == 2
     assert not (tmp_path / NOTE).exists()
+
+
+def test_the_bucket_hears_at_once_which_incarnation_has_ended(tmp_path):
+    said: queue.Queue[Heartbeat] = queue.Queue()
+    notes = WaitingNotes(tmp_path, said.put, every_seconds=1e6)  # nothing here waits for an interval
+    notes.start()
+    notes.ended("its first start")  # nobody has waited for a worker that never was
+    for incarnation in ("first", "second"):  # the second ends before anybody has looked whether it came
+        (tmp_path / "incarnation").write_text(incarnation)
+        notes.ended("its next start")
+        heard = said.get(timeout=60)
+        assert (heard.state, heard.incarnation) == (WAITING, incarnation)
+    assert not (tmp_path / NOTE).exists()  # a restart is no news for a terminal
+
+
+def test_a_launcher_that_ends_first_says_that_its_worker_has(tmp_path):
+    (tmp_path / "incarnation").write_text("first")
+    said, release = [], threading.Event()
+    notes = WaitingNotes(tmp_path, lambda heartbeat: (release.wait(60), said.append(heartbeat)), 1e6)
+    notes.start()
+    notes.ended("nothing more")
+    threading.Timer(0.1, release.set).start()
+    notes.flush(60)
+    assert [heartbeat.incarnation for heartbeat in said] == ["first"]
 
 
 def test_what_is_said_passes_the_readers_checks_whatever_it_is(tmp_path):

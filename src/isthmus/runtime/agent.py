@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MAX_RESTARTS = 1_000_000  # Failures decides when to stop, not torch
 POLL_SECONDS = 0.25
 FATAL_BYTES = 1 << 16
+LAST_WORD_SECONDS = 2.0  # for the bucket to take it that our worker has ended, before we end too
 
 
 def run_agent(
@@ -45,14 +46,17 @@ def run_agent(
     work = Path(config.work_dir)
     work.mkdir(parents=True, exist_ok=True)
     interrupts: list[int] = []
+    waiting = waiting or WaitingNotes(work, None, 60.0)
     with lock_file(work / f"{config.launcher_name}.lock"):
+        # The workers of the launcher before this one went with it.
+        waiting.ended("the next start: its launcher was started again")
         # A request to leave outlives a restart by the supervisor. A person who types `join` wants to join.
         for note in ("fatal",) if config.parent else NOTES:
             (work / note).unlink(missing_ok=True)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda signum, frame: interrupts.append(signum))
-        restarts = Restarts(config, num_workers, log, waiting or WaitingNotes(work, None, 60.0))
+        restarts = Restarts(config, num_workers, log, waiting)
         last: tuple[Failure, float] | None = None
         while True:
             agent = _AgentThread(config, num_workers, (host, port), credentials, restarts, last)
@@ -65,6 +69,7 @@ def run_agent(
                     log("left")
                 return 0
             if agent.final:
+                waiting.flush(LAST_WORD_SECONDS)
                 raise agent.final
             last = agent.failure, max(1.0, restarts.judge([agent.failure]))
             log(f"{agent.failure.text}; trying again in {last[1]:g} s")
@@ -80,7 +85,7 @@ def _watch(agent: "_AgentThread", work: Path, interrupts: list[int], stall_secon
             log("leaving at the end of this round; once more (Ctrl-C) leaves now")
         if len(interrupts) > 1:
             log("leaving now")
-            agent.kill_workers()
+            agent.end_workers("it was told to leave at once")
             os._exit(130)
         if (work / "leave").exists():
             agent.leave()
@@ -95,7 +100,7 @@ def _watch(agent: "_AgentThread", work: Path, interrupts: list[int], stall_secon
                 _kill(pid)
         if (work / "fatal").exists():
             status, _, text = (read_note(work / "fatal", FATAL_BYTES) or "").partition(" ")
-            agent.kill_workers()
+            agent.end_workers(text)
             print(f"isthmus: {visible(text)}", file=sys.stderr, flush=True)
             os._exit(2 if status == "2" else 1)
 
@@ -186,9 +191,12 @@ class _AgentThread(threading.Thread):
             if local in ranks and process.returncode is None
         }
 
-    def kill_workers(self) -> None:
+    def end_workers(self, why: str) -> None:
+        """This launcher ends: none of its workers runs from here on, and the others need not find out."""
         for pid in self.pids().values():
             _kill(pid)
+        self.restarts.waiting.ended(why)
+        self.restarts.waiting.flush(LAST_WORD_SECONDS)
 
 
 def _stage_agent(spec: Any, logs: Any, restarts: Restarts) -> Any:
@@ -235,6 +243,7 @@ def _stage_agent(spec: Any, logs: Any, restarts: Restarts) -> Any:
 
         def _restart_workers(self, worker_group: Any) -> None:
             if worker_group.state == WorkerState.HEALTHY:
+                restarts.waiting.ended("another machine of this replica, which starts again")
                 restarts.log("another machine of this replica starts again; starting our part again")
             super()._restart_workers(worker_group)
 

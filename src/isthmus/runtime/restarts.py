@@ -33,6 +33,8 @@ class Restarts:
 
     def ended(self, statuses: dict[int, int]) -> None:
         """Some workers (rank -> exit status) have failed: wait until the next start, or raise Final."""
+        how = ", ".join(sorted({describe_exit(status) for status in statuses.values()}))
+        self.waiting.ended(f"the next start: its worker ended ({how})")
         notes = {rank: failure_note(self.work, rank) for rank in self.ranks}
         found = {rank: Failure.of_exit(status, notes[rank]) for rank, status in statuses.items()}
         for rank in notes.keys() - found:  # whoever failed first may still be ending; its note is there

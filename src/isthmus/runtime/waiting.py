@@ -1,7 +1,8 @@
-"""What a machine waits for while none of its workers runs, for `status`, the page and `isthmus train`.
+"""What a machine waits for while none of its workers runs: for closers, `status`, the page, `isthmus train`.
 
 It lies in the bucket beside the heartbeat and not in its place: nobody waits longer for a replica that waits
-itself. A reader takes the newer of the two, so the first heartbeat of the next worker ends it.
+itself. It names the incarnation that has ended, and is there at once: closers stop waiting for that one. The
+first heartbeat of the next worker, which has another incarnation, ends it.
 """
 
 import contextlib
@@ -36,22 +37,38 @@ class WaitingNotes(threading.Thread):
         self.work, self.say, self.every, self.clock = work, say, every_seconds, clock
         self.what, self.since, self.next_start = "", 0.0, 0.0
         self.incarnation: str | None = None
-        self.lock = threading.Lock()
+        self.lock, self.news, self.told = threading.Lock(), threading.Event(), threading.Event()
         self.over()
 
     def wait_for(self, what: str, next_start_seconds: float = 0.0) -> None:
+        self._begin(what, next_start_seconds)
+        self._write()
+
+    def ended(self, what: str) -> None:
+        """No worker runs now. The bucket is told at once; nobody needs to read of it on a terminal."""
+        if self._incarnation():
+            self._begin(what)
+
+    def _begin(self, what: str, next_start_seconds: float = 0.0) -> None:
         with self.lock:
-            now = self.clock()
-            if not self.what:
-                self.since, self.incarnation = now, self._incarnation()
+            now, incarnation = self.clock(), self._incarnation()
+            if not self.what or incarnation != self.incarnation:
+                self.since, self.incarnation = now, incarnation
             self.what = visible(what)
             self.next_start = now + next_start_seconds
-        self._write()
+            self.told.clear()
+        self.news.set()
 
     def over(self) -> None:
         with self.lock:
             self.what = ""
+            self.told.set()
         (self.work / NOTE).unlink(missing_ok=True)
+
+    def flush(self, timeout_seconds: float) -> None:
+        """Before this process ends: what was begun last is in the bucket, if that answers in time."""
+        if self.is_alive() and self.say is not None:
+            self.told.wait(timeout_seconds)
 
     def text(self) -> str:
         seconds = self.next_start - self.clock()
@@ -60,24 +77,29 @@ class WaitingNotes(threading.Thread):
 
     def run(self) -> None:
         while True:
-            time.sleep(self.every)
+            self.news.wait(self.every)
+            self.news.clear()
             self.tell()
+            if not self.news.is_set():
+                self.told.set()
 
     def tell(self) -> None:
         """Say it once more, unless there is nothing to wait for any longer."""
-        if not self.what:
-            return
-        if self._incarnation() != self.incarnation:
+        with self.lock:
+            if not self.what:
+                return
+            heartbeat = Heartbeat(
+                incarnation=self.incarnation or "",
+                state=WAITING,
+                awaiting=self.text(),
+                waited_seconds=self.clock() - self.since,
+                pid=os.getpid(),
+            )
+        if self._incarnation() != heartbeat.incarnation:
             self.over()
             return
         if self.say is None:
             return
-        heartbeat = Heartbeat(
-            state=WAITING,
-            awaiting=self.text(),
-            waited_seconds=self.clock() - self.since,
-            pid=os.getpid(),
-        )
         with contextlib.suppress(RunError, OSError):  # the store itself may be what is away
             self.say(heartbeat)
 
