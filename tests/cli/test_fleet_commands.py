@@ -254,7 +254,7 @@ def test_status_tells_who_is_there_and_whom_the_round_awaits(here: Path, said: S
     store = open_store("bucket")
     ledger = Ledger(store, read_run(store), load_signer(here / "keys/tiny/rack.key", "rack"))
     ledger.beat(Heartbeat(state="training", round=1, inner_step=1, loss=6.5, tokens_per_second=100.0))
-    store.put("payloads/edge/000001/commit.json", bytes(5 << 20))  # whatever it is, it was delivered
+    store.put("commits/000001/edge.json", bytes(5 << 20))  # whatever it is, it was delivered
     facts = json.loads(said("status", "bucket", "--json")[1])
     rack, edge = facts["members"]
     assert set(rack) == {

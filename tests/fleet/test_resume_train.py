@@ -118,7 +118,7 @@ class Fleet:
         return (self.run / "bucket" / "manifests" / f"{round_number:06d}.json").exists()
 
     def delivered(self, round_number: int) -> int:
-        return len(list((self.run / "bucket" / "payloads").glob(f"*/{round_number:06d}/commit.json")))
+        return len(list((self.run / "bucket" / "commits" / f"{round_number:06d}").glob("*.json")))
 
     def digests(self) -> list[str]:
         """The anchor before every round, as the ledger has it, and the one after the last."""

@@ -1,5 +1,6 @@
 """Rounds through a store: one manifest whatever happens, and no right beyond one's own prefixes."""
 
+import re
 import threading
 import time
 from dataclasses import replace
@@ -130,7 +131,7 @@ def test_replies_lost_after_the_write_neither_lose_nor_double_a_round(
 ):
     url, proxy = bad_network
     replicas = Little(url, tmp_path).replicas()
-    for part in ("manifests", "commit.json", "payloads"):
+    for part in ("manifests", "commits", "payloads"):
         proxy.trouble("lose", part=part, times=2)
     rounds(replicas, [1, 2])
     one_history(replicas, 2)
@@ -228,8 +229,8 @@ def test_who_may_write_only_below_its_own_prefixes_can_take_part(
     replicas = [a, rack, c]
     rounds(replicas, [1, 2])
     one_history(replicas, 2)
-    own = [key for key in a.ledger.store.list() if "/rack/" in key]
-    assert all(key.startswith(("members/rack/", "payloads/rack/")) for key in own)
+    own = [key for key in a.ledger.store.list() if "/rack/" in key or key.endswith("/rack.json")]
+    assert all(re.match(r"members/rack/|payloads/rack/|commits/\d{6}/rack\.json$", key) for key in own)
     assert len(own) == 2 + 2 * (len(rack.ledger.shards) + 1)  # heartbeat, clock, shards and commits
 
 

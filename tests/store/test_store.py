@@ -8,6 +8,7 @@ import time
 import pytest
 
 from isthmus.store import Store, StoreRefused, open_store
+from isthmus.store.together import as_they_come, together
 
 
 @pytest.fixture
@@ -156,3 +157,51 @@ def test_bytes_and_requests_are_counted(store: Store):
 
 def test_no_secret_is_in_a_stores_name(store: Store, any_store_url: str):
     assert repr(store) == f"Store({any_store_url!r})"
+
+
+def test_a_scan_has_the_size_and_the_time_of_every_object(store: Store):
+    before = store.now("probe/clock")
+    for number in range(3):
+        store.put(f"members/{number}/live.json", b"x" * number, durable=False)
+    found = store.scan("members/")
+    assert {key: info.size for key, info in found.items()} == {
+        f"members/{number}/live.json": number for number in range(3)
+    }
+    assert list(found) == store.list("members")
+    assert all(abs(info.modified_unix_seconds - before) < 60 for info in found.values())
+    assert store.scan("nothing") == {}
+    with pytest.raises(StoreRefused, match="more than 2 objects lie below members"):
+        store.scan("members", most=2)
+
+
+def test_calls_together_answer_in_order_and_the_first_fault_is_raised(store: Store):
+    keys = [f"commits/{number}" for number in range(40)]
+    store.together([lambda key=key: store.put(key, key.encode(), durable=False) for key in keys])
+    got = store.together([lambda key=key: store.get(key, max_bytes=99) for key in keys], at_once=8)
+    assert got == [key.encode() for key in keys]
+    assert store.together([]) == []
+    with pytest.raises(StoreRefused, match="commits/10 holds"):
+        store.together(
+            [lambda key=key: store.get(key, max_bytes=9 if key == keys[10] else 99) for key in keys]
+        )
+
+
+def test_no_more_calls_are_under_way_than_were_asked_for():
+    running, most, lock = 0, 0, threading.Lock()
+    both = threading.Barrier(4, timeout=60)
+
+    def call() -> int:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        both.wait()
+        with lock:
+            running -= 1
+        return 1
+
+    assert together([call] * 12, at_once=4) == [1] * 12
+    assert most == 4
+    taken = [name for name, _ in as_they_come(((number, call) for number in range(12)), at_once=4)]
+    assert sorted(taken) == list(range(12))
+    assert most == 4

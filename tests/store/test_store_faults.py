@@ -211,11 +211,13 @@ def test_a_contributor_needs_only_its_own_prefixes(seaweed_url: str, seaweed_ser
     rack.probe("members/rack/probe")
     rack.put("payloads/rack/1/shard", b"x")
     rack.create("members/rack/1.json", b"{}")
+    rack.create("commits/000001/rack.json", b"{}")
     assert abs(rack.now("members/rack/clock") - time.time()) < 10
     assert rack.get("manifests/1.json", max_bytes=9) == b"{}"
     refused = (
         lambda: rack.put("payloads/edge/1/shard", b"x"),
         lambda: rack.put("payloads/rack-2/1/shard", b"x"),
+        lambda: rack.create("commits/000001/edge.json", b"{}"),
         lambda: rack.create("manifests/2.json", b"{}"),
         lambda: rack.delete("manifests/1.json"),
     )

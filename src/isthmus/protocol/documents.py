@@ -39,6 +39,7 @@ RUN = {
     "corpus": HASH_OR_NONE,
     "start": Optional(HASH_OR_NONE),
     "commits_in_manifests": Optional(Whole(0, 1)),
+    "commits_by_round": Optional(Whole(0, 1)),
 }
 UPDATE = {
     "replica": NAME,
@@ -72,6 +73,7 @@ class RunInfo:
     corpus: str = ""  # digest of the text, where `init` had it: all must train on the same
     start: str = ""  # digest of theta^(0) where it is an anchor in the bucket; else the seed draws it
     commits_in_manifests: bool = False  # nothing counts without its author's commit; not in runs up to 0.2
+    commits_by_round: bool = False  # in commits/<t>/, where one listing finds them all; not in runs up to 0.2
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
     members/<replica>/live.json               heartbeat of the incarnation that runs now
     members/<replica>/waiting.json            what its launcher waits for while none runs; nobody waits for it
     payloads/<replica>/<t>/<shard>-<sha256>   one shard of one update
-    payloads/<replica>/<t>/commit.json        written last and signed; no commit, not delivered
+    commits/<t>/<replica>.json                written last and signed; no commit, not delivered
     manifests/<t>.json                        which commits count in round t; only if absent, chained, signed
     anchors/<t>/<shard>.safetensors           theta^(t); complete.json last, with the digest
 
@@ -55,6 +55,7 @@ def run_document(
         "corpus": corpus,
         "start": start,
         "commits_in_manifests": 1,
+        "commits_by_round": 1,
     }
     return canonical(body)
 
@@ -98,8 +99,17 @@ def parse_run(data: bytes) -> RunInfo:
         raise ConfigError(
             f"run.json in this bucket is not one of ours ({reason}); give the URL of a run"
         ) from None
-    start, proved = body.get("start", ""), bool(body.get("commits_in_manifests", 0))  # older runs have none
-    return RunInfo(body["run_id"], recipe, keys, closers, sha256(data), body["corpus"], start, proved)
+    return RunInfo(
+        body["run_id"],
+        recipe,
+        keys,
+        closers,
+        sha256(data),
+        body["corpus"],
+        body.get("start", ""),  # older runs have none of these
+        commits_in_manifests=bool(body.get("commits_in_manifests", 0)),
+        commits_by_round=bool(body.get("commits_by_round", 0)),
+    )
 
 
 class Ledger(Payloads):

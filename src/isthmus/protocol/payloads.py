@@ -1,11 +1,16 @@
 """Updates in the bucket: written once, never replaced, and readable for as long as a round counts them."""
 
 from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
 
 from isthmus.protocol.documents import Entry, Manifest, Shard
 from isthmus.protocol.history import History
 from isthmus.protocol.trust import Refused, sha256
 from isthmus.store import StoreError, StoreRefused
+
+if TYPE_CHECKING:
+    from isthmus.store import Info
 
 
 class Payloads(History):
@@ -96,11 +101,29 @@ class Payloads(History):
     def get_commit(self, replica: str, round_number: int) -> bytes | None:
         return self._theirs(self.commit_key(replica, round_number), self.commit_limit)
 
-    def has_commit(self, replica: str, round_number: int) -> bool:
-        key = self.commit_key(replica, round_number)
+    def committed(self, round_number: int) -> set[str]:
+        """Whose commits to a round are there, whatever is in them. A listing may lag; a name that it lacks
+        can be asked for by `has_commit`."""
+        return set(self.scan_commits(round_number))
+
+    def scan_commits(self, round_number: int) -> "dict[str, Info]":
+        """By replica. One listing; in older runs, and where somebody has filled the place with other objects,
+        one request for each replica."""
+        keys = {name: self.commit_key(name, round_number) for name in sorted(self.names)}
+        if self.run.commits_by_round:
+            with suppress(StoreRefused):
+                listed = self.store.scan(f"commits/{round_number:06d}", most=2 * len(keys) + 1000)
+                return {name: listed[key] for name, key in keys.items() if key in listed}
+        found = self.store.together([partial(self._commit_info, name, round_number) for name in keys])
+        return {name: info for name, info in zip(keys, found, strict=True) if info}
+
+    def _commit_info(self, replica: str, round_number: int) -> "Info | None":
         with suppress(StoreRefused):
-            return self.store.foreign(lambda: self.store.head(key)) is not None
-        return False
+            return self.store.foreign(lambda: self.store.head(self.commit_key(replica, round_number)))
+        return None
+
+    def has_commit(self, replica: str, round_number: int) -> bool:
+        return self._commit_info(replica, round_number) is not None
 
     def shard_key(self, replica: str, round_number: int, shard: Shard) -> str:
         return f"payloads/{replica}/{round_number:06d}/{shard.index}-{shard.digest}"
@@ -111,7 +134,9 @@ class Payloads(History):
         return f"payloads/{closer}/{round_number:06d}/kept-{shard.index}-{shard.digest}"
 
     def commit_key(self, replica: str, round_number: int) -> str:
-        return f"payloads/{replica}/{round_number:06d}/commit.json"
+        if not self.run.commits_by_round:
+            return f"payloads/{replica}/{round_number:06d}/commit.json"
+        return f"commits/{round_number:06d}/{replica}.json"
 
     def _theirs(self, key: str, max_bytes: int) -> bytes | None:
         """An object that another may have written, or None. StoreRefused: it alone cannot be read."""

@@ -53,6 +53,15 @@ def list_files(root: Path, prefix: str | None) -> list[str]:
     return [path[cut:] for path in _files(root / prefix if prefix else root)]
 
 
+def scan_files(root: Path, prefix: str | None) -> dict[str, os.stat_result]:
+    """The same with what the system says of each. One that goes while it is looked at is left out."""
+    found: dict[str, os.stat_result] = {}
+    for key in list_files(root, prefix):
+        with suppress(OSError):
+            found[key] = os.lstat(root / key)
+    return found
+
+
 def _files(top: Path) -> Iterator[str]:
     folders = [str(top)]  # as text: a Path of each of a million entries takes ten times as long
     while folders:

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import obstore
 
 from isthmus.errors import ConfigError, Unreachable
-from isthmus.store.folder import list_files, read_file, remove_stale, stat_file, write_file
+from isthmus.store.folder import list_files, read_file, remove_stale, scan_files, stat_file, write_file
 from isthmus.store.retry import (
     DEFAULT_SECONDS,
     Backoff,
@@ -31,6 +31,7 @@ from isthmus.store.retry import (
     drain,
     wait,
 )
+from isthmus.store.together import AT_ONCE, together
 from isthmus.store.url import SEGMENT, connect, parse_url
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ CLOCK_SECONDS = 300.0  # a reading of the store's clock is good for so long
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """The answer to a HEAD."""
+    """Of an object, as a HEAD or a listing has it."""
 
     size: int
     modified_unix_seconds: float
@@ -155,23 +156,46 @@ class Store:
 
         return self._persist("head", key, 0, at_file if folder else look, deadline)
 
+    def together(self, calls: Iterable[Callable[[], T]], at_once: int = AT_ONCE) -> list[T]:
+        """What each call returns, in order; so many of them wait for the store at a time. The first fault, in
+        that order, is raised when none is under way any more, and nothing is begun after it."""
+        return together(calls, at_once)
+
     def list(self, prefix: str = "", *, deadline: float | None = None) -> list[str]:
         """Every key below `prefix`, which is a whole path segment ("payloads/rack-0"), in order.
 
         Always from the start: a listing from an offset misses keys on SeaweedFS.
         """
-        path, folder = self._key(prefix.rstrip("/")) if prefix else None, self._folder
-        if folder:
+        if self._folder:
             self._count("list")
-            return sorted(list_files(folder, path))
+            return sorted(list_files(self._folder, self._below(prefix)))
+        return list(self.scan(prefix, deadline=deadline))
 
-        async def names(client: Any, allow: Allow) -> list[str]:
-            batches, found = obstore.list(client, path, chunk_size=1000), []
+    def scan(
+        self, prefix: str = "", *, most: int | None = None, deadline: float | None = None
+    ) -> dict[str, Info]:
+        """The same with sizes and times. StoreRefused where there are more than `most` objects: whoever may
+        write below a prefix can fill it, and a page of 1000 is a request."""
+        path, folder = self._below(prefix), self._folder
+
+        async def pages(client: Any, allow: Allow) -> dict[str, Info]:
+            batches, found = obstore.list(client, path, chunk_size=1000), dict[str, Info]()
             while batch := await asyncio.wait_for(anext(batches, None), allow(0)):
-                found += [meta["path"] for meta in batch]
+                self._count("list", bool(found))  # the first page is counted by `_once`
+                found |= {m["path"]: Info(m["size"], m["last_modified"].timestamp()) for m in batch}
+                if most is not None and len(found) > most:
+                    break
             return found
 
-        return sorted(self._persist("list", prefix, 0, names, deadline) or ())
+        def files(client: Any, allow: Allow) -> dict[str, Info]:
+            assert folder is not None
+            stats = scan_files(folder, path)
+            return {key: Info(stat.st_size, stat.st_mtime) for key, stat in stats.items()}
+
+        found = self._persist("list", prefix, 0, files if folder else pages, deadline) or {}
+        if most is not None and len(found) > most:
+            raise StoreRefused(f"{self.url}: more than {most} objects lie below {prefix}")
+        return dict(sorted(found.items()))
 
     def copy(self, source: str, target: str, *, max_bytes: int, deadline: float | None = None) -> bool:
         """Copy an object inside the store, without moving its bytes here; False where there is none.
@@ -265,6 +289,9 @@ class Store:
         finally:
             with suppress(StoreError):  # a contributor may be allowed to write and not to delete
                 self.delete(key, deadline=time.monotonic() + 5)
+
+    def _below(self, prefix: str) -> str | None:
+        return self._key(prefix.rstrip("/")) if prefix else None
 
     def _key(self, key: str) -> str:
         segments = key.split("/")
