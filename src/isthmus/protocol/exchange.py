@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from isthmus.errors import Diverged, RunError
 from isthmus.model.digest import anchor_digest
@@ -11,6 +12,7 @@ from isthmus.outer.exchange import Contribution
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.judge import other_start
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
+from isthmus.protocol.patience import Patience
 from isthmus.protocol.shards import ShardReader
 from isthmus.protocol.trust import Refused, sha256
 from isthmus.replica.control_group import ControlGroup, agree, collect, shard_texts, share_json, whole_number
@@ -26,6 +28,8 @@ class LedgerExchange:
     """One process's end of the exchange. It delivers the shards `writes` and applies `reader.applies`.
 
     Only the manifest settles a round, never the result of a PUT: one that reported an error may have landed.
+    What it asks of the store goes through `patience`: a fault of the store is waited out here, in place, and
+    does not end the worker.
     """
 
     def __init__(
@@ -37,7 +41,9 @@ class LedgerExchange:
         closer: Closer | None,
         incarnation: str,
         log: Callable[[str], None],
+        patience: Patience | None = None,
     ) -> None:
+        self.patience = patience or Patience(log)
         self.ledger, self.control, self.incarnation, self.log = ledger, control, incarnation, log
         self.writes, self.reader, self.closer = tuple(writes), reader, closer
         self.replica = ledger.signer.replica
@@ -81,7 +87,8 @@ class LedgerExchange:
     def closed(self, round_number: int) -> Sequence[Contribution] | None:
         """All processes take the leader's answer, so that none trains a round the others skip."""
         self.reader.forget()
-        there = self.control.rank == 0 and self.ledger.manifest(round_number) is not None
+        look = partial(self.ledger.manifest, round_number)
+        there = self.control.rank == 0 and self.patience(look) is not None
         return self._counted(self._await(round_number)) if agree(self.control, there) else None
 
     def close(self, round_number: int, own: Sequence[Contribution]) -> Sequence[Contribution]:
@@ -102,7 +109,7 @@ class LedgerExchange:
         for index in self.writes:
             data = mine.shards[index]
             started = time.monotonic()
-            shard = self.ledger.put_shard(round_number, index, data)
+            shard = self.patience(partial(self.ledger.put_shard, round_number, index, data))
             self.up_seconds += time.monotonic() - started
             self.sent_bytes += shard.size
             self.reader.keep(self.replica, shard, data)
@@ -112,7 +119,8 @@ class LedgerExchange:
         if self.control.rank == 0:
             shards = tuple(self._shard(i, row) for i, row in enumerate(listed))
             entry = Entry(self.replica, shards, facts=facts)
-            if not self.ledger.commit(round_number, self.incarnation, self.anchor, entry):
+            commit = partial(self.ledger.commit, round_number, self.incarnation, self.anchor, entry)
+            if not self.patience(commit):
                 self.log(
                     f"round {round_number}: an earlier start of this replica has committed another update, "
                     "and that one stands; this one returns to the error feedback"
@@ -184,10 +192,9 @@ class LedgerExchange:
                 if (waited := time.monotonic() - began) > self.next_note:
                     self.log(f"round {round_number}: {self._missing(round_number)} ({waited:.0f} s so far)")
                     self.next_note = 2 * waited
+                self.patience.passed()
             except StoreError as error:  # a bucket that is away comes back, and waiting is all we do here
-                if error.kind != "network":
-                    raise
-                self.log(f"round {round_number}: {error}; still trying")
+                self.patience.hold(error)
             time.sleep(pause)
             pause = min(longest, pause * 1.3)
         return False
@@ -195,7 +202,8 @@ class LedgerExchange:
     def _manifest(self, round_number: int) -> Manifest:
         """A manifest that the leader has read: the store may answer another process a little later."""
         pause, longest = POLL_SECONDS
-        while (manifest := self.ledger.manifest(round_number)) is None:
+        look = partial(self.ledger.manifest, round_number)
+        while (manifest := self.patience(look)) is None:
             time.sleep(pause)
             pause = min(longest, pause * 1.3)
         return manifest
@@ -218,7 +226,9 @@ class LedgerExchange:
         for entry in manifest.entries:
             try:
                 shards = {
-                    index: self.reader.read(entry.replica, manifest, entry.shards[index])
+                    index: self.patience(
+                        partial(self.reader.read, entry.replica, manifest, entry.shards[index])
+                    )
                     for index in self.reader.applies
                 }
             except Refused as reason:

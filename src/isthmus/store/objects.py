@@ -345,7 +345,7 @@ class Store:
         if isinstance(error, StoreRefused | StoreError | ConfigError):
             raise error
         fault = classify(error)
-        if fault.kind == "expired":
+        if fault.kind in ("expired", "denied"):  # somebody may renew or replace them
             with self._lock:
                 self._clients.clear()  # the next client reads the environment and the files again
         return fault
@@ -372,7 +372,9 @@ class Store:
             fault = Fault("config", "a write is answered by 404: is there such a bucket, is it S3?", False)
         tail = f" ({backoff.spent()})" if fault.retry else ""
         passes = fault.retry or fault.kind != "disk"
-        return StoreError(f"{self.url}: {verb} {key}: {fault.words}{tail}", fault.kind, passes)
+        does = "read" if verb in ("get", "head", "list") else "write to"
+        brief = f"cannot {does} the bucket: {fault.words}"
+        return StoreError(f"{self.url}: {verb} {key}: {fault.words}{tail}", fault.kind, passes, brief)
 
 
 def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) -> Store:

@@ -28,12 +28,13 @@ EXPIRED_TRIES = 4  # credentials are renewed by others; they get a few seconds t
 class StoreError(RunError):
     """The store cannot be used, or not in time. `kind` is that of the last Fault: "network", "denied", ...
 
-    Credentials, a clock and a URL do not become right by themselves.
+    Credentials, a clock and a URL do not become right by themselves. `brief` is what a reader of the run
+    needs to know of it, without the key and the number of tries.
     """
 
-    def __init__(self, message: str, kind: str, passes: bool = True) -> None:
+    def __init__(self, message: str, kind: str, passes: bool = True, brief: str = "") -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.brief = kind, brief or message
         self.passes = passes and kind not in ("denied", "config", "clock")
 
     def at_start(self) -> ConfigError:
@@ -63,6 +64,7 @@ _EXPIRED |= {"CredentialsExpired"}
 _CLOCK = {"RequestTimeTooSkewed", "RequestInTheFuture"}
 _BAD_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidSecurity", "AuthFailure"}
 _BUSY = {"SlowDown", "Throttling", "RequestTimeout", "InternalError", "OperationAborted"}
+_FULL = {"InsufficientStorage", "XMinioStorageFull", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded"}
 _GARBLED = {"IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}  # on the way: try again
 _BUSY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _NETWORK = (
@@ -107,10 +109,14 @@ def classify(error: BaseException) -> Fault:
         return Fault("absent", f"not there ({label})", False)
     if status in _BUSY_STATUS or code in _BUSY | _GARBLED:
         return Fault("busy", f"the store is busy or failing ({label})", True)
+    if status == 507 or code in _FULL:
+        return Fault("busy", f"the store is full ({label})", True)
     if status == 501:
         return Fault("config", f"the store does not support this request ({label})", False)
     if "redirect" in text or status in (301, 307, 308):
         return Fault("config", "the bucket is in another region; set AWS_REGION or AWS_ENDPOINT_URL", False)
+    if status and status > 501:
+        return Fault("busy", f"the store is failing ({label})", True)
     if status:
         return Fault("config", f"the store rejects the request ({label})", False)
     found = re.search(r"\(os error (\d+)\)", text)

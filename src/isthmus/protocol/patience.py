@@ -1,0 +1,109 @@
+"""A fault of the store while a run goes on is waited out in place.
+
+A worker holds the model, the optimiser and an update that is saved. A bucket that is full or read-only, or
+rights that have expired, would end it, and its next start would restore all of that to meet the same fault
+again. So whatever a round asks of the store goes through a `Patience`: the log has one line when the wait
+begins and one when it is over, and the heartbeat says what is awaited.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from isthmus.errors import RunError
+from isthmus.files import replace_file
+from isthmus.printing import visible
+from isthmus.store import StoreError
+
+PAUSE_SECONDS = (1.0, 30.0)  # between two tries: short at first, then longer
+SLICE_SECONDS = 1.0  # so often a wait looks whether it should end
+LASTING = ("config",)  # no such bucket, no such request: that does not become right by itself
+
+T = TypeVar("T")
+
+
+class LeftWaiting(RunError):
+    """Somebody has asked the replica to leave while it waited for the store."""
+
+
+class Leave(Protocol):
+    def pending(self) -> bool:
+        """Has somebody asked us to leave? It may ask the bucket."""
+        ...
+
+    def here(self) -> bool:
+        """The same, as far as this machine knows."""
+        ...
+
+
+class Patience:
+    """Calls of one process to the store, each made again until it succeeds; only the training thread calls.
+
+    `note` is the file beside the state from which `isthmus train` reads what a replica waits for.
+    """
+
+    def __init__(
+        self,
+        log: Callable[[str], None],
+        note: Path | None = None,
+        leave: Leave | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.log, self.note, self.leave = log, note, leave
+        self.clock, self.sleep = clock, sleep
+        self.awaiting = ""  # what the heartbeat says; empty while all is well
+        self.since, self.pause = 0.0, PAUSE_SECONDS[0]
+        self._write_note()  # a worker that was killed in a wait has left one
+
+    def __call__(self, work: Callable[[], T]) -> T:
+        """What `work` returns. It may be made several times, so it must be one that can be repeated."""
+        while True:
+            try:
+                result = work()
+            except StoreError as error:
+                self.hold(error)
+            else:
+                self.passed()
+                return result
+
+    @property
+    def waited_seconds(self) -> float | None:
+        return self.clock() - self.since if self.awaiting else None
+
+    def hold(self, error: StoreError) -> None:
+        """Wait after a fault, a little longer each time. One that cannot pass is raised."""
+        if error.kind in LASTING:
+            raise error
+        if not self.awaiting:
+            self.log(f"{error}; waiting for that to pass, the update is safe on this disk")
+            self.since, self.pause = self.clock(), PAUSE_SECONDS[0]
+        if self.awaiting != error.brief:
+            self.awaiting = error.brief
+            self._write_note()
+        with suppress(StoreError):
+            self._look_for_leave(ask_bucket=True)
+        until = self.clock() + self.pause
+        while (left := until - self.clock()) > 0:
+            self.sleep(min(left, SLICE_SECONDS))
+            self._look_for_leave()
+        self.pause = min(PAUSE_SECONDS[1], 2 * self.pause)
+
+    def passed(self) -> None:
+        if self.awaiting:
+            seconds, self.awaiting = self.clock() - self.since, ""
+            self.log(f"the bucket can be used again, after {seconds:.0f} s")
+            self._write_note()
+
+    def _look_for_leave(self, ask_bucket: bool = False) -> None:
+        if self.leave and (self.leave.pending() if ask_bucket else self.leave.here()):
+            raise LeftWaiting(f"left while it waited: {self.awaiting}")
+
+    def _write_note(self) -> None:
+        with suppress(OSError):
+            if self.note and self.awaiting:
+                replace_file(self.note, visible(self.awaiting), sync=False)
+            elif self.note:
+                self.note.unlink(missing_ok=True)
