@@ -10,10 +10,8 @@ from isthmus.errors import ConfigError
 from isthmus.store import StoreError, StoreRefused, open_store
 
 
-def test_a_control_object_is_on_the_disk_before_it_has_its_name(
-    folder_url: str, monkeypatch: pytest.MonkeyPatch
-):
-    store = open_store(folder_url)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is synced, linked and renamed from here on, by the file's last name."""
     events: list[str] = []
 
     def watch(name: str, where: int) -> None:
@@ -29,16 +27,36 @@ def test_a_control_object_is_on_the_disk_before_it_has_its_name(
 
     for name, where in (("fsync", 0), ("link", 1), ("replace", 1)):
         watch(name, where)
-    store.create("manifests/1.json", b"{}")
-    store.put("manifests/1.json", b"{}")
-    store.put("payloads/rack/0/shard", b"x" * (1 << 20))  # bulk is checked by its hash instead
-    store.put("payloads/rack/0/shard", b"x" * (1 << 20), durable=True)
+    return events
+
+
+@pytest.mark.parametrize("size", [2, 1 << 21])
+def test_an_object_of_any_size_is_on_the_disk_before_it_has_its_name(
+    folder_url: str, monkeypatch: pytest.MonkeyPatch, size: int
+):
+    store = open_store(folder_url)
+    events = recorded(monkeypatch)
+    store.create("a/b/object", bytes(size))
+    store.put("a/b/object", bytes(size))
+    assert store.copy("a/b/object", "c/copy", max_bytes=size)
+    store.put("clock", b"x", durable=False)
     assert events == [
-        *("fsync 1.json", "link 1.json", "fsync manifests", "fsync bucket"),
-        *("fsync 1.json", "replace 1.json", "fsync manifests"),
-        "replace shard",
-        *("fsync shard", "replace shard", "fsync 0"),
+        *("fsync object", "link object", "fsync b", "fsync a", "fsync bucket"),
+        *("fsync object", "replace object", "fsync b", "fsync a", "fsync bucket"),
+        *("fsync copy", "replace copy", "fsync c", "fsync bucket"),
+        "replace clock",
     ]
+
+
+def test_a_name_that_another_gave_is_made_durable_by_who_finds_it(
+    folder_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    """It may have been killed between giving the name and syncing the folder."""
+    store = open_store(folder_url)
+    store.put("a/object", b"x", durable=False)
+    events = recorded(monkeypatch)
+    assert store.create("a/object", b"x")
+    assert events == ["fsync object", "link object", "fsync a", "fsync bucket"]
 
 
 def test_a_full_disk_leaves_the_old_object_and_no_litter(folder_url: str, monkeypatch: pytest.MonkeyPatch):

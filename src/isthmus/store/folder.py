@@ -97,7 +97,6 @@ def write_file(root: Path, key: str, data: bytes, *, create: bool, sync: bool, k
         inside = False
     if not inside:
         raise StoreRefused(f"{key} leads out of {root} by a symbolic link")
-    fresh = not path.parent.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -110,17 +109,19 @@ def write_file(root: Path, key: str, data: bytes, *, create: bool, sync: bool, k
             file.flush()
             if sync:
                 os.fsync(handle)
-        if create:
-            link(aside, path)
-        elif keep:
-            os.replace(aside, path)
+        try:
+            if create:
+                link(aside, path)
+            elif keep:
+                os.replace(aside, path)
+        finally:
+            # Also of a name that was taken: who gave it may have died before this. All the way up, since who
+            # made the folders may be another; one that has not changed costs nothing.
+            for above in path.parents if sync else ():
+                if above.is_relative_to(root):
+                    sync_folder(above)
     finally:
         aside.unlink(missing_ok=True)
-    if sync:
-        sync_folder(path.parent)
-        for above in path.parents[1:] if fresh else ():
-            if above.is_relative_to(root):
-                sync_folder(above)
 
 
 def remove_stale(folder: Path) -> None:

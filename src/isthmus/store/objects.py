@@ -39,7 +39,6 @@ Allow = Callable[[int], float]  # how many seconds a transfer of so many bytes m
 
 # Up to here a request travels apart from bulk, so that a heartbeat never queues behind it.
 CONTROL_BYTES = 1 << 18
-DURABLE_BYTES = 1 << 20
 VERBS = ("get", "put", "create", "copy", "head", "list", "delete")
 ASK_SECONDS = 15.0  # until a store that cannot give one object is believed to be away
 CLOCK_SECONDS = 300.0  # a reading of the store's clock is good for so long
@@ -105,16 +104,16 @@ class Store:
         self._count("bytes received", len(data or b""))
         return data
 
-    def put(
-        self, key: str, data: bytes, *, deadline: float | None = None, durable: bool | None = None
-    ) -> None:
-        """Write the object, replacing what was there; readers see the old or the new one, whole."""
+    def put(self, key: str, data: bytes, *, deadline: float | None = None, durable: bool = True) -> None:
+        """Write the object, replacing what was there; readers see the old or the new one, whole.
+
+        In a folder it is on the disk before it has its name, unless it is not `durable`: a round that counts
+        a payload must not be on the disk before it. A bucket promises that by itself.
+        """
         self._persist("put", key, len(data), self._writer(key, data, "overwrite", durable), deadline)
         self._count("bytes sent", len(data))
 
-    def create(
-        self, key: str, data: bytes, *, deadline: float | None = None, durable: bool | None = None
-    ) -> bool:
+    def create(self, key: str, data: bytes, *, deadline: float | None = None, durable: bool = True) -> bool:
         """Write the object only if there is none; True if and only if these bytes are the object now.
 
         A failed create proves nothing: "already exists" may be about our own write whose reply was lost,
@@ -212,7 +211,7 @@ class Store:
         def in_folder(client: Any, allow: Allow) -> bool:
             assert folder is not None
             data = read_file(folder, here, max_bytes)
-            write_file(folder, there, data, create=False, sync=False)
+            write_file(folder, there, data, create=False, sync=True)
             return True
 
         return bool(self._persist("copy", target, 0, in_folder if folder else request, deadline))
@@ -315,12 +314,12 @@ class Store:
         return Backoff(time.monotonic() + default if deadline is None else deadline)
 
     def _writer(
-        self, key: str, data: bytes, mode: Literal["create", "overwrite"], durable: bool | None
+        self, key: str, data: bytes, mode: Literal["create", "overwrite"], durable: bool
     ) -> Callable[..., Any]:
         path, folder = self._key(key), self._folder
-        sync = len(data) < DURABLE_BYTES if durable is None else durable
         if folder:
-            return lambda client, allow: write_file(folder, path, data, create=mode == "create", sync=sync)
+            create = mode == "create"
+            return lambda client, allow: write_file(folder, path, data, create=create, sync=durable)
 
         async def write(client: Any, allow: Allow) -> None:
             began = time.monotonic()
