@@ -22,7 +22,7 @@ from isthmus.store.objects import open_store
 def rounds_in_a_bucket(recipe: Recipe, folder: Path, settle: int) -> list[float]:
     """Settle rounds 1 to `settle` without the pipelined replicas; the mean training loss of each."""
     create(recipe, str(folder / "bucket"), folder / "keys")
-    seats = [_seat(recipe, folder, member) for member in recipe.fleet() if member.config.kind == "full"]
+    seats = [take_seat(recipe, folder, member) for member in recipe.fleet() if member.config.kind == "full"]
     for fleet in seats:
         Recovery(fleet).resume()
         HeartbeatThread(fleet, "seat", 1.0).beat()
@@ -41,7 +41,7 @@ def rounds_in_a_bucket(recipe: Recipe, folder: Path, settle: int) -> list[float]
     return losses
 
 
-def _seat(recipe: Recipe, folder: Path, member) -> Trainer:
+def take_seat(recipe: Recipe, folder: Path, member) -> Trainer:
     store = open_store(str(folder / "bucket"))
     ledger = Ledger(store, read_run(store), load_signer(folder / "keys" / f"{member.name}.key", member.name))
     corpus, inner = open_corpus(recipe.data.corpus), recipe.inner

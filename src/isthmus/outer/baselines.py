@@ -43,6 +43,9 @@ class DiLoCo(SparseLoCo):
     def account(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor], sent: Payloads) -> None:
         """DiLoCo keeps no feedback."""
 
+    def carry(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> None:
+        """DiLoCo keeps no feedback: the inner steps of a round that was settled meanwhile are lost."""
+
     def take_back(self, sent: Payloads, feedback: Mapping[str, Tensor]) -> None:
         """DiLoCo keeps no feedback: a missed round is work lost."""
 

@@ -80,6 +80,16 @@ class SparseLoCo:
             feedback[name].mul_(self.config.feedback_decay).add_(pseudo_grad)
             add_payload(feedback[name], payload, sign=-1)
 
+    @torch.no_grad()
+    def carry(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> None:
+        """`contribute` for a round that was over before there was a payload: e <- beta e + Delta.
+
+        Nothing is sent, so all of Delta goes out with later rounds. It may be of fewer than H inner steps.
+        """
+        scale = self.config.step_size if self.config.feedback_lr_scaled else 1.0
+        for name, param in params.items():
+            feedback[name].mul_(self.config.feedback_decay).add_((self.anchor[name] - param) * scale)
+
     def apply(self, payloads: Sequence[Payloads]) -> None:
         """theta^(t) = theta^(t-1) - eta mean; every holder of the anchor reaches the same bits."""
         self.codec.step(self.anchor, payloads, self.config.step_size, self.config.aggregation, self._clip)

@@ -33,10 +33,11 @@ from isthmus.protocol.replay import digest_from_bucket
 from isthmus.protocol.shards import ShardReader, unpack_shards
 from isthmus.protocol.trust import Refused
 from isthmus.replica.base import Replica
-from isthmus.replica.control_group import ControlGroup, all_true, collect
+from isthmus.replica.control_group import ControlGroup, agree, all_true, collect
 from isthmus.replica.meter import Meter
 from isthmus.runlog import finite
 from isthmus.runlog.facts import Facts
+from isthmus.runtime.edge import Edge
 from isthmus.runtime.private_state import PrivateState, Update
 from isthmus.subspace.boundaries import BasisSet, as_sent
 
@@ -111,6 +112,7 @@ class Trainer:
         self.meter = Meter(replica, device)
         self.pending: Contribution | None = None
         self.step_count = 0  # inner steps that the optimiser has taken
+        self.behind = True  # until this start has trained a round: the others may have begun it long ago
         self.hasher = ThreadPoolExecutor(1, "digest")
         self.hash_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.upload: AnchorUpload | None = None
@@ -118,7 +120,7 @@ class Trainer:
         self.edge_began: float | None = None
 
         threading.Thread(target=self._warm_codec, daemon=True, name="warm").start()
-        files = self._state_files().values()
+        files = self.state_files().values()
         self.state.reserve(sum(gpu.aligned(t.nbytes) for named in files for t in named.values()))
 
     def _warm_codec(self) -> None:
@@ -133,7 +135,9 @@ class Trainer:
     ) -> list[Contribution]:
         """H inner steps, then this replica's update on disk before any of it is sent.
 
-        `again` is the update of this round from a start that was killed: it stays as it was sent.
+        `again` is the update of this round from a start that was killed: it stays as it was sent. A replica
+        that has just started may have come late. If the others settle the round without it, it stops there,
+        so that they need not wait for it in the next one.
         """
         steps, status = self.recipe.outer.inner_steps, self.status
         status.state, status.round = "training", round_index + 1
@@ -141,24 +145,30 @@ class Trainer:
         started, losses, pace = time.monotonic(), [], gpu.Pace(self.device)
         if self.edge_began is not None:
             self.seconds["edge_seconds"] += started - self.edge_began
-        for h in range(steps):
-            losses.append(self.replica.inner_step(round_index * steps + h))
-            self.meter.step()
-            pace.launched()
-            status.inner_step = round_index * steps + h + 1
-            if self.device.type == "cpu":
-                status.loss = float(losses[-1])
-            progress(h + 1)
+        with self._edge(round_index + 1, again) as passed:
+            for h in range(steps):
+                losses.append(self.replica.inner_step(round_index * steps + h))
+                self.meter.step()
+                pace.launched()
+                status.inner_step = round_index * steps + h + 1
+                if self.device.type == "cpu":
+                    status.loss = float(losses[-1])
+                progress(h + 1)
+                if passed() and h + 1 < steps:
+                    break
         status.loss = float(torch.stack([loss.double() for loss in losses]).mean())
         self.edge_began = time.monotonic()
         status.seconds = self.edge_began - started
-        tokens = steps * self.recipe.inner.batch * self.recipe.model.context
+        tokens = len(losses) * self.recipe.inner.batch * self.recipe.model.context
         status.tokens_per_second = tokens / status.seconds
         status.grad_norm = float(self.replica.grad_norm)
         if not math.isfinite(status.loss):  # the same at every stage
             self._roll_back(round_index + 1)
             return []
-        self.step_count += steps
+        self.step_count += len(losses)
+        if len(losses) < steps:
+            self._carry(round_index + 1, len(losses))
+            return []
         with self._timed("encode_seconds"):
             update = self._encode(again)
         if again is None:
@@ -169,10 +179,47 @@ class Trainer:
         status.state = "delivering"
         return [self.pending]
 
+    @contextmanager
+    def _edge(self, round_number: int, again: Update | None) -> Iterator[Callable[[], bool]]:
+        """Says between inner steps whether all processes stop. Only a start's first round is asked about, and
+        not round 1, which all begin when they come."""
+        if not self.behind or round_number == 1 or again is not None:
+            self.behind = self.behind and again is not None
+            yield lambda: False
+            return
+        self.behind, edge = False, Edge(self.ledger, round_number)
+        leads = self.control.rank == 0
+        if leads and self.background:
+            edge.start()
+
+        def passed() -> bool:
+            if leads and not self.background:
+                edge.look()
+            return agree(self.control, edge.passed.is_set())
+
+        try:
+            yield passed
+        finally:
+            edge.end()
+
+    def _carry(self, round_number: int, num_steps: int) -> None:
+        """The round was settled in the middle of our inner steps: what they gave goes to the feedback."""
+        self.outer.carry(self._trained(), self.feedback)
+        self.state.pause_seconds = 0.0  # no update holds it: the next state is saved as soon as there is one
+        self.pending = None
+        self.log(
+            f"round {round_number} was settled without us; our first {num_steps} inner steps of it go to the "
+            "error feedback, and the next round begins with the others"
+        )
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The weights after the inner steps, as eq. 2 sees them."""
+        params = {name: p.detach() for name, p in self.replica.named_parameters().items()}
+        return as_sent(self.recipe, self.member, self.bases, params, self.anchor)
+
     def _encode(self, again: Update | None) -> Update:
         """Anchor - params to error feedback and payload (eq. 2)."""
-        params = {name: p.detach() for name, p in self.replica.named_parameters().items()}
-        params = as_sent(self.recipe, self.member, self.bases, params, self.anchor)
+        params = self._trained()
         if again is not None:
             sent = unpack_shards(self.ledger, again.shards, self.outer.codec.unpack_many)
             self.outer.account(params, self.feedback, sent)
@@ -293,9 +340,9 @@ class Trainer:
     def _begin_save(self, round_number: int, update: Update) -> None:
         """All of the state with a round's update in it, copied before the PUT and written after it."""
         with self._timed("save_seconds"):
-            self.state.save(round_number, self._state_files(), update)
+            self.state.save(round_number, self.state_files(), update)
 
-    def _state_files(self) -> Mapping[str, Mapping[str, Tensor]]:
+    def state_files(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {
             "anchor": self.anchor,
             "optimiser": self.replica.state(),
@@ -347,7 +394,7 @@ class HeartbeatThread(threading.Thread):
     def __init__(self, trainer: Trainer, incarnation: str, every_seconds: float) -> None:
         super().__init__(daemon=True, name="heartbeat")
         self.trainer, self.incarnation, self.every = trainer, incarnation, every_seconds
-        self.ended, self.num_beats = threading.Event(), 0
+        self.ended, self.news, self.num_beats = threading.Event(), threading.Event(), 0
         self.host = own_host()
 
     def beat(self) -> None:
@@ -372,13 +419,20 @@ class HeartbeatThread(threading.Thread):
         )
 
     def run(self) -> None:
-        while not self.ended.wait(self.every):
+        while not self.ended.is_set():
             try:
                 self.beat()
             except Exception as error:  # the next one may get through; the run itself finds out what is wrong
                 self.trainer.log(f"no heartbeat: {str(error).splitlines()[0]}")
+            self.news.wait(self.every)
+            self.news.clear()
+
+    def soon(self) -> None:
+        """The state has changed in a way that the others wait for."""
+        self.news.set()
 
     def end(self) -> None:
         self.ended.set()
+        self.news.set()
         self.join(timeout=10)
         self.beat()

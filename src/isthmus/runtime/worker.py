@@ -143,6 +143,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     def leave() -> bool:
         if any_true(control, request.pending()):
             trainer.status.state = "leaving"
+            heartbeats.soon()
             return True
         return False
 
@@ -160,6 +161,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 start.tell()
+                heartbeats.soon()
             settled.step(h)
 
         to_the_end = run_rounds(trainer, trainer.exchange, rounds, progress, settled.round, leave)

@@ -1,0 +1,130 @@
+"""A replica that comes back late costs the others nothing: it stops where they settle the round."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from seats import take_seat
+from small_recipes import recipe_text, replicas
+from torch.testing import assert_close
+
+from isthmus.config import OuterConfig, Recipe, parse_recipe
+from isthmus.errors import RunError
+from isthmus.outer.baselines import DiLoCo
+from isthmus.outer.rounds import run_rounds
+from isthmus.outer.sparseloco import SparseLoCo
+from isthmus.protocol import closer
+from isthmus.runtime.create import create
+from isthmus.runtime.edge import Edge
+from isthmus.runtime.recovery import Recovery
+from isthmus.runtime.trainer import Trainer
+from isthmus.store import StoreError
+
+STEPS = 4
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_nobody_waited_for_is_carried_by_the_feedback(scaled: bool):
+    """e <- beta e + Delta, and the next payload is of all of it."""
+    config = OuterConfig(lr=0.5, feedback_decay=0.9, feedback_lr_scaled=scaled, keep=4096, values="fp64")
+    anchor, params, e = ({"w": torch.randn(64, 64, dtype=torch.float64)} for _ in range(3))
+    before = e["w"].clone()
+    outer = SparseLoCo(anchor, config)
+    outer.carry(params, e)
+    delta = (anchor["w"] - params["w"]) * (0.5 if scaled else 1.0)
+    assert_close(e["w"], 0.9 * before + delta)
+    carried = e["w"].clone()
+    sent = outer.contribute(anchor, e)  # a round in which nothing was trained
+    assert_close(outer.codec.mean([sent], "all", None)["w"], 0.9 * carried)
+    DiLoCo(anchor, config).carry(params, {})  # it has no feedback to carry it
+
+
+def recipe(**bucket: float) -> Recipe:
+    text = recipe_text(
+        replicas("rack", count=2),
+        model={"layers": 2},
+        inner={"batch": 2, "precision": "fp64"},
+        outer={"inner_steps": STEPS, "rounds": 6, "keep": 8, "values": "2bit"},
+        bucket={"heartbeat_seconds": 1, "anchor_every": 2, "quorum": 1, "deadline_seconds": 0.01} | bucket,
+    )
+    return parse_recipe(text)
+
+
+@pytest.fixture
+def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Trainer]:
+    """A replica of a run in a folder, restored; nobody is waited for."""
+    monkeypatch.setattr(closer, "STEP_IN_SECONDS", 0.0)
+    made = recipe()
+    create(made, str(tmp_path / "bucket"), tmp_path / "keys")
+
+    def start(name: str) -> Trainer:
+        fleet = take_seat(made, tmp_path, next(m for m in made.fleet() if m.name == name))
+        Recovery(fleet).resume()
+        return fleet
+
+    return start
+
+
+def run(fleet: Trainer, rounds: range, progress: Callable[[int], None] = lambda h: None) -> None:
+    run_rounds(fleet, fleet.exchange, rounds, progress, lambda t, seconds: None)
+
+
+def test_a_round_that_is_settled_meanwhile_ends_there_and_the_next_begins_with_the_others(come):
+    first, quick = come("rack-0"), come("rack-1")
+    run(first, range(1, 2))
+    run(quick, range(1, 2))
+    late = come("rack-0")
+    before = {name: e.clone() for name, e in late.feedback.items()}
+    anchor = {name: p.clone() for name, p in late.anchor.items()}
+    assert any(bool(e.any()) for e in before.values())
+    steps: list[int] = []
+
+    def progress(h: int) -> None:
+        steps.append(h)
+        if h == 2:  # of 4
+            run(quick, range(2, 3))
+
+    assert late.train_round(1, progress) == []
+    assert steps == [1, 2]
+    assert late.step_count == STEPS + 2
+    params = {name: p.detach() for name, p in late.replica.named_parameters().items()}
+    for name, e in late.feedback.items():
+        assert_close(e, late.recipe.outer.feedback_decay * before[name] + anchor[name] - params[name])
+    late.apply(2, late.exchange.close(2, []))
+    assert late.exchange.settle_anchor() == quick.exchange.settle_anchor()
+    (own,) = late.train_round(2, steps.append)  # from the edge on it is one of them
+    assert steps == [1, 2, 1, 2, 3, 4]
+    late.exchange.deliver(3, own)
+    run(quick, range(3, 4))
+    manifest = late.ledger.manifest(3)
+    assert manifest is not None
+    assert [entry.replica for entry in manifest.entries] == ["rack-0", "rack-1"]
+
+
+def test_only_the_first_round_of_a_start_is_left_in_the_middle(come):
+    """A replica that is slow, and not late, delivers what it has trained."""
+    slow, quick = come("rack-0"), come("rack-1")
+    run(slow, range(1, 2))
+    run(quick, range(1, 3))
+    run(slow, range(2, 3))
+    steps: list[int] = []
+
+    def progress(h: int) -> None:
+        steps.append(h)
+        if h == 2:
+            run(quick, range(3, 4))
+
+    assert len(slow.train_round(2, progress)) == 1
+    assert steps == [1, 2, 3, 4]
+
+
+def test_a_store_that_is_away_settles_nothing(come):
+    class Away:
+        def settled_at(self, round_number: int) -> float | None:
+            raise StoreError("s3://b: head manifests/000002.json: cannot reach the store", "network")
+
+    edge = Edge(Away(), 2)  # type: ignore[arg-type]
+    edge.look()
+    assert not edge.passed.is_set()
+    assert issubclass(StoreError, RunError)
