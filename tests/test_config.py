@@ -68,6 +68,19 @@ def test_subspace_dimension_rounds_down_and_never_to_zero():
     assert (edge.subspace_dim(1024), edge.subspace_dim(8)) == (42, 1)
 
 
+@pytest.mark.parametrize(("override", "told"), [("inner.precision=fp16", "fp64"), ("model.preset=7b", "1b")])
+def test_another_number_is_not_a_typing_error(override, told):
+    with pytest.raises(ConfigError, match="it is one of") as error:
+        parse_recipe(TEXT, [override])
+    assert f'did you mean "{told}"' not in str(error.value)
+
+
+def test_an_empty_recipe_is_answered_by_the_smallest_one():
+    with pytest.raises(ConfigError, match=r'nothing in it.*name = "mine".*preset = "nano".*"rack"'):
+        parse_recipe("")
+    assert parse_recipe('name = "mine"\n[model]\npreset = "nano"\n[[replicas]]\nname = "rack"').name == "mine"
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [

@@ -114,3 +114,13 @@ def test_help_answers_without_loading_anything_slow():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     slow = {"torch", "numpy", "tokenizers", "safetensors", "pyarrow", "matplotlib", "rich", "obstore"}
     assert not slow & set(done.stdout.split())
+
+
+def test_no_command_teaches_and_a_mistyped_one_is_answered_by_the_nearest(capsys):
+    assert main([]) == 2
+    assert "where to begin" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["trian"])
+    assert capsys.readouterr().err == (
+        'isthmus: there is no command "trian"; did you mean "train"?; see isthmus --help\n'
+    )

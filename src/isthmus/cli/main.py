@@ -1,6 +1,7 @@
 """The `isthmus` command: one short file per subcommand beside this one."""
 
 import argparse
+import re
 import shutil
 import sys
 import textwrap
@@ -26,6 +27,7 @@ from isthmus.cli import (
     watch,
 )
 from isthmus.cli.asking import agreed
+from isthmus.config.checks import nearest, short
 from isthmus.errors import ConfigError, Elsewhere, RunError
 from isthmus.printing import guarded_streams, visible
 
@@ -45,6 +47,9 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
+        if found := re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            typed, known = found[1], re.findall(r"'?([a-z]+)'?", found[2])
+            message = f'there is no command "{short(typed)}"{nearest(typed, known)}'
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
@@ -85,7 +90,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str] | None) -> int:
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return 2
+    args = parser.parse_args(argv)
     try:
         try:
             return args.run(args)

@@ -45,6 +45,9 @@ def short(value: object, most: int = 60) -> str:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """`; did you mean "keep"?`, or nothing when no known word is near."""
-    close = difflib.get_close_matches(word[:100], known, n=1, cutoff=0.5)
-    return f'; did you mean "{close[0]}"?' if close else ""
+    """`; did you mean "keep"?`, or nothing when no known word is near. Another number is another thing."""
+    for close in difflib.get_close_matches(word[:100], known, n=3, cutoff=0.5):
+        typed, meant = ("".join(filter(str.isdigit, each)) for each in (word[:100], close))
+        if not typed or not meant or difflib.SequenceMatcher(None, typed, meant).ratio() > 0.5:
+            return f'; did you mean "{close}"?'
+    return ""

@@ -59,6 +59,9 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         raise ConfigError(f"{source} is not valid TOML: {short(error, 200)}") from None
 
 
+SMALLEST = 'name = "mine", [model] with preset = "nano", and [[replicas]] with name = "rack"'
+
+
 def _overridden(table: dict[str, Any], overrides: Sequence[str]) -> Recipe:
     for override in overrides:
         _override(table, override)
@@ -104,11 +107,11 @@ def build_table(cls: type, table: Any, where: str) -> Any:
     for f in dataclasses.fields(cls):
         missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if missing and f.name not in values:
-            hint = (
-                f"; give model.preset, one of {', '.join(PRESETS)}"
-                if where == "model" or f.name == "model"
-                else ""
-            )
+            hint = ""
+            if where == "model" or f.name == "model":
+                hint = f"; give model.preset, one of {', '.join(PRESETS)}"
+            elif not table:
+                hint = ": there is nothing in it. The smallest recipe: " + SMALLEST
             raise ConfigError(f'"{prefix}{f.name}" is missing{hint}')
     return cls(**values)
 

@@ -59,6 +59,8 @@ class Entry:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Entry]:
+    if bucket := next((path for path in paths if "://" in str(path)), None):
+        raise ConfigError(f"{bucket} is a bucket; compare takes the folders of runs, such as runs/demo")
     runs = [RunDir.open(path) for path in paths]
     names = [run.path.resolve().name for run in runs]
     entries = []
