@@ -79,6 +79,17 @@ def test_a_missing_corpus_says_how_to_make_one(tmp_path, isthmus):
         open_corpus("builtin:other")
 
 
+def test_texts_in_place_of_a_corpus_are_answered_by_a_command_that_works(tmp_path, isthmus):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_bytes(json_lines(make_texts(300)))
+    with pytest.raises(ConfigError, match="there is no corpus") as told:
+        open_corpus(tmp_path / "texts")
+    command = str(told.value).split("`")[1].split()
+    status, _, err = isthmus(*command[1:], "--vocab", 300)
+    assert status == 0, err
+    assert len(open_corpus(command[-1]).train)
+
+
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"format": "isthmus-corpus", "version": 99}', b"[1]"])
 def test_a_damaged_manifest_is_refused(prepared, damage):
     (prepared / "manifest.json").write_bytes(damage)

@@ -80,8 +80,11 @@ def read_manifest(folder: Path) -> Manifest:
             raise ConfigError(
                 f"{folder} is an unfinished corpus; run its `isthmus data prepare` again to finish it"
             )
+        texts, to = "TEXT", folder
+        if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):  # `prepare` would not write there
+            texts, to = str(folder), folder.with_name(f"{folder.stem}-corpus")
         raise ConfigError(
-            f"there is no corpus in {folder}; make one with `isthmus data prepare TEXT --to {folder}`"
+            f"there is no corpus in {folder}; make one with `isthmus data prepare {texts} --to {to}`"
             ' or use "builtin:sample"'
         )
     try:
