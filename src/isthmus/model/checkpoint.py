@@ -1,11 +1,17 @@
-"""The saved state of a run, replaced as a whole between rounds: a resumed run repeats the same losses."""
+"""The saved state of a run, replaced as a whole between rounds: a resumed run repeats the same losses.
 
+Every file carries the sha256 of its own bytes, in its safetensors metadata. It is computed while the file is
+written, and compared when it is read: a disk that has changed a bit is found, not trained on.
+"""
+
+import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,6 +35,8 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+METADATA, HASH = "__metadata__", "sha256"
+BLANK = "0" * 64  # in the hash's place while the hash is computed
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -36,11 +44,13 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Written here, tensor by tensor, because a thread writes gigabytes of state while the GPU trains: the
     library would take a second copy of them all, and older versions of it would stop every other thread.
+    The hash covers every byte of the file but itself; its place in the header is filled in last.
     """
     # Wide types first: every tensor then starts at a multiple of its own width.
     largest_first = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in largest_first}
-    header, at = {}, 0
+    header: dict[str, Any] = {METADATA: {HASH: BLANK}}  # first: so its place is found below
+    at = 0
     for name, tensor in arrays.items():
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
@@ -50,15 +60,25 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         at += tensor.nbytes
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
+    head = len(head).to_bytes(8, "little") + head
+    hashed = hashlib.sha256(head)
     with replacing(path) as file:
-        file.write(len(head).to_bytes(8, "little") + head)
+        file.write(head)
         for tensor in arrays.values():
-            data = tensor.reshape(-1).view(torch.uint8).numpy().data
+            data = _bytes(tensor)
             for at in range(0, len(data), PIECE_BYTES):
-                file.write(data[at : at + PIECE_BYTES])
+                piece = data[at : at + PIECE_BYTES]
+                hashed.update(piece)  # it lets other threads run
+                file.write(piece)
                 if len(data) > PIECE_BYTES:
                     file.flush()
                     os.fdatasync(file.fileno())
+        file.seek(head.index(BLANK.encode()))
+        file.write(hashed.hexdigest().encode())
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]], keep: int = 1) -> None:
@@ -99,9 +119,17 @@ def drop_round(directory: Path, rounds: int) -> None:
 
 
 def saved_rounds(directory: Path) -> list[int]:
-    """Rounds whose state is complete, oldest first: a state is written before the pointer moves to it."""
+    """Rounds whose state is complete, oldest first: a state is written before the pointer moves to it.
+
+    A folder has its name only when all of it is on disk. So all count where the pointer is damaged.
+    """
     try:
         newest = _newest(directory)
+    except OSError:
+        return []
+    except ConfigError:
+        newest = 10**9
+    try:
         return [number for number in _rounds(directory) if number <= newest]
     except (OSError, ConfigError):
         return []
@@ -113,10 +141,13 @@ def _rounds(directory: Path) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"round-(\d{6,9})", name)))
 
 
-def load_round(directory: Path, rounds: int) -> dict[str, dict[str, Tensor]]:
+def load_round(
+    directory: Path, rounds: int, unchecked: Callable[[Path], None] = lambda path: None
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a state by file; `unchecked` as in `load_tensors`."""
     folder = directory / f"round-{rounds:06d}"
     names = [name for name in list_folder(folder) if name.endswith(".safetensors")]
-    return {name.removesuffix(".safetensors"): load_tensors(folder / name) for name in names}
+    return {name.removesuffix(".safetensors"): load_tensors(folder / name, unchecked) for name in names}
 
 
 def load(directory: Path) -> tuple[int, dict[str, dict[str, Tensor]]] | None:
@@ -132,15 +163,42 @@ def load(directory: Path) -> tuple[int, dict[str, dict[str, Tensor]]] | None:
         ) from None
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """A safetensors file; one that is not one is a ConfigError, and an absent one a FileNotFoundError."""
+def load_tensors(path: Path, unchecked: Callable[[Path], None] = lambda path: None) -> dict[str, Tensor]:
+    """A safetensors file; one that is damaged or none is a ConfigError, and an absent one a
+    FileNotFoundError.
+
+    `unchecked` is told of a file without a hash: it was written by 0.2 or before, or not by us.
+    """
     stat_regular(path)  # the library would wait at a pipe
     try:
-        return load_file(path)
+        tensors = load_file(path)
+        stated, found = _hashes(path, tensors)
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ConfigError(f"{path} cannot be read ({first_line(error)})") from None
+    if stated is None:
+        unchecked(path)
+    elif stated != found:
+        raise ConfigError(f"{path} is damaged: its bytes do not have the sha256 that it states")
+    return tensors
+
+
+def _hashes(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str | None, str]:
+    """(the hash that a file states or None, the hash of its bytes). The library has checked its form: the
+    tensors lie end to end after the header, and they are what is hashed, so the disk is read once."""
+    with open(path, "rb") as file:
+        length = file.read(8)
+        head = file.read(int.from_bytes(length, "little"))
+    header = json.loads(head)
+    metadata = header.pop(METADATA, None)
+    if metadata is None or (HASH not in metadata and "format" in metadata):  # the library's own files
+        return None, ""
+    stated = str(metadata.get(HASH, ""))  # metadata without it: it was there, and is damaged
+    hashed = hashlib.sha256(length + head.replace(stated.encode(), BLANK.encode(), 1 if stated else 0))
+    for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
+        hashed.update(_bytes(tensors[name]))
+    return stated, hashed.hexdigest()
 
 
 def first_line(error: Exception) -> str:
@@ -153,4 +211,6 @@ def _newest(directory: Path) -> int:
     number = found.get("round") if isinstance(found, dict) else None
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 10**9:
         raise ConfigError(f"{directory / POINTER} does not name a round")
+    if found.get("folder", name := f"round-{number:06d}") != name:
+        raise ConfigError(f"{directory / POINTER} is damaged: it names two rounds")
     return number

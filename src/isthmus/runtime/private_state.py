@@ -5,7 +5,7 @@ background.
 `round-000007/` is the state with which round 7 was delivered (GBs): anchor, optimiser, error feedback, and
 that update once more. It is copied to host memory at the end of the round and written while the next rounds
 train. So a kill can leave updates behind that are newer than the newest whole state: their rounds are trained
-again (docs/protocol.md, Crash points).
+again (docs/protocol.md, Crash points). Each file carries its hash (model/checkpoint.py).
 """
 
 import re
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from isthmus import gpu
-from isthmus.errors import RunError
+from isthmus.errors import ConfigError, RunError
 from isthmus.model import checkpoint
 from isthmus.reading import list_folder
 
@@ -48,11 +48,15 @@ class Update:
 
     @classmethod
     def from_tensors(cls, named: Mapping[str, Tensor]) -> "Update":
-        return cls(
-            {int(key[6:]): bytes(t.numpy()) for key, t in named.items() if key.startswith("shard-")},
-            int(named["step_count"]),
-            {key[5:]: float(t) for key, t in named.items() if key.startswith("told-")},
-        )
+        """ConfigError where they are of another kind: files of 0.2 and before have no hash."""
+        try:
+            return cls(
+                {int(key[6:]): bytes(t.numpy()) for key, t in named.items() if key.startswith("shard-")},
+                int(named["step_count"]),
+                {key[5:]: float(t) for key, t in named.items() if key.startswith("told-")},
+            )
+        except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+            raise ConfigError(f"no update is in it ({type(error).__name__})") from None
 
 
 def put_aside(work: Path, log: Callable[[str], None]) -> None:
@@ -114,11 +118,19 @@ class PrivateState:
         return {int(match[1]): self.folder / match[0] for match in found}
 
     def load_update(self, round_number: int, shards: tuple[int, ...]) -> Update | None:
-        """The saved update of a round, or None where it is absent, not whole, or of other shards."""
+        """The saved update of a round, or None where it is absent or of other shards; ConfigError where it is
+        damaged."""
+        path = self._update_path(round_number)
         try:
-            update = Update.from_tensors(checkpoint.load_tensors(self._update_path(round_number)))
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # tensors of another kind
+            named = checkpoint.load_tensors(path)
+        except FileNotFoundError:
             return None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({checkpoint.first_line(error)})") from None
+        try:
+            update = Update.from_tensors(named)
+        except ConfigError as reason:
+            raise ConfigError(f"{path} is damaged: {reason}") from None
         return update if tuple(sorted(update.shards)) == shards else None
 
     def drop_updates(self, keep: Callable[[int], bool]) -> None:
@@ -199,12 +211,19 @@ class PrivateState:
         """Rounds with a whole state, oldest first."""
         return checkpoint.saved_rounds(self.folder)
 
-    def load(self, round_number: int) -> dict[str, dict[str, Tensor]] | None:
-        """A saved round's files, or None where they are not whole."""
+    def load(self, round_number: int) -> dict[str, dict[str, Tensor]]:
+        """A saved round's files; ConfigError, with the file's name, where one is damaged."""
+        unchecked: list[Path] = []
         try:
-            return checkpoint.load_round(self.folder, round_number)
-        except (OSError, ValueError):
-            return None
+            files = checkpoint.load_round(self.folder, round_number, unchecked.append)
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be read ({checkpoint.first_line(error)})") from None
+        if unchecked:
+            self.log(
+                f"the state of round {round_number} was saved by 0.2 or before, whose files have no hash: "
+                "it is read as it is"
+            )
+        return files
 
     def drop_after(self, round_number: int) -> None:
         """Later states were saved by some processes of the replica and not by others."""
@@ -219,6 +238,7 @@ class PrivateState:
             number, update, copies = self.copied
             return number, update.step_count, copies["optimiser"]
         for number in reversed(self.rounds()):
-            if (files := self.load(number)) is not None:
-                return number, int(files["pending"]["step_count"]), files["optimiser"]
+            with suppress(ConfigError, KeyError):
+                files = self.load(number)
+                return number, Update.from_tensors(files["pending"]).step_count, files["optimiser"]
         return None

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus.errors import RunError, RunStopped
+from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.model.digest import shard_digest
 from isthmus.outer.exchange import Contribution
+from isthmus.protocol.shards import unpack_shards
+from isthmus.protocol.trust import Refused
 from isthmus.replica.control_group import agree, all_true, share_json, whole_number, whole_numbers
 from isthmus.runtime.private_state import Update
 from isthmus.runtime.trainer import Trainer
@@ -26,11 +28,12 @@ class Recovery:
         """Restore what is on this disk, or start from the bucket; how many rounds are done."""
         states, updates = self._common()
         for round_number in sorted(states, reverse=True):
-            files = self._readable(round_number)
+            files, why = self._readable(round_number)
             if not all_true(self.trainer.control, files is not None) or files is None:
-                self.trainer.log(
-                    f"the private state of round {round_number} is spoilt; trying the round before it"
-                )
+                before = [t for t in states if t < round_number]
+                instead = f"that of round {max(before)} is taken" if before else "and there is none before it"
+                why = why or "another process of this replica cannot read its part"
+                self.trainer.log(f"{why}; the state of round {round_number} is lost, {instead}")
                 continue
             self.trainer.state.drop_after(round_number)
             newer = {number for number in updates if number > round_number}
@@ -51,12 +54,25 @@ class Recovery:
     def _common(self) -> tuple[set[int], set[int]]:
         """Rounds whose states, and rounds whose updates, all processes of the replica have."""
         writes = tuple(sorted(self.trainer.writes))
-        updates = [
-            t for t in self.trainer.state.updates() if self.trainer.state.load_update(t, writes) is not None
-        ]
+        updates = [t for t in self.trainer.state.updates() if self._whole_update(t, writes)]
         mine = [self.trainer.state.rounds(), sorted(updates)]
         states, updates = zip(*share_json(self.trainer.control, mine, _two_sets), strict=True)
         return set.intersection(*states), set.intersection(*updates)
+
+    def _whole_update(self, round_number: int, shards: tuple[int, ...]) -> bool:
+        """Is the update of a round on this disk, as it was sent?"""
+        try:
+            update = self.trainer.state.load_update(round_number, shards)
+            if update is not None:
+                self._check_update(update)
+            return update is not None
+        except (ConfigError, Refused) as reason:
+            self.trainer.log(f"{reason}; the saved update of round {round_number} is lost")
+            return False
+
+    def _check_update(self, update: Update) -> None:
+        """Refused unless it is one of this run: files of 0.2 and before have no hash that would tell."""
+        unpack_shards(self.trainer.ledger, update.shards, self.trainer.outer.codec.unpack_many)
 
     def _began_at(self, round_number: int) -> bool:
         """Was this the first round of a replica that came without state, and can it be trained again?"""
@@ -84,18 +100,29 @@ class Recovery:
             done = round_number
         return done
 
-    def _readable(self, round_number: int) -> dict[str, dict[str, Tensor]] | None:
-        """A saved round's files, or None where they are not whole."""
-        files = self.trainer.state.load(round_number)
-        if files is None or not {"anchor", "optimiser", "pending"} <= files.keys():
-            return None
-        wanted = {f"shard-{i}" for i in self.trainer.writes} | {"step_count"}
-        whole = (
-            self.trainer.anchor.keys() == files["anchor"].keys()
-            and self.trainer.feedback.keys() <= files.get("feedback", {}).keys()
-            and wanted <= files["pending"].keys()
-        )
-        return files if whole else None
+    def _readable(self, round_number: int) -> tuple[dict[str, dict[str, Tensor]] | None, str]:
+        """A saved round's files, or None and which of them is damaged."""
+        path = self.trainer.state.folder / f"round-{round_number:06d}"
+        try:
+            files = self.trainer.state.load(round_number)
+            for file, named in self.trainer.state_files().items():
+                there = files.get(file, {})
+                odd = [name for name, t in named.items() if name not in there or there[name].shape != t.shape]
+                if odd:
+                    return (
+                        None,
+                        f"{path / file}.safetensors is damaged: it does not hold {odd[0]} in its shape",
+                    )
+        except ConfigError as reason:
+            return None, str(reason)
+        try:
+            update = Update.from_tensors(files.get("pending", {}))
+            if set(update.shards) != set(self.trainer.writes):
+                raise Refused("it holds other shards than this process sends")
+            self._check_update(update)
+        except (ConfigError, Refused) as reason:
+            return None, f"{path / 'pending'}.safetensors is damaged: {reason}"
+        return files, ""
 
     def _restore(self, round_number: int, files: dict[str, dict[str, Tensor]], newer: Collection[int]) -> int:
         """Our own optimiser, error feedback and unsettled update; then the round they wait for."""
