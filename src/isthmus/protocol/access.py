@@ -5,7 +5,7 @@ from pathlib import Path
 
 from isthmus.config import Member
 from isthmus.errors import ConfigError, Elsewhere
-from isthmus.protocol.history import check_pinned
+from isthmus.protocol.chain import check_pinned
 from isthmus.protocol.ledger import Ledger, RunInfo, read_run
 from isthmus.protocol.trust import Signer, load_signer
 from isthmus.runlog import RunDir

@@ -58,6 +58,9 @@ MANIFEST = {
     "deadline_seconds": Number(0.0, MOST_SECONDS),
     "seconds": SECONDS,
 }
+REPAIR = {"first": ROUND, "last": ROUND, "digest": HASH, "manifest": HASH, "reason": Text(MOST_REASON)}
+MOST_WANTED = 256  # shards that one process asks for at a time
+WANTED = {"round": ROUND, "shards": Many(HASH, MOST_WANTED)}
 ANCHOR = {"round": ROUND, "digest": HASH, "files": Many(HASH, MOST_SHARDS, 1), "manifest": HASH}
 
 
@@ -124,6 +127,7 @@ class Manifest:
     seconds: float  # by the store's clock, since the manifest before
     closer: str = ""  # who signed it
     digest: str = ""  # of the manifest as stored
+    previous: str = ""  # digest of the manifest before
 
     def to_dict(self, previous: str) -> dict[str, Any]:
         """The body that is signed; `previous` is the digest of the manifest before."""
@@ -152,6 +156,7 @@ class Manifest:
             seconds=float(body["seconds"]),
             closer=closer,
             digest=digest,
+            previous=body["previous"],
         )
 
     def entry(self, replica: str) -> Entry | None:

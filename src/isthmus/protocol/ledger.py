@@ -13,28 +13,26 @@ and size are checked, and nothing is ever unpickled.
 """
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
-from math import prod
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
 from isthmus.config import Recipe, dump_recipe, parse_recipe
-from isthmus.errors import ConfigError, RunError, Unreachable
-from isthmus.protocol.documents import ANCHOR, RUN, Entry, Manifest, RunInfo, Shard
+from isthmus.errors import ConfigError, Unreachable
+from isthmus.protocol.anchors import Anchors
+from isthmus.protocol.chain import check_pinned
+from isthmus.protocol.documents import RUN, Entry, Manifest, RunInfo, Shard
 from isthmus.protocol.heartbeat import WAITING, Heartbeat, silent_after
-from isthmus.protocol.history import check_pinned
-from isthmus.protocol.payloads import Payloads
+from isthmus.protocol.history import LISTED, MOST_CLAIMS
 from isthmus.protocol.schema import check
 from isthmus.protocol.trust import MAX_DOCUMENT_BYTES, Refused, Signer, canonical, open_sealed, sha256
 from isthmus.reading import parse_json
 from isthmus.store import Store, StoreRefused
+from isthmus.store.together import together
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from isthmus.store import Info
 
 __all__ = ["Entry", "Ledger", "Manifest", "RunInfo", "Shard", "create_run", "read_run"]
 
@@ -112,117 +110,8 @@ def parse_run(data: bytes) -> RunInfo:
     )
 
 
-class Ledger(Payloads):
+class Ledger(Anchors):
     """Reads and writes one run's documents, checking all that it reads."""
-
-    # Anchors
-
-    def put_anchor_shard(self, round_number: int, index: int, tensors: "Mapping[str, Tensor]") -> str:
-        from safetensors.torch import save  # loads torch, which `status` does without
-
-        data = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
-        self.store.put(f"anchors/{round_number:06d}/{index}.safetensors", data)
-        return sha256(data)
-
-    def complete_anchor(self, round_number: int, digest: str, files: Sequence[str]) -> None:
-        manifest = self.chain[round_number]
-        body = {"round": round_number, "digest": digest, "files": list(files), "manifest": manifest}
-        sealed = self.signer.seal("anchor", self.run.run_id, body)
-        self.store.put(_complete_key(round_number), sealed)
-
-    def anchor_rounds(self) -> list[int]:
-        """Settled rounds with a complete anchor, oldest first. Nothing is said about what is in it."""
-        names = (
-            re.fullmatch(r"anchors/([0-9]{6,7})/complete\.json", key) for key in self.store.list("anchors/")
-        )
-        rounds = sorted({int(name[1]) for name in names if name})
-        first = [0] if self.run.start and rounds[:1] == [0] else []
-        later = (t for t in rounds if t)
-        return first + list(takewhile(lambda t: self.manifest(t) is not None, later))
-
-    def anchor_header(self, round_number: int) -> tuple[str, dict[str, Any]]:
-        """(writer, body) of an anchor's complete.json; Refused unless a closer signed it for this history."""
-        try:
-            sealed = self._theirs(_complete_key(round_number), MAX_DOCUMENT_BYTES)
-        except StoreRefused as error:
-            raise Refused(str(error)) from None
-        if sealed is None:
-            raise Refused("it is not complete")
-        writer, body = open_sealed(sealed, "anchor", self.run.run_id, self.run.keys)
-        try:
-            self._check_header(writer, body, round_number)
-        except Refused as reason:
-            raise Refused(f"{reason} (it was written by {writer})") from None
-        return writer, body
-
-    def _check_header(self, writer: str, body: dict[str, Any], round_number: int) -> None:
-        if writer not in self.run.closers:
-            raise Refused(f"{writer} may not write it")
-        check(body, ANCHOR)
-        if body["round"] != round_number or len(body["files"]) != len(self.shards):
-            raise Refused("it is for another round or another model")
-        if round_number and self.manifest(round_number) is None:
-            raise Refused("its round is not settled")
-        if body["manifest"] != self.chain[round_number]:
-            raise Refused("it belongs to another history")
-        if round_number == 0 and body["digest"] != self.run.start:
-            raise Refused("it is not the theta^(0) that run.json names")
-
-    def read_anchor(
-        self, round_number: int, wanted: Sequence[int], witnessed: bool = True
-    ) -> "tuple[str, dict[str, Tensor]]":
-        """(digest of the whole, tensors of the wanted shards) of theta^(round), every file checked.
-
-        It is believed only if those who started from it have signed its digest; see `check_witnessed`.
-        Without `witnessed` it is the word of its writer. Whoever has all shards compares the digest.
-        """
-        try:
-            writer, body = self.anchor_header(round_number)
-            if witnessed and round_number:
-                self.check_witnessed(round_number, body["digest"], writer)
-            tensors: dict[str, Tensor] = {}
-            for index in wanted:
-                tensors |= self._anchor_file(round_number, index, body["files"][index])
-            return body["digest"], tensors
-        except Refused as reason:
-            raise RunError(f"the anchor of round {round_number} cannot be used: {reason}") from None
-
-    def believed_anchors(self, most: int) -> list[int]:
-        """The newest rounds, at most so many, whose anchors contributors speak for; newest first. Their files
-        are not read."""
-        found: list[int] = []
-        for t in reversed(self.anchor_rounds()):
-            if t and len(found) < most:
-                with suppress(Refused):
-                    writer, body = self.anchor_header(t)
-                    self.check_witnessed(t, body["digest"], writer)
-                    found.append(t)
-        return found
-
-    def _anchor_file(self, round_number: int, index: int, digest: str) -> "dict[str, Tensor]":
-        from safetensors.torch import load
-
-        shapes = self.run.recipe.model.shapes()
-        limit = 8 * sum(prod(shapes[name]) for name in self.shards[index]) * 2 + 2**20
-        try:
-            data = self._theirs(f"anchors/{round_number:06d}/{index}.safetensors", limit)
-            if data is None or sha256(data) != digest:
-                raise Refused(f"file {index} is missing or not what complete.json says")
-            loaded = load(data)
-        except (StoreRefused, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise Refused(str(error)) from None
-        for name, tensor in loaded.items():  # beside each parameter, what the outer method carries of it
-            own = name if name in shapes else name.partition("/")[2]
-            if own not in self.shards[index] or tuple(tensor.shape) != shapes[own]:
-                raise Refused(
-                    f"file {index} holds {name[:80]!r}, which this run's model has not in that shape"
-                )
-        wanted = set(self.shards[index])
-        if round_number and self.run.recipe.outer.method == "diloco":
-            wanted |= {f"velocity/{name}" for name in self.shards[index]}
-        if missing := wanted - loaded.keys():
-            raise Refused(f"file {index} does not hold {min(missing)}")
-        return loaded
 
     # Heartbeats
 
@@ -230,13 +119,26 @@ class Ledger(Payloads):
         """A launcher that waits says so in a file of its own: closers go by the heartbeats of workers."""
         sealed = self.signer.seal("heartbeat", self.run.run_id, heartbeat.to_dict())
         name = WAITING if heartbeat.state == WAITING else "live"
-        self.store.put(f"members/{self.signer.replica}/{name}.json", sealed)
+        self.store.put(f"members/{self.signer.replica}/{name}.json", sealed, durable=False)
 
-    def heartbeat(self, replica: str, name: str = "live") -> tuple[Heartbeat, float] | None:
-        """(the replica's last heartbeat, when it was written by the store's clock), or None."""
+    def scan_heartbeats(self) -> "dict[tuple[str, str], Info]":
+        """(replica, name of the document) -> when it was written and how long it is, by one listing; where
+        somebody has filled the place with other objects, by two requests for each replica."""
+        keys = {(r, n): f"members/{r}/{n}.json" for r in sorted(self.names) for n in ("live", WAITING)}
+        with suppress(StoreRefused):
+            listed = self.store.scan("members", most=32 * len(self.names) + 1000)
+            return {which: listed[key] for which, key in keys.items() if key in listed}
+        found = together([partial(self.store.head, key) for key in keys.values()])
+        return {which: info for which, info in zip(keys, found, strict=True) if info}
+
+    def heartbeat(
+        self, replica: str, name: str = "live", info: "Info | None" = None
+    ) -> tuple[Heartbeat, float] | None:
+        """(the replica's last heartbeat, when it was written by the store's clock), or None. `info` is what a
+        listing has just said of it."""
         key = f"members/{replica}/{name}.json"
         try:
-            info = self.store.foreign(lambda: self.store.head(key))
+            info = info or self.store.foreign(lambda: self.store.head(key))
             data = self._theirs(key, MAX_HEARTBEAT_BYTES) if info else None
             if info is None or data is None:
                 return None
@@ -244,6 +146,15 @@ class Ledger(Payloads):
         except (Refused, StoreRefused):  # a heartbeat that breaks the rules counts as none
             return None
         return (Heartbeat.from_dict(body), info.modified_unix_seconds) if signer == replica else None
+
+    def last_round(self, claims: Iterable[int] | None = None) -> int:
+        """See `History.last_round`. Who comes new asks the heartbeats written last how far the run is."""
+        if claims is None and self.newest == 0 and self.run.recipe.outer.rounds > LISTED:
+            beats = {name: info for (name, kind), info in self.scan_heartbeats().items() if kind == "live"}
+            last = sorted(beats, key=lambda name: beats[name].modified_unix_seconds)[-MOST_CLAIMS:]
+            heard = together([partial(self.heartbeat, name, info=beats[name]) for name in last])
+            claims = [found[0].round for found in heard if found]
+        return super().last_round(claims or ())
 
     def waiting(self, replica: str, live_at: float | None, now: float) -> tuple[Heartbeat, float] | None:
         """What the replica's launcher waits for, and when it said so: only where no worker's heartbeat has
@@ -280,7 +191,3 @@ class Ledger(Payloads):
 
 def _leave_key(replica: str, incarnation: str) -> str:
     return f"members/{replica}/leave-{incarnation}"
-
-
-def _complete_key(round_number: int) -> str:
-    return f"anchors/{round_number:06d}/complete.json"

@@ -23,7 +23,7 @@ def check_trainable(recipe: Recipe) -> None:
 
 def check_start(ledger: Ledger) -> None:
     """A run that starts from a folder has theta^(0) in its bucket, unless its `init` was cut short."""
-    if ledger.run.start and 0 not in ledger.anchor_rounds():
+    if ledger.run.start and not ledger.has_anchor(0):
         raise ConfigError(
             "theta^(0) of this run is not in its bucket: its `isthmus init` was cut short; init again at "
             "another URL"

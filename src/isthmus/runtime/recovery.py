@@ -1,6 +1,6 @@
 """A process that starts: it restores its private state, or begins from the bucket."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -174,12 +174,7 @@ class Recovery:
     def _from_bucket(self, last: int) -> int:
         """The newest anchor that can be believed; the loop then replays the rounds after it."""
         self.trainer.exchange.from_bucket = True
-        mine = (
-            [t for t in self.trainer.ledger.anchor_rounds() if t <= last]
-            if self.trainer.control.rank == 0
-            else []
-        )
-        for start in reversed(share_json(self.trainer.control, mine, whole_numbers)[0]):
+        for start in self._agreed_anchors(last):
             digest, tensors = self._read_anchor(start)
             readable = all_true(self.trainer.control, bool(digest))
             if not readable or not self._has_digest(start, tensors, digest):
@@ -195,6 +190,13 @@ class Recovery:
             raise RunError("theta^(0) of this run cannot be read from its bucket; trying again")
         self.trainer.hold(0)
         return 0
+
+    def _agreed_anchors(self, last: int) -> Iterator[int]:
+        """Rounds with an anchor, newest first: the leader looks for the next one only when it is needed."""
+        leads = self.trainer.control.rank == 0
+        anchors = self.trainer.ledger.anchors_down(last) if leads else iter(())
+        while (start := share_json(self.trainer.control, next(anchors, -1), _round_or_none)[0]) >= 0:
+            yield start
 
     def _has_digest(self, round_number: int, tensors: Mapping[str, Tensor], digest: str) -> bool:
         """Whoever wrote an anchor states its digest, and contributors signed it: are these the tensors?"""
@@ -213,6 +215,10 @@ class Recovery:
         except RunError as error:
             self.trainer.log(f"{error}; trying the one before")
             return "", {}
+
+
+def _round_or_none(value: Any) -> int:
+    return -1 if value == -1 else whole_number(value)
 
 
 def _two_sets(value: Any) -> tuple[set[int], set[int]]:
