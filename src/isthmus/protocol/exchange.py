@@ -13,8 +13,9 @@ from isthmus.protocol.closer import Closer
 from isthmus.protocol.judge import other_start
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.patience import Patience
+from isthmus.protocol.rescue import Rescue
 from isthmus.protocol.shards import ShardReader
-from isthmus.protocol.trust import Refused, sha256
+from isthmus.protocol.trust import sha256
 from isthmus.replica.control_group import ControlGroup, agree, collect, shard_texts, share_json, whole_number
 from isthmus.runlog.facts import Facts
 from isthmus.store import StoreError
@@ -55,6 +56,7 @@ class LedgerExchange:
         self.wait_seconds = 0.0  # for manifests
         self.next_note = FIRST_NOTE_SECONDS
         self.moved_bytes = 0  # what the store had moved at the last `pop_facts`
+        self.rescue = Rescue(ledger, reader, control, log, tell=partial(setattr, self, "awaiting"))
 
     def hold_anchor(self, round_number: int, digests: Mapping[int, str]) -> str:
         """Say which anchor this replica holds after `round_number`; its processes must hold the same."""
@@ -70,6 +72,7 @@ class LedgerExchange:
         if len(parts) < total:
             raise RunError(f"replica {self.replica}: no stage holds some shards after round {round_number}")
         self.anchor = anchor_digest([parts[i] for i in range(total)])
+        self.patience(partial(self.ledger.repairs.check, round_number, self.anchor))
         return self.anchor
 
     def hold_later(self, round_number: int, digests: "Future[Mapping[int, str]]") -> None:
@@ -104,6 +107,7 @@ class LedgerExchange:
         """
         self.from_bucket = False
         self.settle_anchor()
+        self.rescue.help()
         self.reader.forget()
         rows: dict[int, str] = {}
         for index in self.writes:
@@ -170,8 +174,8 @@ class LedgerExchange:
         manifest = self._manifest(round_number)
         self.awaiting = ""
         self.wait_seconds += time.monotonic() - began
-        if self.anchor and manifest.anchor != self.anchor:
-            if self.from_bucket:
+        if self.anchor not in ("", manifest.anchor) and not self.ledger.repairs.is_void(round_number):
+            if self.from_bucket and not self.ledger.repairs.is_void(round_number - 1):
                 raise other_start(manifest, self.anchor)
             raise Diverged(
                 f"replica {self.replica} holds another anchor than round {round_number} started from; it "
@@ -218,31 +222,33 @@ class LedgerExchange:
         return f"waiting for the update{'s' * (len(missing) > 1)} of {', '.join(missing)}"
 
     def _counted(self, manifest: Manifest) -> list[Contribution]:
-        """What counts in the round, as far as this process needs it.
+        """What counts in the round, as far as this process needs it; nothing of a round that is void.
 
         A listed shard that is not there stops us: readers never skip a payload on their own.
         """
-        counted = []
-        for entry in manifest.entries:
-            try:
-                shards = {
-                    index: self.patience(
-                        partial(self.reader.read, entry.replica, manifest, entry.shards[index])
-                    )
-                    for index in self.reader.applies
-                }
-            except Refused as reason:
-                raise RunError(f"round {manifest.round} counts {entry.replica}, but {reason}") from None
-            counted.append(Contribution(entry.replica, shards, entry.facts))
+        counted = self.rescue.read(manifest, partial(self._read, manifest))
+        if counted is None:
+            return []
         if self.closer:
             self.reader.copy_behind(manifest)
         if reason := dict(manifest.refused).get(self.replica):
             self.log(f"round {manifest.round}: our update was refused: {reason}")
         return counted
 
+    def _read(self, manifest: Manifest) -> list[Contribution]:
+        """Refused where a shard is not to be had."""
+        counted = []
+        for entry in manifest.entries:
+            shards = {
+                index: self.patience(partial(self.reader.read, entry.replica, manifest, entry.shards[index]))
+                for index in self.reader.applies
+            }
+            counted.append(Contribution(entry.replica, shards, entry.facts))
+        return counted
+
     def counts_in(self, manifest: Manifest, mine: Contribution) -> bool:
         """Does the manifest count exactly these shards of ours?"""
-        entry = manifest.entry(self.replica)
+        entry = None if self.ledger.repairs.is_void(manifest.round) else manifest.entry(self.replica)
         return entry is not None and all(
             entry.shards[index].digest == sha256(data) for index, data in mine.shards.items()
         )

@@ -1,8 +1,8 @@
 """Updates in the bucket: written once, never replaced, and readable for as long as a round counts them."""
 
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, cast
 
 from isthmus.protocol.documents import Entry, Manifest, Shard
 from isthmus.protocol.history import History
@@ -10,6 +10,8 @@ from isthmus.protocol.trust import Refused, sha256
 from isthmus.store import StoreError, StoreRefused
 
 if TYPE_CHECKING:
+    from isthmus.protocol.ledger import Ledger
+    from isthmus.protocol.repairs import Repairs
     from isthmus.store import Info
 
 
@@ -19,6 +21,13 @@ class Payloads(History):
     Every object here may be another's. One that cannot be read is its author's fault: Refused or
     StoreRefused, with the reason. A StoreError is of the store as a whole.
     """
+
+    @cached_property
+    def repairs(self) -> "Repairs":
+        """Which rounds are void, by whose decision."""
+        from isthmus.protocol.repairs import Repairs  # it needs a whole ledger
+
+        return Repairs(cast("Ledger", self))
 
     def put_shard(self, round_number: int, index: int, data: bytes) -> Shard:
         shard = Shard(index, sha256(data), len(data))
@@ -30,7 +39,19 @@ class Payloads(History):
         return self._checked_shard(self.shard_key(replica, round_number, shard), shard)
 
     def counted_shard(self, manifest: Manifest, replica: str, shard: Shard) -> bytes:
-        """A shard that a round counts. Where its author has changed or removed it, a closer has a copy."""
+        """A shard that a round counts. Where its author has changed or removed it, a closer has a copy; where
+        those are gone too, whoever was asked for one may have put it (`rescue`)."""
+        try:
+            return self._author_or_closer(manifest, replica, shard)
+        except Refused:
+            keys = [self.kept_key(name, manifest.round, shard) for name in sorted(self.names)]
+            there = self.store.together([partial(self.is_object, key) for key in keys])
+            for key in (key for key, found in zip(keys, there, strict=True) if found):
+                with suppress(Refused):
+                    return self._checked_shard(key, shard)
+            raise
+
+    def _author_or_closer(self, manifest: Manifest, replica: str, shard: Shard) -> bytes:
         try:
             return self.get_shard(replica, manifest.round, shard)
         except Refused as reason:
@@ -39,6 +60,19 @@ class Payloads(History):
                     return self._checked_shard(self.kept_key(closer, manifest.round, shard), shard)
             raise reason
 
+    def lost_shards(self, manifest: Manifest, most: int = 1000) -> list[tuple[str, Shard, str]]:
+        """(author, shard, reason) of what a round counts and cannot be read anywhere; at most so many."""
+        lost: list[tuple[str, Shard, str]] = []
+        for entry in manifest.entries:
+            for shard in entry.shards:
+                try:
+                    self.counted_shard(manifest, entry.replica, shard)
+                except Refused as reason:
+                    lost.append((entry.replica, shard, str(reason)))
+                    if len(lost) == most:
+                        return lost
+        return lost
+
     def has_payloads(self, round_number: int) -> bool:
         """Can a settled round's updates still be read? They are swept together, so one shard tells."""
         manifest = self.manifest(round_number)
@@ -46,10 +80,14 @@ class Payloads(History):
             return False
         entry = manifest.entries[0]
         try:
-            self.counted_shard(manifest, entry.replica, entry.shards[0])
+            self._author_or_closer(manifest, entry.replica, entry.shards[0])
         except Refused:
             return False
         return True
+
+    def keep_shard(self, round_number: int, shard: Shard, data: bytes) -> None:
+        """Put a copy of another's shard, which a round counts, below our own prefix."""
+        self._put_once(self.kept_key("", round_number, shard), data)
 
     def copy_shard(self, replica: str, round_number: int, shard: Shard) -> bool:
         """Copy another's shard below our own prefix, inside the store: one request, and no bytes come here.
@@ -137,6 +175,16 @@ class Payloads(History):
         if not self.run.commits_by_round:
             return f"payloads/{replica}/{round_number:06d}/commit.json"
         return f"commits/{round_number:06d}/{replica}.json"
+
+    def get_document(self, key: str, max_bytes: int) -> bytes | None:
+        """One that is no part of a round's course; StoreRefused where it cannot be read."""
+        return self._theirs(key, max_bytes)
+
+    def is_object(self, key: str) -> bool:
+        """Is anything there?"""
+        with suppress(StoreRefused):
+            return self.store.foreign(lambda: self.store.head(key)) is not None
+        return False
 
     def _theirs(self, key: str, max_bytes: int) -> bytes | None:
         """An object that another may have written, or None. StoreRefused: it alone cannot be read."""

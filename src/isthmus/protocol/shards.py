@@ -6,10 +6,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from isthmus.layout.traffic import codec_settings
 from isthmus.protocol.ledger import Ledger, Manifest, Shard
-from isthmus.protocol.trust import Refused
+from isthmus.protocol.trust import Refused, sha256
 from isthmus.sparse import SparseChunks, unpack_many
 
 COPIES_AT_ONCE = 8  # each waits for one answer of the store
+HELD_BYTES = 1 << 30  # of the last round's shards, for whoever finds them lost
 
 Unpack = Callable[[bytes], Mapping[str, SparseChunks]]  # raises ValueError
 
@@ -25,6 +26,7 @@ class ShardReader:
         self.ledger, self.applies = ledger, tuple(applies)
         # By name too: bytes that one replica has put need not lie under another's name.
         self.cache: dict[tuple[str, str], bytes] = {}
+        self.held: dict[str, bytes] = {}  # of the round before, by hash; see `rescue`
         self.payload_bytes, self.seconds = 0, 0.0
         self.copies: dict[tuple[str, str], Future[bool]] = {}  # on their way; see `copy_ahead`
         self.pool = ThreadPoolExecutor(COPIES_AT_ONCE, "copy")
@@ -34,9 +36,29 @@ class ShardReader:
         self.cache[replica, shard.digest] = data
 
     def forget(self) -> None:
-        """Another round begins."""
+        """Another round begins. What was read for the last one is held until that one ends."""
+        if self.cache:
+            self.held = self._hold()
         self.cache.clear()
         self.copies.clear()
+
+    def _hold(self) -> dict[str, bytes]:
+        """As much as there is room for: our own first, then of the others in an order of our own, so that
+        replicas that hold a part of a large round hold different parts."""
+        own, room = self.ledger.signer.replica, HELD_BYTES
+        order = sorted(self.cache, key=lambda key: (key[0] != own, sha256(f"{own} {key[1]}".encode())))
+        held: dict[str, bytes] = {}
+        for key in order:
+            data = self.cache[key]
+            if key[1] not in held and len(data) <= room:
+                held[key[1]] = data
+                room -= len(data)
+        return held
+
+    def held_bytes(self, digest: str) -> bytes | None:
+        """A shard of this round or of the one before it, if we still have it."""
+        found = self.held.get(digest)
+        return found or next((data for (_, name), data in self.cache.items() if name == digest), None)
 
     def drop(self, replica: str) -> None:
         """An update that does not count, or not in this form: its bytes are no longer needed."""
