@@ -1,5 +1,6 @@
 """A bad network: lost replies, busy servers, slow links, a store that goes away and comes back."""
 
+import math
 import os
 import threading
 import time
@@ -11,6 +12,7 @@ from servers import use
 
 from isthmus.errors import ConfigError
 from isthmus.store import StoreError, open_store
+from isthmus.store.retry import Absence, Fault
 
 one_server = pytest.mark.parametrize("bad_network", ["seaweed"], indirect=True)  # where it takes seconds
 
@@ -227,3 +229,58 @@ def test_a_contributor_needs_only_its_own_prefixes(seaweed_url: str, seaweed_ser
         assert caught.value.kind == "denied"
         assert not any(secret in str(caught.value) for secret in servers.RACK)
     assert owner.list("manifests") == ["manifests/1.json"]
+
+
+def test_an_absence_is_what_requests_met_not_the_time_in_which_nobody_asked():
+    """Heartbeats are forgiven for an absence; else whoever is dead lives as long as the closer trains."""
+    now = 100.0
+    absence = Absence(lambda: now)
+    fault, absent = Fault("network", "the connection broke", True), Fault("absent", "not there", False)
+    absence.answered(began=now)
+    now += 60
+    absence.answered(began=now)  # it trained, and asked nothing
+    assert absence.seconds_since_return == math.inf
+    absence.failed(now, fault)
+    now += 1
+    absence.answered(began=now)  # one bad connection
+    assert absence.seconds_since_return == math.inf
+    now += 60
+    absence.failed(now, fault)
+    now += 3
+    absence.failed(now, fault)
+    absence.failed(now, absent)  # an answer all the same
+    assert absence.seconds_since_return == 0
+    now += 5
+    assert absence.seconds_since_return == 5
+    began, now = now, now + 9
+    absence.answered(began)  # slow, as every request may be
+    assert absence.seconds_since_return == 14
+    began, now = now, now + 11
+    absence.answered(began)  # hung, and so was everything else
+    assert absence.seconds_since_return == 0
+    began, now = now, now + 11
+    absence.answered(now - 1)
+    absence.answered(began)  # this one alone
+    assert absence.seconds_since_return == 11
+
+
+@one_server
+def test_a_store_knows_when_it_came_back(bad_network: tuple[str, FaultProxy]):
+    url, proxy = bad_network
+    store = open_store(url)
+    store.put("a", b"x")
+    assert store.seconds_since_return == math.inf
+    proxy.trouble("answer", status=503, code="SlowDown", times=3)
+    assert store.get("a", max_bytes=9) == b"x"
+    assert store.seconds_since_return < 60
+
+
+def test_one_request_gives_an_object_and_its_time(any_store_url: str):
+    store = open_store(any_store_url)
+    assert store.get_dated("a", max_bytes=9) is None
+    store.put("a", b"x")
+    before = store.requests
+    data, info = store.get_dated("a", max_bytes=9)
+    assert sum(store.requests.values()) == sum(before.values()) + 1
+    assert (data, info.size) == (b"x", 1)
+    assert abs(info.modified_unix_seconds - store.head("a").modified_unix_seconds) < 1

@@ -21,6 +21,7 @@ from isthmus.errors import ConfigError, Unreachable
 from isthmus.store.folder import list_files, read_file, remove_stale, scan_files, stat_file, write_file
 from isthmus.store.retry import (
     DEFAULT_SECONDS,
+    Absence,
     Backoff,
     Fault,
     Rate,
@@ -61,6 +62,7 @@ class Store:
         self._up, self._down = Rate(), Rate()
         self._tally: Counter[str] = Counter()
         self._clock: dict[str, float] = {}
+        self._absence = Absence()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -81,11 +83,24 @@ class Store:
         with self._lock:
             return {verb: self._tally[verb] for verb in VERBS}
 
+    @property
+    def seconds_since_return(self) -> float:
+        """Since the store answered again after it had answered nobody here for a while; without end if it
+        always did. Requests that nobody made are no absence: a process that trains asks for nothing."""
+        return self._absence.seconds_since_return
+
     def get(self, key: str, *, max_bytes: int, deadline: float | None = None) -> bytes | None:
         """The object, or None. One larger than `max_bytes` is refused by its size, before any download."""
+        found = self.get_dated(key, max_bytes=max_bytes, deadline=deadline)
+        return found and found[0]
+
+    def get_dated(
+        self, key: str, *, max_bytes: int, deadline: float | None = None
+    ) -> tuple[bytes, Info] | None:
+        """The same, and when it was written: one request for what is looked at again and again."""
         path, folder = self._key(key), self._folder
 
-        async def read(client: Any, allow: Allow) -> bytes:
+        async def read(client: Any, allow: Allow) -> tuple[bytes, Info]:
             began = time.monotonic()
             result = await asyncio.wait_for(obstore.get_async(client, path), allow(0))
             if (size := result.meta["size"]) > max_bytes:
@@ -94,15 +109,17 @@ class Store:
             if len(data) != size:
                 raise ConnectionError("cut short")
             self._down.saw(size, time.monotonic() - began)
-            return data
+            return data, Info(size, result.meta["last_modified"].timestamp())
 
-        def from_file(client: Any, allow: Allow) -> bytes:
+        def from_file(client: Any, allow: Allow) -> tuple[bytes, Info]:
             assert folder is not None
-            return read_file(folder, path, max_bytes)
+            modified = stat_file(folder, path).st_mtime  # first: nobody's object looks newer than it is
+            data = read_file(folder, path, max_bytes)
+            return data, Info(len(data), modified)
 
-        data = self._persist("get", key, max_bytes, from_file if folder else read, deadline)
-        self._count("bytes received", len(data or b""))
-        return data
+        found = self._persist("get", key, max_bytes, from_file if folder else read, deadline)
+        self._count("bytes received", len(found[0]) if found else 0)
+        return found
 
     def put(self, key: str, data: bytes, *, deadline: float | None = None, durable: bool = True) -> None:
         """Write the object, replacing what was there; readers see the old or the new one, whole.
@@ -332,13 +349,19 @@ class Store:
 
     def _once(self, verb: str, num_bytes: int, work: Callable[..., Any], backoff: Backoff) -> Any:
         self._count(verb)
-        rate = self._down if verb == "get" else self._up
+        rate, began = self._down if verb == "get" else self._up, time.monotonic()
         try:
             result = work(self._client(num_bytes), lambda size: backoff.allow(rate.limit(size)))
-            return wait(result) if asyncio.iscoroutine(result) else result
-        except TimeoutError:
-            rate.too_slow()
+            answer = wait(result) if asyncio.iscoroutine(result) else result
+        except Exception as error:
+            if isinstance(error, TimeoutError):
+                rate.too_slow()
+            if not isinstance(error, StoreRefused | StoreError | ConfigError):
+                self._absence.failed(began, classify(error))
             raise
+        if num_bytes <= CONTROL_BYTES:  # bulk may take its time
+            self._absence.answered(began)
+        return answer
 
     def _fault(self, error: Exception) -> Fault:
         if isinstance(error, StoreRefused | StoreError | ConfigError):

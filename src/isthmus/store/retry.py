@@ -7,12 +7,13 @@ the HTTP status and the error code, and both are put into words of ours.
 import asyncio
 import atexit
 import errno
+import math
 import os
 import random
 import re
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,10 @@ from isthmus.errors import PASSING_ERRNO, ConfigError, RunError, Unreachable
 DEFAULT_SECONDS = 60.0
 FLOOR_BYTES_PER_SECOND = 0.25e6 / 8  # the slowest link that is still waited for
 LAST_TRY_SECONDS = 0.5  # the last try is made this long before the deadline
+AWAY_SECONDS = 2.0  # a shorter absence delays no heartbeat that counts
+HUNG_SECONDS = (
+    10.0  # a small request without an answer for so long meets a store that is away, not a slow one
+)
 EXPIRED_TRIES = 4  # credentials are renewed by others; they get a few seconds to do it
 
 
@@ -167,6 +172,37 @@ class Backoff:
 
     def spent(self) -> str:
         return f"gave up after {time.monotonic() - self.began:.0f} s and {self.tries} tries"
+
+
+class Absence:
+    """When did the store last come back? It was away while every request failed, for a while at least."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._since = math.inf  # the start of the first request that failed after the last answer
+        self._answered = self._returned = -math.inf
+        self._lock = threading.Lock()
+
+    def failed(self, began: float, fault: Fault) -> None:
+        """A request that began then; a fault that passes is the store's, the others are answers."""
+        if not fault.retry or fault.kind == "exists":
+            self.answered(began)
+            return
+        with self._lock:
+            self._since = min(began, self._since)
+
+    def answered(self, began: float) -> None:
+        with self._lock:
+            now = self.clock()
+            if now - began > HUNG_SECONDS and self._answered < began:
+                self._since = min(began, self._since)
+            if now - self._since > AWAY_SECONDS:
+                self._returned = now
+            self._answered, self._since = now, math.inf
+
+    @property
+    def seconds_since_return(self) -> float:
+        return self.clock() - self._returned
 
 
 class Rate:
