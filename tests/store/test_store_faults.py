@@ -270,7 +270,7 @@ def test_a_store_knows_when_it_came_back(bad_network: tuple[str, FaultProxy]):
     store = open_store(url)
     store.put("a", b"x")
     assert store.seconds_since_return == math.inf
-    proxy.trouble("answer", status=503, code="SlowDown", times=3)
+    proxy.trouble("answer", method="GET", status=503, code="SlowDown", times=3)
     assert store.get("a", max_bytes=9) == b"x"
     assert store.seconds_since_return < 60
 

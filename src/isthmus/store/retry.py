@@ -194,7 +194,7 @@ class Absence:
     def answered(self, began: float) -> None:
         with self._lock:
             now = self.clock()
-            if now - began > HUNG_SECONDS and self._answered < began:
+            if now - began > HUNG_SECONDS and self._answered <= began:
                 self._since = min(began, self._since)
             if now - self._since > AWAY_SECONDS:
                 self._returned = now
