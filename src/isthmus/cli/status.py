@@ -71,19 +71,21 @@ def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus
     from isthmus.protocol.heartbeat import GONE, WAITING, silent_after, waiting_text
 
     recipe = ledger.run.recipe
-    last = ledger.last_round()
+    members, now = [], wall()  # only who may write can ask the store for its clock
+    beats, waits = ledger.heartbeats(now)
+    last = ledger.last_round(beat.round for beat, _ in beats.values())
     over = last >= recipe.outer.rounds
     manifest = ledger.manifest(last) if last else None
-    members, now = [], wall()  # only who may write can ask the store for its clock
+    delivered = set() if over else ledger.committed(last + 1)
     newest = now
     for member in recipe.fleet():
-        heartbeat, written_at = ledger.heartbeat(member.name) or (None, now)
+        heartbeat, written_at = beats.get(member.name, (None, now))
         newest = max(newest, written_at)
         waits_for = ""
         state, age = heartbeat.state if heartbeat else "not seen", max(0.0, now - written_at)
-        if heartbeat and not heartbeat.gone and age > silent_after(recipe):
+        if heartbeat and not heartbeat.gone and age > silent_after(recipe, heartbeat):
             state = "silent"
-        if waiting := ledger.waiting(member.name, written_at if heartbeat else None, now):
+        if waiting := waits.get(member.name):
             age = max(0.0, now - waiting[1])
             state, waits_for = WAITING, waiting_text(waiting[0], age)
         members.append(
@@ -97,7 +99,7 @@ def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus
                 inner_step=heartbeat and heartbeat.inner_step,
                 loss=heartbeat and heartbeat.loss,
                 tokens_per_second=heartbeat and heartbeat.tokens_per_second,
-                delivered=not over and ledger.has_commit(member.name, last + 1),
+                delivered=member.name in delivered,
                 waits_for=waits_for,
             )
         )

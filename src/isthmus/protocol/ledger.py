@@ -39,6 +39,8 @@ __all__ = ["Entry", "Ledger", "Manifest", "RunInfo", "Shard", "create_run", "rea
 FORMAT = 1
 MAX_HEARTBEAT_BYTES = 2**16
 
+Beat = tuple[Heartbeat, float]  # and when it was written, by the store's clock
+
 
 def run_document(
     recipe: Recipe, keys: Mapping[str, str], closers: Sequence[str], corpus: str = "", start: str = ""
@@ -131,21 +133,31 @@ class Ledger(Anchors):
         found = together([partial(self.store.head, key) for key in keys.values()])
         return {which: info for which, info in zip(keys, found, strict=True) if info}
 
-    def heartbeat(
-        self, replica: str, name: str = "live", info: "Info | None" = None
-    ) -> tuple[Heartbeat, float] | None:
+    def heartbeat(self, replica: str, name: str = "live", info: "Info | None" = None) -> Beat | None:
         """(the replica's last heartbeat, when it was written by the store's clock), or None. `info` is what a
         listing has just said of it."""
         key = f"members/{replica}/{name}.json"
         try:
-            info = info or self.store.foreign(lambda: self.store.head(key))
-            data = self._theirs(key, MAX_HEARTBEAT_BYTES) if info else None
-            if info is None or data is None:
+            found = self.store.foreign(partial(self.store.get_dated, key, max_bytes=MAX_HEARTBEAT_BYTES))
+            if found is None:
                 return None
-            signer, body = open_sealed(data, "heartbeat", self.run.run_id, self.run.keys)
+            signer, body = open_sealed(found[0], "heartbeat", self.run.run_id, self.run.keys)
         except (Refused, StoreRefused):  # a heartbeat that breaks the rules counts as none
             return None
-        return (Heartbeat.from_dict(body), info.modified_unix_seconds) if signer == replica else None
+        written = (info or found[1]).modified_unix_seconds
+        return (Heartbeat.from_dict(body), written) if signer == replica else None
+
+    def heartbeats(self, now: float) -> tuple[dict[str, Beat], dict[str, Beat]]:
+        """(of the replicas, of launchers that wait for something) by the replica's name: one listing, and a
+        request for each that counts. `now` is the store's. Readers only."""
+        written = self.scan_heartbeats()
+        live = [name for name, kind in written if kind == "live"]
+        found = together([partial(self.heartbeat, name, info=written[name, "live"]) for name in live])
+        beats = {name: beat for name, beat in zip(live, found, strict=True) if beat}
+        idle = [name for name, kind in written if kind == WAITING]
+        ages = {name: beats[name][1] if name in beats else None for name in idle}
+        waits = [partial(self.waiting, name, ages[name], now, written[name, WAITING]) for name in idle]
+        return beats, {name: beat for name, beat in zip(idle, together(waits), strict=True) if beat}
 
     def last_round(self, claims: Iterable[int] | None = None) -> int:
         """See `History.last_round`. Who comes new asks the heartbeats written last how far the run is."""
@@ -156,13 +168,17 @@ class Ledger(Anchors):
             claims = [found[0].round for found in heard if found]
         return super().last_round(claims or ())
 
-    def waiting(self, replica: str, live_at: float | None, now: float) -> tuple[Heartbeat, float] | None:
+    def waiting(
+        self, replica: str, live_at: float | None, now: float, info: "Info | None" = None
+    ) -> Beat | None:
         """What the replica's launcher waits for, and when it said so: only where no worker's heartbeat has
         come since, and where it is not old itself. Both times are the store's. Readers only."""
         every, silent = self.run.recipe.bucket.heartbeat_seconds, silent_after(self.run.recipe)
         if live_at is not None and now - live_at < 2 * every:  # a worker is there: ask no more of the store
             return None
-        found = self.heartbeat(replica, WAITING)
+        if info is not None and info.modified_unix_seconds < (live_at or 0.0):
+            return None
+        found = self.heartbeat(replica, WAITING, info)
         if found is None or found[1] < (live_at or 0.0) or abs(now - found[1]) > silent:
             return None
         return found
