@@ -29,6 +29,7 @@ from isthmus.protocol.exchange import LedgerExchange
 from isthmus.protocol.heartbeat import Heartbeat, own_host
 from isthmus.protocol.judge import check_counted
 from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.patience import Patience
 from isthmus.protocol.replay import digest_from_bucket
 from isthmus.protocol.shards import ShardReader, unpack_shards
 from isthmus.protocol.trust import Refused
@@ -40,6 +41,7 @@ from isthmus.runlog.facts import Facts
 from isthmus.runtime.edge import Edge
 from isthmus.runtime.private_state import PrivateState, Update
 from isthmus.subspace.boundaries import BasisSet, as_sent
+from isthmus.store import StoreError
 
 Log = Callable[[str], None]
 SAVED = ("loss", "grad_norm", "seconds")  # of a status: saved with the round's update
@@ -80,6 +82,7 @@ class Trainer:
         background: bool = True,
     ) -> None:
         """`save_seconds` as in PrivateState. Without `background` everything happens in the calling thread,
+        patience: Patience | None = None,
         for tests that put a kill exactly where it hurts."""
         self.recipe, self.member, self.replica, self.ledger = recipe, member, replica, ledger
         self.control, self.device, self.log = control, device, log
@@ -108,7 +111,10 @@ class Trainer:
         # A pipelined replica may have no room for the whole model.
         replayed = partial(digest_from_bucket, ledger) if member.config.parts == 1 else lambda t: ""
         closer = Closer(ledger, reader, log, replayed=replayed) if closes else None
-        self.exchange = LedgerExchange(ledger, control, self.writes, reader, closer, incarnation, log)
+        self.patience = patience or Patience(log)
+        self.exchange = LedgerExchange(
+            ledger, control, self.writes, reader, closer, incarnation, log, self.patience
+        )
         self.meter = Meter(replica, device)
         self.pending: Contribution | None = None
         self.step_count = 0  # inner steps that the optimiser has taken
@@ -308,7 +314,7 @@ class Trainer:
         if self.background:
             self.upload.start()
         else:
-            self.upload.upload()
+            self.upload.run()
             self._continue_upload(round_number)
 
     def _continue_upload(self, round_number: int) -> None:
@@ -322,10 +328,18 @@ class Trainer:
         if not all_true(self.control, not upload.is_alive()):
             return
         self.upload = None
-        upload.raise_fault()
+        try:
+            upload.raise_fault()
+        except StoreError as error:
+            self.log(f"{error}; the anchor of round {upload.round} is left out")
+        if not all_true(self.control, upload.fault is None):
+            return
         names = collect(self.control, upload.files, len(self.ledger.shards))
         if self.control.rank == 0:
-            self.ledger.complete_anchor(upload.round, upload.digest, names)
+            try:
+                self.ledger.complete_anchor(upload.round, upload.digest, names)
+            except StoreError as error:
+                self.log(f"{error}; the anchor of round {upload.round} is left out")
 
     def finish(self) -> None:
         """After the last round: what still goes on in the background."""
@@ -411,7 +425,8 @@ class HeartbeatThread(threading.Thread):
                 inner_step=status.inner_step,
                 loss=finite(status.loss),
                 tokens_per_second=status.tokens_per_second,
-                awaiting=self.trainer.exchange.awaiting,
+                awaiting=self.trainer.patience.awaiting or self.trainer.exchange.awaiting,
+                waited_seconds=self.trainer.patience.waited_seconds,
                 farewell=status.farewell,
                 pid=os.getpid(),
                 host=self.host,

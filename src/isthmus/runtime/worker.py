@@ -19,6 +19,8 @@ from isthmus.reading import read_note
 from isthmus.runtime.failure import PASSING_STATUS, Failure, Settled, failure_note
 from isthmus.runtime.liveness import AliveFile
 from isthmus.runtime.process import LauncherConfig, Log, die_with_parent, logger
+from isthmus.runtime.waiting import NOTE
+from isthmus.store.retry import StoreError
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +91,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     from isthmus.data.tokens import Batches
     from isthmus.outer.rounds import run_rounds
     from isthmus.protocol.access import find_member, open_as
+    from isthmus.protocol.patience import LeftWaiting, Patience
     from isthmus.replica.control_group import any_true
     from isthmus.replica.full import FullReplica
     from isthmus.replica.leader import follow_leader
@@ -125,6 +128,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     start.mark("build")
     work_dir = Path(config.work_dir) / part
     incarnation = control.share(os.urandom(8))[0].hex()
+    request = LeaveRequest(Path(config.work_dir), ledger, incarnation, log, leader=at.rank == 0)
     trainer = Trainer(
         recipe,
         member,
@@ -136,9 +140,9 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         incarnation,
         log,
         save_seconds=config.save_seconds,
+        patience=Patience(log, Path(config.work_dir) / NOTE, request),
     )
     heartbeats = HeartbeatThread(trainer, incarnation, recipe.bucket.heartbeat_seconds)
-    request = LeaveRequest(Path(config.work_dir), ledger, incarnation, log, leader=at.rank == 0)
 
     def leave() -> bool:
         if any_true(control, request.pending()):
@@ -169,6 +173,10 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         trainer.status.state = "finished" if to_the_end else "left"
         trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
         log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
+    except LeftWaiting as error:
+        trainer.status.state = "left"
+        log(str(error))
+        return 0
     except Diverged:
         with suppress(Exception):  # what is still written must not appear where the state was
             trainer.state.finish()
@@ -244,6 +252,8 @@ class LeaveRequest:
         try:
             if self.ledger.asked_to_leave(incarnation):
                 overwrite_own(self.file)
+        except StoreError:
+            pass  # whoever needs the bucket finds out; the next round asks again
         except Refused as reason:
             if self.ignored != incarnation:
                 self.ignored = incarnation
@@ -252,6 +262,10 @@ class LeaveRequest:
     def pending(self) -> bool:
         if self.leader and not self.file.exists():
             self._look(self.incarnation)
+        return self.here()
+
+    def here(self) -> bool:
+        """As far as this machine knows."""
         return self.file.exists()
 
 
