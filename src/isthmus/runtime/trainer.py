@@ -40,8 +40,8 @@ from isthmus.runlog import finite
 from isthmus.runlog.facts import Facts
 from isthmus.runtime.edge import Edge
 from isthmus.runtime.private_state import PrivateState, Update
-from isthmus.subspace.boundaries import BasisSet, as_sent
 from isthmus.store import StoreError
+from isthmus.subspace.boundaries import BasisSet, as_sent
 
 Log = Callable[[str], None]
 SAVED = ("loss", "grad_norm", "seconds")  # of a status: saved with the round's update
