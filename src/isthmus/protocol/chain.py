@@ -298,7 +298,7 @@ def _keep(known: dict[int, T], key: int, value: T, most: int) -> None:
     """As the last of at most so many: what was kept longest ago goes."""
     known.pop(key, None)
     known[key] = value
-    for old in [t for t in list(known)[: len(known) - most] if t]:
+    for old in [t for t in list(known)[: max(0, len(known) - most)] if t]:
         del known[old]
 
 
