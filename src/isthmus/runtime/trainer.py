@@ -80,9 +80,9 @@ class Trainer:
         *,
         save_seconds: float = 60.0,
         background: bool = True,
+        patience: Patience | None = None,
     ) -> None:
         """`save_seconds` as in PrivateState. Without `background` everything happens in the calling thread,
-        patience: Patience | None = None,
         for tests that put a kill exactly where it hurts."""
         self.recipe, self.member, self.replica, self.ledger = recipe, member, replica, ledger
         self.control, self.device, self.log = control, device, log
