@@ -1,6 +1,7 @@
 """The bucket as history: what stops a run, and what can be shown, verified, rebuilt and swept."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, RunInfo, Shard, read_run
 from isthmus.protocol.replay import Replay
+from isthmus.protocol.rescue import LedPast
 from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused, Signer, canonical, load_signer, new_secret, sha256
 from isthmus.store import open_store
@@ -201,8 +203,20 @@ def test_a_reader_never_skips_a_listed_payload_on_its_own(history: str, spoil: s
             path.unlink()
         else:
             path.write_bytes(bytes(shard.size))
-    with pytest.raises(RunError, match=r"round 1 counts b, but shard 2 (is missing|does not match)"):
+    with pytest.raises(LedPast, match="the anchor of round 4 leads past it"):
         reader.exchange.closed(1)
+    shutil.rmtree(Path(history, "anchors"))
+
+    class Waits(Exception):
+        pass
+
+    def sleep(seconds: float) -> None:
+        raise Waits
+
+    reader.exchange.rescue.sleep = sleep
+    with pytest.raises(Waits):
+        reader.exchange.closed(1)
+    assert re.search(r"round 1 counts b, but shard 2 (is missing|does not match)", reader.said[-1])
     with pytest.raises(RunError, match="round 1 counts b, but shard 2"):
         Replay(ledger_of(history)).step()
 

@@ -25,7 +25,7 @@ from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.exchange import LedgerExchange
 from isthmus.protocol.heartbeat import Heartbeat
-from isthmus.protocol.judge import check_counted
+from isthmus.protocol.judge import check_counted, judge
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard, read_run
 from isthmus.protocol.shards import ShardReader, unpack_shards
 from isthmus.protocol.trust import Signer, load_signer, sha256
@@ -226,6 +226,28 @@ def rounds(replicas: Sequence[Replica], numbers: Sequence[int]) -> None:
         for each in replicas:
             each.beat()
         at_once(*(lambda each=each, number=number: each.round(number) for each in replicas))
+
+
+def close(round_number: int, closer: Replica, givers: Sequence[Replica]) -> None:
+    """A round is settled as a closer does it, without its waiting: of copies that it keeps."""
+    ledger, anchor = closer.ledger, closer.exchange.anchor
+    sealed = {each.name: ledger.get_commit(each.name, round_number) or b"" for each in givers}
+    read = closer.exchange.reader.judged
+    entries = tuple(judge(ledger, data, name, round_number, anchor, read) for name, data in sealed.items())
+    names = tuple(member.name for member in closer.recipe.fleet())
+    how = {"refused": (), "members": names, "deadline_seconds": 60.0, "seconds": 1.0}
+    assert ledger.create_manifest(Manifest(round=round_number, anchor=anchor, entries=entries, **how))
+
+
+def settle(
+    round_number: int, closer: Replica, givers: Sequence[Replica], readers: Sequence[Replica] | None = None
+) -> None:
+    """A whole round in one thread; `readers` apply it."""
+    for each in givers:
+        each.exchange.deliver(round_number, each.update())
+    close(round_number, closer, givers)
+    for each in givers if readers is None else readers:
+        each.apply(round_number, each.exchange.closed(round_number))
 
 
 @contextmanager

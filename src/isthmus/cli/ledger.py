@@ -1,4 +1,4 @@
-"""`isthmus ledger`: what is in a run's bucket: show, verify, rebuild, sweep."""
+"""`isthmus ledger`: what is in a run's bucket: show, verify, rebuild, repair, sweep."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isthmus.cli import repair
 from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.printing import visible
 
@@ -17,6 +18,7 @@ EPILOG = """examples:
   isthmus ledger verify s3://my-runs/first                   replays every round it still can
   isthmus ledger rebuild s3://my-runs/first --round 40 --to theta-40.safetensors
   isthmus ledger rebuild s3://my-runs/first --without edge-1 --to without.safetensors
+  isthmus ledger repair s3://my-runs/first --replica rack    says what is lost; --yes decides how to go on
   isthmus ledger sweep s3://my-runs/first                    drops payloads up to the second-newest anchor
 """
 
@@ -24,7 +26,7 @@ EPILOG = """examples:
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "ledger",
-        help="a run's history in its bucket: show, verify, rebuild, sweep",
+        help="a run's history in its bucket: show, verify, rebuild, repair, sweep",
         description="The bucket is the run's history: who gave what, and every theta^(t), bit for bit.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -62,6 +64,7 @@ def register(commands: argparse._SubParsersAction) -> None:
             )
             action.add_argument("--to", required=True, metavar="FILE", help="the safetensors file to write")
         action.set_defaults(run=run)
+    repair.register(actions)
 
 
 def show(args: argparse.Namespace) -> int:
@@ -78,6 +81,7 @@ def show(args: argparse.Namespace) -> int:
             "refused": dict(manifest.refused),
             "payload_bytes": sum(shard.size for entry in manifest.entries for shard in entry.shards),
             "anchor_before": manifest.anchor,
+            "void": ledger.repairs.is_void(manifest.round),
         }
         for manifest in rounds
     ]
@@ -85,6 +89,8 @@ def show(args: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2))
         return 0
     print(f'run "{ledger.run.recipe.name}" ({ledger.run.run_id}), {len(rows)} rounds; norm by contributor')
+    for decision in ledger.repairs.decisions():
+        print(visible(f"{decision}: nothing of it is applied"))
     for row in rows:
         norms = "  ".join(f"{name} {norm:.3g}" for name, norm in row["contributors"].items())
         print(

@@ -90,6 +90,8 @@ class Anchors(Payloads):
             raise Refused("it belongs to another history")
         if round_number == 0 and body["digest"] != self.run.start:
             raise Refused("it is not the theta^(0) that run.json names")
+        if decision := self.repairs.decision(round_number):
+            raise Refused(f"{decision}")
 
     def read_anchor(
         self, round_number: int, wanted: Sequence[int], witnessed: bool = True

@@ -28,6 +28,7 @@ class Audit:
     anchors: list[int] = field(default_factory=list)  # in the bucket
     anchors_replayed: list[int] = field(default_factory=list)  # the same as replaying gives
     last_signed: int = 0  # the newest theta whose digest contributors have signed
+    void: list[str] = field(default_factory=list)  # rounds of which nothing is applied, by whose decision
 
     def to_dict(self) -> dict[str, Any]:
         facts = asdict(self)
@@ -56,6 +57,7 @@ class Audit:
         if self.without_commit:
             shown = ", ".join(self.without_commit[:5]) + ", ..." * (len(self.without_commit) > 5)
             lines.append(f"only its closer's word: that the author of an update sent it ({shown})")
+        lines += [f"{words}: nothing of it is applied" for words in self.void]
         if self.last_signed < last:
             lines.append(f"theta^({last}) follows from these rounds; no later round has confirmed it yet")
         return lines
@@ -81,6 +83,7 @@ def audit(ledger: Ledger, start: int = 0) -> Audit:
                 raise RunError(f"{words} is not what replaying gives")
             found.anchors_replayed.append(replay.round)
     found.digest, found.rounds = replay.digest(), replay.round
+    found.void = [str(decision) for decision in ledger.repairs.decisions()]
     found.last_signed = found.rounds - 1 if ledger.run.commits_in_manifests else 0
     return found
 

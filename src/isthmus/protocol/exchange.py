@@ -56,7 +56,8 @@ class LedgerExchange:
         self.wait_seconds = 0.0  # for manifests
         self.next_note = FIRST_NOTE_SECONDS
         self.moved_bytes = 0  # what the store had moved at the last `pop_facts`
-        self.rescue = Rescue(ledger, reader, control, log, tell=partial(setattr, self, "awaiting"))
+        tell = partial(setattr, self, "awaiting")
+        self.rescue = Rescue(ledger, reader, control, log, self.patience, tell)
 
     def hold_anchor(self, round_number: int, digests: Mapping[int, str]) -> str:
         """Say which anchor this replica holds after `round_number`; its processes must hold the same."""

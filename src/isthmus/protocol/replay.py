@@ -43,8 +43,11 @@ class Replay:
         self.anchor = {n: torch.empty(shape, dtype=dtype, device=device) for n, shape in shapes.items()}
         self.outer = outer_method(self.recipe.outer, self.anchor)
         self._digest: str | None = None  # of the anchor as it is now, once it is known
-        anchors = [t for t in ledger.anchor_rounds() if 0 < t <= start and not self.without]
-        if not any(self._can_jump(t) for t in reversed(anchors)):
+        self._start(start)
+
+    def _start(self, start: int) -> None:
+        anchors = self.ledger.anchors_down(start) if start and not self.without else ()
+        if not any(t and self._can_jump(t) for t in anchors):
             self._begin()
 
     def _begin(self) -> None:
@@ -92,12 +95,25 @@ class Replay:
         return self._digest
 
     def step(self) -> Manifest | None:
-        """Apply the next round; None while it is open. The manifest's anchor must be the one we hold."""
+        """Apply the next round; None while it is open. The manifest's anchor must be the one we hold. Of a
+        round that is void (`repairs`) nothing is applied."""
         manifest = self.ledger.manifest(self.round + 1)
         if manifest is None:
             return None
+        repairs = self.ledger.repairs
+        if repairs.is_void(manifest.round):
+            self.round = manifest.round
+            return manifest
         if not self.without and manifest.anchor != self.digest():
-            raise other_start(manifest, self.digest())
+            repairs.refresh()
+            decision = repairs.decision(self.round)
+            if decision is None or decision.digest == self.digest():
+                raise other_start(manifest, self.digest())
+            self.log(f"{decision}")
+            self._start(decision.first - 1)  # what we applied has been declared void since
+            while self.round < manifest.round - 1 and self.step():
+                pass
+            return self.step()
         updates = {}
         for entry in manifest.entries:
             if entry.replica in self.without:
@@ -107,10 +123,14 @@ class Replay:
                 packed = {shard.index: get(manifest, name, shard) for shard in entry.shards}
                 updates[entry.replica] = unpack_shards(self.ledger, packed, self.outer.codec.unpack_many)
             except Refused as reason:
+                repairs.refresh()
+                if repairs.is_void(manifest.round):
+                    return self.step()
                 because = f"; {self.passed_over}" if self.passed_over else ""
                 raise MissingPayloads(
                     f"round {manifest.round} counts {entry.replica}, but {reason}; payloads before the "
-                    f"second-newest anchor may have been swept{because}"
+                    f"second-newest anchor may have been swept{because}. Where nobody has a copy, `isthmus "
+                    "ledger repair` decides how the run goes on"
                 ) from None
         check_counted(manifest, updates)
         self._digest = None

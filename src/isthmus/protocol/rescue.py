@@ -8,7 +8,6 @@ comes, a decision may (`repairs`); until then the reader goes on waiting, and sa
 """
 
 import re
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from isthmus.errors import RunError
 from isthmus.protocol.documents import MOST_WANTED, WANTED
+from isthmus.protocol.patience import SLICE_SECONDS, LeftWaiting, Patience
 from isthmus.protocol.schema import check
 from isthmus.protocol.trust import Refused, open_sealed, sha256
-from isthmus.replica.control_group import ControlGroup, agree, all_true, share_json, whole_number
+from isthmus.replica.control_group import ControlGroup, agree, all_true, any_true, share_json, whole_number
 from isthmus.store import StoreError, StoreRefused
 
 if TYPE_CHECKING:
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PAUSE_SECONDS = (1.0, 60.0)  # between looks for what is lost: short at first, then longer
-LOST = "a copy of what is lost: "  # so begins what a heartbeat says of it
+LOST = "a copy of lost "  # so begins what a heartbeat says of it
 MAX_WANTED_BYTES = 2**16
-ANCHOR_ROUNDS = 5  # anchors out of turn have at least so many rounds between them
 MOST_GIVEN = 4096  # shards that we remember to have given
 
 
@@ -65,12 +64,12 @@ class Rescue:
         reader: "ShardReader",
         control: ControlGroup,
         log: Callable[[str], None],
+        patience: Patience,
         tell: Callable[[str], None] = lambda words: None,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`tell` is told what this process waits for, for its heartbeat."""
         self.ledger, self.reader, self.control, self.log = ledger, reader, control, log
-        self.tell, self.sleep = tell, sleep
+        self.tell, self.sleep, self.leave = tell, patience.sleep, patience.leave
         self.saved: Callable[[int], Mapping[int, bytes]] = lambda round_number: {}  # our updates, on our disk
         self.own_key = f"wanted/{ledger.signer.replica}/{control.rank}.json"
         self.asks: dict[str, tuple[Info, Request | None]] = {}  # by key, as they were last read
@@ -115,14 +114,23 @@ class Rescue:
             if self._void(t, again=True):
                 return None
             self._look_past(t)
+            self.tell(f"{LOST}payloads of round {t}; see `isthmus ledger repair`")
             if missing:
                 self._within_reach(None, partial(self._ask, t, missing))
                 if waited >= next_note:
                     self.log(self._words(t, missing))
                     next_note = max(30.0, 2 * waited)
             self._within_reach(0, self._give)
-            self.sleep(pause)
+            self._pause(pause)
             waited, pause = waited + pause, min(longest, 2 * pause)
+
+    def _pause(self, seconds: float) -> None:
+        """LeftWaiting where somebody asks us to leave meanwhile."""
+        while seconds > 0 and not (self.leave and self.leave.here()):
+            self.sleep(min(seconds, SLICE_SECONDS))
+            seconds -= SLICE_SECONDS
+        if any_true(self.control, self.leave is not None and self.leave.pending()):
+            raise LeftWaiting("left while it waited for payloads that are lost")
 
     _away = False  # did the store answer when we last looked?
 
@@ -172,10 +180,6 @@ class Rescue:
     def _ask(self, round_number: int, missing: "Missing") -> None:
         """Again at every look: a request that is renewed is one that somebody still has."""
         hashes = sorted({shard.digest for _, shard, _ in missing})
-        if missing:
-            entry, shard, _ = missing[0]
-            lost = f"shard {shard.index} of {entry.replica} in round {round_number}"
-            self.tell(f"{LOST}{lost}; see `isthmus ledger repair`")
         body = {"round": round_number, "shards": hashes[:MOST_WANTED]}
         sealed = self.ledger.signer.seal("wanted", self.ledger.run.run_id, body)
         try:
@@ -245,26 +249,23 @@ class Rescue:
             return otherwise
 
     def wants_anchor(self, round_number: int) -> bool:
-        """Is an anchor wanted out of turn, after this round? Somebody misses what nobody gave."""
-        due = self.unmet and round_number >= self.unmet and round_number >= self.last_anchor + ANCHOR_ROUNDS
+        """Is an anchor wanted out of turn, after this round? Somebody misses what nobody gave. At most one
+        for each that comes in its turn, so that a request costs no more than that."""
+        every = self.ledger.run.recipe.bucket.anchor_every
+        due = 0 < self.unmet <= round_number and round_number >= (self.last_anchor or -every) + every
         if due:
             self.last_anchor, self.unmet = round_number, 0
-        return bool(due)
+        return due
 
     def _give(self) -> int:
         """Put what others ask for and we have; how many ask."""
-        asks = self._requests()
+        asks, self.unmet = self._requests(), 0
         for request in asks:
-            found = set[str]()
             manifest = self.ledger.manifest(request.round) if request.round else None
             for entry in manifest.entries if manifest else ():
                 for shard in entry.shards:
-                    if shard.digest in request.hashes and self._give_one(request.round, entry, shard):
-                        found.add(shard.digest)
-            if request.hashes - found:
-                self.unmet = max(self.unmet, request.round)
-        if not asks:
-            self.unmet = 0
+                    if shard.digest in request.hashes and not self._give_one(request.round, entry, shard):
+                        self.unmet = max(self.unmet, request.round)
         return len(asks)
 
     def _give_one(self, round_number: int, entry: "Entry", shard: "Shard") -> bool:
