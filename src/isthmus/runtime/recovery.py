@@ -1,6 +1,7 @@
 """A process that starts: it restores its private state, or begins from the bucket."""
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.model.digest import shard_digest
 from isthmus.outer.exchange import Contribution
+from isthmus.protocol.rescue import LedPast
 from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused
 from isthmus.replica.control_group import agree, all_true, share_json, whole_number, whole_numbers
@@ -26,6 +28,25 @@ class Recovery:
 
     def resume(self) -> int:
         """Restore what is on this disk, or start from the bucket; how many rounds are done."""
+        try:
+            return self._resume()
+        except LedPast as gap:
+            return self.pass_over(gap)
+
+    def pass_over(self, gap: LedPast) -> int:
+        """Payloads on our way are lost, and a later anchor is there: take it, and keep what is ours."""
+        trainer, t = self.trainer, gap.round
+        updates = [number for number in trainer.state.updates() if number >= t]
+        if trainer.pending is not None:
+            trainer.settle_pending(t)
+            updates = [number for number in updates if number > t]
+        if updates:  # what the feedback held went out with updates that cannot be trained again
+            for tensor in trainer.feedback.values():
+                tensor.zero_()
+        trainer.log(str(gap))
+        return self._from_bucket(self._agreed_last_round(), gap.anchor)
+
+    def _resume(self) -> int:
         states, updates = self._common()
         for round_number in sorted(states, reverse=True):
             files, why = self._readable(round_number)
@@ -171,10 +192,11 @@ class Recovery:
         mine = self.trainer.ledger.last_round() if self.trainer.control.rank == 0 else 0
         return share_json(self.trainer.control, mine, whole_number)[0]
 
-    def _from_bucket(self, last: int) -> int:
-        """The newest anchor that can be believed; the loop then replays the rounds after it."""
+    def _from_bucket(self, last: int, first: int = 0) -> int:
+        """The newest anchor that can be believed, or that of round `first`; the loop then replays the rounds
+        after it."""
         self.trainer.exchange.from_bucket = True
-        for start in self._agreed_anchors(last):
+        for start in chain([first] if first else [], self._agreed_anchors(last)):
             digest, tensors = self._read_anchor(start)
             readable = all_true(self.trainer.control, bool(digest))
             if not readable or not self._has_digest(start, tensors, digest):

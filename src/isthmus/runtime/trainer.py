@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isthmus import gpu
 from isthmus.config import Member, Recipe
-from isthmus.errors import RunError
+from isthmus.errors import ConfigError, RunError
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.digest import shard_digests
 from isthmus.model.llama import init_tensor
@@ -115,6 +115,7 @@ class Trainer:
         self.exchange = LedgerExchange(
             ledger, control, self.writes, reader, closer, incarnation, log, self.patience
         )
+        self.exchange.rescue.saved = self._saved_shards
         self.meter = Meter(replica, device)
         self.pending: Contribution | None = None
         self.step_count = 0  # inner steps that the optimiser has taken
@@ -261,11 +262,20 @@ class Trainer:
             check_counted(manifest, updates, whole=len(self.reads) == len(self.ledger.shards))
             self.state.protect()
             self._continue_upload(round_number - 1)
-            self.outer.apply(list(updates.values()))
+            if updates:  # none, where the round is void
+                self.outer.apply(list(updates.values()))
             self.settle_pending(round_number)
             self.hold(round_number)
-            if round_number % self.recipe.bucket.anchor_every == 0:
+            if updates and manifest.closer == self.member.name and self._anchor_due(round_number):
                 self._write_anchor(round_number)
+
+    def _saved_shards(self, round_number: int) -> Mapping[int, bytes]:
+        """What this replica sent to a round, if this disk or this process still has it."""
+        with suppress(ConfigError):
+            update = self.state.load_update(round_number, tuple(sorted(self.writes)))
+            if update is not None:
+                return update.shards
+        return self.pending.shards if self.pending else {}
 
     def settle_pending(self, round_number: int) -> None:
         """Only the manifest says whether our update counted, by the hashes of its shards."""
@@ -295,11 +305,13 @@ class Trainer:
 
     # Anchors in the bucket
 
+    def _anchor_due(self, round_number: int) -> bool:
+        """Every so many rounds, and where somebody asks who cannot get past payloads that are lost."""
+        wanted = agree(self.control, self.exchange.rescue.wants_anchor(round_number))
+        return wanted or round_number % self.recipe.bucket.anchor_every == 0
+
     def _write_anchor(self, round_number: int) -> None:
         """The round's closer writes theta^(t): each of its processes the shards it trains."""
-        manifest = self.ledger.manifest(round_number)
-        if manifest is None or manifest.closer != self.member.name:
-            return
         if self.upload:
             self.log(
                 f"the anchor of round {round_number} is not written: {self.upload.round}'s still goes up"

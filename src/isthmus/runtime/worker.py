@@ -92,6 +92,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     from isthmus.outer.rounds import run_rounds
     from isthmus.protocol.access import find_member, open_as
     from isthmus.protocol.patience import LeftWaiting, Patience
+    from isthmus.protocol.rescue import LedPast
     from isthmus.replica.control_group import any_true
     from isthmus.replica.full import FullReplica
     from isthmus.replica.leader import follow_leader
@@ -155,8 +156,8 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         heartbeats.start()
     try:
         trainer.status.state = "catching up"
-        done = Recovery(trainer).resume()
-        rounds = range(done + 1, recipe.outer.rounds + 1)
+        recovery = Recovery(trainer)
+        done = recovery.resume()
         settled = Settled(Path(config.work_dir), at.rank)
         start.mark("resume")
 
@@ -168,7 +169,13 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
                 heartbeats.soon()
             settled.step(h)
 
-        to_the_end = run_rounds(trainer, trainer.exchange, rounds, progress, settled.round, leave)
+        to_the_end: bool | None = None
+        while to_the_end is None:
+            rounds = range(done + 1, recipe.outer.rounds + 1)
+            try:
+                to_the_end = run_rounds(trainer, trainer.exchange, rounds, progress, settled.round, leave)
+            except LedPast as gap:
+                done = recovery.pass_over(gap)
         trainer.finish()
         trainer.status.state = "finished" if to_the_end else "left"
         trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
