@@ -303,6 +303,17 @@ def test_status_tells_what_a_launcher_waits_for_unless_a_worker_has_spoken_since
     assert rack() == ("silent", "")
 
 
+def test_status_names_what_a_worker_cannot_do_in_the_bucket(here: Path, said: Said):
+    store = open_store("bucket")
+    ledger = Ledger(store, read_run(store), load_signer(here / "keys/tiny/rack.key", "rack"))
+    why = "cannot write to the bucket: permission denied (AccessDenied)"
+    ledger.beat(Heartbeat(state="delivering", awaiting=why, waited_seconds=300.0))
+    text = said("status", "bucket")[1]
+    assert re.search(rf"^rack waits: {re.escape(why)} \(for 30\d s\)$", text, re.MULTILINE)
+    ledger.beat(Heartbeat(state="delivering", awaiting="the manifest of round 1"))  # as in every round
+    assert "rack waits" not in said("status", "bucket")[1]
+
+
 # On a server with identities
 
 

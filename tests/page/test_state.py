@@ -164,6 +164,14 @@ def test_a_replica_that_goes_and_comes_back_is_reported():
     assert (one["state"], one["up"]) == ("catching up", True)
 
 
+def test_what_a_worker_cannot_do_in_the_bucket_is_shown():
+    said = Heartbeat(state="delivering", awaiting="cannot write to the bucket: full", waited_seconds=40.0)
+    state = StateBuilder(lambda: 1000.0).build(raw_of(heartbeats={"rack-0": SeenHeartbeat(said, 998.0)}))
+    one = state["replicas"][0]
+    assert (one["state"], one["why"]) == ("delivering", "cannot write to the bucket: full (for 42 s)")
+    assert one["tone"] == "wait"
+
+
 def test_without_processes_here_the_age_of_the_heartbeat_decides():
     builder = StateBuilder(lambda: 1000.0)
     state = builder.build(

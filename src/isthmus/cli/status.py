@@ -27,7 +27,7 @@ class MemberStatus:
     loss: float | None
     tokens_per_second: float | None
     delivered: bool  # its update of the open round
-    waits_for: str = ""  # of a replica whose launcher has no worker now
+    waits_for: str = ""  # of a replica whose launcher has no worker now, or that waits for the bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,8 @@ def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus
         state, age = heartbeat.state if heartbeat else "not seen", max(0.0, now - written_at)
         if heartbeat and not heartbeat.gone and age > silent_after(recipe, heartbeat):
             state = "silent"
+        elif heartbeat and heartbeat.waits:
+            waits_for = waiting_text(heartbeat, age)
         if waiting := waits.get(member.name):
             age = max(0.0, now - waiting[1])
             state, waits_for = WAITING, waiting_text(waiting[0], age)

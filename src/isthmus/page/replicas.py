@@ -160,7 +160,7 @@ def _replica(member: Member, raw: Raw, now: float) -> dict[str, Any]:
         "stages": member.config.stages,
         "state": state,
         "why": why,
-        "tone": "good" if state in HEALTHY else "bad" if state == "silent" else "wait",
+        "tone": "good" if state in HEALTHY and not why else "bad" if state == "silent" else "wait",
         "up": state not in ("silent", WAITING, "not seen", "left", "interrupted", "failed"),
         "seen_unix": round(seen.seen_unix, 1) if seen else None,
         "round": heartbeat.round if seen else None,
@@ -215,6 +215,8 @@ def _state(member: Member, raw: Raw, now: float) -> tuple[str, str]:
     limit = silent_after(raw.recipe)
     if seen and not files and now - seen.seen_unix > limit:
         return "silent", f"no heartbeat for more than {limit:g} s"
+    if seen and seen.heartbeat.waits:
+        return state, waiting_text(seen.heartbeat, now - seen.seen_unix)
     if state in ("training", "delivering") and member.name in raw.delivered:
         return "delivered", ""  # the bucket knows it before the next heartbeat
     return state, ""

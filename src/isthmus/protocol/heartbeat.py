@@ -33,7 +33,7 @@ class Heartbeat:
     loss: float | None = None
     tokens_per_second: float | None = None
     awaiting: str = ""
-    waited_seconds: float | None = None  # of a launcher that waits, when this was written
+    waited_seconds: float | None = None  # of one that cannot train, when this was written
     farewell: Facts = field(default_factory=Facts)  # what it counted after its last commit
     pid: int = 0
     host: str = ""  # the machine's name, to tell two machines with one key from each other
@@ -41,6 +41,11 @@ class Heartbeat:
     @property
     def gone(self) -> bool:
         return self.state in GONE
+
+    @property
+    def waits(self) -> bool:
+        """Does it wait for something that keeps it from training, such as a bucket that is full?"""
+        return bool(self.awaiting) and self.waited_seconds is not None and not self.gone
 
     @property
     def leaving(self) -> bool:

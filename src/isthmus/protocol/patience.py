@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from isthmus.errors import RunError
 from isthmus.files import replace_file
 from isthmus.printing import visible
+from isthmus.runlog.facts import MAX_WORD
 from isthmus.store import StoreError
 
 PAUSE_SECONDS = (1.0, 30.0)  # between two tries: short at first, then longer
@@ -80,8 +81,8 @@ class Patience:
         if not self.awaiting:
             self.log(f"{error}; waiting for that to pass, the update is safe on this disk")
             self.since, self.pause = self.clock(), PAUSE_SECONDS[0]
-        if self.awaiting != error.brief:
-            self.awaiting = error.brief
+        if self.awaiting != (brief := visible(error.brief)[:MAX_WORD]):
+            self.awaiting = brief
             self._write_note()
         with suppress(StoreError):
             self._look_for_leave(ask_bucket=True)
@@ -104,6 +105,6 @@ class Patience:
     def _write_note(self) -> None:
         with suppress(OSError):
             if self.note and self.awaiting:
-                replace_file(self.note, visible(self.awaiting), sync=False)
+                replace_file(self.note, self.awaiting, sync=False)
             elif self.note:
                 self.note.unlink(missing_ok=True)
