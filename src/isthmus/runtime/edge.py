@@ -1,10 +1,12 @@
 """The end of a round that a replica has come late to: it stops there, and starts the next with the others."""
 
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from isthmus.errors import RunError
 from isthmus.protocol.ledger import Ledger
+from isthmus.replica.control_group import ControlGroup, agree
 
 LOOK_SECONDS = 0.5  # between looks at the manifest, in the one round after a start
 
@@ -26,5 +28,25 @@ class Edge(threading.Thread):
             if self.ledger.settled_at(self.round) is not None:
                 self.passed.set()
 
-    def end(self) -> None:
-        self.ended.set()
+
+@contextmanager
+def watched_edge(
+    ledger: Ledger, round_number: int, control: ControlGroup, background: bool
+) -> Iterator[Callable[[], bool]]:
+    """Gives a function that says, in all processes of a replica alike, whether the round was settled.
+
+    All call it after each inner step. Without `background` the leader looks in the calling thread.
+    """
+    edge, leads = Edge(ledger, round_number), control.rank == 0
+
+    def passed() -> bool:
+        if leads and not background:
+            edge.look()
+        return agree(control, edge.passed.is_set())
+
+    if leads and background:
+        edge.start()
+    try:
+        yield passed
+    finally:
+        edge.ended.set()

@@ -24,7 +24,9 @@ from isthmus import gpu
 from isthmus.errors import ConfigError, RunError
 from isthmus.model import checkpoint
 from isthmus.reading import list_folder
+from isthmus.runtime.middle import ABOUT, FOLDER, Middle
 
+MIDDLE_SECONDS = 5.0  # so much work, and that of a start, a kill may cost
 SHARE = 10  # a state is written again after this many times as long as the last write took
 ASIDE = "state-diverged-"  # and when
 Files = Mapping[str, Mapping[str, Tensor]]  # by file, by name
@@ -85,8 +87,10 @@ class PrivateState:
         save_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
         at_once: bool = False,
+        middle_seconds: float = MIDDLE_SECONDS,
     ) -> None:
         """A state is written when the last was begun `save_seconds` ago, or sooner where writing is quick.
+        The middle of a round is written as often, but not sooner than `middle_seconds` after either.
 
         `at_once` writes each in the calling thread, for tests that put a kill exactly where it hurts.
         """
@@ -96,7 +100,8 @@ class PrivateState:
         self.reserving: threading.Thread | None = None
         self.fault: BaseException | None = None
         self.save_seconds = self.pause_seconds = save_seconds
-        self.began = float("-inf")
+        self.middle_seconds, self.write_seconds = middle_seconds, 0.0  # the second: what the last one took
+        self.began, self.any_began = float("-inf"), clock()  # a state of a round; any of both
         self.copied: tuple[int, Update, dict[str, dict[str, Tensor]]] | None = None  # of the last state begun
 
     def reserve(self, num_bytes: int) -> None:
@@ -149,13 +154,37 @@ class PrivateState:
         Before any of the tensors changes, call `protect`.
         """
         self.raise_fault()
-        busy = self.writer is not None and self.writer.is_alive()
         if self.clock() - self.began < self.pause_seconds:
             return False
-        if busy:
+        if self._busy():
             self.log(f"the state of round {round_number} is not saved: an earlier one is still being written")
             return False
-        self.began = self.clock()
+        self.began = self.any_began = self.clock()
+        copies = self._copy(files)
+        self.copied = round_number, update, copies
+        self._start(lambda: self._write(round_number, copies, update))
+        return True
+
+    def middle_due(self) -> bool:
+        """Is it time to save the middle of a round? States of whole rounds do not wait for those."""
+        pause = max(self.middle_seconds, min(self.save_seconds, SHARE * self.write_seconds))
+        return self.clock() - self.any_began >= pause and not self._busy()
+
+    def hurry(self) -> None:
+        """The next state of a round is saved whenever the last was: it holds what no update does."""
+        self.began = float("-inf")
+
+    def save_middle(self, middle: Middle, files: Files) -> None:
+        """Begin to write it; before any of the tensors changes, call `protect`."""
+        self.any_began = self.clock()
+        self.copied = None  # its memory is used again, and it is on disk
+        copies = {**self._copy(files), ABOUT: middle.to_tensors()}
+        self._start(lambda: self._write_middle(middle.step_count + middle.num_steps, copies))
+
+    def _busy(self) -> bool:
+        return self.writer is not None and self.writer.is_alive()
+
+    def _copy(self, files: Files) -> dict[str, dict[str, Tensor]]:
         if self.reserving:
             self.reserving.join()
         flat = {f"{file}/{name}": t for file, named in files.items() for name, t in named.items()}
@@ -163,25 +192,25 @@ class PrivateState:
         for key, tensor in self.host.copy(flat).items():
             file, _, name = key.partition("/")
             copies.setdefault(file, {})[name] = tensor
-        self.copied = round_number, update, copies
+        return copies
+
+    def _start(self, write: Callable[[], None]) -> None:
         if self.at_once:
-            self._write(round_number, copies, update)
-        else:
-            self.writer = threading.Thread(
-                target=self._write_in_thread, args=(round_number, copies, update), daemon=True, name="state"
-            )
-            self.writer.start()
-        return True
+            write()
+            return
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self.fault = error
+
+        self.writer = threading.Thread(target=run, daemon=True, name="state")
+        self.writer.start()
 
     def protect(self) -> None:
         """From here on the tensors may change; see `HostCopy.protect`."""
         self.host.protect()
-
-    def _write_in_thread(self, round_number: int, copies: Files, update: Update) -> None:
-        try:
-            self._write(round_number, copies, update)
-        except BaseException as error:
-            self.fault = error
 
     def _write(self, round_number: int, copies: Files, update: Update) -> None:
         started = self.clock()
@@ -191,7 +220,22 @@ class PrivateState:
         # The older of the two states needs the updates after it, should the newer be spoilt.
         oldest = min(checkpoint.saved_rounds(self.folder), default=0)
         self.drop_updates(lambda number: number > oldest)
-        self.pause_seconds = min(self.save_seconds, SHARE * (self.clock() - started))
+        self._wrote(self.clock() - started)
+
+    def _write_middle(self, number: int, copies: Files) -> None:
+        started = self.clock()
+        self.host.wait()
+        checkpoint.save(self.folder / FOLDER, number, copies)
+        self._wrote(self.clock() - started)
+
+    def _wrote(self, seconds: float) -> None:
+        self.write_seconds = seconds
+        self.pause_seconds = min(self.save_seconds, SHARE * seconds)
+
+    def load_middle(self) -> tuple[Middle, Mapping[str, Mapping[str, Tensor]]] | None:
+        """The newest middle of a round, with its files, or None; ConfigError where it is damaged."""
+        found = checkpoint.load(self.folder / FOLDER)
+        return found and (Middle.from_tensors(found[1].get(ABOUT, {})), found[1])
 
     def finish(self) -> None:
         """Wait for the writer."""

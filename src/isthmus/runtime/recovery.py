@@ -14,7 +14,8 @@ from isthmus.protocol.rescue import LedPast
 from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused
 from isthmus.replica.control_group import agree, all_true, share_json, whole_number, whole_numbers
-from isthmus.runtime.private_state import Update
+from isthmus.runtime.middle import PARAMS, Middle
+from isthmus.runtime.private_state import Files, Update
 from isthmus.runtime.trainer import Trainer
 from isthmus.store import StoreError
 
@@ -40,6 +41,8 @@ class Recovery:
         if trainer.pending is not None:
             trainer.settle_pending(t)
             updates = [number for number in updates if number > t]
+        if trainer.middle:
+            trainer.carry_middle()
         if updates:  # what the feedback held went out with updates that cannot be trained again
             for tensor in trainer.feedback.values():
                 tensor.zero_()
@@ -48,6 +51,8 @@ class Recovery:
 
     def _resume(self) -> int:
         states, updates = self._common()
+        if (middle := self._middle(max(states, default=0))) is not None:
+            return self._restore_middle(*middle, {t for t in updates if t >= middle[0].round})
         for round_number in sorted(states, reverse=True):
             files, why = self._readable(round_number)
             if not all_true(self.trainer.control, files is not None) or files is None:
@@ -59,6 +64,7 @@ class Recovery:
             self.trainer.state.drop_after(round_number)
             newer = {number for number in updates if number > round_number}
             self.trainer.state.drop_updates(newer.__contains__)
+            self.trainer.record.came_back(round_number, newer)
             return self._train_again(self._restore(round_number, files, newer), newer)
         if updates and self._began_at(min(updates)):
             return self._train_again(self._from_bucket(min(updates) - 1), updates)
@@ -147,12 +153,7 @@ class Recovery:
 
     def _restore(self, round_number: int, files: dict[str, dict[str, Tensor]], newer: Collection[int]) -> int:
         """Our own optimiser, error feedback and unsettled update; then the round they wait for."""
-        with torch.no_grad():
-            for name, tensor in self.trainer.anchor.items():
-                tensor.copy_(files["anchor"][name])
-            for name, tensor in self.trainer.feedback.items():
-                tensor.copy_(files["feedback"][name])
-            self.trainer.outer.restore(files.get("outer", {}))
+        self._restore_tensors(files)
         update = Update.from_tensors(files["pending"])
         self.trainer.step_count = update.step_count
         self.trainer.replica.restore(files["optimiser"], self.trainer.step_count)
@@ -160,14 +161,7 @@ class Recovery:
         self.trainer.pending = Contribution(self.trainer.member.name, update.shards, self.trainer.pop_facts())
         if self._swept(round_number):
             self.trainer.settle_pending(round_number)
-            if newer:  # what it held went out with updates that cannot be trained again
-                for tensor in self.trainer.feedback.values():
-                    tensor.zero_()
-            last = self._agreed_last_round()
-            self.trainer.log(
-                f"back with the state of round {round_number}, and with the anchor of a later one"
-            )
-            return self._from_bucket(last)
+            return self._past_a_sweep(round_number, newer)
         self.trainer.hold(round_number - 1)
         self.trainer.log(f"back with the state of round {round_number}")
         counted = self.trainer.exchange.closed(round_number)
@@ -175,6 +169,62 @@ class Recovery:
             counted = self.trainer.exchange.close(round_number, [self.trainer.pending])
         self.trainer.apply(round_number, counted)
         return round_number
+
+    def _restore_tensors(self, files: Files) -> None:
+        with torch.no_grad():
+            for name, tensor in self.trainer.anchor.items():
+                tensor.copy_(files["anchor"][name])
+            for name, tensor in self.trainer.feedback.items():
+                tensor.copy_(files["feedback"][name])
+            self.trainer.outer.restore(files.get("outer", {}))
+
+    def _past_a_sweep(self, round_number: int, newer: Collection[int]) -> int:
+        """The payloads that lead on from our anchor are gone: take a later one, and keep what is ours."""
+        if newer:  # what the feedback held went out with updates that cannot be trained again
+            for tensor in self.trainer.feedback.values():
+                tensor.zero_()
+        self.trainer.record.skipped(newer)
+        last = self._agreed_last_round()
+        self.trainer.log(f"back with the state of round {round_number}, and with the anchor of a later one")
+        return self._from_bucket(last)
+
+    def _middle(self, newest: int) -> tuple[Middle, Files] | None:
+        """The middle of a round after the newest state, if it is whole."""
+        if not self.trainer.saves_middle:
+            return None
+        try:
+            found = self.trainer.state.load_middle()
+            if found is None or found[0].round <= newest:
+                return None
+            about, files = found
+            if about.num_steps >= self.trainer.recipe.outer.inner_steps:
+                raise ConfigError("it has all inner steps of its round")
+            wanted = {**self.trainer.state_files(), PARAMS: self.trainer.replica.named_parameters()}
+            for file, named in wanted.items():
+                there = files.get(file, {})
+                for name, tensor in named.items():
+                    if name not in there or there[name].shape != tensor.shape:
+                        raise ConfigError(f"{file} does not hold {name} in its shape")
+        except ConfigError as reason:
+            self.trainer.log(f"the saved middle of a round is lost: {reason}")
+            return None
+        return found
+
+    def _restore_middle(self, about: Middle, files: Files, updates: Collection[int]) -> int:
+        """An open round goes on after the inner steps that it had. One that was settled meanwhile does not:
+        `apply` gives them to the error feedback."""
+        trainer, t = self.trainer, about.round
+        self._restore_tensors(files)
+        trainer.step_count = about.step_count
+        trainer.replica.restore(files["optimiser"], about.step_count + about.num_steps)
+        trainer.middle = about, {name: p.to(trainer.device) for name, p in files[PARAMS].items()}
+        trainer.record.came_back(t - 1, updates)
+        trainer.log(f"back in round {t}, after {about.num_steps} of its inner steps")
+        if self._swept(t):
+            trainer.carry_middle()
+            return self._past_a_sweep(t, updates)
+        trainer.hold(t - 1)
+        return self._train_again(t - 1, updates)
 
     def _swept(self, round_number: int) -> bool:
         """May the round's payloads be gone? Those up to the second-newest anchor are swept."""

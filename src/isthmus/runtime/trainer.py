@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,9 @@ from isthmus.replica.control_group import ControlGroup, agree, all_true, collect
 from isthmus.replica.meter import Meter
 from isthmus.runlog import finite
 from isthmus.runlog.facts import Facts
-from isthmus.runtime.edge import Edge
+from isthmus.runtime.edge import watched_edge
+from isthmus.runtime.middle import PARAMS, Middle
+from isthmus.runtime.own_record import REFUSALS, OwnRecord
 from isthmus.runtime.private_state import PrivateState, Update
 from isthmus.store import StoreError
 from isthmus.subspace.boundaries import BasisSet, as_sent
@@ -46,6 +48,7 @@ from isthmus.subspace.boundaries import BasisSet, as_sent
 Log = Callable[[str], None]
 SAVED = ("loss", "grad_norm", "seconds")  # of a status: saved with the round's update
 # Of the edge of a round, in which nothing trains: what it was spent on, and all of it.
+INNER_STEPS = "inner_steps"  # those behind an update, with what the feedback carried of rounds that it missed
 EDGE_SECONDS = ("encode_seconds", "save_seconds", "apply_seconds", "edge_seconds")
 
 
@@ -112,6 +115,7 @@ class Trainer:
         replayed = partial(digest_from_bucket, ledger) if member.config.parts == 1 else lambda t: ""
         closer = Closer(ledger, reader, log, replayed=replayed) if closes else None
         self.patience = patience or Patience(log)
+        self.record = OwnRecord(ledger, member.name, log)
         self.exchange = LedgerExchange(
             ledger, control, self.writes, reader, closer, incarnation, log, self.patience
         )
@@ -119,6 +123,10 @@ class Trainer:
         self.meter = Meter(replica, device)
         self.pending: Contribution | None = None
         self.step_count = 0  # inner steps that the optimiser has taken
+        self.fresh_steps = 0  # inner steps that no update of ours has carried yet
+        # Of a round that a start before this one has begun, with its weights.
+        self.middle: tuple[Middle, Mapping[str, Tensor]] | None = None
+        self.saves_middle = member.config.kind == "full" and max(1, member.config.processes) == 1
         self.behind = True  # until this start has trained a round: the others may have begun it long ago
         self.hasher = ThreadPoolExecutor(1, "digest")
         self.hash_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -127,7 +135,7 @@ class Trainer:
         self.edge_began: float | None = None
 
         threading.Thread(target=self._warm_codec, daemon=True, name="warm").start()
-        files = self.state_files().values()
+        files = [*self.state_files().values(), *([own] if self.saves_middle else ())]
         self.state.reserve(sum(gpu.aligned(t.nbytes) for named in files for t in named.values()))
 
     def _warm_codec(self) -> None:
@@ -148,12 +156,12 @@ class Trainer:
         """
         steps, status = self.recipe.outer.inner_steps, self.status
         status.state, status.round = "training", round_index + 1
-        self.replica.begin_round(self.anchor)
-        started, losses, pace = time.monotonic(), [], gpu.Pace(self.device)
+        losses = self._take_up(round_index + 1)
+        first, started, pace = len(losses), time.monotonic(), gpu.Pace(self.device)
         if self.edge_began is not None:
             self.seconds["edge_seconds"] += started - self.edge_began
         with self._edge(round_index + 1, again) as passed:
-            for h in range(steps):
+            for h in range(first, steps):
                 losses.append(self.replica.inner_step(round_index * steps + h))
                 self.meter.step()
                 pace.launched()
@@ -161,20 +169,23 @@ class Trainer:
                 if self.device.type == "cpu":
                     status.loss = float(losses[-1])
                 progress(h + 1)
-                if passed() and h + 1 < steps:
-                    break
+                if h + 1 < steps:
+                    if passed():
+                        break
+                    self._save_middle(round_index + 1, losses)
         status.loss = float(torch.stack([loss.double() for loss in losses]).mean())
         self.edge_began = time.monotonic()
         status.seconds = self.edge_began - started
-        tokens = len(losses) * self.recipe.inner.batch * self.recipe.model.context
+        tokens = (len(losses) - first) * self.recipe.inner.batch * self.recipe.model.context
         status.tokens_per_second = tokens / status.seconds
         status.grad_norm = float(self.replica.grad_norm)
         if not math.isfinite(status.loss):  # the same at every stage
             self._roll_back(round_index + 1)
             return []
         self.step_count += len(losses)
+        self.fresh_steps += len(losses)
         if len(losses) < steps:
-            self._carry(round_index + 1, len(losses))
+            self._carry(round_index + 1, len(losses), self.replica.named_parameters())
             return []
         with self._timed("encode_seconds"):
             update = self._encode(again)
@@ -186,47 +197,58 @@ class Trainer:
         status.state = "delivering"
         return [self.pending]
 
-    @contextmanager
-    def _edge(self, round_number: int, again: Update | None) -> Iterator[Callable[[], bool]]:
-        """Says between inner steps whether all processes stop. Only a start's first round is asked about, and
-        not round 1, which all begin when they come."""
-        if not self.behind or round_number == 1 or again is not None:
-            self.behind = self.behind and again is not None
-            yield lambda: False
-            return
-        self.behind, edge = False, Edge(self.ledger, round_number)
-        leads = self.control.rank == 0
-        if leads and self.background:
-            edge.start()
+    def _edge(self, round_number: int, again: Update | None) -> AbstractContextManager[Callable[[], bool]]:
+        """Says between inner steps whether we stop. Only a start's first round is asked about, and not round
+        1, which all begin when they come."""
+        late, self.behind = self.behind and round_number > 1, self.behind and again is not None
+        if late and again is None:
+            return watched_edge(self.ledger, round_number, self.control, self.background)
+        return nullcontext(lambda: False)
 
-        def passed() -> bool:
-            if leads and not self.background:
-                edge.look()
-            return agree(self.control, edge.passed.is_set())
+    def _take_up(self, round_number: int) -> list[Tensor]:
+        """Begin a round, or go on with one whose middle was saved: the losses so far."""
+        middle, self.middle = self.middle, None
+        if middle is None or middle[0].round != round_number:
+            self.replica.begin_round(self.anchor)
+            return []
+        about, params = middle
+        self.replica.begin_round(params)
+        return list(about.losses.to(self.device))
 
-        try:
-            yield passed
-        finally:
-            edge.end()
+    def _save_middle(self, round_number: int, losses: Sequence[Tensor]) -> None:
+        """Stages would have to save at the same inner step, and a whole model in parts too: they do not."""
+        if self.saves_middle and self.state.middle_due():
+            so_far = torch.stack([loss.double() for loss in losses]).cpu()
+            about = Middle(round_number, self.step_count, so_far)
+            files = {**self.state_files(), PARAMS: self.replica.named_parameters()}
+            self.state.save_middle(about, files)
+            self.state.protect()
 
-    def _carry(self, round_number: int, num_steps: int) -> None:
+    def _carry(self, round_number: int, num_steps: int, params: Mapping[str, Tensor]) -> None:
         """The round was settled in the middle of our inner steps: what they gave goes to the feedback."""
-        self.outer.carry(self._trained(), self.feedback)
-        self.state.pause_seconds = 0.0  # no update holds it: the next state is saved as soon as there is one
+        params = as_sent(self.recipe, self.member, self.bases, params, self.anchor)
+        self.outer.carry(params, self.feedback)
+        self.state.hurry()
         self.pending = None
         self.log(
             f"round {round_number} was settled without us; our first {num_steps} inner steps of it go to the "
             "error feedback, and the next round begins with the others"
         )
 
-    def _trained(self) -> dict[str, Tensor]:
-        """The weights after the inner steps, as eq. 2 sees them."""
-        params = {name: p.detach() for name, p in self.replica.named_parameters().items()}
-        return as_sent(self.recipe, self.member, self.bases, params, self.anchor)
+    def carry_middle(self) -> None:
+        """The same of a round whose middle a start before this one has saved."""
+        assert self.middle, "a middle was restored"
+        (about, params), self.middle = self.middle, None
+        self.step_count += about.num_steps
+        self.fresh_steps += about.num_steps
+        self._carry(about.round, about.num_steps, params)
 
     def _encode(self, again: Update | None) -> Update:
         """Anchor - params to error feedback and payload (eq. 2)."""
-        params = self._trained()
+        params = {name: p.detach() for name, p in self.replica.named_parameters().items()}
+        params = as_sent(self.recipe, self.member, self.bases, params, self.anchor)
+        if again is None:
+            self.record.tell()
         if again is not None:
             sent = unpack_shards(self.ledger, again.shards, self.outer.codec.unpack_many)
             self.outer.account(params, self.feedback, sent)
@@ -248,6 +270,8 @@ class Trainer:
 
     def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
         """theta^(t-1) -> theta^(t); an update of ours that does not count returns to the feedback."""
+        if self.middle and self.middle[0].round == round_number:  # it was settled while we were away
+            self.carry_middle()
         with self._timed("apply_seconds"):
             updates = {}
             for contribution in contributions:
@@ -282,11 +306,21 @@ class Trainer:
         pending, self.pending = self.pending, None
         manifest = self.ledger.manifest(round_number)
         assert manifest is not None, "only a settled round is applied"
+        if pending is None:
+            self.record.applied(manifest)
         if pending is None or self.exchange.counts_in(manifest, pending):
             return
         sent = unpack_shards(self.ledger, pending.shards, self.outer.codec.unpack_many)
         self.outer.take_back(sent, self.feedback)
+        self.fresh_steps += int(pending.facts.measured.get(INNER_STEPS, [0])[0])
         self.log(f"round {round_number} was settled without our update; it returned to the error feedback")
+        if self.record.refused_too_often(round_number):
+            for tensor in self.feedback.values():
+                tensor.zero_()
+            self.log(
+                f"round {round_number}: {REFUSALS} updates in a row were refused for their norm; the error "
+                "feedback is dropped, with what they held"
+            )
 
     def hold(self, round_number: int) -> None:
         """The digest of the anchor is computed while the next round trains, which does not change it."""
@@ -398,6 +432,7 @@ class Trainer:
         counts = self.replica.pop_counts()
         trip, figures = self.meter.pop(counts)
         figures |= {name: round(self.seconds.pop(name, 0.0), 4) for name in EDGE_SECONDS}
+        figures[INNER_STEPS], self.fresh_steps = self.fresh_steps, 0
         return Facts(
             loss=finite(self.status.loss),
             grad_norm=finite(self.status.grad_norm),

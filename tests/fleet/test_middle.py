@@ -1,0 +1,149 @@
+"""A kill in the middle of a round costs what was trained since its middle was saved, and no bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from returning import LATE, Seat, seat, small
+from torch.testing import assert_close
+
+from isthmus.model import checkpoint
+from isthmus.outer.rounds import run_rounds
+from isthmus.protocol import closer
+from isthmus.runtime.private_state import PrivateState
+from isthmus.runtime.recovery import Recovery
+from isthmus.runtime.trainer import Trainer
+
+ROUNDS = 4
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing below catches it."""
+
+
+@pytest.fixture(autouse=True)
+def _at_every_step(monkeypatch):
+    """The middle of a round is saved after each inner step, and closers step in at once."""
+    plain = PrivateState.__init__
+
+    def often(self, *args, **how):
+        plain(self, *args, **how, middle_seconds=0.0)
+
+    monkeypatch.setattr(PrivateState, "__init__", often)
+    monkeypatch.setattr(closer, "STEP_IN_SECONDS", 0.0)
+
+
+def everything(fleet: Trainer) -> dict[str, torch.Tensor]:
+    named = {f"anchor/{name}": t for name, t in fleet.anchor.items()}
+    named |= {f"feedback/{name}": t for name, t in fleet.feedback.items()}
+    return named | fleet.replica.state() | {"steps": torch.tensor(fleet.step_count)}
+
+
+def killed(at: Seat, round_number: int, inner_step: int) -> list[int]:
+    """Train until that inner step of that round has ended; how many this start has taken."""
+    fleet, steps = at.come(), []
+
+    def progress(h: int) -> None:
+        steps.append(h)
+        if fleet.status.round == round_number and h == inner_step:
+            raise Killed
+
+    rounds = range(Recovery(fleet).resume() + 1, round_number + 1)
+    with pytest.raises(Killed):
+        run_rounds(fleet, fleet.exchange, rounds, progress, lambda t, seconds: None)
+    return steps
+
+
+def told_losses(fleet: Trainer) -> list[float | None]:
+    manifests = [fleet.ledger.manifest(t) for t in range(1, ROUNDS + 1)]
+    return [manifest.entries[0].facts.loss for manifest in manifests if manifest]
+
+
+@pytest.mark.parametrize("inner_step", [1, 2, 3])
+@pytest.mark.parametrize("round_number", [1, 3])
+def test_a_round_goes_on_from_its_middle_to_the_same_bits(round_number, inner_step, tmp_path: Path):
+    usual, struck = seat(small(full=1), tmp_path / "usual"), seat(small(full=1), tmp_path / "struck")
+    whole = usual.run(ROUNDS)
+    killed(struck, round_number, inner_step)
+    again: list[int] = []
+    back = struck.come()
+    rounds = range(Recovery(back).resume() + 1, ROUNDS + 1)
+    run_rounds(back, back.exchange, rounds, again.append, lambda t, seconds: None)
+    back.finish()
+    assert again[0] == inner_step  # the step that had ended was not yet saved; those before it were
+    if inner_step > 1:
+        assert f"back in round {round_number}, after {inner_step - 1} of its inner steps" in struck.said
+    for key, tensor in everything(whole).items():
+        assert torch.equal(tensor, everything(back)[key]), key
+    assert struck.anchors() == usual.anchors()
+    losses = [
+        [m.entries[0].facts.loss for t in (1, 2, 3, 4) if (m := f.ledger.manifest(t))] for f in (whole, back)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_it_can_be_killed_again_and_again(tmp_path: Path):
+    usual, struck = seat(small(full=1), tmp_path / "usual"), seat(small(full=1), tmp_path / "struck")
+    whole = usual.run(ROUNDS)
+    assert killed(struck, 2, 2) == [1, 2, 3, 1, 2]
+    assert killed(struck, 2, 3) == [2, 3]
+    back = struck.run(ROUNDS)
+    for key, tensor in everything(whole).items():
+        assert torch.equal(tensor, everything(back)[key]), key
+
+
+def test_what_was_trained_of_a_round_that_is_settled_meanwhile_is_in_the_feedback(tmp_path: Path):
+    recipe = small(**LATE)
+    late, quick = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
+    late.run(1)
+    quick.run(1)
+    killed(late, 2, 3)  # the middle after two inner steps is on disk
+    about, files = late.come().state.load_middle() or pytest.fail("no middle was saved")
+    quick.run(2)
+    back = late.come()
+    run_rounds(back, back.exchange, range(Recovery(back).resume() + 1, 3), lambda h: None, lambda t, s: None)
+    beta = recipe.outer.feedback_decay
+    for name, e in back.feedback.items():
+        delta = files["anchor"][name] - files["params"][name]
+        assert_close(e, beta * files["feedback"][name] + delta)
+    assert back.step_count == about.step_count + 2
+    assert any("our first 2 inner steps of it go to the error feedback" in line for line in late.said)
+
+
+def test_an_update_that_was_sent_stays_where_only_the_middle_before_it_is_on_disk(tmp_path, monkeypatch):
+    """Killed after round 3 was delivered, with no state since round 1: the rest of the round again."""
+    usual, struck = seat(small(full=1), tmp_path / "usual"), seat(small(full=1), tmp_path / "struck")
+    whole, save = usual.run(ROUNDS), checkpoint.save
+
+    def some(folder, rounds, files, keep=1):
+        if folder.name == "middle" or rounds == 1:
+            save(folder, rounds, files, keep)
+
+    monkeypatch.setattr(checkpoint, "save", some)
+    struck.run(3)
+    back = struck.come()
+    assert Recovery(back).resume() == 3
+    assert "back in round 3, after 2 of its inner steps" in struck.said
+    assert "training round 3 again, from which only the update was saved" in struck.said
+    run_rounds(back, back.exchange, range(4, 5), lambda h: None, lambda t, seconds: None)
+    back.finish()
+    for key, tensor in everything(whole).items():
+        assert torch.equal(tensor, everything(back)[key]), key
+
+
+@pytest.mark.parametrize("file", ["params", "about", "optimiser"])
+def test_a_damaged_middle_is_one_line_and_the_round_is_trained_from_its_start(file, tmp_path: Path):
+    alone = seat(small(full=1), tmp_path)
+    usual = seat(small(full=1), tmp_path / "usual")
+    killed(alone, 3, 3)
+    (path,) = tmp_path.glob(f"work/rack/state/middle/round-*/{file}.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    back = alone.run(ROUNDS)
+    (line,) = [line for line in alone.said if "middle" in line]
+    assert "the saved middle of a round is lost" in line
+    assert "is damaged" in line
+    whole = usual.run(ROUNDS)
+    for key, tensor in everything(whole).items():
+        assert torch.equal(tensor, everything(back)[key]), key
