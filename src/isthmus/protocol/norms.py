@@ -5,6 +5,7 @@ if it has not delivered. A norm is too large when more than half of the votes li
 limit. So a majority is never refused by a minority, and of two nobody is.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,19 @@ EMPTY_NORM = 1e-6
 # Whoever delivers alone has nobody to be compared with but the round before. A closer can bring that about by
 # leaving out all others, so it is no leave to send anything.
 LEFT_ALONE = 20.0
+
+
+_TOO_LARGE = re.compile(r"its norm \S+ is over \S+ times ")
+
+
+def too_large(norm: float, times: float, whom: str) -> str:
+    """Why an update is refused whose norm is too large; it stands in the manifest."""
+    return f"its norm {norm:.3g} is over {times:g} times {whom}"
+
+
+def is_too_large(reason: str) -> bool:
+    """Was an update refused by `too_large`? Its author asks."""
+    return _TOO_LARGE.match(reason) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +68,11 @@ def _compare_once(norms: Mapping[str, float], before: Mapping[str, float], limit
     if large | empty == norms.keys():  # the others are gone, and their last norms may be out of date
         out_of_all = {name for name in large if before and norms[name] > LEFT_ALONE * max(before.values())}
         refused |= {
-            name: f"its norm {norms[name]:.3g} is over {LEFT_ALONE:g} times any of the round before"
-            for name in out_of_all
+            name: too_large(norms[name], LEFT_ALONE, "any of the round before") for name in out_of_all
         }
         large -= out_of_all
         return Comparison(refused, _note(large, len(votes), limit, "only they delivered") if large else "")
-    refused |= {
-        name: f"its norm {norms[name]:.3g} is over {limit:g} times the median {median:.3g}" for name in large
-    }
+    refused |= {name: too_large(norms[name], limit, f"the median {median:.3g}") for name in large}
     doubtful = {name for name, norm in norms.items() if limit * lower < norm <= limit * median}
     why = "no majority is smaller"
     return Comparison(refused, _note(doubtful, len(votes), limit, why) if doubtful else "")
