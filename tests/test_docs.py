@@ -272,7 +272,9 @@ def test_the_fields_of_every_document_are_those_that_the_code_writes():
         document = first.strip("` ") or document
         fields_of.setdefault(document, set()).update(re.findall(r"`(\w+)`", second))
     protocol = ROOT / "src" / "isthmus" / "protocol"
-    ledger = literal_keys(protocol / "ledger.py") + literal_keys(protocol / "payloads.py")
+    ledger = [
+        keys for name in ("ledger", "payloads", "anchors") for keys in literal_keys(protocol / f"{name}.py")
+    ]
     entry = set(Entry("rack", ()).to_dict())
     manifest = Manifest(round=1, anchor="", entries=(), refused=(), members=(), deadline_seconds=0, seconds=0)
     assert fields_of["run.json"] in ledger

@@ -4,16 +4,20 @@ import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fabricated import Long
 from little import hasty as hasty
 
+from isthmus.cli.history import on_stderr
 from isthmus.cli.main import main
 from isthmus.cli.status import gather
 from isthmus.errors import RunStopped
 from isthmus.protocol import chain, history
 from isthmus.protocol.access import open_ledger
+from isthmus.protocol.audit import _first_with_payloads
 from isthmus.protocol.chain import manifest_key
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.replay import Replay
@@ -217,3 +221,80 @@ def test_what_a_ledger_keeps_does_not_grow_with_the_rounds(folder_url: str, tmp_
     gc.collect()
     known = sum(type(each) is chain.Manifest for each in gc.get_objects())
     assert known <= 3 * chain.WINDOW + 8
+
+
+# Show and verify
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(["ledger", *words])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_show_tells_the_last_rounds_and_how_to_see_the_others(folder_url: str, tmp_path: Path, capsys):
+    run = Long(folder_url, tmp_path).settle(50)
+
+    def shown(*words: str) -> list[int]:
+        status, out, err = said(capsys, "show", run.url, *words)
+        assert status == 0
+        assert ("--all shows all" in err) == (not words)
+        assert "50 rounds" in out.splitlines()[0]
+        return [int(line.split()[0]) for line in out.splitlines()[1:]]
+
+    assert shown() == list(range(31, 51))
+    assert shown("--all") == list(range(1, 51))
+    assert shown("--from", "7", "--to", "9") == [7, 8, 9]
+    assert [row["round"] for row in json.loads(said(capsys, "show", run.url, "--json")[1])] == [*range(1, 51)]
+    assert said(capsys, "show", run.url, "--from", "51")[0] == 2
+    assert said(capsys, "show", run.url, "--from", "9", "--to", "7")[0] == 2
+
+
+@pytest.mark.usefixtures("soon_long")
+def test_verify_of_a_range_reads_no_more_and_says_what_it_did_not_check(
+    racing_store_url: str, tmp_path: Path, capsys
+):
+    run = Long(racing_store_url, tmp_path)
+    replicas = run.anchored(60)
+    run.real(replicas, 64)
+    removed(run, 20)  # and the payloads of rounds 1 to 60 were never there
+    status, out, _ = said(capsys, "verify", run.url, "--from", "60", "--to", "63")
+    assert status == 0
+    assert out.startswith("rounds 61 to 63 replay to anchor ")
+    assert "checked: the chain of the manifests of rounds 61 to 63" in out
+    assert "and 9 commits by the signatures of their authors" in out
+    assert "not checked: the manifests of rounds 1 to 60, which were not read" in out
+    assert "not checked: rounds 64 to 64, which are settled too" in out
+    status, out, _ = said(capsys, "verify", run.url, "--from", "62", "--json")
+    facts = json.loads(out)
+    assert (status, facts["from"], facts["to"], facts["first"]) == (0, 60, 64, 61)
+    assert facts["digest"] == replicas[0].exchange.anchor
+    status, _, err = said(capsys, "verify", run.url)
+    assert (status, "manifest 20 of this run is gone" in err) == (1, True)
+
+
+def test_the_first_round_with_payloads_is_found_in_a_few_steps():
+    for first in (1, 2, 3, 17, 64, 65):
+        asked: list[int] = []
+
+        def has(t: int, first: int = first, asked: list[int] = asked) -> bool:
+            asked.append(t)
+            return t >= first
+
+        ledger: Any = SimpleNamespace(has_payloads=has)
+        assert _first_with_payloads(ledger, 1, 64) == first
+        assert len(asked) <= 13
+
+
+def test_verify_tells_how_far_it_is_now_and_then(capsys):
+    now = 0.0
+    with on_stderr("verifying", lambda: now) as tell:
+        for t in range(1, 101):
+            now = float(t)
+            tell(t, 100)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "isthmus: verifying: 30 of 100 rounds, 1 a second, 70 s left",
+        "isthmus: verifying: 60 of 100 rounds, 1 a second, 40 s left",
+        "isthmus: verifying: 90 of 100 rounds, 1 a second, 10 s left",
+    ]

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.cli import repair
+from isthmus.cli.history import add_range, show, verify
 from isthmus.errors import ConfigError, RunError, RunStopped
-from isthmus.printing import visible
 
 if TYPE_CHECKING:
-    from isthmus.protocol.ledger import Ledger, Manifest
+    from isthmus.protocol.ledger import Ledger
 
 EPILOG = """examples:
-  isthmus ledger show runs/demo/bucket
+  isthmus ledger show runs/demo/bucket                       the last 20 rounds; --all, or --from A --to B
   isthmus ledger verify s3://my-runs/first                   replays every round it still can
+  isthmus ledger verify s3://my-runs/first --from 900        only from the newest anchor up to round 900 on
   isthmus ledger rebuild s3://my-runs/first --round 40 --to theta-40.safetensors
   isthmus ledger rebuild s3://my-runs/first --without edge-1 --to without.safetensors
   isthmus ledger repair s3://my-runs/first --replica rack    says what is lost; --yes decides how to go on
@@ -41,15 +42,15 @@ def register(commands: argparse._SubParsersAction) -> None:
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         action.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
         action.add_argument("--json", action="store_true", help="print JSON instead of text")
+        if name == "show":
+            add_range(action, "the first round (default: the last 20; with --json all)", "the last round")
+            action.add_argument("--all", action="store_true", help="all rounds")
         if name == "verify":
-            action.add_argument(
-                "--from",
-                dest="start",
-                type=int,
-                default=0,
-                metavar="T",
-                help="replay from the newest anchor up to round T (default: from theta^(0), or from the "
-                "oldest round that still has its payloads)",
+            add_range(
+                action,
+                "replay from the newest anchor up to round A, and read no manifest before it (default: from "
+                "theta^(0), or from the oldest round that still has its payloads, and all manifests)",
+                "the last round (default: the newest)",
             )
         if name == "rebuild":
             action.add_argument(
@@ -67,65 +68,10 @@ def register(commands: argparse._SubParsersAction) -> None:
     repair.register(actions)
 
 
-def show(args: argparse.Namespace) -> int:
-    from isthmus.protocol.access import open_ledger
-
-    ledger = open_ledger(args.url)
-    rounds = [settled(ledger, t) for t in range(1, ledger.last_round() + 1)]
-    rows = [
-        {
-            "round": manifest.round,
-            "seconds": manifest.seconds,
-            "closer": manifest.closer,
-            "contributors": {entry.replica: round(entry.norm, 6) for entry in manifest.entries},
-            "refused": dict(manifest.refused),
-            "payload_bytes": sum(shard.size for entry in manifest.entries for shard in entry.shards),
-            "anchor_before": manifest.anchor,
-            "void": ledger.repairs.is_void(manifest.round),
-        }
-        for manifest in rounds
-    ]
-    if args.json:
-        print(json.dumps(rows, indent=2))
-        return 0
-    print(f'run "{ledger.run.recipe.name}" ({ledger.run.run_id}), {len(rows)} rounds; norm by contributor')
-    for decision in ledger.repairs.decisions():
-        print(visible(f"{decision}: nothing of it is applied"))
-    for row in rows:
-        norms = "  ".join(f"{name} {norm:.3g}" for name, norm in row["contributors"].items())
-        print(
-            f"{row['round']:>5}  {row['seconds']:7.1f} s  {row['payload_bytes'] / 1e6:8.2f} MB  closed by "
-            f"{row['closer']:<12} {norms}"
-        )
-        for name, reason in row["refused"].items():
-            print(f"       refused {name}: {visible(reason)}")
-    return 0
-
-
-def settled(ledger: "Ledger", t: int) -> "Manifest":
-    manifest = ledger.manifest(t)
-    assert manifest is not None, "rounds are settled one after another"
-    return manifest
-
-
-def verify(args: argparse.Namespace) -> int:
-    from isthmus.protocol.access import open_ledger
-    from isthmus.protocol.audit import audit
-
-    ledger = open_ledger(args.url)
-    last = ledger.last_round()
-    if not last:
-        raise ConfigError("no round of this run is settled yet; there is nothing to verify")
-    if not 0 <= args.start <= last:
-        raise ConfigError(f"round {args.start} is not settled; this run has the rounds 0 to {last}")
-    found = audit(ledger, args.start)
-    print(json.dumps(found.to_dict()) if args.json else "\n".join(found.to_lines()))
-    return 0
-
-
 def rebuild(args: argparse.Namespace) -> int:
     from isthmus.model.checkpoint import save_tensors
     from isthmus.protocol.access import find_member, open_ledger
+    from isthmus.protocol.chain import gone
     from isthmus.protocol.replay import Replay
 
     target = Path(args.to)
@@ -141,8 +87,10 @@ def rebuild(args: argparse.Namespace) -> int:
     if not 0 <= wanted <= last:
         raise ConfigError(f"round {wanted} is not settled; this run has the rounds 0 to {last}")
     replay = Replay(ledger, wanted, args.without, log=lambda text: print(f"isthmus: {text}", file=sys.stderr))
+    ledger.expect(wanted)
     while replay.round < wanted:
-        replay.step()
+        if replay.step() is None:
+            raise gone(replay.round + 1)
     save_tensors(target, replay.anchor)
     facts = {"round": wanted, "without": args.without, "digest": replay.digest(), "file": str(target)}
     left_out = f" without {', '.join(args.without)}" if args.without else ""

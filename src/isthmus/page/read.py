@@ -5,7 +5,9 @@ refusal is a StoreRefused, as a bucket's is: a page goes on without that file.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ from isthmus.store.url import SEGMENT
 
 METRICS_BYTES = 64 << 20  # of metrics.jsonl, its end: some 25,000 rounds
 LINE_BYTES = 1 << 20
+MOST_LISTED = 1_000_000
 T = TypeVar("T")
 
 
@@ -69,11 +72,42 @@ class FolderBucket:
     def get(self, key: str, *, max_bytes: int, deadline: float | None = None) -> bytes | None:
         return self.folder.read(_checked(key), max_bytes)
 
+    def get_dated(self, key: str, *, max_bytes: int, deadline: float | None = None) -> Any:
+        info = self.head(key)  # first: nobody's object looks newer than it is
+        data = self.get(key, max_bytes=max_bytes) if info else None
+        return None if data is None else (data, info)
+
     def head(self, key: str, *, deadline: float | None = None) -> Any:
         from isthmus.store.objects import Info
 
         found = self.folder.stat(_checked(key))
         return found and Info(found.st_size, found.st_mtime)
+
+    def scan(self, prefix: str = "", *, most: int | None = None, deadline: float | None = None) -> Any:
+        """As a store's. A stranger may have filled the folder: no more is listed than `most`."""
+        most = MOST_LISTED if most is None else most
+        keys = list(islice(self._keys(self.folder.find(_checked(prefix.rstrip("/")))), most + 1))
+        if len(keys) > most:
+            raise StoreRefused(f"more than {most} files lie below {prefix}")
+        found = {}
+        for key in sorted(keys):
+            with suppress(StoreRefused):
+                found[key] = self.head(key)
+        return {key: info for key, info in found.items() if info}
+
+    def list(self, prefix: str = "", *, deadline: float | None = None) -> list[str]:
+        return list(self.scan(prefix))
+
+    def together(self, calls: Iterable[Callable[[], T]], at_once: int = 1) -> Any:
+        return [call() for call in calls]
+
+    def _keys(self, folder: Path) -> Iterator[str]:
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    yield from self._keys(Path(entry.path))
+                elif entry.is_file(follow_symlinks=False):
+                    yield Path(entry.path).relative_to(self.folder.root).as_posix()
 
     def foreign(self, read: Callable[[], T]) -> T:
         """As a store's: here every fault is already about one file."""

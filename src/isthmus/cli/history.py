@@ -1,0 +1,124 @@
+"""`isthmus ledger show` and `ledger verify`: what a run's history holds, and whether it is true."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from isthmus.errors import ConfigError
+from isthmus.printing import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from isthmus.protocol.ledger import Ledger, Manifest
+
+SHOWN = 20  # rounds, unless more are asked for
+LINE_SECONDS = 30.0  # between two lines of progress in a log
+
+
+def add_range(action: argparse.ArgumentParser, start: str, end: str) -> None:
+    action.add_argument("--from", dest="start", type=int, metavar="A", help=start)
+    action.add_argument("--to", dest="end", type=int, metavar="B", help=end)
+
+
+def asked_range(args: argparse.Namespace, last: int) -> tuple[int, int]:
+    """(--from or 0, --to or the newest round), refused where there is no such round."""
+    start, end = args.start or 0, last if args.end is None else args.end
+    for t in (start, end):
+        if not 0 <= t <= last:
+            raise ConfigError(f"round {t} is not settled; this run has the rounds 0 to {last}")
+    if start > end:
+        raise ConfigError(f"--from {start} is after --to {end}; give them in order")
+    return start, end
+
+
+def show(args: argparse.Namespace) -> int:
+    from isthmus.protocol.access import open_ledger
+
+    ledger = open_ledger(args.url)
+    last = ledger.last_round()
+    start, end = asked_range(args, last)
+    first = max(1, start)
+    if args.start is None and not (args.all or args.json):
+        first = max(1, end - SHOWN + 1)
+    rows = (row_of(ledger, manifest) for manifest in ledger.between(first, end))
+    if args.json:
+        print(json.dumps(list(rows), indent=2))
+        return 0
+    name, run_id = ledger.run.recipe.name, ledger.run.run_id
+    print(f'run "{name}" ({run_id}), {last} round{"s" * (last != 1)}; norm by contributor')
+    for decision in ledger.repairs.decisions():
+        print(visible(f"{decision}: nothing of it is applied"))
+    for row in rows:
+        norms = "  ".join(f"{name} {norm:.3g}" for name, norm in row["contributors"].items())
+        print(
+            f"{row['round']:>5}  {row['seconds']:7.1f} s  {row['payload_bytes'] / 1e6:8.2f} MB  closed by "
+            f"{row['closer']:<12} {norms}"
+        )
+        for name, reason in row["refused"].items():
+            print(f"       refused {name}: {visible(reason)}")
+    if first > 1 and args.start is None:
+        print(f"rounds {first} to {end} of {last}; --all shows all, --from A --to B others", file=sys.stderr)
+    return 0
+
+
+def row_of(ledger: "Ledger", manifest: "Manifest") -> dict[str, Any]:
+    return {
+        "round": manifest.round,
+        "seconds": manifest.seconds,
+        "closer": manifest.closer,
+        "contributors": {entry.replica: round(entry.norm, 6) for entry in manifest.entries},
+        "refused": dict(manifest.refused),
+        "payload_bytes": sum(shard.size for entry in manifest.entries for shard in entry.shards),
+        "anchor_before": manifest.anchor,
+        "void": ledger.repairs.is_void(manifest.round),
+    }
+
+
+def verify(args: argparse.Namespace) -> int:
+    from isthmus.protocol.access import open_ledger
+    from isthmus.protocol.audit import audit
+
+    ledger = open_ledger(args.url)
+    last = ledger.last_round()
+    if not last:
+        raise ConfigError("no round of this run is settled yet; there is nothing to verify")
+    start, end = asked_range(args, last)
+    with on_stderr("verifying") as tell:
+        found = audit(ledger, start, end, tell)
+    print(json.dumps(found.to_dict()) if args.json else "\n".join(found.to_lines()))
+    return 0
+
+
+@contextmanager
+def on_stderr(
+    label: str, clock: Callable[[], float] = time.monotonic
+) -> "Iterator[Callable[[int, int], None]]":
+    """Hears how many of how many rounds are done: a bar on a terminal, now and then a line in a log."""
+    from isthmus.data.progress import Bar, Progress
+
+    bar: Progress | None = Bar() if sys.stderr.isatty() else None
+    began, next_line, total_shown = clock(), clock() + LINE_SECONDS, 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal next_line, total_shown
+        rate = done / max(clock() - began, 1e-3)
+        words = f"{done:,} of {total:,} rounds, {rate:,.0f} a second, {(total - done) / rate:,.0f} s left"
+        if bar is not None:
+            if total_shown != total:
+                bar.phase(label, total)
+                total_shown = total
+            bar.update(done, words)
+        elif clock() >= next_line and done < total:
+            next_line = clock() + LINE_SECONDS
+            print(f"isthmus: {label}: {words}", file=sys.stderr, flush=True)
+
+    try:
+        yield tell
+    finally:
+        if bar is not None:
+            bar.close()
