@@ -1,6 +1,7 @@
 """theta^(t) from the bucket alone, round by round, bit for bit: for joiners, auditors and the run log."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 
@@ -9,7 +10,7 @@ from isthmus.model.digest import anchor_digest, shard_digests
 from isthmus.model.llama import init_params
 from isthmus.outer import outer_method
 from isthmus.protocol.judge import check_counted, other_start
-from isthmus.protocol.ledger import Ledger, Manifest
+from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused
 from isthmus.store import StoreError
@@ -115,13 +116,12 @@ class Replay:
                 pass
             return self.step()
         updates = {}
-        for entry in manifest.entries:
-            if entry.replica in self.without:
-                continue
+        entries = [entry for entry in manifest.entries if entry.replica not in self.without]
+        packed = self._packed(manifest, entries)
+        for entry in entries:
             try:
-                get, name = self.ledger.counted_shard, entry.replica
-                packed = {shard.index: get(manifest, name, shard) for shard in entry.shards}
-                updates[entry.replica] = unpack_shards(self.ledger, packed, self.outer.codec.unpack_many)
+                shards = {shard.index: _or_raise(packed.pop(0)) for shard in entry.shards}
+                updates[entry.replica] = unpack_shards(self.ledger, shards, self.outer.codec.unpack_many)
             except Refused as reason:
                 repairs.refresh()
                 if repairs.is_void(manifest.round):
@@ -138,6 +138,25 @@ class Replay:
             self.outer.apply(list(updates.values()))
         self.round = manifest.round
         return manifest
+
+    def _packed(self, manifest: Manifest, entries: Sequence[Entry]) -> list[bytes | Refused]:
+        """Every shard that these entries list, one after another, or why it cannot be had; several requests
+        at a time."""
+
+        def read(replica: str, shard: Shard) -> bytes | Refused:
+            try:
+                return self.ledger.counted_shard(manifest, replica, shard)
+            except Refused as reason:
+                return reason
+
+        listed = [partial(read, entry.replica, shard) for entry in entries for shard in entry.shards]
+        return self.ledger.store.together(listed)
+
+
+def _or_raise(data: bytes | Refused) -> bytes:
+    if isinstance(data, Refused):
+        raise data
+    return data
 
 
 def digest_from_bucket(ledger: Ledger, round_number: int) -> str:
