@@ -259,7 +259,7 @@ def test_status_tells_who_is_there_and_whom_the_round_awaits(here: Path, said: S
     rack, edge = facts["members"]
     assert set(rack) == {
         *("replica", "kind", "stages", "state", "heartbeat_age_seconds", "round", "inner_step", "loss"),
-        *("tokens_per_second", "delivered", "waits_for"),
+        *("tokens_per_second", "delivered", "waits_for", "host", "also_on"),
     }
     assert (rack["state"], rack["loss"], rack["delivered"], edge["delivered"]) == (
         "training",
@@ -312,6 +312,9 @@ def test_status_names_what_a_worker_cannot_do_in_the_bucket(here: Path, said: Sa
     assert re.search(rf"^rack waits: {re.escape(why)} \(for 30\d s\)$", text, re.MULTILINE)
     ledger.beat(Heartbeat(state="delivering", awaiting="the manifest of round 1"))  # as in every round
     assert "rack waits" not in said("status", "bucket")[1]
+    ledger.beat(Heartbeat(state="training", host="rack-one", also_on="rack-two (process 8)"))
+    line = "rack runs twice with one key: on rack-one, and on rack-two (process 8); stop one of them"
+    assert line in said("status", "bucket")[1].splitlines()
 
 
 # On a server with identities

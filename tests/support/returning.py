@@ -44,8 +44,8 @@ def the_corpus(name: str) -> Corpus:
 class Seat:
     """One full replica of a run in a folder, brought up again and again on the same private state."""
 
-    def __init__(self, recipe: Recipe, folder: Path, name: str) -> None:
-        self.recipe, self.folder, self.name = recipe, folder, name
+    def __init__(self, recipe: Recipe, folder: Path, name: str, machine: str = "work") -> None:
+        self.recipe, self.folder, self.name, self.machine = recipe, folder, name, machine
         self.background = False  # so that a kill is exactly where it is put
         self.said: list[str] = []
 
@@ -60,7 +60,7 @@ class Seat:
         batches = Batches(corpus.train, self.recipe.seed, self.recipe.num_replicas, inner.batch, context)
         cpu = torch.device("cpu")
         replica = FullReplica(self.recipe, member, batches, device=cpu, precision=inner.precision)
-        work = self.folder / "work" / self.name
+        work = self.folder / self.machine / self.name
         return Trainer(
             self.recipe,
             member,

@@ -28,6 +28,8 @@ class MemberStatus:
     tokens_per_second: float | None
     delivered: bool  # its update of the open round
     waits_for: str = ""  # of a replica whose launcher has no worker now, or that waits for the bucket
+    host: str = ""
+    also_on: str = ""  # where a second machine runs with the same key
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus
                 tokens_per_second=heartbeat and heartbeat.tokens_per_second,
                 delivered=member.name in delivered,
                 waits_for=waits_for,
+                host=heartbeat.host if heartbeat else "",
+                also_on=heartbeat.also_on if heartbeat and state != "silent" else "",
             )
         )
     expected = manifest.members if manifest else [m.replica for m in members]
@@ -143,6 +147,12 @@ def table(found: RunStatus) -> str:
             f"  {'delivered' if m.delivered else '-'}"
         )
     lines += [f"{m.replica} waits: {visible(m.waits_for)}" for m in found.members if m.waits_for]
+    lines += [
+        f"{m.replica} runs twice with one key: on {m.host or 'one machine'}, and on {visible(m.also_on)}; "
+        "stop one of them"
+        for m in found.members
+        if m.also_on
+    ]
     if found.clock_behind_seconds > WRONG_CLOCK_SECONDS:
         lines.append(
             f"this machine's clock is {found.clock_behind_seconds:.0f} s behind the bucket's: what was seen "

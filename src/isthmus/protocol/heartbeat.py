@@ -37,6 +37,7 @@ class Heartbeat:
     farewell: Facts = field(default_factory=Facts)  # what it counted after its last commit
     pid: int = 0
     host: str = ""  # the machine's name, to tell two machines with one key from each other
+    also_on: str = ""  # machine and process of another start with the same key, while it beats
 
     @property
     def gone(self) -> bool:
@@ -73,6 +74,7 @@ class Heartbeat:
             farewell=Facts.from_dict(farewell) if isinstance(farewell, dict) else Facts(),
             pid=count(body, "pid"),
             host=said if re.fullmatch(HOST, said := word(body, "host")) else "",
+            also_on=word(body, "also_on"),
         )
 
 

@@ -20,9 +20,9 @@ LEFT_ALONE = 20.0
 _TOO_LARGE = re.compile(r"its norm \S+ is over \S+ times ")
 
 
-def too_large(norm: float, times: float, whom: str) -> str:
+def too_large(norm: float, factor: float, times_what: str) -> str:
     """Why an update is refused whose norm is too large; it stands in the manifest."""
-    return f"its norm {norm:.3g} is over {times:g} times {whom}"
+    return f"its norm {norm:.3g} is over {factor:g} {times_what}"
 
 
 def is_too_large(reason: str) -> bool:
@@ -68,11 +68,11 @@ def _compare_once(norms: Mapping[str, float], before: Mapping[str, float], limit
     if large | empty == norms.keys():  # the others are gone, and their last norms may be out of date
         out_of_all = {name for name in large if before and norms[name] > LEFT_ALONE * max(before.values())}
         refused |= {
-            name: too_large(norms[name], LEFT_ALONE, "any of the round before") for name in out_of_all
+            name: too_large(norms[name], LEFT_ALONE, "times any of the round before") for name in out_of_all
         }
         large -= out_of_all
         return Comparison(refused, _note(large, len(votes), limit, "only they delivered") if large else "")
-    refused |= {name: too_large(norms[name], limit, f"the median {median:.3g}") for name in large}
+    refused |= {name: too_large(norms[name], limit, f"times the median {median:.3g}") for name in large}
     doubtful = {name for name, norm in norms.items() if limit * lower < norm <= limit * median}
     why = "no majority is smaller"
     return Comparison(refused, _note(doubtful, len(votes), limit, why) if doubtful else "")

@@ -42,6 +42,7 @@ from isthmus.runtime.edge import watched_edge
 from isthmus.runtime.middle import PARAMS, Middle
 from isthmus.runtime.own_record import REFUSALS, OwnRecord
 from isthmus.runtime.private_state import PrivateState, Update
+from isthmus.runtime.same_key import SameKey
 from isthmus.store import StoreError
 from isthmus.subspace.boundaries import BasisSet, as_sent
 
@@ -456,11 +457,13 @@ class HeartbeatThread(threading.Thread):
         super().__init__(daemon=True, name="heartbeat")
         self.trainer, self.incarnation, self.every = trainer, incarnation, every_seconds
         self.ended, self.news, self.num_beats = threading.Event(), threading.Event(), 0
-        self.host = own_host()
+        self.host, self.same_key = own_host(), SameKey(trainer.ledger, incarnation, trainer.log)
 
     def beat(self) -> None:
-        self.num_beats += 1
         status, member = self.trainer.status, self.trainer.member
+        if self.num_beats:
+            self.same_key.look(status.round)
+        self.num_beats += 1
         self.trainer.ledger.beat(
             Heartbeat(
                 incarnation=self.incarnation,
@@ -477,6 +480,7 @@ class HeartbeatThread(threading.Thread):
                 farewell=status.farewell,
                 pid=os.getpid(),
                 host=self.host,
+                also_on=self.same_key.also_on,
             )
         )
 
