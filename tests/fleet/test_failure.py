@@ -30,7 +30,7 @@ from isthmus.runtime.process import LauncherConfig
 from isthmus.runtime.recorder import ANSWER_SECONDS, Recorder
 from isthmus.runtime.restarts import Restarts
 from isthmus.runtime.supervisor import LocalSupervisor
-from isthmus.runtime.waiting import NOTE, WaitingNotes
+from isthmus.runtime.waiting import NOTE, STARTING, WaitingNotes
 from isthmus.store.retry import StoreError
 
 
@@ -251,6 +251,8 @@ def test_the_bucket_hears_at_once_which_incarnation_has_ended(tmp_path):
     notes = WaitingNotes(tmp_path, said.put, every_seconds=1e6)  # nothing here waits for an interval
     notes.start()
     notes.ended("its first start")  # nobody has waited for a worker that never was
+    (tmp_path / "incarnation").write_text(f"{STARTING}01234567")  # nor is who starts again after a stop dead
+    notes.ended("its first start")
     for incarnation in ("first", "second"):  # the second ends before anybody has looked whether it came
         (tmp_path / "incarnation").write_text(incarnation)
         notes.ended("its next start")

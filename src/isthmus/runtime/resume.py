@@ -21,6 +21,7 @@ from isthmus.runlog import REAL, RunDir
 from isthmus.runtime.checks import check_corpus, check_not_taken, check_start
 from isthmus.runtime.process import NOTES, is_running, lock_file, lock_owner
 from isthmus.runtime.supervisor import LocalLauncher, LocalSupervisor
+from isthmus.runtime.waiting import STARTING
 from isthmus.store.retry import StoreError
 
 TIMEOUT_SECONDS = 120.0  # a replica may take so long to start; then the others go on without it
@@ -93,7 +94,7 @@ class StartingHeartbeats(threading.Thread):
     ) -> None:
         super().__init__(daemon=True, name="starting-heartbeats")
         self.supervisor, self.every = supervisor, ledger.run.recipe.bucket.heartbeat_seconds
-        self.incarnation = os.urandom(8).hex()
+        self.incarnation = STARTING + os.urandom(8).hex()
         self.clock, self.deadline = clock, clock() + TIMEOUT_SECONDS
         self.ended, self.num_beats = threading.Event(), 0
         self.starting: dict[LocalLauncher, Ledger] = {}

@@ -20,6 +20,7 @@ from isthmus.reading import read_note
 from isthmus.runlog.facts import MAX_WORD
 
 NOTE = "waiting"  # the same text in the work folder
+STARTING = "starting"  # begins the incarnation under which `train --resume` speaks for who is not up yet
 
 
 class WaitingNotes(threading.Thread):
@@ -46,7 +47,7 @@ class WaitingNotes(threading.Thread):
 
     def ended(self, what: str) -> None:
         """No worker runs now. The bucket is told at once; nobody needs to read of it on a terminal."""
-        if self._incarnation():
+        if (incarnation := self._incarnation()) and not incarnation.startswith(STARTING):
             self._begin(what)
 
     def _begin(self, what: str, next_start_seconds: float = 0.0) -> None:
