@@ -55,7 +55,7 @@ def test_a_replica_that_is_killed_is_seen_to_go_and_to_return(page, tmp_path, tr
         time.sleep(0.01)  # its process is writing it
     os.kill(int(pid), signal.SIGKILL)
     gone = page.until(f"!{list(HEALTHY)}.includes({edge}) && {edge}")
-    assert gone in ("silent", "starting", "catching up")
+    assert gone in ("silent", "waiting", "starting", "catching up")
     page.until("/edge (is gone|was started again)/.test(document.getElementById('events').textContent)")
     page.until(f"{list(HEALTHY)}.includes({edge})")
     page.until(f"{bad} === 0")

@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 from fabricate import make_run, recipe
+from fabricated import Long, removed, resealed
+from little import hasty as hasty
 from made import small
 from servers import start_moto
 
-from isthmus.page.bucket_source import open_folder
 from isthmus.page.charts import CONTROL
 from isthmus.page.prometheus import exposition
 from isthmus.page.rounds import grid
@@ -278,11 +279,46 @@ def test_a_bucket_alone_tells_rounds_members_and_training_losses(settled):
     row = Row.from_manifest(recipe, source.reader.ledger.manifest(1), 0)
     assert (state["sums"]["dense_bytes"]["stages"], row["dense_bytes"]["stages"]) == (0, 0)
     assert state["sums"]["dense_bytes"]["replicas"] == 2 * row["dense_bytes"]["replicas"] > 0
-    # A history is read in pieces where it is long: nothing is shown that was not verified.
-    reader = open_folder(settled.folder / "bucket")
-    raw = Raw(recipe, {}, [], "x", has_bucket=True)
-    reader.look(raw, budget_seconds=-1.0)
-    assert (sorted(raw.settled), raw.behind) == ([1], 1)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_long_history_is_shown_from_its_end_and_read_backwards(any_store_url, tmp_path):
+    """At once the newest rounds; the older ones when there is time, each checked against the one after it."""
+    run = Long(any_store_url, tmp_path, num_rounds=200).settle(150)
+    source, builder = open_source(any_store_url), StateBuilder()
+    raw = source.look(0.0)
+    state = builder.build(raw)
+    assert (sorted(raw.settled), raw.unread, raw.behind) == (list(range(91, 151)), 90, 0)
+    assert state["now"].endswith(
+        "Rounds 1 to 90 are still being read: sums and curves are of those after them."
+    )
+    assert (state["run"]["round"], state["rounds"]["rounds"][-2:]) == (150, [150, 151])
+    newest = raw.rows[-1]
+    assert len(raw.rows) == 60
+    run.settle(151)  # the run goes on meanwhile
+    raw = source.look(0.0)
+    assert (max(raw.settled), raw.unread) == (151, 90)
+    raw = source.look(60.0)
+    assert (sorted(raw.settled), raw.unread) == (list(range(1, 152)), 0)
+    assert "still being read" not in builder.build(raw)["now"]
+    assert [row.round for row in raw.rows] == list(range(1, 152))
+    assert raw.rows[149] == newest  # all took part in all: what was assumed is what was found
+    assert raw.rows == open_source(any_store_url).look(60.0).rows
+    assert raw.settled[5].expected == tuple(run.names)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("spoil", [removed, resealed])
+def test_what_is_wrong_with_the_older_rounds_is_named_and_the_newest_are_shown(folder_url, tmp_path, spoil):
+    run = Long(folder_url, tmp_path, num_rounds=2000).settle(700)
+    spoil(run, 600)
+    source = open_source(folder_url)
+    assert not source.look(0.0).problems
+    raw = source.look(60.0)
+    assert any("manifest 60" in problem for problem in raw.problems)
+    run.settle(702)
+    raw = source.look(60.0)
+    assert (max(raw.settled), raw.unread) == (702, 0)
 
 
 def test_a_forged_manifest_is_named_and_ends_the_history(settled, tmp_path):

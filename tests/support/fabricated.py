@@ -1,5 +1,6 @@
 """A long history without training: manifests signed by all, round after round; the last rounds are real."""
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -116,3 +117,25 @@ def resident_bytes() -> int:
     """What this process holds of the machine's memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+# What can be done to a manifest
+
+
+def forged(run: Long, t: int) -> None:
+    store = run.ledger.store
+    document = json.loads(store.get(manifest_key(t), max_bytes=1 << 22))
+    document["body"]["seconds"] += 1
+    store.put(manifest_key(t), json.dumps(document).encode())
+
+
+def resealed(run: Long, t: int) -> None:
+    """By a closer, and so that nothing but the link of the next one shows it."""
+    store = run.ledger.store
+    body = json.loads(store.get(manifest_key(t), max_bytes=1 << 22))["body"]
+    body["seconds"] += 1
+    store.put(manifest_key(t), run.signers["r-0"].seal("manifest", run.ledger.run.run_id, body))
+
+
+def removed(run: Long, t: int) -> None:
+    run.ledger.store.delete(manifest_key(t))

@@ -48,7 +48,8 @@ def watch(args: argparse.Namespace) -> int:
         if args.tensorboard:
             started = str(watcher.raw.about.get("started") or "")
             watcher.events = EventWriter(Path(args.tensorboard), started)
-            watcher.events.add(watcher.raw.rows)
+            if not watcher.raw.unread:
+                watcher.events.add(watcher.raw.rows)
         watcher.start()
         if not server.local:
             print(

@@ -6,7 +6,6 @@ It only reads. Everything it returns has passed the ledger's checks: signatures,
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ from isthmus.protocol.ledger import Ledger, Manifest, read_run
 from isthmus.protocol.trust import MAX_DOCUMENT_BYTES
 from isthmus.reading import parse_json
 from isthmus.runlog import Row
-from isthmus.runlog.clean import text
+from isthmus.runlog.clean import clean_rows, text
 from isthmus.store.objects import open_store
 from isthmus.store.retry import StoreError, StoreRefused
 from isthmus.store.url import parse_url
 
 CLOSE_LOOKS = 10.0  # seconds between two looks, up to which a change between them tells the store's clock
 UNSETTLED = 3  # rounds back to which a late update is looked for again and again
-LOOK_BACK = 200  # rounds back to which it is looked for at all
+SHOWN = 60  # rounds that the page shows one by one: so many are read at once
 
 
 def open_folder(path: Path, wall: Callable[[], float] = time.time) -> "BucketReader":
@@ -60,130 +59,144 @@ def _open(store: Any, wall: Callable[[], float]) -> "BucketReader":
 
 
 class BucketReader:
-    """What a page knows of a bucket; each look asks only for what may have changed."""
+    """What a page knows of a bucket; each look asks only for what may have changed.
+
+    It begins with the newest rounds and follows the run from there. The rounds before them are read when
+    there is time, newest first.
+    """
 
     def __init__(self, ledger: Ledger, wall: Callable[[], float] = time.time) -> None:
         self.ledger, self.recipe, self.wall = ledger, ledger.run.recipe, wall
+        self.older = Ledger(ledger.store, ledger.run)  # each keeps only what it read last
         self.run_id = ledger.run.run_id
         self.names = [member.name for member in self.recipe.fleet()]
-        self.done = 0  # the newest manifest that was read
+        self.first = self.done = 0  # the oldest and the newest manifest that were read, and all between
+        self.before = ""  # digest of the manifest before them
         self.newest = 0  # the newest that is known to be there
         self.settled_unix: float | None = None
         self.modified: dict[str, float] = {}  # replica -> Last-Modified of its heartbeat
         self.skew: float | None = None  # our clock minus the store's, as far as it is known
         self.looked = 0.0
         self.settled: dict[int, Settled] = {}
-        self.reported: list[Row] = []  # one for each settled round
+        self.rows: dict[int, Row] = {}  # one for each settled round; `tokens` are its own
         self.late: set[tuple[int, str]] = set()
         self.judged: set[int] = set()
-        self.fault = ""
-        self.pool = ThreadPoolExecutor(8, thread_name_prefix="bucket")
+        self.fault = self.older_fault = ""
+
+    @property
+    def unread(self) -> int:
+        """Rounds before the oldest that was read."""
+        return max(0, self.first - 1)
 
     def look(self, raw: Raw, budget_seconds: float) -> None:
         raw.has_bucket = True
-        began = time.monotonic()
+        deadline = time.monotonic() + budget_seconds
+        begins = not self.done
         try:
-            if not self.fault:
-                self._advance(began + budget_seconds)
             self._read_heartbeats(raw)
-            self._find_late()
+            if not self.fault:
+                self._advance([seen.heartbeat.round for seen in raw.heartbeats.values()], deadline)
+                self._read_older(deadline)
+            if not begins or time.monotonic() < deadline:
+                self._find_late(deadline)
             if self.done == self.newest < self.recipe.outer.rounds:
-                there = self.pool.map(lambda name: self.ledger.has_commit(name, self.done + 1), self.names)
-                raw.delivered = tuple(n for n, found in zip(self.names, there, strict=True) if found)
+                there = self.ledger.committed(self.done + 1)
+                raw.delivered = tuple(name for name in self.names if name in there)
         except StoreError as error:
             raw.problems.append(f"the bucket does not answer: {error}")
         except (RunError, StoreRefused) as error:  # after a manifest that is not to be trusted nothing counts
             self.fault = text(error)
-        raw.problems += [self.fault] if self.fault else []
-        for t in self.ledger.manifests.keys() - self.settled.keys():
-            self.settled[t] = self._settled(self.ledger.manifests[t])
+        raw.problems += [fault for fault in (self.fault, self.older_fault) if fault]
         raw.settled = dict(self.settled)
         raw.late, raw.behind = frozenset(self.late), self.newest - self.done
+        raw.unread = 0 if self.older_fault else self.unread
         raw.heard(None if self.settled_unix is None else self._here(self.settled_unix))
 
-    def _advance(self, deadline: float) -> None:
-        """Read settled rounds until there are no more or the time is up; the rest comes next time."""
+    def _advance(self, claims: list[int], deadline: float) -> None:
+        """Read the newest rounds, then those that are settled since; what there is no time for comes next
+        time."""
         if self.newest <= self.done:
-            self.newest = self._newest()
+            self.newest = self.ledger.last_round(claims)
         started = self.done
-        while self.done < self.newest and (time.monotonic() < deadline or self.done == started):
-            if self.ledger.manifest(self.done + 1) is None:
+        begin = started + 1 if started else max(1, self.newest - SHOWN + 1)
+        for manifest in self.ledger.between(begin, self.newest):
+            self._add(manifest, self.ledger)
+            if not self.first:
+                self.first, self.before = manifest.round, manifest.previous
+            self.done = manifest.round
+            if started and time.monotonic() > deadline:
                 break
-            self.done += 1
         if self.done > started:
             self.settled_unix = self.ledger.settled_at(self.done)
 
-    def _newest(self) -> int:
-        """Without a listing, which may be long: rounds follow each other, so doubling steps find the last."""
-        low, step = self.done, 1
-        while low + step <= self.recipe.outer.rounds and self.ledger.settled_at(low + step) is not None:
-            low, step = low + step, 2 * step
-        while step > 1:
-            step //= 2
-            if low + step <= self.recipe.outer.rounds and self.ledger.settled_at(low + step) is not None:
-                low += step
-        return low
+    def _read_older(self, deadline: float) -> None:
+        while self.first > 1 and not self.older_fault and time.monotonic() < deadline:
+            begin = max(1, self.first - SHOWN)
+            self.older.chain[self.first - 1] = self.before  # so that the link between the two is checked
+            try:
+                read = list(self.older.between(begin, self.first - 1))
+            except (RunError, StoreRefused) as error:
+                if isinstance(error, StoreError):
+                    raise
+                self.older_fault = text(error)
+                return
+            for manifest in read:
+                self._add(manifest, self.older)
+            self.first, self.before = begin, read[0].previous
 
-    def _read_heartbeats(self, raw: Raw) -> None:
-        now, before = self.wall(), dict(self.modified)
-        found: dict[str, Heartbeat] = {}
-        for name, beat in zip(self.names, self.pool.map(self.ledger.heartbeat, self.names), strict=True):
-            if beat is None:
-                continue
-            found[name], modified = beat
-            fresh = name in before and before[name] != modified and now - self.looked < CLOSE_LOOKS
-            if fresh:  # written between our last look and this one: it tells how far the clocks are apart
-                gap = now - modified
-                self.skew = gap if self.skew is None else min(self.skew, gap)
-            self.modified[name] = modified
-        self.looked = now
-        for name, heartbeat in found.items():
-            raw.heartbeats[name] = SeenHeartbeat(heartbeat, self._here(self.modified[name]))
-            raw.heard(raw.heartbeats[name].seen_unix)
-        for name, waiting in zip(self.names, self.pool.map(self._waiting, self.names), strict=True):
-            if waiting:
-                said, written = waiting
-                last = found.get(name, Heartbeat())
-                told = replace(
-                    last, state=WAITING, awaiting=said.awaiting, waited_seconds=said.waited_seconds
-                )
-                raw.heartbeats[name] = SeenHeartbeat(told, self._here(written))
-                raw.heard(raw.heartbeats[name].seen_unix)
-
-    def _waiting(self, name: str) -> tuple[Heartbeat, float] | None:
-        return self.ledger.waiting(name, self.modified.get(name), self.wall() - (self.skew or 0.0))
-
-    def _here(self, store_unix: float) -> float:
-        """A time of the store by this machine's clock, and never in the future."""
-        return min(self.wall(), store_unix + (self.skew or 0.0))
-
-    def _find_late(self) -> None:
-        """Updates that were delivered and did not count, because their round was settled without them."""
-        for t in range(max(1, self.done - LOOK_BACK), self.done + 1):
-            if t in self.judged:
-                continue
-            manifest = self.ledger.manifests.get(t)
-            if manifest is not None:
-                known = {e.replica for e in manifest.entries} | {name for name, _ in manifest.refused}
-                missing = [name for name in self.names if name not in known and (t, name) not in self.late]
-                there = self.pool.map(lambda name, t=t: self.ledger.has_commit(name, t), missing)
-                self.late |= {(t, name) for name, found in zip(missing, there, strict=True) if found}
-            if t <= self.done - UNSETTLED:
-                self.judged.add(t)
-
-    def _settled(self, manifest: Manifest) -> Settled:
-        before = self.ledger.manifests.get(manifest.round - 1)
-        return Settled(
+    def _add(self, manifest: Manifest, ledger: Ledger) -> None:
+        before = ledger.known(manifest.round - 1)
+        self.settled[manifest.round] = Settled(
             manifest.round,
             tuple(entry.replica for entry in manifest.entries),
             {text(name, 80): text(reason) for name, reason in manifest.refused},
             before.members if before else tuple(self.names),
             manifest.seconds if math.isfinite(manifest.seconds) else 0.0,
         )
+        row = Row.from_manifest(self.recipe, manifest, 0)
+        self.rows[manifest.round] = clean_rows([row], self.recipe)[0][0]
 
-    def rows(self) -> list[Row]:
-        """Rows as `train` writes them, without what only a recorder measures: held-out losses and bias."""
-        for t in range(len(self.reported) + 1, len(self.ledger.manifests) + 1):
-            before = self.reported[-1].tokens if self.reported else 0
-            self.reported.append(Row.from_manifest(self.recipe, self.ledger.manifests[t], before))
-        return self.reported
+    def _read_heartbeats(self, raw: Raw) -> None:
+        now, before = self.wall(), dict(self.modified)
+        beats, waits = self.ledger.heartbeats(now - (self.skew or 0.0))
+        for name, (_, modified) in beats.items():
+            fresh = name in before and before[name] != modified and now - self.looked < CLOSE_LOOKS
+            if fresh:  # written between our last look and this one: it tells how far the clocks are apart
+                gap = now - modified
+                self.skew = gap if self.skew is None else min(self.skew, gap)
+            self.modified[name] = modified
+        self.looked = now
+        for name, (heartbeat, modified) in beats.items():
+            raw.heartbeats[name] = SeenHeartbeat(heartbeat, self._here(modified))
+            raw.heard(raw.heartbeats[name].seen_unix)
+        for name, (said, written) in waits.items():
+            last = beats[name][0] if name in beats else Heartbeat()
+            told = replace(last, state=WAITING, awaiting=said.awaiting, waited_seconds=said.waited_seconds)
+            raw.heartbeats[name] = SeenHeartbeat(told, self._here(written))
+            raw.heard(raw.heartbeats[name].seen_unix)
+
+    def _here(self, store_unix: float) -> float:
+        """A time of the store by this machine's clock, and never in the future."""
+        return min(self.wall(), store_unix + (self.skew or 0.0))
+
+    def _find_late(self, deadline: float) -> None:
+        """Updates that were delivered and did not count, because their round was settled without them."""
+        for t in range(self.done, max(self.first, self.done - SHOWN + 1, 1) - 1, -1):
+            if t in self.judged or time.monotonic() > deadline:
+                continue
+            known = {*self.settled[t].counted, *self.settled[t].refused}
+            missing = [name for name in self.names if name not in known and (t, name) not in self.late]
+            if missing:
+                there = self.ledger.committed(t)
+                self.late |= {(t, name) for name in missing if name in there}
+            if t <= self.done - UNSETTLED:
+                self.judged.add(t)
+
+    def all_rows(self) -> list[Row]:
+        """Rows as `train` writes them, without what only a recorder measures: held-out losses and bias. Of
+        rounds that are not read yet, all are taken to have contributed."""
+        tokens, found = self.unread * self.recipe.round_tokens, []
+        for t in range(self.first, self.done + 1) if self.done else ():
+            tokens += self.rows[t].tokens
+            found.append(replace(self.rows[t], tokens=tokens))
+        return found

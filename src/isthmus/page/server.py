@@ -22,6 +22,7 @@ from isthmus.page.tensorboard import EventWriter
 
 LOOK_SECONDS = 1.0  # between looks at a folder, while requests come
 FAR_SECONDS = 3.0  # at a bucket that is elsewhere
+LOOK_BUDGET = 2.0  # seconds of a look in which older rounds are read
 SLOWEST_SECONDS = 6.0  # between looks that take long
 TIMEOUT_SECONDS = 1.5  # that a request waits for a fresh state
 MOST_CONNECTIONS = 64
@@ -50,11 +51,11 @@ class Watcher(threading.Thread):
         self.fault = ""
         self.state: State = {}
         self.body, self.etag = b"", ""
-        self._look()
+        self._look(0.0)  # at once: what takes longer comes with the next looks
 
-    def _look(self) -> None:
+    def _look(self, budget_seconds: float = LOOK_BUDGET) -> None:
         began = time.monotonic()
-        raw = self.source.look()
+        raw = self.source.look(budget_seconds)
         state = self.builder.build(raw)
         body = json.dumps(state, allow_nan=False, separators=(",", ":")).encode()
         with self.fresh:
@@ -64,13 +65,14 @@ class Watcher(threading.Thread):
             # A new row of a very long run takes seconds to draw: the machine may have other work.
             self.every = min(max(self.least, 2 * (self.looked - began)), SLOWEST_SECONDS)
             self.fresh.notify_all()
-        if self.events:
+        if self.events and not raw.unread:  # which are written in order
             self.events.add(raw.rows)
 
     def run(self) -> None:
         while True:
             # Files for TensorBoard are written also while no page is open.
-            self.wanted.wait(None if self.events is None else self.every)
+            if not self.raw.unread:
+                self.wanted.wait(None if self.events is None else self.every)
             self.wanted.clear()
             time.sleep(max(0.0, self.looked + self.every - time.monotonic()))
             try:

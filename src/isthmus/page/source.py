@@ -15,7 +15,7 @@ from isthmus.page.tail import MetricsFile
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.reading import DOCUMENT_BYTES
 from isthmus.runlog import REAL, About, Row
-from isthmus.runlog.clean import clean_rows, shown_about
+from isthmus.runlog.clean import shown_about
 from isthmus.store.retry import StoreRefused
 
 if TYPE_CHECKING:  # a run directory without a bucket needs neither ledger nor store
@@ -66,7 +66,8 @@ class Raw:
     delivered: tuple[str, ...] = ()  # updates of the open round
     late: frozenset[tuple[int, str]] = frozenset()
     problems: list[str] = field(default_factory=list)
-    behind: int = 0  # settled rounds that have not been read yet
+    behind: int = 0  # settled rounds after those that were read
+    unread: int = 0  # and before them; they are read when there is time
 
     @property
     def real(self) -> bool:
@@ -176,9 +177,8 @@ class BucketSource:
     def look(self, budget_seconds: float = 2.0) -> Raw:
         raw = Raw(self.recipe, {}, [], self.where, has_bucket=True)
         self.reader.look(raw, budget_seconds)
-        found = self.reader.rows()
-        if len(found) > len(self.rows):  # settled rounds stay as they are
-            self.rows = [*self.rows, *clean_rows(found[len(self.rows) :], self.recipe)[0]]
+        if len(self.reader.rows) > len(self.rows):  # settled rounds stay as they are
+            self.rows = self.reader.all_rows()
         raw.rows = self.rows
         gone = [seen.heartbeat.gone for seen in raw.heartbeats.values()]
         status = "running"

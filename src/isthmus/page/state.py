@@ -59,9 +59,10 @@ class StateBuilder:
                 "real": raw.real,
                 "left": left and duration(left),
                 "behind": raw.behind,
+                "unread": raw.unread,
             },
             "heard_unix": raw.heard_unix and round(raw.heard_unix),
-            "now": now_in_words(raw, members, done, status),
+            "now": now_in_words(raw, members, done, status) + unread_in_words(raw),
             "bands": [words for _, words in replicas.BANDS],
             "replicas": members,
             "drawn": MOST_DRAWN,
@@ -147,6 +148,13 @@ def _safely(make: Callable[[], Any], otherwise: Any, what: str, problems: list[s
 
 def started(raw: Raw) -> str:
     return str(raw.about.get("started") or "")[:16].replace("T", " ")
+
+
+def unread_in_words(raw: Raw) -> str:
+    """What the sums and curves do not have yet."""
+    if not raw.unread or (raw.rows and raw.rows[0].round <= 1):
+        return ""
+    return f" Rounds 1 to {raw.unread:,} are still being read: sums and curves are of those after them."
 
 
 def now_in_words(raw: Raw, members: list[State], done: int, status: str) -> str:

@@ -115,7 +115,7 @@ class Chain:
             if len(sealed) > self.manifest_limit:
                 raise Refused(f"it has {len(sealed)} bytes; at most {self.manifest_limit} are accepted")
             self._check_entries(manifest)
-            self._check_norms(manifest, self._known(manifest.round - 1))
+            self._check_norms(manifest, self.known(manifest.round - 1))
         except Refused as reason:
             raise RunError(
                 f"round {manifest.round} cannot be closed: its manifest would not be taken: {reason}"
@@ -138,7 +138,7 @@ class Chain:
             return found
         if not 0 < round_number <= self.run.recipe.outer.rounds:
             return None  # whatever lies there is not of this run
-        before = self._known(round_number - 1)
+        before = self.known(round_number - 1)
         begins = before is None and round_number > 1
         read = self._load(round_number - begins, round_number)
         if begins:
@@ -167,7 +167,8 @@ class Chain:
         """The manifests up to `last` will be asked for in order, so several are read at a time."""
         self._expected = last
 
-    def _known(self, round_number: int) -> Manifest | None:
+    def known(self, round_number: int) -> Manifest | None:
+        """Without a request; also the one before the first that was asked for."""
         return self.manifests.get(round_number) or self._begun.get(round_number)
 
     def _begin(self, round_number: int, read: Mapping[int, bytes]) -> Manifest | None:
