@@ -26,7 +26,7 @@ def give(round_number: int, *replicas: Replica) -> None:
 
 
 def closes(replica: Replica, round_number: int) -> bool:
-    replica.exchange.closer.presence.answers.clear()
+    replica.exchange.closer.presence.look_again()
     return replica.exchange.closer.attempt(round_number, replica.exchange.anchor)
 
 
@@ -143,7 +143,7 @@ def silent(a: Replica, between: Callable[[], None] | None = None) -> bool:
     """Does the closer come to hold c for silent? `between` looks, c's heartbeat is written anew."""
     presence, path = a.exchange.closer.presence, Path(a.ledger.store.url, "members/c/live.json")
     for _ in range(40):
-        presence.answers.clear()
+        presence.look_again()
         if not presence.alive("c", 2):
             return True
         presence.clock.now += 1
@@ -191,16 +191,16 @@ def test_an_old_heartbeat_of_an_older_start_is_no_sign_of_life_nor_of_leaving(
     a, _, c = started(folder_url, tmp_path)
     presence = a.exchange.closer.presence
     c.beat("left", incarnation="old", beat=90)
-    presence.answers.clear()
+    presence.look_again()
     assert not presence.alive("c", 2)
     old = beat_bytes(c)
     c.beat(incarnation="new", beat=1)
-    presence.answers.clear()
+    presence.look_again()
     assert presence.alive("c", 2)
     a.ledger.store.put("members/c/live.json", old)
-    presence.answers.clear()
+    presence.look_again()
     assert presence.alive("c", 2)  # it does not leave by that
-    assert not presence.leaving("c")
+    assert not presence.is_behind("c")
     assert silent(a, lambda: a.ledger.store.put("members/c/live.json", old))  # nor does it live by that
 
 

@@ -12,8 +12,8 @@ from little import RECIPE, Clock, Little, Replica, at_once
 from little import hasty as hasty
 
 from isthmus.errors import Diverged, RunError
-from isthmus.protocol import closer as closer_module
 from isthmus.protocol.replay import Replay, digest_from_bucket
+from isthmus.protocol.verdicts import MOST_VERDICTS
 from isthmus.store import Store, StoreError
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -39,7 +39,7 @@ def give(round_number: int, *replicas: Replica) -> None:
 
 
 def closes(replica: Replica, round_number: int = 1) -> bool:
-    replica.exchange.closer.presence.answers.clear()
+    replica.exchange.closer.presence.look_again()
     return replica.exchange.closer.attempt(round_number, replica.exchange.anchor)
 
 
@@ -233,7 +233,7 @@ def test_commits_repeated_with_new_shards_are_judged_a_few_times_and_fill_no_mem
         assert not closes(a)
         assert sum(map(len, a.exchange.reader.cache.values())) <= 2 * one
     documents = 20 * 2000
-    assert a.ledger.store.bytes_received - received < closer_module.MOST_VERDICTS * one + documents
+    assert a.ledger.store.bytes_received - received < MOST_VERDICTS * one + documents
     give(1, d)
     assert closes(a)
     assert [entry.replica for entry in a.ledger.manifest(1).entries] == ["a", "b", "d"]

@@ -212,7 +212,7 @@ def _state(member: Member, raw: Raw, now: float) -> tuple[str, str]:
     lead = files[0].pid if files and files[0].stage == 0 else 0
     if lead and seen and seen.heartbeat.pid not in (0, lead):
         return "starting", "a new process has taken over and has not sent a heartbeat yet"
-    limit = silent_after(raw.recipe)
+    limit = silent_after(raw.recipe, seen.heartbeat if seen else None)
     if seen and not files and now - seen.seen_unix > limit:
         return "silent", f"no heartbeat for more than {limit:g} s"
     if seen and seen.heartbeat.waits:

@@ -1,43 +1,27 @@
-"""Closing a round: verify every commit, decide when to stop waiting, create the manifest."""
+"""Closing a round: decide when to stop waiting, and create the manifest.
 
+One closer works at a time: the first in line. The others wait for the manifest as every member does, look
+once in a while, and step in when the first is late. Put-if-absent lets one manifest win.
+"""
+
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from isthmus.errors import Diverged, RunError
-from isthmus.printing import visible
-from isthmus.protocol.documents import MOST_REASON
-from isthmus.protocol.judge import judge
+from isthmus.errors import Diverged
+from isthmus.layout.requests import LONGEST_LOOK_SECONDS, LONGEST_SECONDS, STEP_IN_SECONDS
 from isthmus.protocol.ledger import Entry, Ledger, Manifest
 from isthmus.protocol.members import Members
-from isthmus.protocol.norms import compare_norms
 from isthmus.protocol.presence import Presence
 from isthmus.protocol.shards import ShardReader
-from isthmus.protocol.signs import SignReader, compare_signs
-from isthmus.protocol.trust import OtherAnchor, Refused, sha256
-from isthmus.sparse import SparseChunks
-from isthmus.store import StoreRefused, Unreadable
+from isthmus.protocol.verdicts import Verdicts
 
-STEP_IN_SECONDS = 3.0  # the next closer in line waits this much longer
-MOST_VERDICTS = 3  # on commits of one replica in a round, of which all but the last were refused
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """On a replica's commit. The first that is good stands, whatever its author puts there later."""
-
-    commit: str  # its hash
-    result: Entry | Refused
-    number: int  # of the replica's verdicts in this round
+FEW = 8  # an eighth of the members
 
 
 class Closer:
-    """One replica's judgement of a round. Every closer may judge; put-if-absent lets one manifest win."""
+    """One replica's part in closing rounds."""
 
     def __init__(
         self,
@@ -48,59 +32,99 @@ class Closer:
         replayed: Callable[[int], str] = lambda round_number: "",
     ) -> None:
         """`replayed` gives the digest of theta^(t) from the bucket alone, or "" where that cannot be had."""
-        self.ledger, self.reader, self.log, self.clock, self.replayed = ledger, reader, log, clock, replayed
+        self.ledger, self.log, self.clock, self.replayed = ledger, log, clock, replayed
         self.recipe = ledger.run.recipe
         self.own = ledger.signer.replica
         self.presence, self.members = Presence(ledger, clock), Members(ledger)
+        self.verdicts = Verdicts(ledger, reader)
         self.names = self.members.names
         self.round = 0
         self.closable_since: float | None = None
+        self.looked = self.next_look = -math.inf  # this closer's last look at the round, and its next
+        self.next_question = -math.inf  # when commits are asked for that are not listed
+        self.beaten = False  # another's manifest was there when we had made ours
         self.away = 0.0  # seconds of the open round that its deadline does not count
-        self.verdicts: dict[str, Verdict] = {}  # by replica
-        self.sign_reader, self.signs = SignReader(self.recipe), dict[str, Tensor]()  # of those who are good
-        self.note = ""  # what the last judgement says of those who differ and were not refused
+        self.down: set[str] = set()  # whose workers have ended in this round: it is too late for them
         self.said = ""  # about the anchors of others, as it was last logged
         self.found: str | None = None  # digest of the round's start as the bucket gives it, once it was asked
         self.liars: set[str] = set()  # who signed an anchor that the bucket does not give
 
+    def pause(self, usual: float) -> float:
+        """Seconds until the next attempt; the first in line looks as often as a member does, or more."""
+        return max(0.0, self.next_look - self.clock()) or min(LONGEST_SECONDS, usual)
+
     def attempt(self, round_number: int, anchor: str) -> bool:
         """Close the round if it can be closed now; True when our manifest is the one."""
         if round_number != self.round:
-            self.away = 0.0 if self.round else self.presence.absence(round_number)
-            self.round, self.closable_since, self.said, self.found = round_number, None, "", None
-            self.verdicts.clear()
-            self.signs.clear()
-            self.presence.answers.clear()
+            self._begin(round_number)
+        turn = self._turn(round_number)
+        if turn and self.clock() < self.next_look:
+            return False
         previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
         members = self.members.awaited(round_number)
-        self.presence.store_answered()
-        commits, faults = self._commits()
-        now = self.presence.store_answered()
-        turn = self._turn(round_number)
-        if turn == 0:  # the first in line reads updates while it waits for the rest
-            self._judge(commits, anchor)
-        if not self._may_close(members, commits.keys() | self._good(), faults, previous):
-            self.closable_since = None
+        self.verdicts.look()
+        if turn == 0:  # it reads updates while it waits for the rest
+            self._ask_for_few(members)
+            self._judge(anchor)
+        if not self._in_time(
+            turn, self._may_close(members, self.verdicts.there, self.verdicts.faults, previous)
+        ):
             return False
-        self.closable_since = now if self.closable_since is None else self.closable_since
-        if now < self.closable_since + STEP_IN_SECONDS * turn:
+        # A listing may lag: nobody is left out who was not asked for.
+        self.verdicts.ask(name for name in members if name not in self.verdicts.there)
+        self._judge(anchor)
+        if not self._holds(anchor, members):
             return False
-        self._judge(commits, anchor)
-        if not self._holds(anchor, members, faults):
-            return False
-        accepted, refused = self._compare(previous)
-        refused |= {name: reason for name, reason in faults.items() if name not in accepted}
+        accepted, refused = self.verdicts.compare(previous)
+        refused |= {name: reason for name, reason in self.verdicts.faults.items() if name not in accepted}
         if not self._may_close(members, accepted, refused, previous):
             return False
         return self._settle(anchor, members, accepted, refused)
+
+    def _begin(self, round_number: int) -> None:
+        self.away = 0.0 if self.round else self.presence.absence(round_number)
+        self.round, self.closable_since, self.said, self.found = round_number, None, "", None
+        self.looked, self.next_look, self.next_question = self.clock(), -math.inf, -math.inf
+        self.beaten = False
+        self.down.clear()
+        self.verdicts.begin(round_number)
+        self.members.begin()
+        self.presence.answers.clear()
+
+    def _ask_for_few(self, members: Sequence[str]) -> None:
+        """Where few are missing, they are asked for now and then: what is no object is in no listing, and its
+        author would be waited for."""
+        missing = [name for name in members if name not in self.verdicts.there]
+        if len(missing) <= max(1, len(members) // FEW) and self.clock() >= self.next_question:
+            self.next_question = self.clock() + LONGEST_LOOK_SECONDS
+            self.verdicts.ask(missing)
+
+    def _judge(self, anchor: str) -> None:
+        self.verdicts.fetch()
+        self.verdicts.judge(anchor)
+
+    def _in_time(self, turn: int, closable: bool) -> bool:
+        """May we close it now? A closer in line gives each one before it some seconds, from when the round
+        could be closed, and looks no more often than that."""
+        now, before, self.looked = self.clock(), self.looked, self.clock()
+        if not closable:
+            self.closable_since = None
+            self.next_look = now + min(STEP_IN_SECONDS * turn, LONGEST_LOOK_SECONDS)
+            return False
+        if self.closable_since is None:  # since our last look, or since the last commit came
+            came = max((i.modified_unix_seconds for i in self.verdicts.listed.values()), default=math.inf)
+            age = self.presence.store_now() - came if turn else 0.0
+            self.closable_since = max(before, now - max(0.0, age))
+        self.next_look = self.closable_since + STEP_IN_SECONDS * turn
+        return now >= self.next_look
 
     def _settle(
         self, anchor: str, members: Sequence[str], accepted: Mapping[str, Entry], refused: Mapping[str, str]
     ) -> bool:
         """Create the manifest; True when ours is the one."""
         missing = [name for name in members if name not in accepted and name not in refused]
-        alive = [name for name in missing if self.presence.alive(name, self.round)]
-        following = self._next_members(accepted)
+        alive = self.presence.alive_of(missing, self.round)
+        following = self._next_members(accepted, alive)
         seconds = self.presence.store_now() - self.presence.opened(self.round)
         manifest = Manifest(
             round=self.round,
@@ -112,78 +136,19 @@ class Closer:
             seconds=round(seconds, 3),
         )
         if not self.ledger.create_manifest(manifest):
+            self.beaten = True
             return False
         news = [f"refused {name}: {reason}" for name, reason in refused.items()]
         given_up = [name for name in alive if name not in following]
         news += [f"{name} lives and does not deliver; it is no longer awaited" for name in given_up]
-        news += [self.note] if self.note else []
+        news += [self.verdicts.note] if self.verdicts.note else []
         for words in news:
             self.log(f"round {self.round}: {words}")
         return True
 
-    # Judging
+    # Which anchor
 
-    def _commits(self) -> tuple[dict[str, bytes], dict[str, str]]:
-        """The commits that are still to be judged, and why some objects in their place cannot be read."""
-        commits: dict[str, bytes] = {}
-        faults: dict[str, str] = {}
-        unreadable = []
-        good = self._good()
-        for name in self.names:
-            if name in good:
-                continue
-            try:
-                data = self.ledger.get_commit(name, self.round)
-            except StoreRefused as error:
-                faults[name] = _printable(f"the commit: {error}")
-                unreadable += [error] if isinstance(error, Unreadable) else []
-                continue
-            if data is not None:
-                commits[name] = data
-        if len(unreadable) > 1 and not (commits.keys() | self._good()) - {self.own}:
-            raise RunError(
-                f"no commit of another replica can be read: are these credentials right? {unreadable[0]}"
-            )
-        return commits, faults
-
-    def _judge(self, commits: Mapping[str, bytes], anchor: str) -> None:
-        """One verdict for each replica. A commit that replaces a refused one is judged too, a few times."""
-        fresh = {name: data for name, data in commits.items() if self._to_judge(name, data)}
-        for name, data in fresh.items():
-            with suppress(Refused):  # `judge` will say so
-                entry = self.ledger.check_commit(data, name, self.round, anchor)
-                self.reader.copy_ahead(self.round, [(name, shard) for shard in entry.shards])
-        for name, data in fresh.items():
-            before, result = self.verdicts.get(name), self._verdict(data, name, anchor)
-            self.verdicts[name] = Verdict(sha256(data), result, before.number + 1 if before else 1)
-            if isinstance(result, Refused):
-                self.reader.drop(name)
-
-    def _to_judge(self, name: str, data: bytes) -> bool:
-        before = self.verdicts.get(name)
-        if before is None:
-            return True
-        stands = isinstance(before.result, Entry) or before.number == MOST_VERDICTS
-        return not stands and before.commit != sha256(data)
-
-    def _verdict(self, data: bytes, name: str, anchor: str) -> Entry | Refused:
-        signs: list[Tensor] = []
-
-        def note(payloads: Mapping[str, SparseChunks]) -> None:
-            signs.append(self.sign_reader.read(payloads))
-
-        try:
-            entry = judge(self.ledger, data, name, self.round, anchor, self.reader.judged, note)
-            self.signs[name] = torch.cat(signs)
-            return entry
-        except Refused as reason:
-            reason.__context__ = None  # with their frames, both would keep the payload alive
-            return reason.with_traceback(None)
-
-    def _good(self) -> dict[str, Entry]:
-        return {name: v.result for name, v in self.verdicts.items() if isinstance(v.result, Entry)}
-
-    def _holds(self, anchor: str, members: Sequence[str], faults: Collection[str]) -> bool:
+    def _holds(self, anchor: str, members: Sequence[str]) -> bool:
         """Does the round start from our anchor? False: leave it open and wait. Diverged: it is not ours.
 
         Asked when the round could close, not before: whoever is quick is not the majority. Where as many
@@ -192,10 +157,10 @@ class Closer:
         decide: more than half of all who are there, those who delivered and the members who still may.
         Half is not enough, and whoever creates the manifest first settles it.
         """
-        good, others = self._good(), defaultdict[str, set[str]](set)
-        for name, verdict in self.verdicts.items():
-            if isinstance(verdict.result, OtherAnchor) and name not in self.liars:
-                others[verdict.result.anchor].add(name)
+        good, others = self.verdicts.good(), defaultdict[str, set[str]](set)
+        for name, other in self.verdicts.other_anchors().items():
+            if name not in self.liars:
+                others[other].add(name)
         most = max(map(len, others.values()), default=0)
         if not most or most < len(good):
             return True
@@ -208,8 +173,8 @@ class Closer:
             return True
         if not found and most == len(good):
             return True
-        there = self.verdicts.keys() | set(faults)
-        there |= {name for name in members if name not in there and self.presence.alive(name, self.round)}
+        there = self.verdicts.given.keys() | self.verdicts.faults.keys()
+        there |= set(self.presence.alive_of([name for name in members if name not in there], self.round))
         if found or 2 * most > len(there):
             raise Diverged(
                 f"replica {self.own} holds another anchor than {most} of those who gave to round "
@@ -226,23 +191,6 @@ class Closer:
             self.said = words
             self.log(f"round {self.round}: {words}")
 
-    def _compare(self, previous: Manifest | None) -> tuple[dict[str, Entry], dict[str, str]]:
-        """(accepted, refused with the reason) of all that was judged."""
-        good = self._good()
-        refused = {
-            name: _printable(str(v.result))
-            for name, v in self.verdicts.items()
-            if isinstance(v.result, Refused)
-        }
-        # Norms last: a reader, who sees only what is listed, compares them again and must come to the same.
-        refused |= compare_signs({name: self.signs[name] for name in good}, self.recipe.bucket.sign_agreement)
-        before = {entry.replica: entry.norm for entry in previous.entries} if previous else {}
-        norms = {name: entry.norm for name, entry in good.items() if name not in refused}
-        compared = compare_norms(norms, before, self.recipe.bucket.norm_limit)
-        self.note = compared.note
-        refused |= compared.refused
-        return {name: entry for name, entry in good.items() if name not in refused}, refused
-
     # Waiting
 
     def _may_close(
@@ -257,9 +205,11 @@ class Closer:
         awaited = [name for name in members if name not in accepted and name not in refused]
         if not awaited:
             return True
+        self.down |= set(self.presence.ended_of(awaited))
+        awaited = [name for name in awaited if name not in self.down]
         stated = self.recipe.bucket.quorum
         quorum = min(stated, len(self.names)) or len(members) // 2 + 1
-        alive = any([self.presence.alive(name, self.round) for name in awaited])  # of a list: all are heard
+        alive = self.presence.any_alive(awaited, self.round)
         deadlines = self._deadlines_passed(previous) if alive else 0.0
         if deadlines > self.recipe.bucket.missed_rounds:
             alive = False  # they beat and do not deliver
@@ -272,28 +222,29 @@ class Closer:
         opened = self.presence.opened(self.round) + self.away
         return (self.presence.store_now() - opened) / max(self.members.deadline(previous), 1e-3)
 
-    def _next_members(self, accepted: Collection[str]) -> tuple[str, ...]:
-        def stays(name: str) -> bool:
-            if name in accepted:
-                return not self.presence.leaving(name)
-            return self.presence.alive(name, self.round) and not self.members.given_up(
-                name, self.round, False
-            )
-
-        return tuple(name for name in self.names if stays(name))
+    def _next_members(self, accepted: Collection[str], alive: Collection[str]) -> tuple[str, ...]:
+        """Who gave, unless its worker has ended since; and of the others whoever lives and is in step."""
+        stay = set(accepted) - set(self.presence.ended_of(accepted))
+        stay |= {name for name in alive if not self.presence.is_behind(name)}
+        stay |= set(self.presence.in_step_of(name for name in self.names if name not in {*accepted, *alive}))
+        late = [
+            name for name in stay if name not in accepted and self.members.given_up(name, self.round, False)
+        ]
+        return tuple(name for name in self.names if name in stay and name not in late)
 
     def _turn(self, round_number: int) -> int:
         """Our place in line. Closers take turns, and the next steps in when the one before does not close.
 
-        Full replicas come first: they read every payload anyway, so checking costs them no bytes.
+        Full replicas come first: they read every payload anyway, so checking costs them no bytes. Whoever the
+        round does not wait for stands last: a closer that has gone costs the others its turn once.
         """
         parts = {member.name: member.config.parts for member in self.recipe.fleet()}
         full = [name for name in self.ledger.run.closers if parts.get(name) == 1]
         rest = [name for name in self.ledger.run.closers if name not in full]
-        if self.own in full:
-            return (full.index(self.own) - round_number) % len(full)
-        return len(full) + (rest.index(self.own) - round_number) % len(rest)
+        line = [name for part in (full, rest) if part for name in _rotated(part, round_number % len(part))]
+        members = self.members.awaited(round_number)
+        return sorted(line, key=lambda name: name not in members).index(self.own)
 
 
-def _printable(text: str) -> str:
-    return visible(text[:MOST_REASON])[:MOST_REASON]
+def _rotated(names: Sequence[str], first: int) -> list[str]:
+    return [*names[first:], *names[:first]]

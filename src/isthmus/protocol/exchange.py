@@ -7,11 +7,13 @@ from concurrent.futures import Future
 from functools import partial
 
 from isthmus.errors import Diverged, RunError
+from isthmus.layout.requests import SHORTEST_SECONDS
 from isthmus.model.digest import anchor_digest
 from isthmus.outer.exchange import Contribution
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.judge import other_start
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
+from isthmus.protocol.looks import RoundClock
 from isthmus.protocol.patience import Patience
 from isthmus.protocol.rescue import Rescue
 from isthmus.protocol.shards import ShardReader
@@ -19,8 +21,8 @@ from isthmus.protocol.trust import sha256
 from isthmus.replica.control_group import ControlGroup, agree, collect, shard_texts, share_json, whole_number
 from isthmus.runlog.facts import Facts
 from isthmus.store import StoreError
+from isthmus.store.together import together
 
-POLL_SECONDS = (0.1, 1.0)  # between looks at the manifest: short at first, then longer
 LOOK_SECONDS = 30.0  # after which the leader tells the others of its replica that it still waits
 FIRST_NOTE_SECONDS = 30.0  # until the log says what a round waits for
 
@@ -56,6 +58,9 @@ class LedgerExchange:
         self.wait_seconds = 0.0  # for manifests
         self.next_note = FIRST_NOTE_SECONDS
         self.moved_bytes = 0  # what the store had moved at the last `pop_facts`
+        self.rounds = RoundClock()
+        self.next_look = self.next_attempt = 0.0  # at the manifest; at closing it
+        self.seen_open = False  # the round that is waited for
         tell = partial(setattr, self, "awaiting")
         self.rescue = Rescue(ledger, reader, control, log, self.patience, tell)
 
@@ -92,8 +97,9 @@ class LedgerExchange:
         """All processes take the leader's answer, so that none trains a round the others skip."""
         self.reader.forget()
         look = partial(self.ledger.manifest, round_number)
-        there = self.control.rank == 0 and self.patience(look) is not None
-        return self._counted(self._await(round_number)) if agree(self.control, there) else None
+        there = self.control.rank == 0 and not self.rounds.is_young(round_number)
+        there = there and self.patience(look) is not None
+        return self._counted(self._await(round_number, there=True)) if agree(self.control, there) else None
 
     def close(self, round_number: int, own: Sequence[Contribution]) -> Sequence[Contribution]:
         for mine in own:  # empty when this replica has no update this time
@@ -161,17 +167,21 @@ class LedgerExchange:
             measured={name: [round(value, 4)] for name, value in seconds.items()},
         )
 
-    def _await(self, round_number: int) -> Manifest:
+    def _await(self, round_number: int, there: bool = False) -> Manifest:
         """Wait for the manifest; a closer tries to make it meanwhile.
 
         There is no limit: a round may wait for a quorum as long as it takes. The log says so, and why.
         """
         self.settle_anchor()
         self.awaiting = f"the manifest of round {round_number}"
-        began, self.next_note = time.monotonic(), FIRST_NOTE_SECONDS
+        began, self.next_note, self.seen_open = time.monotonic(), FIRST_NOTE_SECONDS, False
+        early = not there and self.rounds.to_due(round_number) > SHORTEST_SECONDS
+        self.next_look = began + self.rounds.pause(round_number) if early else began
+        self.next_attempt = began
         # The others wait for the leader: it alone asks the store, and it answers in time for their time-out.
         while not agree(self.control, self.control.rank == 0 and self._look(round_number, began)):
             pass
+        self.rounds.ended(round_number, self.seen_open)
         manifest = self._manifest(round_number)
         self.awaiting = ""
         self.wait_seconds += time.monotonic() - began
@@ -186,38 +196,42 @@ class LedgerExchange:
 
     def _look(self, round_number: int, began: float) -> bool:
         """Is the round settled? The leader looks for a while, and tries to settle it if it may close."""
-        pause, longest = POLL_SECONDS
         until = time.monotonic() + LOOK_SECONDS
-        while time.monotonic() < until:
+        while (now := time.monotonic()) < until:
             try:
-                if self.ledger.manifest(round_number) is not None:
-                    return True
-                if self.closer and self.closer.attempt(round_number, self.anchor):
-                    continue
+                if now >= self.next_look:
+                    if self.ledger.manifest(round_number) is not None:
+                        return True
+                    self.seen_open = True
+                    self.next_look = time.monotonic() + self.rounds.pause(round_number)
+                if self.closer and now >= self.next_attempt:
+                    if self.closer.attempt(round_number, self.anchor) or self.closer.beaten:
+                        self.next_look = now
+                        continue
+                    self.next_attempt = time.monotonic() + self.closer.pause(self.rounds.pause(round_number))
                 if (waited := time.monotonic() - began) > self.next_note:
                     self.log(f"round {round_number}: {self._missing(round_number)} ({waited:.0f} s so far)")
                     self.next_note = 2 * waited
                 self.patience.passed()
             except StoreError as error:  # a bucket that is away comes back, and waiting is all we do here
                 self.patience.hold(error)
-            time.sleep(pause)
-            pause = min(longest, pause * 1.3)
+            following = min(self.next_look, until, *[self.next_attempt] * bool(self.closer))
+            time.sleep(max(0.0, following - time.monotonic()))
         return False
 
     def _manifest(self, round_number: int) -> Manifest:
         """A manifest that the leader has read: the store may answer another process a little later."""
-        pause, longest = POLL_SECONDS
         look = partial(self.ledger.manifest, round_number)
         while (manifest := self.patience(look)) is None:
-            time.sleep(pause)
-            pause = min(longest, pause * 1.3)
+            time.sleep(SHORTEST_SECONDS)
         return manifest
 
     def _missing(self, round_number: int) -> str:
         """What an open round waits for."""
         previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
         members = previous.members if previous else tuple(self.ledger.run.keys)
-        missing = [name for name in members if not self.ledger.has_commit(name, round_number)]
+        there = self.ledger.committed(round_number)
+        missing = [name for name in members if name not in there]
         if not missing:
             return "every update is there; waiting for a closer to settle the round"
         return f"waiting for the update{'s' * (len(missing) > 1)} of {', '.join(missing)}"
@@ -237,15 +251,13 @@ class LedgerExchange:
         return counted
 
     def _read(self, manifest: Manifest) -> list[Contribution]:
-        """Refused where a shard is not to be had."""
-        counted = []
-        for entry in manifest.entries:
-            shards = {
-                index: self.patience(partial(self.reader.read, entry.replica, manifest, entry.shards[index]))
-                for index in self.reader.applies
-            }
-            counted.append(Contribution(entry.replica, shards, entry.facts))
-        return counted
+        """Several shards at a time; Refused where one is not to be had."""
+        entries, applies = manifest.entries, self.reader.applies
+        wanted = [(entry.replica, entry.shards[index]) for entry in entries for index in applies]
+        calls = [partial(self.reader.read, replica, manifest, shard) for replica, shard in wanted]
+        data = iter(self.patience(partial(together, calls)))
+        shards = [{index: next(data) for index in applies} for _ in entries]
+        return [Contribution(e.replica, parts, e.facts) for e, parts in zip(entries, shards, strict=True)]
 
     def counts_in(self, manifest: Manifest, mine: Contribution) -> bool:
         """Does the manifest count exactly these shards of ours?"""

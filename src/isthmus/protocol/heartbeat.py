@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from isthmus.config import Recipe
+from isthmus.layout.requests import MOST_BEAT_SECONDS
 from isthmus.runlog.facts import Facts, count, number, word
 
 GONE = ("left", "finished")  # the replica has ended, and said so
+BEHIND = ("starting", "catching up")  # it cannot begin the next round with the others
 LEAVING = ("leaving", "left")  # the next round does not wait for it
 WAITING = "waiting"  # of a launcher without a worker; in waiting.json, never in live.json
 MISSED_HEARTBEATS = 5
@@ -38,6 +40,7 @@ class Heartbeat:
     pid: int = 0
     host: str = ""  # the machine's name, to tell two machines with one key from each other
     also_on: str = ""  # machine and process of another start with the same key, while it beats
+    every_seconds: float | None = None  # until the next one comes; None: as often as the recipe says
 
     @property
     def gone(self) -> bool:
@@ -75,6 +78,7 @@ class Heartbeat:
             pid=count(body, "pid"),
             host=said if re.fullmatch(HOST, said := word(body, "host")) else "",
             also_on=word(body, "also_on"),
+            every_seconds=number(body, "every_seconds"),
         )
 
 
@@ -89,6 +93,12 @@ def waiting_text(heartbeat: Heartbeat, age_seconds: float) -> str:
     return f"{heartbeat.awaiting} (for {seconds:.0f} s)"
 
 
-def silent_after(recipe: Recipe) -> float:
-    """Seconds without a heartbeat after which a replica is shown as silent and its name is free again."""
-    return MISSED_HEARTBEATS * recipe.bucket.heartbeat_seconds
+def silent_after(recipe: Recipe, heartbeat: Heartbeat | None = None) -> float:
+    """Seconds without a heartbeat after which a replica is silent and its name is free again.
+
+    A heartbeat says when the next one comes. What is added is for a bad network, not for its author: so it
+    does not grow with the interval, and a stated one is believed up to a limit.
+    """
+    every = recipe.bucket.heartbeat_seconds
+    said = heartbeat.every_seconds or 0.0 if heartbeat else 0.0
+    return max(every, min(said, MOST_BEAT_SECONDS)) + (MISSED_HEARTBEATS - 1) * every

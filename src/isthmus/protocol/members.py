@@ -31,6 +31,11 @@ class Members:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.recipe = ledger, ledger.run.recipe
         self.names = [member.name for member in self.recipe.fleet()]
+        self.commits: dict[int, set[str]] = {}  # round -> who has committed to it, perhaps late
+
+    def begin(self) -> None:
+        """Another round is open."""
+        self.commits.clear()
 
     def awaited(self, round_number: int) -> list[str]:
         """The members of a round, as the manifest before it names them; of the first, all replicas."""
@@ -70,7 +75,13 @@ class Members:
         if last - missed[0] < 2 ** min(too_many, 30):
             return True
         recent = range(max(missed[0] + 1, last - LATE_ROUNDS), last + 1)
-        return not any(self.ledger.has_commit(name, t) for t in recent)
+        return not any(name in self._committed(t) for t in recent)
+
+    def _committed(self, round_number: int) -> set[str]:
+        """Whose commits to a settled round are there; asked once while a round is closed."""
+        if round_number not in self.commits:
+            self.commits[round_number] = self.ledger.committed(round_number)
+        return self.commits[round_number]
 
     def left_behind(self, round_number: int) -> bool:
         """Did a settled round end without a member that was still there?"""

@@ -2,16 +2,23 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
 
 from isthmus.errors import RunStopped
-from isthmus.protocol.heartbeat import Heartbeat, silent_after
+from isthmus.protocol.heartbeat import BEHIND, WAITING, Heartbeat, silent_after
 from isthmus.protocol.ledger import Ledger
+
+if TYPE_CHECKING:
+    from isthmus.store import Info
 
 STARTING_SECONDS = 60.0  # in round 1, a replica without a heartbeat may still be starting for so long
 CLOCK_ERROR_SECONDS = 2.0  # the store's clock is right to about a second
-PAUSE_SECONDS = 2.0  # without an answer from the store: it may have been away, for the others too
+SCAN_SECONDS = 1.0  # between two listings of all heartbeats, at least
+OPENING_SECONDS = 30.0  # between two looks at when the open round was opened
 BACK_OFF_SECONDS = 6.0  # the longest that a client waits before it tries the store again, and a little
+WATCHED = 2  # of a silence, the last so many of the recipe's heartbeat intervals are watched
 MOST_INCARNATIONS = 64  # of a replica that are remembered
 
 
@@ -21,6 +28,9 @@ class Presence:
     Who may write to the bucket can put an old heartbeat there again, or give it another date, and needs no
     key for it. So a heartbeat is a sign of life only once: when its counter has grown since its incarnation
     was last heard. One from the future is none.
+
+    One listing shows which heartbeats were written since the last one, and only those are read, of replicas
+    that somebody waits for. A listing may lag, so nobody is held for silent without being asked for once.
     """
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,9 +38,20 @@ class Presence:
         self.recipe, self.own = ledger.run.recipe, ledger.signer.replica
         self.beats: dict[str, dict[str, int]] = {}  # replica -> incarnation -> the highest beat heard
         self.last: dict[str, tuple[Heartbeat, float]] = {}  # replica -> its last sign of life, when written
+        self.ended: dict[str, str] = {}  # replica -> the incarnation that has ended, as its launcher says
         self.answers: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, was it alive)
         self.silences: dict[str, tuple[float | None, float]] = {}  # replica -> (its last beat, since when)
-        self.answered, self.forgive_until = self.clock(), 0.0
+        self.asked: dict[str, float] = {}  # replica -> the silence in which it was read all the same
+        self.listed: dict[tuple[str, str], Info] = {}  # (replica, live or waiting) -> as last listed
+        self.read: dict[tuple[str, str], Info | None] = {}  # the same, when it was last read
+        self.scanned = -math.inf  # when it was last listed
+        self.opening = 0, 0.0, -math.inf  # (round, when it was opened, when we looked)
+
+    def look_again(self) -> None:
+        """The next question is put to the store, whatever was heard a moment ago."""
+        self.answers.clear()
+        self.opening = 0, 0.0, -math.inf
+        self.scanned = -math.inf
 
     # The store's clock
 
@@ -43,9 +64,12 @@ class Presence:
 
     def opened(self, round_number: int) -> float:
         """When the round before was settled, by the store's clock."""
-        settled = self.ledger.settled_at(round_number - 1)
-        if settled is None:
-            raise RunStopped(f"the document before round {round_number} is gone; the run stops here")
+        known, settled, looked = self.opening
+        if known != round_number or self.clock() - looked > OPENING_SECONDS:
+            settled = self.ledger.settled_at(round_number - 1)
+            if settled is None:
+                raise RunStopped(f"the document before round {round_number} is gone; the run stops here")
+            self.opening = round_number, settled, self.clock()
         return settled
 
     def absence(self, round_number: int) -> float:
@@ -58,18 +82,17 @@ class Presence:
         since = max(since, read.modified_unix_seconds) if read else since
         return self.store_now() - since
 
-    def store_answered(self) -> float:
-        """The store answers now. After a pause the others may still be backing off: silence is forgiven."""
-        now = self.clock()
-        if now - self.answered > PAUSE_SECONDS:
-            self.forgive_until = now + BACK_OFF_SECONDS
-        self.answered = now
-        return now
-
     # Heartbeats
+
+    def scan(self) -> None:
+        """List all heartbeats, unless that was done a moment ago."""
+        if self.clock() - self.scanned >= min(SCAN_SECONDS, self.recipe.bucket.heartbeat_seconds):
+            self.listed = self.ledger.scan_heartbeats()
+            self.scanned = self.clock()
 
     def hear(self, name: str) -> tuple[Heartbeat, float] | None:
         """(its last sign of life, when that was written), or None if it never gave one."""
+        self.read[name, "live"] = self.listed.get((name, "live"))
         found = self.ledger.heartbeat(name)
         if found is None:
             return self.last.get(name)
@@ -91,36 +114,106 @@ class Presence:
         self.ledger.store.doubt_clock()
         return written > self.store_now() + CLOCK_ERROR_SECONDS
 
-    def leaving(self, name: str) -> bool:
-        heard = self.hear(name)
-        return heard is not None and heard[0].leaving
+    def _is_new(self, name: str, document: str = "live") -> bool:
+        """Was it written since we read it, as far as the listing knows?"""
+        which = name, document
+        return which in self.listed and self.read.get(which) != self.listed[which]
+
+    def has_ended(self, name: str) -> bool:
+        """Does the replica's launcher say that the worker we last heard of has ended? No times are compared:
+        a heartbeat of another incarnation makes the replica live again."""
+        if self._is_new(name, WAITING):
+            self.read[name, WAITING] = self.listed[name, WAITING]
+            if found := self.ledger.heartbeat(name, WAITING):
+                self.ended[name] = found[0].incarnation
+        if not (ended := self.ended.get(name)):
+            return False
+        if self._is_new(name):
+            self.hear(name)
+        return name in self.last and self.last[name][0].incarnation == ended
+
+    def any_alive(self, names: Iterable[str], round_number: int) -> bool:
+        """Is one of them alive? Who was, a moment ago, is asked first, and then nobody else is asked; but of
+        all who have fallen silent it is noted since when."""
+        self.scan()
+        waiting = sorted(names, key=lambda name: not self.answers.get(name, (0.0, False))[1])
+        found = False
+        for name in waiting:
+            if not found or not self._is_new(name):
+                found |= self.alive(name, round_number)
+        return found
+
+    def in_step_of(self, names: Iterable[str]) -> list[str]:
+        """Who of them said a short while ago that it trains or delivers. Who starts or catches up may give to
+        the next round, but cannot begin it with the others."""
+        self.scan()
+        return self._asked(self._in_step, names)
+
+    def _in_step(self, name: str) -> bool:
+        if (name, "live") not in self.listed or self.has_ended(name):
+            return False
+        heard = self.hear(name) if self._is_new(name) else self.last.get(name)
+        return self._is_fresh(heard) and not self.is_behind(name)
+
+    def is_behind(self, name: str) -> bool:
+        heard = self.last.get(name)
+        return heard is not None and (heard[0].state in BEHIND or heard[0].leaving or heard[0].gone)
+
+    def alive_of(self, names: Iterable[str], round_number: int) -> list[str]:
+        """All of them that are alive."""
+        self.scan()
+        return self._asked(lambda name: self.alive(name, round_number), names)
+
+    def ended_of(self, names: Iterable[str]) -> list[str]:
+        """All of them whose workers have ended, as their launchers say."""
+        self.scan()
+        return self._asked(self.has_ended, names)
+
+    def _asked(self, question: Callable[[str], bool], names: Iterable[str]) -> list[str]:
+        """Of whom the answer is yes; several are asked at a time."""
+        names = list(names)
+        answers = self.ledger.store.together([partial(question, name) for name in names])
+        return [name for name, yes in zip(names, answers, strict=True) if yes]
 
     def alive(self, name: str, round_number: int) -> bool:
-        """Does the replica's heartbeat still come? The store is asked at most once in a heartbeat's time.
+        """Does the replica's heartbeat still come? It is read at most once in a heartbeat's time.
 
-        A replica is silent after five missed heartbeats, the last two of them while we watched: when the
-        store was away nobody's heartbeat came through, and the first to return must not take the others for
-        dead.
+        A replica is silent when no heartbeat came for as long as its last one allows, and the last two
+        intervals of that while we watched. When the store was away nobody's heartbeat came through, and the
+        first to return must not take the others for dead.
         """
-        every = self.recipe.bucket.heartbeat_seconds
+        self.scan()
+        if self.has_ended(name):
+            self.answers.pop(name, None)
+            return False
         looked, answer = self.answers.get(name, (-math.inf, True))
-        if self.clock() - looked < every:
+        if self.clock() - looked < self.recipe.bucket.heartbeat_seconds:
             return answer
-        heard = self.hear(name)
-        written = heard and heard[1]
-        if written is not None:
-            age = self.store_now() - written
-        else:
-            age = self.store_now() - self.opened(1) - STARTING_SECONDS if round_number == 1 else math.inf
-        now = self.store_answered()
-        if age < silent_after(self.recipe) - 2 * every + CLOCK_ERROR_SECONDS:
-            self.silences.pop(name, None)
-            answer = True
-        else:
-            before, since = self.silences.get(name, (written, now))
-            since = since if before == written else now
-            self.silences[name] = written, since
-            answer = now - since < 2 * every or now < self.forgive_until
+        heard = self.hear(name) if self._is_new(name) else self.last.get(name)
+        answer = self._answer(name, heard, round_number)
+        if not answer and self.asked.get(name) != self.silences[name][1]:
+            self.asked[name] = self.silences[name][1]
+            heard = self.hear(name)  # the listing may lag
+            answer = self._answer(name, heard, round_number)
         answer = answer and not (heard and heard[0].leaving)
-        self.answers[name] = now, answer
+        self.answers[name] = self.clock(), answer
         return answer
+
+    def _answer(self, name: str, heard: tuple[Heartbeat, float] | None, round_number: int) -> bool:
+        starting = heard is None and round_number == 1
+        if self._is_fresh(heard) or (starting and self.store_now() - self.opened(1) < STARTING_SECONDS):
+            self.silences.pop(name, None)
+            return True
+        now, written = self.clock(), heard and heard[1]
+        before, since = self.silences.get(name, (written, now))
+        since = since if before == written else now
+        self.silences[name] = written, since
+        watched = now - since >= WATCHED * self.recipe.bucket.heartbeat_seconds
+        return not watched or self.ledger.store.seconds_since_return < BACK_OFF_SECONDS
+
+    def _is_fresh(self, heard: tuple[Heartbeat, float] | None) -> bool:
+        """Is it too early to call it silent, and even to watch whether it is?"""
+        if heard is None:
+            return False
+        limit = silent_after(self.recipe, heard[0]) - WATCHED * self.recipe.bucket.heartbeat_seconds
+        return self.store_now() - heard[1] < limit + CLOCK_ERROR_SECONDS

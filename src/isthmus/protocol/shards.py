@@ -1,8 +1,10 @@
 """Shards of updates: read from the bucket once, checked, and unpacked."""
 
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from isthmus.layout.traffic import codec_settings
 from isthmus.protocol.ledger import Ledger, Manifest, Shard
@@ -28,7 +30,7 @@ class ShardReader:
         self.cache: dict[tuple[str, str], bytes] = {}
         self.held: dict[str, bytes] = {}  # of the round before, by hash; see `rescue`
         self.payload_bytes, self.seconds = 0, 0.0
-        self.copies: dict[tuple[str, str], Future[bool]] = {}  # on their way; see `copy_ahead`
+        self.reading, self.since, self.lock = 0, 0.0, threading.Lock()  # how many read now, and since when
         self.pool = ThreadPoolExecutor(COPIES_AT_ONCE, "copy")
 
     def keep(self, replica: str, shard: Shard, data: bytes) -> None:
@@ -40,7 +42,6 @@ class ShardReader:
         if self.cache:
             self.held = self._hold()
         self.cache.clear()
-        self.copies.clear()
 
     def _hold(self) -> dict[str, bytes]:
         """As much as there is room for: our own first, then of the others in an order of our own, so that
@@ -62,20 +63,12 @@ class ShardReader:
 
     def drop(self, replica: str) -> None:
         """An update that does not count, or not in this form: its bytes are no longer needed."""
-        for kept in (self.cache, self.copies):
-            for key in [key for key in kept if key[0] == replica]:
-                del kept[key]
+        for key in [key for key in self.cache if key[0] == replica]:
+            del self.cache[key]
 
     def read(self, replica: str, manifest: Manifest, shard: Shard) -> bytes:
         """The bytes of a shard that a round counts, or Refused with the reason."""
         return self._read(replica, shard, lambda: self.ledger.counted_shard(manifest, replica, shard))
-
-    def copy_ahead(self, round_number: int, wanted: Iterable[tuple[str, Shard]]) -> None:
-        """A closer is about to judge these (of a replica, a shard): begin to copy them, several at a time."""
-        for replica, shard in wanted:
-            key = replica, shard.digest
-            if replica != self.ledger.signer.replica and key not in self.cache and key not in self.copies:
-                self.copies[key] = self.pool.submit(self.ledger.copy_shard, replica, round_number, shard)
 
     def copy_behind(self, manifest: Manifest) -> None:
         """A closer judges no copy of its own update. So the other closers keep one, as they apply the round.
@@ -91,23 +84,37 @@ class ShardReader:
         """The bytes of a shard as a closer judges it: of a copy that stays, unless it is our own."""
 
         def get() -> bytes:
-            self.copy_ahead(round_number, [(replica, shard)])
-            copy = self.copies.pop((replica, shard.digest), None)
-            if copy is None:
+            if replica == self.ledger.signer.replica:
                 return self.ledger.get_shard(replica, round_number, shard)
-            return self.ledger.read_copy(replica, round_number, shard, copy.result())
+            copied = self.ledger.copy_shard(replica, round_number, shard)
+            return self.ledger.read_copy(replica, round_number, shard, copied)
 
         return self._read(replica, shard, get)
 
     def _read(self, replica: str, shard: Shard, get: Callable[[], bytes]) -> bytes:
         key = replica, shard.digest
         if key not in self.cache:
-            started = time.monotonic()
-            self.cache[key] = get()
-            if shard.index in self.applies:
-                self.payload_bytes += shard.size
-                self.seconds += time.monotonic() - started
+            with self._timed(shard):
+                self.cache[key] = get()
         return self.cache[key]
+
+    @contextmanager
+    def _timed(self, shard: Shard) -> Iterator[None]:
+        """Any thread may read; seconds in which several do are counted once."""
+        if shard.index not in self.applies:
+            yield
+            return
+        with self.lock:
+            self.since = time.monotonic() if self.reading == 0 else self.since
+            self.reading += 1
+        try:
+            yield
+            with self.lock:
+                self.payload_bytes += shard.size
+        finally:
+            with self.lock:
+                self.reading -= 1
+                self.seconds += time.monotonic() - self.since if self.reading == 0 else 0.0
 
     def pop_counts(self) -> tuple[int, float]:
         """Payload bytes, and the seconds they took, since the last call."""

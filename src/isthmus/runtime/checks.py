@@ -55,7 +55,7 @@ def check_not_taken(ledger: Ledger, replica: str, work: Path | None = None) -> N
             return
     # Not the replica's own clock object: its age tells the closer how long the replica was away.
     age = ledger.store.now(f"members/{replica}/probe/clock") - written_at
-    if age < silent_after(ledger.run.recipe):
+    if age < silent_after(ledger.run.recipe, heartbeat):
         raise ConfigError(
             f"replica {replica} is live in this run (heartbeat {max(age, 0):.0f} s ago); stop it first, or "
             "join as another replica"

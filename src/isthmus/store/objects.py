@@ -5,6 +5,7 @@ bad network is waited out until the caller's deadline. What the objects mean is 
 """
 
 import asyncio
+import os
 import secrets
 import threading
 import time
@@ -51,6 +52,7 @@ class Info:
 
     size: int
     modified_unix_seconds: float
+    tag: str = ""  # another one where the bytes are others, though size and time may be the same
 
 
 class Store:
@@ -109,13 +111,12 @@ class Store:
             if len(data) != size:
                 raise ConnectionError("cut short")
             self._down.saw(size, time.monotonic() - began)
-            return data, Info(size, result.meta["last_modified"].timestamp())
+            return data, _info(result.meta)
 
         def from_file(client: Any, allow: Allow) -> tuple[bytes, Info]:
             assert folder is not None
-            modified = stat_file(folder, path).st_mtime  # first: nobody's object looks newer than it is
-            data = read_file(folder, path, max_bytes)
-            return data, Info(len(data), modified)
+            info = _file_info(stat_file(folder, path))  # first: nobody's object looks newer than it is
+            return read_file(folder, path, max_bytes), info
 
         found = self._persist("get", key, max_bytes, from_file if folder else read, deadline)
         self._count("bytes received", len(found[0]) if found else 0)
@@ -162,13 +163,12 @@ class Store:
 
         async def look(client: Any, allow: Allow) -> Info:
             meta = await asyncio.wait_for(obstore.head_async(client, path), allow(0))
-            return Info(meta["size"], meta["last_modified"].timestamp())
+            return _info(meta)
 
         def at_file(client: Any, allow: Allow) -> Info | None:
             assert folder is not None
             with suppress(StoreRefused):  # a folder or a pipe is no object
-                found = stat_file(folder, path)
-                return Info(found.st_size, found.st_mtime)
+                return _file_info(stat_file(folder, path))
 
         return self._persist("head", key, 0, at_file if folder else look, deadline)
 
@@ -198,7 +198,7 @@ class Store:
             batches, found = obstore.list(client, path, chunk_size=1000), dict[str, Info]()
             while batch := await asyncio.wait_for(anext(batches, None), allow(0)):
                 self._count("list", bool(found))  # the first page is counted by `_once`
-                found |= {m["path"]: Info(m["size"], m["last_modified"].timestamp()) for m in batch}
+                found |= {meta["path"]: _info(meta) for meta in batch}
                 if most is not None and len(found) > most:
                     break
             return found
@@ -206,7 +206,7 @@ class Store:
         def files(client: Any, allow: Allow) -> dict[str, Info]:
             assert folder is not None
             stats = scan_files(folder, path)
-            return {key: Info(stat.st_size, stat.st_mtime) for key, stat in stats.items()}
+            return {key: _file_info(stat) for key, stat in stats.items()}
 
         found = self._persist("list", prefix, 0, files if folder else pages, deadline) or {}
         if most is not None and len(found) > most:
@@ -397,6 +397,14 @@ class Store:
         does = "read" if verb in ("get", "head", "list") else "write to"
         brief = f"cannot {does} the bucket: {fault.words}"
         return StoreError(f"{self.url}: {verb} {key}: {fault.words}{tail}", fault.kind, passes, brief)
+
+
+def _info(meta: Any) -> Info:
+    return Info(meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
+
+
+def _file_info(stat: os.stat_result) -> Info:
+    return Info(stat.st_size, stat.st_mtime, f"{stat.st_ino}-{stat.st_mtime_ns}")
 
 
 def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) -> Store:
