@@ -18,6 +18,7 @@ from torch import Tensor
 from isthmus import gpu
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError, RunError
+from isthmus.layout.requests import beat_seconds
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.digest import shard_digests
 from isthmus.model.llama import init_tensor
@@ -455,9 +456,14 @@ class HeartbeatThread(threading.Thread):
 
     def __init__(self, trainer: Trainer, incarnation: str, every_seconds: float) -> None:
         super().__init__(daemon=True, name="heartbeat")
-        self.trainer, self.incarnation, self.every = trainer, incarnation, every_seconds
+        self.trainer, self.incarnation, self.least = trainer, incarnation, every_seconds
         self.ended, self.news, self.num_beats = threading.Event(), threading.Event(), 0
         self.host, self.same_key = own_host(), SameKey(trainer.ledger, incarnation, trainer.log)
+
+    @property
+    def every(self) -> float:
+        """Seconds until the next one: in long rounds they are few."""
+        return beat_seconds(self.least, self.trainer.exchange.rounds.seconds)
 
     def beat(self) -> None:
         status, member = self.trainer.status, self.trainer.member
@@ -481,6 +487,7 @@ class HeartbeatThread(threading.Thread):
                 pid=os.getpid(),
                 host=self.host,
                 also_on=self.same_key.also_on,
+                every_seconds=self.every,
             )
         )
 
