@@ -119,6 +119,7 @@ def _complete_anchors(ledger: "Ledger", count: int) -> list[int]:
 
 def sweep(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import open_ledger
+    from isthmus.protocol.retention import sweep_payloads
 
     ledger = open_ledger(args.url)
     anchors = _complete_anchors(ledger, 2)
@@ -127,12 +128,8 @@ def sweep(args: argparse.Namespace) -> int:
             f"this run has {len(anchors)} complete anchor{'s' * (len(anchors) != 1)} that can be believed; "
             "sweeping needs two, to keep the newest safe"
         )
-    keep_after, dropped = anchors[-1], 0
-    for key in ledger.store.list("payloads/"):
-        parts = key.split("/")
-        if len(parts) >= 4 and parts[-2].isdigit() and int(parts[-2]) <= keep_after:
-            ledger.store.delete(key)
-            dropped += 1
+    keep_after = anchors[-1]
+    dropped = sum(sweep_payloads(ledger, name, keep_after) for name in sorted(ledger.names))
     facts = {"deleted": dropped, "kept_after_round": keep_after}
     text = (
         f"deleted {dropped} objects of rounds up to {keep_after}; all later payloads and all manifests stay"

@@ -8,6 +8,7 @@ from isthmus.config.checks import above, choice, name_of, short, within
 from isthmus.errors import ConfigError
 
 MOST_REPLICAS = 4096  # of a run
+LEAST_KEPT = 10  # rounds, where not all are
 MOST_STAGES = 256  # or processes, of a replica
 RATIO = re.compile(r"\s*[0-9.]{1,30}(/[0-9]{1,30}|e-?[0-9]{1,2})?\s*")
 WIRES = ("bf16", "int8", "int6", "int5", "int4", "fp32", "fp64")  # layout.wire knows their bytes
@@ -130,6 +131,7 @@ class BucketConfig:
     quorum: int = 0  # contributions that suffice then; 0: more than half of the members
     missed_rounds: int = 3  # that a replica lives through without delivering until nobody waits for it
     anchor_every: int = 10  # rounds between whole models in the bucket
+    keep_rounds: int = 0  # payloads and anchors of older rounds are deleted as the run goes; 0: all stay
     heartbeat_seconds: float = 3.0
     norm_limit: float = 3.0  # times the round's median norm; an update beyond is refused
     sign_agreement: float = 0.4  # an update is refused whose signs agree less than this with most others
@@ -139,6 +141,12 @@ class BucketConfig:
         within("bucket.quorum", self.quorum, 0, MOST_REPLICAS)
         within("bucket.missed_rounds", self.missed_rounds, 1, 1e6)
         within("bucket.anchor_every", self.anchor_every, 1, 1e9)
+        within("bucket.keep_rounds", self.keep_rounds, 0, 1e9)
+        if 0 < self.keep_rounds < LEAST_KEPT:
+            raise ConfigError(
+                f"bucket.keep_rounds is {self.keep_rounds}; 0 keeps all, and otherwise at least {LEAST_KEPT} "
+                "rounds stay, since closers look back that far"
+            )
         above("bucket.heartbeat_seconds", self.heartbeat_seconds, 0, 86_400)
         above("bucket.norm_limit", self.norm_limit, 1, 1e9)
         within("bucket.sign_agreement", self.sign_agreement, 0, 0.5)

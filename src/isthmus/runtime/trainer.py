@@ -32,6 +32,7 @@ from isthmus.protocol.judge import check_counted
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.patience import Patience
 from isthmus.protocol.replay import digest_from_bucket
+from isthmus.protocol.retention import Retention
 from isthmus.protocol.shards import ShardReader, unpack_shards
 from isthmus.protocol.trust import Refused
 from isthmus.replica.base import Replica
@@ -122,6 +123,7 @@ class Trainer:
             ledger, control, self.writes, reader, closer, incarnation, log, self.patience
         )
         self.exchange.rescue.saved = self._saved_shards
+        self.retention = Retention(ledger, log, background)
         self.meter = Meter(replica, device)
         self.pending: Contribution | None = None
         self.step_count = 0  # inner steps that the optimiser has taken
@@ -294,6 +296,8 @@ class Trainer:
             self.hold(round_number)
             if updates and manifest.closer == self.member.name and self._anchor_due(round_number):
                 self._write_anchor(round_number)
+            if self.control.rank == 0:
+                self.retention.after(round_number)
 
     def _saved_shards(self, round_number: int) -> Mapping[int, bytes]:
         """What this replica sent to a round, if this disk or this process still has it."""

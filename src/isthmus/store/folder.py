@@ -102,7 +102,7 @@ def write_file(root: Path, key: str, data: bytes, *, create: bool, sync: bool, k
     except (FileExistsError, NotADirectoryError):
         raise StoreRefused(f"{key} cannot be written below an object") from None
     aside = path.with_name(f"{path.name}#{os.getpid()}{secrets.randbits(48)}")
-    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    handle = _open_new(aside)
     try:
         with open(handle, "wb") as file:
             file.write(data)
@@ -122,6 +122,21 @@ def write_file(root: Path, key: str, data: bytes, *, create: bool, sync: bool, k
                     sync_folder(above)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _open_new(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags, 0o644)
+    except FileNotFoundError:  # somebody has removed the folder, which was empty until now
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, 0o644)
+
+
+def remove_empty(root: Path, prefix: str) -> None:
+    """Remove a folder without objects; one that is in use stays."""
+    with suppress(OSError):
+        os.rmdir(root / prefix)
 
 
 def remove_stale(folder: Path) -> None:

@@ -19,7 +19,15 @@ from typing import Any, Literal, TypeVar
 import obstore
 
 from isthmus.errors import ConfigError, Unreachable
-from isthmus.store.folder import list_files, read_file, remove_stale, scan_files, stat_file, write_file
+from isthmus.store.folder import (
+    list_files,
+    read_file,
+    remove_empty,
+    remove_stale,
+    scan_files,
+    stat_file,
+    write_file,
+)
 from isthmus.store.retry import (
     DEFAULT_SECONDS,
     Absence,
@@ -257,6 +265,12 @@ class Store:
             await asyncio.wait_for(obstore.delete_async(client, path), allow(0))
 
         self._persist("delete", key, 0, remove, deadline)
+
+    def tidy(self, prefixes: Iterable[str]) -> None:
+        """Remove what is left of prefixes without objects: in a folder they are folders."""
+        for prefix in prefixes:
+            if self._folder:
+                remove_empty(self._folder, self._key(prefix))
 
     def now(self, key: str = "probe/clock") -> float:
         """The store's clock in Unix seconds: what all replicas share, whatever their own clocks say.
