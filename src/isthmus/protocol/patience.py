@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from isthmus.errors import RunError
 from isthmus.files import replace_file
 from isthmus.printing import visible
 from isthmus.runlog.facts import MAX_WORD
@@ -20,13 +19,12 @@ from isthmus.store import StoreError
 
 PAUSE_SECONDS = (1.0, 30.0)  # between two tries: short at first, then longer
 SLICE_SECONDS = 1.0  # so often a wait looks whether it should end
-LASTING = ("config",)  # no such bucket, no such request: that does not become right by itself
 
 T = TypeVar("T")
 
 
-class LeftWaiting(RunError):
-    """Somebody has asked the replica to leave while it waited for the store."""
+class LeftWaiting(Exception):
+    """Somebody has asked the replica to leave while it waited for the store. No fault, so no RunError."""
 
 
 class Leave(Protocol):
@@ -76,7 +74,7 @@ class Patience:
 
     def hold(self, error: StoreError) -> None:
         """Wait after a fault, a little longer each time. One that cannot pass is raised."""
-        if error.kind in LASTING:
+        if error.lasting:
             raise error
         if not self.awaiting:
             self.log(f"{error}; waiting for that to pass, the update is safe on this disk")

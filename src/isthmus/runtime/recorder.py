@@ -92,7 +92,7 @@ class Recorder:
                     settled = self.advance()
                 away = False
             except StoreError as error:  # a reader waits until the store is back
-                if not error.passes:
+                if error.lasting:
                     raise
                 if not away:
                     self.view.note(f"{error}; still trying")

@@ -1,6 +1,7 @@
 """A process that starts: it restores its private state, or begins from the bucket."""
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -228,7 +229,8 @@ class Recovery:
 
     def _swept(self, round_number: int) -> bool:
         """May the round's payloads be gone? Those up to the second-newest anchor are swept."""
-        return agree(self.trainer.control, self.trainer.control.rank == 0 and self._looks_swept(round_number))
+        look = partial(self._looks_swept, round_number)
+        return agree(self.trainer.control, self.trainer.control.rank == 0 and self.trainer.patience(look))
 
     def _looks_swept(self, round_number: int) -> bool:
         anchors = self.trainer.ledger.believed_anchors(2)
@@ -239,7 +241,8 @@ class Recovery:
         )
 
     def _agreed_last_round(self) -> int:
-        mine = self.trainer.ledger.last_round() if self.trainer.control.rank == 0 else 0
+        leads = self.trainer.control.rank == 0
+        mine = self.trainer.patience(self.trainer.ledger.last_round) if leads else 0
         return share_json(self.trainer.control, mine, whole_number)[0]
 
     def _from_bucket(self, last: int, first: int = 0) -> int:
@@ -281,7 +284,8 @@ class Recovery:
 
     def _read_anchor(self, round_number: int) -> tuple[str, dict[str, Tensor]]:
         try:
-            return self.trainer.ledger.read_anchor(round_number, self.trainer.reads)
+            read = partial(self.trainer.ledger.read_anchor, round_number, self.trainer.reads)
+            return self.trainer.patience(read)
         except (StoreError, RunStopped):
             raise  # it may be whole, and only out of reach; or nothing of this run is to be believed
         except RunError as error:

@@ -42,6 +42,12 @@ class StoreError(RunError):
         self.kind, self.brief = kind, brief or message
         self.passes = passes and kind not in ("denied", "config", "clock")
 
+    @property
+    def lasting(self) -> bool:
+        """No such bucket, no such request: whoever has used the store before need not wait for it. Rights,
+        room and clocks are given back."""
+        return self.kind == "config"
+
     def at_start(self) -> ConfigError:
         """The same, to a person who has just named this store."""
         return (Unreachable if self.passes else ConfigError)(str(self))
