@@ -78,7 +78,7 @@ def _refuse_if_held(ledger: Ledger, first: int, now: float) -> None:
     """Whoever is alive must wait for what is lost: any other may hold a copy of it, or a later model."""
     for name in sorted(ledger.names):
         found = ledger.heartbeat(name)
-        if found is None or found[0].gone or now - found[1] > silent_after(ledger.run.recipe):
+        if found is None or found[0].gone or now - found[1] > silent_after(ledger.run.recipe, found[0]):
             continue
         heartbeat = found[0]
         if not heartbeat.awaiting.startswith(LOST):

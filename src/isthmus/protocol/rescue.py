@@ -158,13 +158,13 @@ class Rescue:
         return missing
 
     def _put_back(self, round_number: int, entry: "Entry", shard: "Shard") -> bool:
-        """An update of our own is on our own disk."""
+        """An update of our own is on our own disk. As a copy: we may not replace what lies in its place."""
         if entry.replica != self.ledger.signer.replica:
             return False
         data = self.saved(round_number).get(shard.index, b"")
         if sha256(data) != shard.digest:
             return False
-        self.ledger.put_shard(round_number, shard.index, data)
+        self.ledger.keep_shard(round_number, shard, data)
         self.reader.keep(entry.replica, shard, data)
         self.log(f"round {round_number}: our shard {shard.index} was lost; it is put again from this disk")
         return True
