@@ -13,7 +13,7 @@ import pytest
 
 from isthmus.cli.main import build_parser
 from isthmus.config import PRESETS, Recipe, load_recipe, parse_recipe
-from isthmus.protocol.documents import Entry, Manifest
+from isthmus.protocol.documents import REPAIR, WANTED, Entry, Manifest
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.runlog import Row
 
@@ -281,6 +281,8 @@ def test_the_fields_of_every_document_are_those_that_the_code_writes():
     assert fields_of["anchor"] in ledger
     assert fields_of["leave"] in ledger
     assert fields_of["heartbeat"] == set(Heartbeat().to_dict())
+    assert fields_of["wanted"] == set(WANTED)
+    assert fields_of["repair"] == set(REPAIR)
     assert fields_of["commit"] - entry in ledger
     assert entry <= fields_of["commit"]
     assert fields_of["manifest"] == set(manifest.to_dict(""))
