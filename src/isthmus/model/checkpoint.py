@@ -1,13 +1,14 @@
 """The saved state of a run, replaced as a whole between rounds: a resumed run repeats the same losses.
 
-Every file carries the sha256 of its own bytes, in its safetensors metadata. It is computed while the file is
-written, and compared when it is read: a disk that has changed a bit is found, not trained on.
+Every file carries the CRC-32 of its own bytes, in its safetensors metadata. It is computed while the file is
+written, and compared when it is read: a disk that has changed a bit is found, not trained on. It is a check
+against damage, not against forgery: whoever can write here can write anything. So it may be quick.
 """
 
-import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -35,8 +36,8 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-METADATA, HASH = "__metadata__", "sha256"
-BLANK = "0" * 64  # in the hash's place while the hash is computed
+METADATA, HASH = "__metadata__", "crc32"
+BLANK = "0" * 8  # in the hash's place while the hash is computed
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -61,20 +62,20 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     head = len(head).to_bytes(8, "little") + head
-    hashed = hashlib.sha256(head)
+    crc = zlib.crc32(head)
     with replacing(path) as file:
         file.write(head)
         for tensor in arrays.values():
             data = _bytes(tensor)
             for at in range(0, len(data), PIECE_BYTES):
                 piece = data[at : at + PIECE_BYTES]
-                hashed.update(piece)  # it lets other threads run
+                crc = zlib.crc32(piece, crc)  # it lets other threads run
                 file.write(piece)
                 if len(data) > PIECE_BYTES:
                     file.flush()
                     os.fdatasync(file.fileno())
         file.seek(head.index(BLANK.encode()))
-        file.write(hashed.hexdigest().encode())
+        file.write(f"{crc:08x}".encode())
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -180,7 +181,7 @@ def load_tensors(path: Path, unchecked: Callable[[Path], None] = lambda path: No
     if stated is None:
         unchecked(path)
     elif stated != found:
-        raise ConfigError(f"{path} is damaged: its bytes do not have the sha256 that it states")
+        raise ConfigError(f"{path} is damaged: its bytes do not have the CRC-32 that it states")
     return tensors
 
 
@@ -195,10 +196,10 @@ def _hashes(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str | None, str]
     if metadata is None or (HASH not in metadata and "format" in metadata):  # the library's own files
         return None, ""
     stated = str(metadata.get(HASH, ""))  # metadata without it: it was there, and is damaged
-    hashed = hashlib.sha256(length + head.replace(stated.encode(), BLANK.encode(), 1 if stated else 0))
+    crc = zlib.crc32(length + head.replace(stated.encode(), BLANK.encode(), 1 if stated else 0))
     for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
-        hashed.update(_bytes(tensors[name]))
-    return stated, hashed.hexdigest()
+        crc = zlib.crc32(_bytes(tensors[name]), crc)
+    return stated, f"{crc:08x}"
 
 
 def first_line(error: Exception) -> str:
