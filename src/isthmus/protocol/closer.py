@@ -18,6 +18,7 @@ from isthmus.protocol.shards import ShardReader
 from isthmus.protocol.verdicts import Verdicts
 
 FEW = 8  # an eighth of the members
+NEAR = 2  # so many behind the first in line look whether it is down
 
 
 class Closer:
@@ -44,6 +45,7 @@ class Closer:
         self.next_question = -math.inf  # when commits are asked for that are not listed
         self.beaten = False  # another's manifest was there when we had made ours
         self.away = 0.0  # seconds of the open round that its deadline does not count
+        self.came = False  # it was open before this closer started
         self.down: set[str] = set()  # whose workers have ended in this round: it is too late for them
         self.said = ""  # about the anchors of others, as it was last logged
         self.found: str | None = None  # digest of the round's start as the bucket gives it, once it was asked
@@ -60,6 +62,9 @@ class Closer:
         turn = self._turn(round_number)
         if turn and self.clock() < self.next_look:
             return False
+        if 0 < turn <= NEAR:  # who stands before us may have died: then it is our turn at once
+            self._mark_down(self._line(round_number)[:turn])
+            turn = self._turn(round_number)
         previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
         members = self.members.awaited(round_number)
         self.verdicts.look()
@@ -82,7 +87,8 @@ class Closer:
         return self._settle(anchor, members, accepted, refused)
 
     def _begin(self, round_number: int) -> None:
-        self.away = 0.0 if self.round else self.presence.absence(round_number)
+        self.came = not self.round
+        self.away = self.presence.absence(round_number) if self.came else 0.0
         self.round, self.closable_since, self.said, self.found = round_number, None, "", None
         self.looked, self.next_look, self.next_question = self.clock(), -math.inf, -math.inf
         self.beaten = False
@@ -205,7 +211,7 @@ class Closer:
         awaited = [name for name in members if name not in accepted and name not in refused]
         if not awaited:
             return True
-        self.down |= set(self.presence.ended_of(awaited))
+        self._mark_down(awaited)
         awaited = [name for name in awaited if name not in self.down]
         stated = self.recipe.bucket.quorum
         quorum = min(stated, len(self.names)) or len(members) // 2 + 1
@@ -216,6 +222,12 @@ class Closer:
         if not alive and not stated:
             return True  # all who are missing have gone, so waiting would not help
         return len(accepted) >= quorum and (not alive or deadlines > 1)
+
+    def _mark_down(self, names: Sequence[str]) -> None:
+        """Note whose workers have ended in this round. Of one that was open before we started ourselves, only
+        those who are not back: a fleet that was stopped and started again waits for all its members."""
+        found = self.presence.ended_of(names) if self.came else self.presence.down_of(names, self.round)
+        self.down |= set(found)
 
     def _deadlines_passed(self, previous: Manifest | None) -> float:
         """For how many of its deadlines the round has been open."""
@@ -233,17 +245,18 @@ class Closer:
         return tuple(name for name in self.names if name in stay and name not in late)
 
     def _turn(self, round_number: int) -> int:
-        """Our place in line. Closers take turns, and the next steps in when the one before does not close.
+        """Our place in line. Closers take turns, and the next steps in when the one before does not close."""
+        return self._line(round_number).index(self.own)
 
-        Full replicas come first: they read every payload anyway, so checking costs them no bytes. Whoever the
-        round does not wait for stands last: a closer that has gone costs the others its turn once.
-        """
+    def _line(self, round_number: int) -> list[str]:
+        """Full replicas come first: they read every payload anyway, so checking costs them no bytes. Whoever
+        the round does not wait for stands last: a closer that has gone costs the others its turn once."""
         parts = {member.name: member.config.parts for member in self.recipe.fleet()}
         full = [name for name in self.ledger.run.closers if parts.get(name) == 1]
         rest = [name for name in self.ledger.run.closers if name not in full]
         line = [name for part in (full, rest) if part for name in _rotated(part, round_number % len(part))]
-        members = self.members.awaited(round_number)
-        return sorted(line, key=lambda name: name not in members).index(self.own)
+        there = [name for name in self.members.awaited(round_number) if name not in self.down]
+        return sorted(line, key=lambda name: name not in there)
 
 
 def _rotated(names: Sequence[str], first: int) -> list[str]:

@@ -39,6 +39,7 @@ class Presence:
         self.beats: dict[str, dict[str, int]] = {}  # replica -> incarnation -> the highest beat heard
         self.last: dict[str, tuple[Heartbeat, float]] = {}  # replica -> its last sign of life, when written
         self.ended: dict[str, str] = {}  # replica -> the incarnation that has ended, as its launcher says
+        self.heard_in: dict[str, dict[str, int]] = {}  # replica -> such an incarnation -> in which round
         self.answers: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, was it alive)
         self.silences: dict[str, tuple[float | None, float]] = {}  # replica -> (its last beat, since when)
         self.asked: dict[str, float] = {}  # replica -> the silence in which it was read all the same
@@ -132,6 +133,25 @@ class Presence:
             self.hear(name)
         return name in self.last and self.last[name][0].incarnation == ended
 
+    def was_down(self, name: str, round_number: int) -> bool:
+        """Has a worker of it ended since the round was opened? It may beat again by now, but trains the round
+        late. A launcher's word counts in one round: who may write to the bucket can put it there again."""
+        if self.has_ended(name):
+            self._note_end(name, round_number)
+            return True
+        said = self.read.get((name, WAITING))
+        if said is None or not self.ended.get(name) or self._note_end(name, round_number) != round_number:
+            return False
+        return said.modified_unix_seconds >= self.opened(round_number)
+
+    def _note_end(self, name: str, round_number: int) -> int:
+        """The round in which we first heard that this incarnation has ended."""
+        known = self.heard_in.setdefault(name, {})
+        first = known.setdefault(self.ended[name], round_number)
+        if len(known) > MOST_INCARNATIONS:
+            del known[next(iter(known))]
+        return first
+
     def any_alive(self, names: Iterable[str], round_number: int) -> bool:
         """Is one of them alive? Who was, a moment ago, is asked first, and then nobody else is asked; but of
         all who have fallen silent it is noted since when."""
@@ -157,7 +177,9 @@ class Presence:
 
     def is_behind(self, name: str) -> bool:
         heard = self.last.get(name)
-        return heard is not None and (heard[0].state in BEHIND or heard[0].leaving or heard[0].gone)
+        if heard is None:
+            return False
+        return heard[0].state in BEHIND or heard[0].leaving or heard[0].gone or heard[0].stuck
 
     def alive_of(self, names: Iterable[str], round_number: int) -> list[str]:
         """All of them that are alive."""
@@ -168,6 +190,11 @@ class Presence:
         """All of them whose workers have ended, as their launchers say."""
         self.scan()
         return self._asked(self.has_ended, names)
+
+    def down_of(self, names: Iterable[str], round_number: int) -> list[str]:
+        """All of them whose workers have ended in this round, be they back or not."""
+        self.scan()
+        return self._asked(lambda name: self.was_down(name, round_number), names)
 
     def _asked(self, question: Callable[[str], bool], names: Iterable[str]) -> list[str]:
         """Of whom the answer is yes; several are asked at a time."""
@@ -195,7 +222,7 @@ class Presence:
             self.asked[name] = self.silences[name][1]
             heard = self.hear(name)  # the listing may lag
             answer = self._answer(name, heard, round_number)
-        answer = answer and not (heard and heard[0].leaving)
+        answer = answer and not (heard and (heard[0].leaving or heard[0].stuck))
         self.answers[name] = self.clock(), answer
         return answer
 
