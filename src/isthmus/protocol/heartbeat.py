@@ -14,6 +14,7 @@ GONE = ("left", "finished")  # the replica has ended, and said so
 BEHIND = ("starting", "catching up")  # it cannot begin the next round with the others
 LEAVING = ("leaving", "left")  # the next round does not wait for it
 WAITING = "waiting"  # of a launcher without a worker; in waiting.json, never in live.json
+LOST = "a copy of lost "  # so begins what a replica awaits that misses payloads of a settled round
 MISSED_HEARTBEATS = 5
 HOST = r"[A-Za-z0-9._-]{1,64}"
 
@@ -50,6 +51,11 @@ class Heartbeat:
     def waits(self) -> bool:
         """Does it wait for something that keeps it from training, such as a bucket that is full?"""
         return bool(self.awaiting) and self.waited_seconds is not None and not self.gone
+
+    @property
+    def stuck(self) -> bool:
+        """Does it wait for payloads that are lost? Nobody waits for it meanwhile."""
+        return self.awaiting.startswith(LOST)
 
     @property
     def leaving(self) -> bool:
