@@ -27,6 +27,7 @@ from isthmus.outer.rounds import run_rounds
 from isthmus.protocol import closer, history
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.patience import LeftWaiting
 from isthmus.runtime.checks import check_not_taken
 from isthmus.runtime.create import create
 from isthmus.runtime.liveness import Watchdog
@@ -447,13 +448,23 @@ def test_a_live_name_of_another_machine_is_not_ours_to_take(tmp_path):
     check_not_taken(fleet.ledger, "rack", work)
 
 
-def test_a_round_that_cannot_be_reached_is_a_run_error_not_a_loss(tmp_path):
+def test_a_round_that_cannot_be_reached_is_waited_for_and_not_skipped(tmp_path):
     """A listed payload that is gone stops a replica that needs it; readers never skip on their own."""
+
+    class Asked:
+        def pending(self) -> bool:
+            return True
+
+        here = pending
+
+    def leave(fleet: Trainer) -> None:
+        fleet.exchange.rescue.leave = Asked()
+
     recipe = small(rounds=9, **LATE)
     away, there = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
     there.run(1)
     store = open_store(str(tmp_path / "bucket"))
     for key in store.list("payloads/rack-1"):
         store.delete(key)
-    with pytest.raises(RunError, match="round 1 counts rack-1, but shard 0 is missing"):
-        away.run(1)
+    with pytest.raises(LeftWaiting, match="payloads that are lost"):
+        away.run(1, leave)
