@@ -13,9 +13,9 @@ from isthmus.cli.main import main
 from isthmus.errors import ConfigError, Diverged, RunError
 from isthmus.protocol.audit import audit
 from isthmus.protocol.damage import find_damage
+from isthmus.protocol.heartbeat import LOST
 from isthmus.protocol.repairs import Decision, repair_key
 from isthmus.protocol.replay import MissingPayloads, Replay
-from isthmus.protocol.rescue import LOST
 from isthmus.protocol.trust import sha256
 
 pytestmark = pytest.mark.usefixtures("hasty")

@@ -4,14 +4,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from little import RECIPE, Little, Replica, close, equal, settle
+from little import RECIPE, Clock, Little, Replica, close, equal, settle
 from little import hasty as hasty
 
 from isthmus.protocol import rescue as rescue_module
 from isthmus.protocol import shards as shards_module
 from isthmus.protocol.documents import Shard
+from isthmus.protocol.heartbeat import LOST
 from isthmus.protocol.patience import LeftWaiting
-from isthmus.protocol.rescue import LOST, LedPast
+from isthmus.protocol.presence import Presence
+from isthmus.protocol.rescue import LedPast
 from isthmus.store import Store
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -153,7 +155,7 @@ def test_who_waits_looks_less_and_less_often_and_can_be_asked_to_leave(folder_ur
     c.exchange.rescue.sleep, c.exchange.rescue.leave = slept.append, Leave()
     with pytest.raises(LeftWaiting):
         c.exchange.closed(1)
-    assert sum(slept) == 1 + 2 + 4 + 8 + 16 + 32 + 60 + 60 + 60 + 60
+    assert sum(slept) == 1 + 2 + 4 + 8 + 16 + 30 + 30 + 30 + 30 + 30
     assert max(slept) == 1.0  # so soon it hears that it should leave
     said = [line for line in c.said if "asking the others" in line]
     assert 2 <= len(said) <= 5
@@ -198,23 +200,29 @@ def test_odd_requests_are_none_and_help_never_fails(folder_url: str, tmp_path: P
     assert a.ledger.kept_key("", 1, shard) in store.list("payloads")
 
 
-def test_what_is_held_for_others_is_bounded_and_ours_comes_first(
+def test_what_is_held_for_others_is_of_two_rounds_bounded_and_ours_comes_first(
     folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run = Little(folder_url, tmp_path, NO_ANCHORS)
     a, b, c = run.replicas()
-    sizes = a.ledger.sizes
-    monkeypatch.setattr(shards_module, "HELD_BYTES", sum(sizes) + max(sizes))
-    settle(1, a, [a, b, c], [a, b, c])
-    held = list[set[str]]()
-    for each in (a, b):
-        each.exchange.reader.forget()
-        own = {shard.digest for shard in each.ledger.manifest(1).entry(each.name).shards}
-        held.append(set(each.exchange.reader.held))
-        assert own < held[-1]
-        assert sum(map(len, each.exchange.reader.held.values())) <= sum(sizes) + max(sizes)
-    a.exchange.reader.forget()  # a second time in the same round, as the loop does
-    assert set(a.exchange.reader.held) == held[0]
+    whole = 3 * sum(a.ledger.sizes)
+    monkeypatch.setattr(shards_module, "HELD_BYTES", whole + max(a.ledger.sizes))
+    settle(1, a, [a, b, c])
+    settle(2, a, [a, b, c])
+    reader = a.exchange.reader
+    reader.forget()
+    reader.forget()  # a second time in the same round, as the loop does
+    digests = [{shard.digest for e in a.ledger.manifest(t).entries for shard in e.shards} for t in (1, 2)]
+    newer, older = map(set, reader.held)
+    assert newer == digests[1]
+    assert len(older) == 1
+    assert older < digests[0]
+    assert sum(len(data) for held in reader.held for data in held.values()) <= whole + max(a.ledger.sizes)
+    monkeypatch.setattr(shards_module, "HELD_BYTES", sum(a.ledger.sizes))
+    settle(3, a, [a, b, c])
+    reader.forget()
+    assert set(reader.held[0]) == {shard.digest for shard in a.ledger.manifest(3).entry("a").shards}
+    assert reader.held[1] == {}
 
 
 def test_a_store_that_is_away_meanwhile_is_waited_for(
@@ -237,3 +245,13 @@ def test_a_store_that_is_away_meanwhile_is_waited_for(
     meanwhile(c, lambda: None, lambda: b.ledger.keep_shard(1, shard, bytes_of_b))
     c.apply(1, c.exchange.closed(1))
     assert c.exchange.anchor == a.exchange.anchor
+
+
+def test_nobody_waits_for_who_waits_for_what_is_lost(folder_url: str, tmp_path: Path):
+    run = Little(folder_url, tmp_path, NO_ANCHORS)
+    a, _, c = run.replicas()
+    for awaiting, awaited in (("", True), (f"{LOST}payloads of round 1", False), ("", True)):
+        c.beat(awaiting=awaiting)
+        presence = Presence(a.ledger, Clock())
+        assert presence.alive("c", 2) is awaited
+        assert presence.in_step_of(["c"]) == ["c"] * awaited

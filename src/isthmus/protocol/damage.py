@@ -10,7 +10,6 @@ from isthmus.protocol.heartbeat import silent_after
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.repairs import Decision
 from isthmus.protocol.replay import MissingPayloads, Replay
-from isthmus.protocol.rescue import LOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def _refuse_if_held(ledger: Ledger, first: int, now: float) -> None:
         if found is None or found[0].gone or now - found[1] > silent_after(ledger.run.recipe, found[0]):
             continue
         heartbeat = found[0]
-        if not heartbeat.awaiting.startswith(LOST):
+        if not heartbeat.stuck:
             raise ConfigError(
                 f"{name} is alive ({heartbeat.state}, round {heartbeat.round}) and may hold what is lost of "
                 f"round {first}, or a later model. Those who wait have asked it; let it run, or stop it first"

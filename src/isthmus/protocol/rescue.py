@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from isthmus.errors import RunError
 from isthmus.protocol.documents import MOST_WANTED, WANTED
+from isthmus.protocol.heartbeat import LOST
 from isthmus.protocol.patience import SLICE_SECONDS, LeftWaiting, Patience
 from isthmus.protocol.schema import check
 from isthmus.protocol.trust import Refused, open_sealed, sha256
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PAUSE_SECONDS = (1.0, 60.0)  # between looks for what is lost: short at first, then longer
-LOST = "a copy of lost "  # so begins what a heartbeat says of it
+PAUSE_SECONDS = (1.0, 30.0)  # between looks for what is lost: short at first, then longer
 MAX_WANTED_BYTES = 2**16
 MOST_GIVEN = 4096  # shards that we remember to have given
 

@@ -28,7 +28,9 @@ class ShardReader:
         self.ledger, self.applies = ledger, tuple(applies)
         # By name too: bytes that one replica has put need not lie under another's name.
         self.cache: dict[tuple[str, str], bytes] = {}
-        self.held: dict[str, bytes] = {}  # of the round before, by hash; see `rescue`
+        self.held: list[
+            dict[str, bytes]
+        ] = []  # of the last two rounds, by hash, the newer first; see `rescue`
         self.payload_bytes, self.seconds = 0, 0.0
         self.reading, self.since, self.lock = 0, 0.0, threading.Lock()  # how many read now, and since when
         self.pool = ThreadPoolExecutor(COPIES_AT_ONCE, "copy")
@@ -38,27 +40,33 @@ class ShardReader:
         self.cache[replica, shard.digest] = data
 
     def forget(self) -> None:
-        """Another round begins. What was read for the last one is held until that one ends."""
+        """Another round begins. What was read for the last two is held for whoever finds it lost."""
         if self.cache:
-            self.held = self._hold()
+            newer = self._chosen(
+                {digest: (name, data) for (name, digest), data in self.cache.items()}, HELD_BYTES
+            )
+            room = HELD_BYTES - sum(map(len, newer.values()))
+            before = next((held for held in self.held if not held.keys() & newer.keys()), {})
+            self.held = [newer, self._chosen({digest: ("", data) for digest, data in before.items()}, room)]
         self.cache.clear()
 
-    def _hold(self) -> dict[str, bytes]:
-        """As much as there is room for: our own first, then of the others in an order of our own, so that
-        replicas that hold a part of a large round hold different parts."""
-        own, room = self.ledger.signer.replica, HELD_BYTES
-        order = sorted(self.cache, key=lambda key: (key[0] != own, sha256(f"{own} {key[1]}".encode())))
-        held: dict[str, bytes] = {}
-        for key in order:
-            data = self.cache[key]
-            if key[1] not in held and len(data) <= room:
-                held[key[1]] = data
+    def _chosen(self, shards: Mapping[str, tuple[str, bytes]], room: int) -> dict[str, bytes]:
+        """Of shards by hash as many as there is room for: our own first, then the others' in an order of our
+        own, so that replicas that hold a part of a large round hold different parts."""
+        own, held = self.ledger.signer.replica, dict[str, bytes]()
+        order = sorted(
+            shards, key=lambda digest: (shards[digest][0] != own, sha256(f"{own} {digest}".encode()))
+        )
+        for digest in order:
+            data = shards[digest][1]
+            if len(data) <= room:
+                held[digest] = data
                 room -= len(data)
         return held
 
     def held_bytes(self, digest: str) -> bytes | None:
-        """A shard of this round or of the one before it, if we still have it."""
-        found = self.held.get(digest)
+        """A shard of this round or of the two before it, if we still have it."""
+        found = next((held[digest] for held in self.held if digest in held), None)
         return found or next((data for (_, name), data in self.cache.items() if name == digest), None)
 
     def drop(self, replica: str) -> None:
