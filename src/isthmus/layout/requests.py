@@ -10,11 +10,11 @@ BEATS_A_ROUND = 5  # of a long round; in short ones a heartbeat comes every buck
 MOST_BEAT_SECONDS = 60.0  # between two heartbeats, unless the recipe states more
 
 # Looks for the end of a round
-SHORTEST_SECONDS, LONGEST_SECONDS = 0.15, 1.0  # between two looks, where rounds are short
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.2, 1.0  # between two looks, where rounds are short
 EARLY = 0.05  # of a round: so much sooner than the last ones it may end
 NEAR, MOST_NEAR_SECONDS = 0.01, 10.0  # of a round: the longest pause once it is due, if more than a second
 FAR, MOST_FAR_SECONDS = 0.1, 60.0  # of a round: the longest pause before it is due, if more than a second
-GROWTH = 0.5  # of the time since it was due: the next pause
+GROWTH = 0.6  # of the time since it was due: the next pause
 
 # Closers
 STEP_IN_SECONDS = 3.0  # the next closer in line waits this much longer, and looks this much less often

@@ -1,12 +1,13 @@
 """When to look for the end of a round: seldom while it cannot have come, often when it should."""
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
 
 from isthmus.layout.requests import pause_seconds
 
-REMEMBERED = 3  # rounds; the shortest of them is expected
+REMEMBERED = 3  # rounds; the middle one of them is expected
 
 
 class RoundClock:
@@ -20,7 +21,7 @@ class RoundClock:
     @property
     def seconds(self) -> float:
         """Of a round; 0 while none was seen from end to end."""
-        return min(self.last, default=0.0)
+        return statistics.median(self.last) if self.last else 0.0
 
     def ended(self, round_number: int, watched: bool) -> None:
         """`watched`: it was open when we looked the time before."""
