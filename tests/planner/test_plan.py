@@ -13,11 +13,13 @@ from isthmus.cli import plan as command
 from isthmus.cli.main import Parser
 from isthmus.config import load_recipe, parse_recipe
 from isthmus.errors import ConfigError
+from isthmus.layout.requests import READ_AT_ONCE
 from isthmus.layout.traffic import machine_shards, round_bytes, shard_bytes
 from isthmus.planner.cost import inner_step_seconds
 from isthmus.planner.memory import process_memory
 from isthmus.planner.plan import Prices, predict
 from isthmus.planner.scale import scale
+from isthmus.store.together import AT_ONCE
 
 ROOT = Path(__file__).parents[2]
 DEMO, MIXED = ROOT / "recipes" / "demo.toml", ROOT / "recipes" / "512m-het-half-k192.toml"
@@ -114,11 +116,16 @@ def test_a_round_is_h_steps_and_the_exchange_of_the_slowest():
     assert kind(forecast, "rack").wait_seconds > 0
 
 
-def test_every_request_waits_for_its_answer():
-    far = predict(load_recipe(DEMO, ["replicas.rack.link.latency_ms=105"]))
-    near = predict(load_recipe(DEMO))
+@pytest.mark.parametrize(("racks", "waits"), [(2, 1), (18, 4)])
+def test_requests_that_are_made_together_wait_together(racks, waits):
+    near, far = (
+        predict(load_recipe(DEMO, [f"replicas.rack.count={racks}", f"replicas.rack.link.latency_ms={ms}"]))
+        for ms in (5, 105)
+    )
     late = kind(far, "rack").exchange.down_seconds - kind(near, "rack").exchange.down_seconds
-    assert late == pytest.approx(3 * 3 * 2 * 0.100)  # 3 others, 3 shards, there and back
+    assert READ_AT_ONCE == AT_ONCE == 16
+    assert waits == -(-3 * (racks + 1) // 16)  # of the others, 3 shards each
+    assert late == pytest.approx(waits * 2 * 0.100)  # there and back
 
 
 @pytest.mark.parametrize("path", [DEMO, MIXED], ids=lambda path: path.stem)
@@ -146,7 +153,7 @@ def test_one_replica_alone_exchanges_and_pays_nothing_to_the_bucket():
     forecast = predict(alone, 100)
     assert forecast.closing is None
     assert forecast.link_bytes["to_bucket"] == forecast.link_bytes["from_bucket"] == 0
-    assert forecast.requests == {"get": 0, "put": 0}
+    assert forecast.requests == {"get": 0, "put": 0, "payload_get": 0}
 
 
 @pytest.mark.parametrize("method", ["sparseloco", "diloco", "adamw"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli.main import main
-from isthmus.config import load_recipe
+from isthmus.config import LinkConfig, load_recipe
 from isthmus.errors import ConfigError
 from isthmus.layout.traffic import shard_bytes
 from isthmus.planner.scale import aggregate_ratio, expected_union, pays_from, scale, with_replicas
@@ -65,6 +65,16 @@ def test_reading_grows_with_the_square_of_m():
     assert small.up_bytes == 8 * sum(shard_bytes(full))
     assert large.verify_bytes == 79 * small.payload_bytes
     assert large.utilisation < small.utilisation
+
+
+def test_requests_besides_updates_grow_with_m_and_not_with_its_square():
+    """At rounds of one length: a larger fleet's are longer, and a longer wait has more looks."""
+    full = replace(
+        RECIPE, replicas=(replace(RECIPE.replicas[0], bucket_link=LinkConfig(mbps=1e6, latency_ms=0.1)),)
+    )
+    found = [scale(full, m, 160, verify_bytes_per_second=1e12) for m in (8, 64, 512)]
+    assert [row.control_each for row in found] == pytest.approx([found[0].control_each] * 3, rel=0.25)
+    assert found[2].gets > 512 * 500  # every replica reads every update
 
 
 def test_a_larger_fleet_keeps_the_mixture():

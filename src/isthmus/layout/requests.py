@@ -21,6 +21,8 @@ STEP_IN_SECONDS = 3.0  # the next closer in line waits this much longer, and loo
 LONGEST_LOOK_SECONDS = 30.0  # between two looks of a closer that stands far back in line
 CLOCK_SECONDS = 300.0  # a reading of the store's clock is good for so long
 MOST_LISTED = 1000  # objects in one answer
+READS = ("get", "head", "payload get")  # stores price them so; all else is a write, a copy and a listing too
+READ_AT_ONCE = 16  # requests of one process that wait for their answers, where it reads many
 
 
 def beat_seconds(heartbeat_seconds: float, round_seconds: float) -> float:

@@ -1,7 +1,7 @@
 """Recipe -> seconds on that fleet, in closed formulas (docs/method.md, The virtual clock)."""
 
 from isthmus.config import Member, Recipe
-from isthmus.layout.traffic import micro_batch_bytes, outer_bytes
+from isthmus.layout.traffic import micro_batch_bytes, outer_bytes, shard_bytes
 
 
 def step_flops(recipe: Recipe) -> float:
@@ -34,18 +34,19 @@ def inner_step_seconds(recipe: Recipe, member: Member, measured_seconds: float) 
 
 def round_seconds(recipe: Recipe, measured_step_seconds: float) -> float:
     """One outer round: H inner steps of the slowest replica, then its exchange, up and then down."""
+    sizes = shard_bytes(recipe)
     return max(
         recipe.outer.inner_steps * inner_step_seconds(recipe, member, measured_step_seconds)
-        + exchange_seconds(recipe, member)
+        + exchange_seconds(recipe, member, sizes)
         for member in recipe.fleet()
     )
 
 
-def exchange_seconds(recipe: Recipe, member: Member) -> float:
+def exchange_seconds(recipe: Recipe, member: Member, sizes: tuple[int, ...] | None = None) -> float:
     """Upload, then download of all the others' updates, every machine of the replica over its own link."""
     if recipe.num_replicas == 1:
         return 0.0
-    up, down = outer_bytes(recipe, member)
+    up, down = outer_bytes(recipe, member, sizes)
     link, machines = member.config.outer_link, member.config.stages
     if recipe.outer.method == "adamw":  # a ring sends and receives at once, every inner step
         latency = 2 * (recipe.num_replicas - 1) * recipe.outer.inner_steps * link.latency_ms / 1e3

@@ -1,18 +1,20 @@
 """The end of a round: what every machine sends to and reads from the bucket, and who closes it.
 
-Sizes are the codec's own arithmetic (`layout.traffic`); requests go one after another.
+Sizes are the codec's own arithmetic (`layout.traffic`), and so are requests (`layout.requests`). What is
+written goes up one request after another; of what is read, some are under way at a time.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 from isthmus.config import LinkConfig, Member, Recipe, ReplicaConfig
+from isthmus.layout.requests import READ_AT_ONCE, SHORTEST_SECONDS
 from isthmus.layout.traffic import machine_shards, outer_bytes, shards
 from isthmus.planner.cost import exchange_seconds
 from isthmus.planner.memory import MASTER_BYTES
 
-POLL_SECONDS = 0.5  # the average delay until a closed round is seen: processes look once a second
+POLL_SECONDS = SHORTEST_SECONDS / 2  # until a round that is due is seen by a closer, and by the others
 # Checking a payload: hash, unpack, squared norm. 6 to 9 MB/s of packed 2bit on one core of a busy machine.
 VERIFY_BYTES_PER_SECOND = 10e6
 TOGETHER = 0.98  # kinds whose rounds are at least this share of the longest deliver at the same moment
@@ -55,7 +57,6 @@ class Closing:
     closer: str
     verify_bytes: int  # all the others' payloads, over the whole round
     last_bytes: int  # of those that arrive together at its end
-    commit_gets: int  # in one look
     seconds: float
     manifest_bytes: int
 
@@ -75,7 +76,7 @@ def _machines(recipe: Recipe, replica: ReplicaConfig) -> tuple[tuple[list[int], 
 
 
 def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> OuterExchange:
-    """Every machine over its own link, one request after another; the slowest machine counts."""
+    """Every machine over its own link; the slowest machine counts."""
     link, others = member.config.outer_link, recipe.num_replicas - 1
     up, down = outer_bytes(recipe, member, sizes)
     if has_bucket(recipe):
@@ -86,7 +87,7 @@ def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> Outer
         # All the others' shards, and of its own replica's those that another machine sent: the embedding's.
         read = [{i: others + (i not in w) for i in r} for w, r in machines]  # how many of each shard
         down_seconds = max(
-            _transfer(link, sum(n * sizes[i] for i, n in counts.items()), sum(counts.values()))
+            _transfer(link, sum(n * sizes[i] for i, n in counts.items()), _waits(sum(counts.values())))
             for counts in read
         )
         gets = sum(sum(counts.values()) for counts in read)
@@ -106,9 +107,14 @@ def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> Outer
     )
 
 
-def _transfer(link: LinkConfig, num_bytes: float, num_requests: float) -> float:
-    """Requests go one after another, and each waits for its answer: two latencies."""
-    return num_bytes * 8 / (link.mbps * 1e6) + num_requests * 2 * link.latency_ms / 1e3
+def _transfer(link: LinkConfig, num_bytes: float, num_waits: float) -> float:
+    """The bytes, and one answer after another that is waited for: two latencies each."""
+    return num_bytes * 8 / (link.mbps * 1e6) + num_waits * 2 * link.latency_ms / 1e3
+
+
+def _waits(num_requests: int) -> int:
+    """Of requests that are made together: some are under way at a time."""
+    return ceil(num_requests / READ_AT_ONCE)
 
 
 def closing_of(
@@ -121,14 +127,14 @@ def closing_of(
     payload, latest = sum(sizes), max(turns.values())
     late = [r for r in recipe.replicas if turns[r.name] > TOGETHER * latest]
     num_last = sum(r.count for r in late) - (closer in late)
-    looks = recipe.num_replicas + 1  # every commit, then the manifest's creation
-    reading = _transfer(closer.outer_link, num_last * payload, num_last * len(sizes) + looks)
+    # A listing, the commits, copies of their shards and those read, the manifest, and the others' look at it.
+    waits = 1 + _waits(num_last) + 2 * _waits(num_last * len(sizes)) + 2
+    reading = _transfer(closer.outer_link, num_last * payload, waits)
     return Closing(
         closer=closer.name,
         verify_bytes=(recipe.num_replicas - 1) * payload,
         last_bytes=num_last * payload,
-        commit_gets=recipe.num_replicas,
-        seconds=reading + num_last * payload / verify_rate + POLL_SECONDS,
+        seconds=reading + num_last * payload / verify_rate + 2 * POLL_SECONDS,
         manifest_bytes=recipe.num_replicas * (COMMIT_BYTES + SHARD_LINE_BYTES * len(sizes)),
     )
 
@@ -146,7 +152,7 @@ def catch_up_of(recipe: Recipe, replica: ReplicaConfig, sizes: tuple[int, ...]) 
         _transfer(
             link,
             sum(anchor[i] for i in r) + rounds * per_round,
-            len(r) * (1 + rounds * recipe.num_replicas),
+            _waits(len(r)) + rounds * _waits(len(r) * recipe.num_replicas),
         )
         for r, per_round in zip(reads, replay, strict=True)
     )

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError
+from isthmus.layout.requests import READS, round_requests
 from isthmus.layout.traffic import STAGE_PURPOSES, inner_step_bytes, machine_shards, shard_bytes
 from isthmus.planner.auto import resolve
 from isthmus.planner.exchange import (
@@ -110,7 +111,7 @@ class Forecast:
     snapshot_bytes: int  # one anchor
     snapshots: int
     stored_bytes_most: int
-    requests_per_round: dict[str, int]
+    requests_per_round: dict[str, int]  # writes, reads, and those of the reads that fetch updates
     requests: dict[str, int]
     money: dict[str, float] | None
 
@@ -309,22 +310,32 @@ def _kind(
 
 
 def _requests(recipe: Recipe, kinds: tuple[KindForecast, ...], round_seconds: float) -> dict[str, int]:
-    """GETs and PUTs of one round, as the exchange makes them; every replica may close (a private run). Copies
-    inside the store are priced as PUTs.
+    """Reads and writes of one round, as the protocol makes them (`layout.requests`).
 
-    While it waits, every process looks for the manifest once a second, and every closer for all the commits.
+    A copy inside the store and a listing are priced as writes. "payload_get" are those of the reads that
+    fetch updates. Two replicas may close, as `init` names them.
     """
     if not has_bucket(recipe):
-        return {"get": 0, "put": 0}
-    gets = puts = 0
-    for kind in kinds:
-        waiting = round_seconds - recipe.outer.inner_steps * kind.step.seconds
-        looks = 1 + round(max(0.0, waiting - kind.exchange.up_seconds - kind.exchange.down_seconds))
-        gets += kind.count * (kind.exchange.gets + len(kind.memory) * looks + recipe.num_replicas * looks)
-        beats = round(round_seconds / recipe.bucket.heartbeat_seconds)
-        puts += kind.count * (kind.exchange.puts + beats)
-    copies = (recipe.num_replicas - 1) * len(shard_bytes(recipe))  # of what the closer judges
-    return {"get": gets, "put": puts + copies + 1}
+        return {"get": 0, "put": 0, "payload_get": 0}
+    waits = applied = processes = 0.0
+    for kind, replica in zip(kinds, recipe.replicas, strict=True):
+        busy = recipe.outer.inner_steps * kind.step.seconds + kind.exchange.seconds
+        waits += kind.count * max(0.0, round_seconds - busy)
+        processes += kind.count * len(kind.memory)
+        applied += kind.count * sum(len(reads) for _, reads in machine_shards(recipe, replica))
+    each = round_requests(
+        recipe.num_replicas,
+        len(shard_bytes(recipe)),
+        round_seconds=round_seconds,
+        wait_seconds=waits / recipe.num_replicas,
+        heartbeat_seconds=recipe.bucket.heartbeat_seconds,
+        num_closers=min(2, recipe.num_replicas),
+        num_processes=round(processes),
+        applied_shards=round(applied),
+    )
+    reads = sum(each[verb] for verb in READS)
+    writes = sum(each.values()) - reads
+    return {"get": round(reads), "put": round(writes), "payload_get": round(each["payload get"])}
 
 
 def check_names(recipe: Recipe, per_hour: Mapping[str, float]) -> None:

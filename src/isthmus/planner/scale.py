@@ -102,6 +102,7 @@ class Scale:
     down_seconds: float  # of the slowest kind
     puts: int
     gets: int
+    control_each: float  # requests for each replica, besides those that read updates
     egress_dollars: float
     request_dollars: float
     machine_dollars: float | None  # of those that have a price; None where none was given
@@ -165,6 +166,7 @@ def scale(
         down_seconds=slow.exchange.down_seconds,
         puts=requests["put"],
         gets=requests["get"],
+        control_each=(requests["put"] + requests["get"] - requests["payload_get"]) / num_replicas,
         egress_dollars=down / 1e9 * egress_per_gb,
         request_dollars=(requests["put"] * put_per_million + requests["get"] * get_per_million) / 1e6,
         machine_dollars=sum(machines.values()) if per_hour else None,
