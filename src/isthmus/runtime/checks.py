@@ -9,7 +9,7 @@ from isthmus.protocol.heartbeat import silent_after
 from isthmus.protocol.ledger import Ledger, RunInfo
 from isthmus.reading import read_note
 from isthmus.runtime.process import is_running
-from isthmus.simulator.run import checked_corpus
+from isthmus.simulator.picks import checked_corpus
 
 
 def check_trainable(recipe: Recipe) -> None:

@@ -86,7 +86,7 @@ def check_device(config: LauncherConfig, recipe: "Recipe", member: "Member") -> 
 
     from isthmus import gpu
     from isthmus.runtime.fits import check_fits, device_memory
-    from isthmus.simulator.run import pick_device
+    from isthmus.simulator.picks import pick_device
 
     device, warning = pick_device(config.device), ""
     if device.type == "cuda":

@@ -81,7 +81,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     """Build this process's part of the replica, restore its state, and run rounds to the end."""
     import torch
 
-    from isthmus.simulator.run import checked_corpus, pick_device, pick_precision
+    from isthmus.simulator.picks import checked_corpus, pick_device, pick_precision
 
     device = pick_device(config.device)
     if device.type == "cuda":

@@ -1,0 +1,51 @@
+"""What every way to train a recipe asks first: its device, its precision, its text.
+
+A worker that starts again waits for what is imported here, so it is little.
+"""
+
+import torch
+
+from isthmus.config import Recipe
+from isthmus.data.corpus import Corpus, open_corpus
+from isthmus.data.tokens import Batches, validation_batches
+from isthmus.errors import ConfigError
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (number.isdigit() or not number):
+        raise ConfigError(f'device is "{name}"; it is one of auto, cpu, cuda, cuda:N')
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        there = (
+            f"there {'is' if count == 1 else 'are'} {count} CUDA device{'s' * (count != 1)}"
+            if count
+            else "there is no CUDA device"
+        )
+        raise ConfigError(
+            f'device is "{name}", but {there} here; use --device {"cuda:0" if count else "cpu"}'
+        )
+    return torch.device(name)
+
+
+def pick_precision(recipe: Recipe, device: torch.device) -> str:
+    if recipe.inner.precision != "auto":
+        return recipe.inner.precision
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+def checked_corpus(recipe: Recipe) -> Corpus:
+    """The corpus, its vocabulary and length checked against the model and the batch."""
+    corpus = open_corpus(recipe.data.corpus)
+    if corpus.vocab_size > recipe.model.vocab:
+        raise ConfigError(
+            f"the tokenizer of {recipe.data.corpus} has {corpus.vocab_size} tokens, the model "
+            f"{recipe.model.vocab}; set model.vocab={corpus.vocab_size}, or "
+            f"prepare the corpus with --vocab {recipe.model.vocab}"
+        )
+    # Too little text is an error here, before a run directory exists.
+    Batches(corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context)
+    validation_batches(corpus, recipe.inner.batch, recipe.model.context, 1)
+    return corpus
