@@ -139,6 +139,16 @@ def test_the_machines_of_a_replica_read_together_what_traffic_counts(path):
         assert total == forecast.exchange.down_bytes
 
 
+def test_with_keep_rounds_a_bucket_does_not_grow_with_the_run(capsys):
+    long = ["outer.rounds=10000", "bucket.keep_rounds=50"]
+    short, kept, all_stay = (
+        predict(load_recipe(DEMO, more)) for more in (["outer.rounds=70"], long, ["outer.rounds=10000"])
+    )
+    assert kept.stored_bytes_most == short.stored_bytes_most + short.snapshot_bytes  # of the newest anchor
+    assert all_stay.stored_bytes_most > 100 * kept.stored_bytes_most
+    assert "at most, with bucket.keep_rounds = 50" in run(capsys, DEMO, "--set", "bucket.keep_rounds=50")
+
+
 def test_catching_up_is_an_anchor_and_the_rounds_since():
     recipe = load_recipe(DEMO)
     rack = kind(predict(recipe), "rack").catch_up

@@ -23,7 +23,7 @@ def table(recipe: Recipe, forecast: "Forecast") -> str:
         f"{forecast.inner_steps} inner steps.",
         "",
         "The whole run",
-        *_lines(_run_rows(forecast)),
+        *_lines(_run_rows(recipe, forecast)),
     ]
     for reason in forecast.auto:
         lines += ["", f"Auto: {reason}."]
@@ -43,7 +43,7 @@ def _lines(rows: Mapping[str, str]) -> list[str]:
     return [f"  {label:<18}{text}".replace("\n", "\n" + " " * 20) for label, text in rows.items()]
 
 
-def _run_rows(forecast: "Forecast") -> dict[str, str]:
+def _run_rows(recipe: Recipe, forecast: "Forecast") -> dict[str, str]:
     sent, links = forecast.bytes, forecast.link_bytes
     usual_rounds = forecast.rounds - (forecast.finish.rounds if forecast.finish else 0)
     slowest = f"; {forecast.slowest} sets the pace" if len(forecast.kinds) > 1 else ""
@@ -76,7 +76,9 @@ def _run_rows(forecast: "Forecast") -> dict[str, str]:
         )
         each = forecast.requests_per_round
         rows["requests"] = f"{each['put']:,} writes and {each['get']:,} reads a round, heartbeats included"
-        rows["bucket holds"] = f"{size(forecast.stored_bytes_most)} at the end, if nothing is swept"
+        keeps = recipe.bucket.keep_rounds
+        when = f"at most, with bucket.keep_rounds = {keeps}" if keeps else "at the end, if nothing is swept"
+        rows["bucket holds"] = f"{size(forecast.stored_bytes_most)} {when}"
     if (closing := forecast.closing) is not None:
         rows["closing a round"] = (
             f"{_time(closing.seconds)}: {closing.closer} checks {size(closing.verify_bytes)} of updates, "

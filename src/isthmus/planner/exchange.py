@@ -181,9 +181,11 @@ def snapshot_of(recipe: Recipe) -> tuple[int, int]:
 
 
 def stored_bytes(recipe: Recipe, sizes: tuple[int, ...], snapshot: int, num_snapshots: int) -> int:
-    """What lies in the bucket at the end if nothing is swept. Of every round, its closer keeps a copy of the
-    others' updates."""
+    """The most that lies in the bucket at a time. Of every round, its closer keeps a copy of the others'
+    updates. With bucket.keep_rounds, what is older goes up to an anchor, once for every anchor."""
     if not has_bucket(recipe):
         return 0
-    updates = 2 * recipe.num_replicas - 1
-    return recipe.outer.rounds * updates * sum(sizes) + num_snapshots * snapshot
+    updates, keep, every = 2 * recipe.num_replicas - 1, recipe.bucket.keep_rounds, recipe.bucket.anchor_every
+    rounds = min(recipe.outer.rounds, keep + 2 * every) if keep else recipe.outer.rounds
+    anchors = min(num_snapshots, rounds // every + 1) if keep else num_snapshots
+    return rounds * updates * sum(sizes) + anchors * snapshot
