@@ -40,6 +40,8 @@ SEALED = {  # in a file's name -> the kind of document that is signed
     "/commits/": "commit",
     "/anchors/": "anchor",
     "/leave-": "leave",
+    "/repairs/": "repair",
+    "/wanted/": "wanted",
     "/members/": "heartbeat",
 }
 
@@ -91,19 +93,14 @@ def check_printable(text: str) -> None:
 def page(target: str) -> Callable[[], None]:
     def call() -> None:
         from isthmus.page import prometheus
-        from isthmus.page.source import RunSource, open_source
+        from isthmus.page.source import open_source
         from isthmus.page.state import StateBuilder
 
         source = open_source(target)
-        try:
-            for _ in range(2):
-                state = StateBuilder().build(source.look(5.0))
-                check_printable(json.dumps(state, allow_nan=False, ensure_ascii=False))
-                check_printable(prometheus.exposition(state, time.time()))
-        finally:
-            reader = source.bucket if isinstance(source, RunSource) else source.reader
-            if reader:
-                reader.pool.shutdown()
+        for _ in range(2):
+            state = StateBuilder().build(source.look(5.0))
+            check_printable(json.dumps(state, allow_nan=False, ensure_ascii=False))
+            check_printable(prometheus.exposition(state, time.time()))
 
     return call
 
@@ -178,6 +175,21 @@ def leave_note() -> None:
     Ledger(found.store, found.run, load_signer(Path("run/keys/rack-0.key"), "rack-0")).asked_to_leave("1")
 
 
+def wanted() -> None:
+    from isthmus.protocol.access import open_ledger
+    from isthmus.protocol.ledger import Ledger
+    from isthmus.protocol.patience import Patience
+    from isthmus.protocol.rescue import Rescue
+    from isthmus.protocol.shards import ShardReader
+    from isthmus.protocol.trust import load_signer
+    from isthmus.replica.control_group import SingleProcess
+
+    found = open_ledger(BUCKET)
+    ledger = Ledger(found.store, found.run, load_signer(Path("run/keys/rack-0.key"), "rack-0"))
+    said = list[str]()
+    Rescue(ledger, ShardReader(ledger, [0]), SingleProcess(), said.append, Patience(said.append)).help()
+
+
 READERS: dict[str, Callable[[], None]] = {
     "status": cli("status", BUCKET),
     "status run": cli("status", "run"),
@@ -202,6 +214,7 @@ READERS: dict[str, Callable[[], None]] = {
     "state": saved_state,
     "keys": keys,
     "leave": leave_note,
+    "wanted": wanted,
     "payload": unpack_payloads,
 }
 OF_BUCKET = (
@@ -225,6 +238,8 @@ OF_FILE: dict[str, tuple[str, ...]] = {
     "run/bucket/commits": ("judge", "status", "page bucket"),
     "run/bucket/payloads": ("judge", "verify", "rebuild", "page bucket", "export bucket"),
     "run/bucket/anchors": ("verify", "rebuild", "export bucket"),
+    "run/bucket/repairs": ("show", "verify", "rebuild"),
+    "run/bucket/wanted": ("wanted",),
     "run/recipe.toml": OF_RUN,
     "run/state": ("export",),
     "run/keys": ("keys",),

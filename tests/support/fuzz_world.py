@@ -19,6 +19,7 @@ from isthmus.config import parse_recipe
 from isthmus.model.checkpoint import save
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, read_run
+from isthmus.protocol.repairs import Decision
 from isthmus.protocol.trust import load_signer
 from isthmus.store import open_store
 
@@ -91,6 +92,12 @@ def _make() -> None:
     ledger = Ledger(store, read_run(store), load_signer(Path("run/keys/rack-0.key"), "rack-0"))
     ledger.beat(Heartbeat(state="waiting", awaiting="stage 1: no answer", waited_seconds=4.0))
     ledger.ask_to_leave("1")
+    body = {"round": 1, "shards": ["f" * 64]}
+    store.put("wanted/rack-1/0.json", ledger.signer.seal("wanted", ledger.run.run_id, body))
+    begun, ended = ledger.manifest(2), ledger.manifest(SETTLED)
+    if begun and ended:
+        why = {"digest": begun.anchor, "manifest": ended.digest, "reason": "none", "closer": "rack-0"}
+        ledger.repairs.decide(Decision(first=2, last=SETTLED, **why))
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(4, dtype=torch.int64)}
     save(Path("state"), 3, {"anchor": tensors, "outer": tensors})
 
