@@ -188,6 +188,13 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         with suppress(Exception):  # what is still written must not appear where the state was
             trainer.state.finish()
         raise
+    except RunStopped:
+        raise
+    except RunError as error:  # the leader has left in the middle of a round: so do the other stages
+        if at.rank == 0 or not request.here():
+            raise
+        log(f"left: {error}")
+        return 0
     finally:
         if at.rank == 0:
             try:
