@@ -119,6 +119,11 @@ def test_only_the_first_round_of_a_start_is_left_in_the_middle(come):
     assert steps == [1, 2, 3, 4]
 
 
+def test_a_long_round_is_not_looked_at_more_often_than_a_short_one(come):
+    ledger = come("rack-0").ledger
+    assert [Edge(ledger, 2, usual).every for usual in (3.0, 60.0, 1800.0, 1e6)] == [0.5, 1.0, 30.0, 30.0]
+
+
 def test_a_store_that_is_away_settles_nothing(come):
     class Away:
         def settled_at(self, round_number: int) -> float | None:

@@ -8,15 +8,18 @@ from isthmus.errors import RunError
 from isthmus.protocol.ledger import Ledger
 from isthmus.replica.control_group import ControlGroup, agree
 
-LOOK_SECONDS = 0.5  # between looks at the manifest, in the one round after a start
+LOOK_SECONDS = (0.5, 30.0)  # between looks at the manifest, in the one round after a start: least, most
+MOST_LOOKS = 60  # in a round that lasts as long as the one before it
 
 
 class Edge(threading.Thread):
     """Looks whether a round was settled while this process trains it. The inner steps do not wait for it."""
 
-    def __init__(self, ledger: Ledger, round_number: int, every_seconds: float = LOOK_SECONDS) -> None:
+    def __init__(self, ledger: Ledger, round_number: int, usual_seconds: float = 0.0) -> None:
         super().__init__(daemon=True, name="edge")
-        self.ledger, self.round, self.every = ledger, round_number, every_seconds
+        least, most = LOOK_SECONDS
+        self.every = min(most, max(least, usual_seconds / MOST_LOOKS))
+        self.ledger, self.round = ledger, round_number
         self.ended, self.passed = threading.Event(), threading.Event()
 
     def run(self) -> None:
@@ -37,7 +40,8 @@ def watched_edge(
 
     All call it after each inner step. Without `background` the leader looks in the calling thread.
     """
-    edge, leads = Edge(ledger, round_number), control.rank == 0
+    before, leads = ledger.manifest(round_number - 1), control.rank == 0
+    edge = Edge(ledger, round_number, before.seconds if before else 0.0)
 
     def passed() -> bool:
         if leads and not background:
