@@ -6,10 +6,10 @@ of norms. What only the updates themselves can show is in `judge`.
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.layout.traffic import shard_bytes, shards
@@ -22,6 +22,7 @@ from isthmus.protocol.trust import (
     Refused,
     Signer,
     canonical,
+    open_document,
     open_sealed,
     sha256,
     without_extras,
@@ -77,7 +78,16 @@ class Chain:
         """A commit's entry, with the commit in it, or Refused with the reason."""
         if len(data) > self.commit_limit:
             raise Refused(f"the commit has {len(data)} bytes; at most {self.commit_limit} are accepted")
-        signer, body = open_sealed(data, "commit", self.run.run_id, self.run.keys)
+        signed = open_sealed(data, "commit", self.run.run_id, self.run.keys)
+        entry = Entry.from_dict(self._check_signed(signed, replica, round_number, anchor))
+        self._check_shards(entry)
+        return replace(entry, commit=without_extras(data))
+
+    def _check_signed(
+        self, signed: tuple[str, dict[str, Any]], replica: str, round_number: int, anchor: str
+    ) -> dict[str, Any]:
+        """The body of a commit, by who signed it, if it is the replica's for this round and this anchor."""
+        signer, body = signed
         if signer != replica:
             raise Refused(f"the commit of {replica} is signed by {signer}")
         try:
@@ -90,11 +100,9 @@ class Chain:
             raise OtherAnchor("the update starts from another anchor than this round's", body["anchor"])
         if len(canonical(body["facts"])) > MAX_FACTS_BYTES:
             raise Refused("the facts of the commit are too long")
-        entry = Entry.from_dict(body)
-        if entry.replica != replica:
-            raise Refused(f"the commit of {replica} speaks of {entry.replica!r}")
-        self._check_shards(entry)
-        return replace(entry, commit=without_extras(data))
+        if body["replica"] != replica:
+            raise Refused(f"the commit of {replica} speaks of {body['replica']!r}")
+        return body
 
     def _check_shards(self, entry: Entry) -> None:
         if [shard.index for shard in entry.shards] != list(range(len(self.shards))):
@@ -114,7 +122,7 @@ class Chain:
             check(body, MANIFEST)
             if len(sealed) > self.manifest_limit:
                 raise Refused(f"it has {len(sealed)} bytes; at most {self.manifest_limit} are accepted")
-            self._check_entries(manifest)
+            self._check_entries(manifest, body["entries"])
             self._check_norms(manifest, self.known(manifest.round - 1))
         except Refused as reason:
             raise RunError(
@@ -243,7 +251,7 @@ class Chain:
                 raise Refused(f"it is not chained to manifest {round_number - 1}")
             if self.chain.get(round_number, manifest.digest) != manifest.digest:
                 raise Refused(f"it is not the one that manifest {round_number + 1} is chained to")
-            self._check_entries(manifest)
+            self._check_entries(manifest, body["entries"])
             if not begins:
                 self._check_norms(manifest, before)
         except Refused as reason:
@@ -251,35 +259,34 @@ class Chain:
             raise RunStopped(
                 f"manifest {round_number} of this run{by} is not to be trusted: {reason}; the run stops here"
             ) from None
-        # The commits have said what they had to say, and take more room than all else.
-        return replace(
-            manifest,
-            entries=tuple(
-                replace(entry, commit=b"", proved=bool(entry.commit)) for entry in manifest.entries
-            ),
-        )
+        rows = zip(manifest.entries, body["entries"], strict=True)
+        return replace(manifest, entries=tuple(replace(entry, proved="commit" in row) for entry, row in rows))
 
-    def _check_entries(self, manifest: Manifest) -> None:
+    def _check_entries(self, manifest: Manifest, rows: Sequence[Mapping[str, Any]]) -> None:
+        """`rows` are the entries as the manifest has them, with the commits of their authors."""
         names = [entry.replica for entry in manifest.entries]
         if len(set(names)) < len(names) or not set(names) <= self.run.keys.keys():
             raise Refused("it does not list contributors of this run once each")
         others = {name for name, _ in manifest.refused} | set(manifest.members)
         if strangers := others - self.names:
             raise Refused(f"it speaks of {min(strangers)!r}, who is not in this run")
-        for entry in manifest.entries:
+        for entry, row in zip(manifest.entries, rows, strict=True):
             self._check_shards(entry)
-            if entry.commit:
-                self._check_listed(manifest, entry)
+            if "commit" in row:
+                self._check_listed(manifest, entry, row)
             elif self.run.commits_in_manifests:
                 raise Refused(f"it counts {entry.replica} without a commit that {entry.replica} signed")
 
-    def _check_listed(self, manifest: Manifest, entry: Entry) -> None:
+    def _check_listed(self, manifest: Manifest, entry: Entry, row: Mapping[str, Any]) -> None:
         """What a closer lists of an update must be what its author signed."""
         try:
-            signed = self.check_commit(entry.commit, entry.replica, manifest.round, manifest.anchor)
+            signed = open_document(row["commit"], "commit", self.run.run_id, self.run.keys)
+            body = self._check_signed(signed, entry.replica, manifest.round, manifest.anchor)
         except Refused as reason:
             raise Refused(f"it counts {entry.replica}, but {reason}") from None
-        if (signed.shards, signed.facts) != (entry.shards, entry.facts):
+        same = body["shards"] == row["shards"] and canonical(body["facts"]) == canonical(row["facts"])
+        own = entry if same else Entry.from_dict(body)
+        if (own.shards, own.facts) != (entry.shards, entry.facts):
             raise Refused(f"it does not list of {entry.replica} what {entry.replica} signed")
 
     def _check_norms(self, manifest: Manifest, previous: Manifest | None) -> None:

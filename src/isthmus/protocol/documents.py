@@ -22,7 +22,6 @@ from isthmus.protocol.schema import (
     Whole,
     check,
 )
-from isthmus.protocol.trust import canonical
 from isthmus.runlog.facts import Facts
 
 MOST_REPLICAS = 4096  # of a run
@@ -108,10 +107,9 @@ class Entry:
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> "Entry":
-        """Of a commit or of a manifest's entry that has passed its schema."""
+        """Of a commit or of a manifest's entry that has passed its schema; without the commit in it."""
         shards = tuple(Shard(*row) for row in body["shards"])
-        commit = canonical(body["commit"]) if "commit" in body else b""
-        return cls(body["replica"], shards, float(body["norm"]), Facts.from_dict(body["facts"]), commit)
+        return cls(body["replica"], shards, float(body["norm"]), Facts.from_dict(body["facts"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

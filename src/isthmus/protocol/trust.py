@@ -10,11 +10,15 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import ConfigError
 from isthmus.reading import read_bytes
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 MAX_DOCUMENT_BYTES = 4 * 2**20
 MAX_KEY_BYTES = 1024
@@ -115,11 +119,20 @@ def load_signer(path: Path, replica: str) -> Signer:
 
 def open_sealed(data: bytes, kind: str, run_id: str, keys: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     """(replica, body) of a signed document, or Refused: no byte is trusted before its signature."""
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
     try:
         document = json.loads(data)
+    except (ValueError, RecursionError):
+        document = None
+    return open_document(document, kind, run_id, keys)
+
+
+def open_document(
+    document: Any, kind: str, run_id: str, keys: Mapping[str, str]
+) -> tuple[str, dict[str, Any]]:
+    """The same of one that was inside another."""
+    from cryptography.exceptions import InvalidSignature
+
+    try:
         body, replica, signature = document["body"], document["replica"], document["signature"]
         if not isinstance(body, dict) or not isinstance(replica, str):
             raise TypeError
@@ -131,12 +144,17 @@ def open_sealed(data: bytes, kind: str, run_id: str, keys: Mapping[str, str]) ->
     if replica not in keys:
         raise Refused(f"the {kind} is signed by a stranger ({replica!r:.80}), who is not on the run's list")
     try:
-        Ed25519PublicKey.from_public_bytes(bytes.fromhex(keys[replica])).verify(
-            bytes.fromhex(signature), signed
-        )
+        _public_key(keys[replica]).verify(bytes.fromhex(signature), signed)
     except (InvalidSignature, ValueError):
         raise Refused(f"the {kind} does not carry {replica}'s signature for this run") from None
     return replica, body
+
+
+@lru_cache(4096)
+def _public_key(digits: str) -> "Ed25519PublicKey":
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    return Ed25519PublicKey.from_public_bytes(bytes.fromhex(digits))
 
 
 def without_extras(data: bytes) -> bytes:
