@@ -44,6 +44,7 @@ class Closer:
         self.looked = self.next_look = -math.inf  # this closer's last look at the round, and its next
         self.next_question = -math.inf  # when commits are asked for that are not listed
         self.beaten = False  # another's manifest was there when we had made ours
+        self.busy = False  # the last attempt had something to judge
         self.away = 0.0  # seconds of the open round that its deadline does not count
         self.came = False  # it was open before this closer started
         self.down: set[str] = set()  # whose workers have ended in this round: it is too late for them
@@ -53,13 +54,15 @@ class Closer:
 
     def pause(self, usual: float) -> float:
         """Seconds until the next attempt; the first in line looks as often as a member does, or more."""
+        if self.busy:
+            return 0.0  # while we judged, more may have come
         return max(0.0, self.next_look - self.clock()) or min(LONGEST_SECONDS, usual)
 
     def attempt(self, round_number: int, anchor: str) -> bool:
         """Close the round if it can be closed now; True when our manifest is the one."""
         if round_number != self.round:
             self._begin(round_number)
-        turn = self._turn(round_number)
+        turn, self.busy = self._turn(round_number), False
         if turn and self.clock() < self.next_look:
             return False
         if 0 < turn <= NEAR:  # who stands before us may have died: then it is our turn at once
@@ -107,7 +110,7 @@ class Closer:
 
     def _judge(self, anchor: str) -> None:
         self.verdicts.fetch()
-        self.verdicts.judge(anchor)
+        self.busy = self.verdicts.judge(anchor)
 
     def _in_time(self, turn: int, closable: bool) -> bool:
         """May we close it now? A closer in line gives each one before it some seconds, from when the round

@@ -24,6 +24,8 @@ from isthmus.store.together import as_they_come
 if TYPE_CHECKING:
     from isthmus.store import Info
 
+MOST_AT_ONCE, FEWEST_AT_ONCE = 64, 4  # requests of the one closer that works
+BYTES_AT_ONCE = 1 << 28  # of shards that are being read
 MOST_VERDICTS = 3  # on commits of one replica in a round, of which all but the last were refused
 
 
@@ -92,7 +94,7 @@ class Verdicts:
         names = [name for name in names if not (name in self.given and self.given[name].stands)]
         unreadable: list[StoreRefused] = []
         calls = [partial(self._get, name) for name in names]
-        for name, found in zip(names, self.ledger.store.together(calls), strict=True):
+        for name, found in zip(names, self.ledger.store.together(calls, MOST_AT_ONCE), strict=True):
             self.faults.pop(name, None)
             if isinstance(found, StoreRefused):
                 self.commits.pop(name, None)
@@ -115,8 +117,9 @@ class Verdicts:
 
     # Judging
 
-    def judge(self, anchor: str) -> None:
-        """One verdict for each replica. A commit that replaces a refused one is judged too, a few times.
+    def judge(self, anchor: str) -> bool:
+        """One verdict for each replica; was there anything to judge? A commit that replaces a refused one is
+        judged too, a few times.
 
         Shards are copied and read several at a time, and an update is judged when all of its own have come.
         """
@@ -134,11 +137,13 @@ class Verdicts:
             wanted += [(name, shard) for shard in entry.shards]
         found: dict[str, dict[int, bytes | Refused]] = {name: {} for name in missing}
         calls = (((name, shard.index), partial(self._shard, name, shard)) for name, shard in wanted)
-        for (name, index), data in as_they_come(calls):
+        room = BYTES_AT_ONCE // max(self.ledger.sizes, default=1)
+        for (name, index), data in as_they_come(calls, max(FEWEST_AT_ONCE, min(room, MOST_AT_ONCE))):
             found[name][index] = data
             missing[name].discard(index)
             if not missing[name]:
                 self._decide(name, anchor, found.pop(name))
+        return bool(wanted)
 
     def _to_judge(self, name: str, data: bytes) -> bool:
         before = self.given.get(name)
