@@ -264,6 +264,9 @@ def test_void_anchors_are_not_taken(folder_url: str, tmp_path: Path):
     lost.decide()
     with pytest.raises(RunError, match="void by the decision of a"):
         lost.run.ledger().read_anchor(3, [0])
+    found = audit(lost.run.ledger())
+    assert (found.anchors, found.updates) == ([], 3)  # of round 1
+    assert found.void == ["rounds 2 to 3 are void by the decision of a (of b in round 2, shard 2 is missing)"]
 
 
 # The command

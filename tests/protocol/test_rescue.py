@@ -58,6 +58,7 @@ def test_a_lost_payload_is_had_again_from_whoever_applied_the_round(any_store_ur
 
     def a_goes_on() -> None:
         awaited.append(c.exchange.awaiting)
+        assert c.exchange.rescue.waited_seconds is not None
         assert a.ledger.store.list("wanted") == ["wanted/c/0.json"]
         a.exchange.deliver(2, a.update())
 
@@ -68,6 +69,7 @@ def test_a_lost_payload_is_had_again_from_whoever_applied_the_round(any_store_ur
     assert awaited[0].startswith(LOST)
     assert "ledger repair" in awaited[0]
     assert c.exchange.awaiting == ""
+    assert c.exchange.rescue.waited_seconds is None
     assert a.ledger.store.list("wanted") == []
     asked = [line for line in c.said if "round 1 counts b, but shard 2 is missing" in line]
     assert len(asked) == 1

@@ -52,7 +52,7 @@ def show(args: argparse.Namespace) -> int:
     name, run_id = ledger.run.recipe.name, ledger.run.run_id
     print(f'run "{name}" ({run_id}), {last} round{"s" * (last != 1)}; norm by contributor')
     for decision in ledger.repairs.decisions():
-        print(visible(f"{decision}: nothing of it is applied"))
+        print(visible(f"{decision}: nothing of that is applied"))
     for row in rows:
         norms = "  ".join(f"{name} {norm:.3g}" for name, norm in row["contributors"].items())
         print(

@@ -70,7 +70,7 @@ class Audit:
         if self.without_commit:
             shown = ", ".join(self.without_commit[:5]) + ", ..." * (len(self.without_commit) > 5)
             lines.append(f"only its closer's word: that the author of an update sent it ({shown})")
-        lines += [f"{words}: nothing of it is applied" for words in self.void]
+        lines += [f"{words}: nothing of that is applied" for words in self.void]
         if self.last_signed < last:
             lines.append(f"theta^({last}) follows from these rounds; no later round has confirmed it yet")
         return lines
@@ -95,7 +95,8 @@ def audit(
     found = Audit(
         rounds=end, first=first, settled=last, begins_with=replay.round, start=_whose(ledger, replay)
     )
-    found.anchors = [t for t in ledger.anchor_rounds() if first - 1 <= t <= end]
+    listed = [t for t in ledger.anchor_rounds() if first - 1 <= t <= end]
+    found.anchors = [t for t in listed if not ledger.repairs.is_void(t)]
     anchors = set(found.anchors)
     for manifest in ledger.between(first, replay.round):
         _check_commits(ledger, manifest, found)
@@ -106,7 +107,7 @@ def audit(
         if manifest is None:
             raise gone(replay.round + 1)
         _check_commits(ledger, manifest, found)
-        found.updates += len(manifest.entries)
+        found.updates += 0 if ledger.repairs.is_void(manifest.round) else len(manifest.entries)
         if replay.round in anchors:
             stated, tensors = ledger.read_anchor(replay.round, every, witnessed=False)
             computed = anchor_digest([shard_digest(tensors, names) for names in ledger.shards])

@@ -8,6 +8,7 @@ comes, a decision may (`repairs`); until then the reader goes on waiting, and sa
 """
 
 import re
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,6 +79,13 @@ class Rescue:
         self.last_anchor = 0  # the last that we wrote out of turn
         self.tried: set[tuple[int, int]] = set()  # (lost round, anchor that was to lead past it)
         self.said: set[str] = set()
+        self.since: float | None = None  # when we began to wait for what is lost
+
+    @property
+    def waited_seconds(self) -> float | None:
+        """As a heartbeat says it; None while nothing is lost."""
+        since = self.since
+        return None if since is None else time.monotonic() - since
 
     @property
     def _leads(self) -> bool:
@@ -98,9 +106,11 @@ class Rescue:
             found = attempt()
         if all_true(self.control, found is not None):
             return found
+        self.since = time.monotonic()
         try:
             return self._wait(manifest, attempt)
         finally:
+            self.since = None
             self.tell("")
             self._answered()
 
@@ -210,7 +220,7 @@ class Rescue:
             repairs.refresh()
             if not repairs.is_void(round_number):
                 raise RunError(f"round {round_number} is void for stage 0 of this replica, and not for us")
-        self._once(f"{repairs.decision(round_number)}: nothing of it is applied")
+        self._once(f"{repairs.decision(round_number)}: nothing of that is applied")
         return True
 
     def _look_past(self, round_number: int) -> None:

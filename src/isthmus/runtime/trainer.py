@@ -486,7 +486,8 @@ class HeartbeatThread(threading.Thread):
                 loss=finite(status.loss),
                 tokens_per_second=status.tokens_per_second,
                 awaiting=self.trainer.patience.awaiting or self.trainer.exchange.awaiting,
-                waited_seconds=self.trainer.patience.waited_seconds,
+                waited_seconds=self.trainer.patience.waited_seconds
+                or self.trainer.exchange.rescue.waited_seconds,
                 farewell=status.farewell,
                 pid=os.getpid(),
                 host=self.host,
