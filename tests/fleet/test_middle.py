@@ -107,6 +107,8 @@ def test_what_was_trained_of_a_round_that_is_settled_meanwhile_is_in_the_feedbac
         delta = files["anchor"][name] - files["params"][name]
         assert_close(e, beta * files["feedback"][name] + delta)
     assert back.step_count == about.step_count + 2
+    (own,) = back.train_round(2, lambda h: None)
+    assert own.facts.measured["inner_steps"] == [2 + recipe.outer.inner_steps]
     assert any("our first 2 inner steps of it go to the error feedback" in line for line in late.said)
 
 

@@ -25,6 +25,7 @@ class Middle:
     round: int
     step_count: int  # inner steps that the optimiser had taken before this round
     losses: Tensor  # (h,) float64, one for each inner step
+    carried: int = 0  # inner steps of earlier rounds that are in the feedback, and in no update yet
 
     @property
     def num_steps(self) -> int:
@@ -35,14 +36,16 @@ class Middle:
             "round": torch.tensor(self.round),
             "step_count": torch.tensor(self.step_count),
             "losses": self.losses,
+            "carried": torch.tensor(self.carried),
         }
 
     @classmethod
     def from_tensors(cls, named: Mapping[str, Tensor]) -> "Middle":
         """ConfigError where it is something else."""
         try:
-            about = cls(int(named["round"]), int(named["step_count"]), named["losses"])
-            numbers = 0 < about.round < MOST_STEPS and 0 <= about.step_count < MOST_STEPS
+            counts = [int(named[key]) for key in ("round", "step_count", "carried")]
+            about = cls(counts[0], counts[1], named["losses"], counts[2])
+            numbers = about.round > 0 and all(0 <= count < MOST_STEPS for count in counts)
             if not numbers or about.losses.dtype != torch.float64 or about.losses.dim() != 1:
                 raise ValueError("its numbers are out of range")
             return about

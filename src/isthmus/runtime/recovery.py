@@ -216,7 +216,7 @@ class Recovery:
         `apply` gives them to the error feedback."""
         trainer, t = self.trainer, about.round
         self._restore_tensors(files)
-        trainer.step_count = about.step_count
+        trainer.step_count, trainer.fresh_steps = about.step_count, about.carried
         trainer.replica.restore(files["optimiser"], about.step_count + about.num_steps)
         trainer.middle = about, {name: p.to(trainer.device) for name, p in files[PARAMS].items()}
         trainer.record.came_back(t - 1, updates)

@@ -223,7 +223,7 @@ class Trainer:
         """Stages would have to save at the same inner step, and a whole model in parts too: they do not."""
         if self.saves_middle and self.state.middle_due():
             so_far = torch.stack([loss.double() for loss in losses]).cpu()
-            about = Middle(round_number, self.step_count, so_far)
+            about = Middle(round_number, self.step_count, so_far, self.fresh_steps)
             files = {**self.state_files(), PARAMS: self.replica.named_parameters()}
             self.state.save_middle(about, files)
             self.state.protect()
