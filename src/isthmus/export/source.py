@@ -133,8 +133,7 @@ def _from_bucket(url: str, where: str, corpus: str | None) -> Trained:
         print(f"isthmus: replaying rounds {replay.round + 1} to {last}", file=sys.stderr)
     while replay.step() is not None:
         pass
-    manifests = [ledger.manifest(t) for t in range(1, replay.round + 1)]
-    counted = sum(len(manifest.entries) for manifest in manifests if manifest)
+    counted = sum(len(manifest.entries) for manifest in ledger.between(1, replay.round))
     tokens = counted * recipe.outer.inner_steps * recipe.inner.batch * recipe.model.context
     first = (
         None

@@ -245,9 +245,7 @@ def write_from_bucket(ledger: Ledger, path: str | Path) -> RunDir:
     replicas reported, without a replay. Held-out losses are not in it."""
     recipe, last = ledger.run.recipe, ledger.last_round()
     rows = [Row.untrained(recipe, None, 0.0)]
-    for t in range(1, last + 1):
-        manifest = ledger.manifest(t)
-        assert manifest is not None, "rounds are settled one after another"
+    for manifest in ledger.between(1, last):
         rows.append(Row.from_manifest(recipe, manifest, rows[-1].tokens))
     if last:
         rows[-1].add_farewells(recipe, farewells(ledger))
