@@ -22,7 +22,8 @@ from isthmus.page.tensorboard import EventWriter
 
 LOOK_SECONDS = 1.0  # between looks at a folder, while requests come
 FAR_SECONDS = 3.0  # at a bucket that is elsewhere
-LOOK_BUDGET = 2.0  # seconds of a look in which older rounds are read
+READING_SECONDS = 0.5  # between looks while older rounds are read
+LOOK_BUDGET = 4.0  # seconds of a look in which they are
 SLOWEST_SECONDS = 6.0  # between looks that take long
 TIMEOUT_SECONDS = 1.5  # that a request waits for a fresh state
 MOST_CONNECTIONS = 64
@@ -63,7 +64,8 @@ class Watcher(threading.Thread):
             self.etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
             self.looked = time.monotonic()
             # A new row of a very long run takes seconds to draw: the machine may have other work.
-            self.every = min(max(self.least, 2 * (self.looked - began)), SLOWEST_SECONDS)
+            slowly = min(max(self.least, 2 * (self.looked - began)), SLOWEST_SECONDS)
+            self.every = READING_SECONDS if raw.unread else slowly
             self.fresh.notify_all()
         if self.events and not raw.unread:  # which are written in order
             self.events.add(raw.rows)
