@@ -2,11 +2,11 @@
 
     python bench/rounds.py [--members 8 32 128] [--rounds 6] [--delay-ms 30] [--slow]
 
-Fake members in one process, with real keys, little real payloads and the real exchange, on SeaweedFS; each
+Fake members in some processes, with real keys, little real payloads and the real exchange, on SeaweedFS. Each
 request takes `--delay-ms` longer. Nobody trains: a member sleeps 2 to 3 s, delivers, and waits for the
 manifest. Payloads are read by the closer alone, who judges them; the others would read them after the round
 is settled. The first eight members check everything in a manifest, as every real member does. The rest share
-this process's cores with them, so they only take the bytes; "check ms" is what one whole check costs.
+this machine's cores with them, so they only take the bytes; "check ms" is what one whole check costs.
 Requests are those of all members and of their heartbeats, as `Store.requests` counts them. `--slow` adds a
 store that answers in 2 s, with eight members.
 
@@ -24,6 +24,8 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,14 @@ from little import RECIPE, Little, Replica
 
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, Manifest
+from isthmus.protocol.trust import load_signer
 from isthmus.store.objects import Store, open_store
 
 WHOLE = 8  # members that check whole manifests
 TRAIN_SECONDS = (2.0, 3.0)
 BEAT_SECONDS = 3.0
+MOST_EACH = 60  # members of one process
+PAYLOAD = "payload get"
 ONE_SHARD = RECIPE.split("[[replicas]]")[0].replace("heartbeat_seconds = 5", "heartbeat_seconds = 3")
 
 
@@ -128,47 +133,76 @@ def light(ledger: Ledger, anchor: str) -> None:
     ledger.manifest = manifest  # type: ignore[method-assign]
 
 
+class Part:
+    """Some of the members, in a process of their own: each has one core's worth of threads at most."""
+
+    def __init__(self, url: str, keys: Path, names: list[str], whole: bool, delay: float) -> None:
+        self.delayed = Delayed(delay).__enter__()
+        self.pool, self.hearts = ThreadPoolExecutor(len(names)), ThreadPoolExecutor(16)
+        signers = [load_signer(keys / f"{name}.key", name) for name in names]
+        replicas = self.pool.map(lambda s: Replica(open_store(url), s.replica, s), signers)
+        self.members = [Member(replica, whole) for replica in replicas]
+        list(self.hearts.map(Member.beat, self.members))
+        beats = threading.Thread(target=keep_beating, args=(self.members, self.hearts), daemon=True)
+        beats.start()
+
+    def round(self, t: int, times: list[float]) -> tuple[list[tuple[float, float]], Counter[str]]:
+        """(when each had committed, when it held the manifest), and the requests since the round began."""
+        before = self.counted()
+        done = list(self.pool.map(Member.round, self.members, [t] * len(times), times))
+        return done, self.counted() - before
+
+    def counted(self) -> Counter[str]:
+        found = sum((Counter(member.ledger.store.requests) for member in self.members), Counter[str]())
+        return found + Counter({PAYLOAD: self.delayed.payload_reads, "get": -self.delayed.payload_reads})
+
+
+def serve(pipe: Connection, *args: Any) -> None:
+    """One process: it makes its members, and then does one round for each that it is told."""
+    part = Part(*args)
+    pipe.send("ready")
+    while (asked := pipe.recv()) is not None:
+        pipe.send(part.round(*asked))
+    os._exit(0)
+
+
 def measure(url: str, folder: Path, num_members: int, rounds: int, delay: float) -> dict[str, Any]:
     fleet = "".join(f'[[replicas]]\nname = "m{i:03d}"\n' for i in range(num_members))
     recipe = ONE_SHARD.replace("rounds = 6", f"rounds = {rounds}") + fleet
     run = Little(url, folder, recipe, closers=["m000", "m001"])
-    with ThreadPoolExecutor(16) as pool:
-        replicas = list(pool.map(lambda name: Replica(open_store(url), name, run.signer(name)), run.names))
-    members = [Member(replica, i < WHOLE) for i, replica in enumerate(replicas)]
-    took, counts, payload_reads = [], [], []
-    with Delayed(delay) as delayed, ThreadPoolExecutor(num_members) as pool, ThreadPoolExecutor(16) as hearts:
-        list(hearts.map(Member.beat, members))
-        ended = threading.Event()
-        beats = threading.Thread(target=keep_beating, args=(members, hearts, ended), daemon=True)
-        beats.start()
-        for t in range(1, rounds + 1):
-            before, reads = requests(members), delayed.payload_reads
-            chance = random.Random(t)
-            times = [chance.uniform(*TRAIN_SECONDS) for _ in members]
-            done = list(
-                pool.map(lambda pair, t=t: pair[0].round(t, pair[1]), zip(members, times, strict=True))
-            )
-            took.append(max(held for _, held in done) - max(committed for committed, _ in done))
-            counts.append(requests(members) - before)
-            payload_reads.append(delayed.payload_reads - reads)
-        ended.set()
-        beats.join()
+    parts = [run.names[:WHOLE], *(run.names[i : i + MOST_EACH] for i in range(WHOLE, num_members, MOST_EACH))]
+    pipes, processes, context = [], [], get_context("spawn")
+    for number, names in enumerate(parts):
+        here, there = context.Pipe()
+        args = (there, url, run.keys, names, number == 0, delay)
+        processes.append(context.Process(target=serve, args=args, daemon=True))
+        processes[-1].start()
+        pipes.append(here)
+    assert [pipe.recv() for pipe in pipes] == ["ready"] * len(pipes)
+    took, counts = [], []
+    for t in range(1, rounds + 1):
+        chance = random.Random(t)
+        for pipe, names in zip(pipes, parts, strict=True):
+            pipe.send((t, [chance.uniform(*TRAIN_SECONDS) for _ in names]))
+        answers = [pipe.recv() for pipe in pipes]
+        done = [pair for answer in answers for pair in answer[0]]
+        took.append(max(held for _, held in done) - max(committed for committed, _ in done))
+        counts.append(sum((answer[1] for answer in answers), Counter[str]()))
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join()
     return {
         "seconds": took,
         "requests": counts,
-        "payload_reads": payload_reads,
         "check_seconds": check_seconds(run, rounds),
         "bytes": open_store(url).head(f"manifests/{rounds:06d}.json").size,  # type: ignore[union-attr]
     }
 
 
-def keep_beating(members: list[Member], hearts: ThreadPoolExecutor, ended: threading.Event) -> None:
-    while not ended.wait(BEAT_SECONDS):
+def keep_beating(members: list[Member], hearts: ThreadPoolExecutor) -> None:
+    while True:
+        time.sleep(BEAT_SECONDS)
         list(hearts.map(Member.beat, members))
-
-
-def requests(members: list[Member]) -> Counter[str]:
-    return sum((Counter(member.ledger.store.requests) for member in members), Counter[str]())
 
 
 def check_seconds(run: Little, rounds: int) -> float:
@@ -196,8 +230,7 @@ def told(name: str, num_members: int, found: dict[str, Any]) -> None:
     later = slice(1, None)  # in the first round nobody knows how long one takes
     seconds, counts = found["seconds"][later], found["requests"][later]
     each = {verb: statistics.mean(c[verb] for c in counts) for verb in sorted(set().union(*counts))}
-    payload = statistics.mean(found["payload_reads"][later])
-    each["get"] -= payload
+    payload = each.pop(PAYLOAD)
     verbs = " ".join(f"{verb} {number:.0f}" for verb, number in each.items() if number)
     print(
         f"{name:>10} {num_members:4d} {statistics.median(seconds):8.2f} {max(seconds):8.2f} "
