@@ -95,6 +95,7 @@ class Member:
     def __init__(self, replica: Replica, whole: bool) -> None:
         self.replica, self.name = replica, replica.name
         self.ledger, self.exchange = replica.ledger, replica.exchange
+        replica.random.manual_seed(int(self.name[1:]))  # no two alike: copies would have one name
         self.update, self.num_beats = replica.update(), 0
         if not whole:
             light(self.ledger, self.exchange.anchor)
