@@ -13,8 +13,8 @@ MOST_BEAT_SECONDS = 60.0  # between two heartbeats, unless the recipe states mor
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.2, 1.0  # between two looks, where rounds are short
 EARLY = 0.05  # of a round: so much sooner than the last ones it may end
 NEAR, MOST_NEAR_SECONDS = 0.01, 10.0  # of a round: the longest pause once it is due, if more than a second
-FAR, MOST_FAR_SECONDS = 0.1, 60.0  # of a round: the longest pause before it is due, if more than a second
-GROWTH = 0.6  # of the time since it was due: the next pause
+FAR, LEAST_FAR_SECONDS, MOST_FAR_SECONDS = 0.1, 3.0, 60.0  # of a round: the longest pause before it is due
+GROWTH = 0.7  # of the time since it was due: the next pause
 
 # Closers
 STEP_IN_SECONDS = 3.0  # the next closer in line waits this much longer, and looks this much less often
@@ -35,7 +35,7 @@ def pause_seconds(to_due: float, round_seconds: float) -> float:
     so long ago. What a look too few costs is a hundredth of a round; if it ends early, a tenth, once."""
     to_due -= EARLY * round_seconds
     if to_due > SHORTEST_SECONDS:
-        return min(to_due, max(LONGEST_SECONDS, min(FAR * round_seconds, MOST_FAR_SECONDS)))
+        return min(to_due, max(LEAST_FAR_SECONDS, min(FAR * round_seconds, MOST_FAR_SECONDS)))
     longest = max(LONGEST_SECONDS, min(NEAR * round_seconds, MOST_NEAR_SECONDS))
     return min(longest, max(SHORTEST_SECONDS, -GROWTH * to_due))
 
