@@ -317,6 +317,19 @@ def test_the_next_in_line_counts_from_when_the_round_could_be_closed(folder_url:
     assert closes(second, 1)  # it could have been closed since its last look
 
 
+def test_with_a_slow_store_the_first_in_line_is_not_late(folder_url: str, tmp_path: Path, monkeypatch):
+    replicas = Little(folder_url, tmp_path, fleet(3)).replicas(Clock())
+    _, second, _ = in_line(replicas, 1)
+    monkeypatch.setattr(Store, "answer_seconds", 2.0)
+    give(1, *replicas)
+    clock = second.exchange.closer.clock
+    assert not closes(second, 1)
+    clock.now += 17.0
+    assert not closes(second, 1)  # nine answers one after another
+    clock.now += 2.0
+    assert closes(second, 1)
+
+
 # Heartbeats
 
 

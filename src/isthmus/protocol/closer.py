@@ -17,6 +17,7 @@ from isthmus.protocol.presence import Presence
 from isthmus.protocol.shards import ShardReader
 from isthmus.protocol.verdicts import Verdicts
 
+CLOSING_ANSWERS = 9  # one after another, from the last commit to the manifest
 FEW = 8  # an eighth of the members
 NEAR = 2  # so many behind the first in line look whether it is down
 
@@ -118,14 +119,19 @@ class Closer:
         now, before, self.looked = self.clock(), self.looked, self.clock()
         if not closable:
             self.closable_since = None
-            self.next_look = now + min(STEP_IN_SECONDS * turn, LONGEST_LOOK_SECONDS)
+            self.next_look = now + min(self._step_in_seconds * turn, LONGEST_LOOK_SECONDS)
             return False
         if self.closable_since is None:  # since our last look, or since the last commit came
             came = max((i.modified_unix_seconds for i in self.verdicts.listed.values()), default=math.inf)
             age = self.presence.store_now() - came if turn else 0.0
             self.closable_since = max(before, now - max(0.0, age))
-        self.next_look = self.closable_since + STEP_IN_SECONDS * turn
+        self.next_look = self.closable_since + self._step_in_seconds * turn
         return now >= self.next_look
+
+    @property
+    def _step_in_seconds(self) -> float:
+        """Of each place in line. With a slow store the first is not late, it waits for its answers."""
+        return max(STEP_IN_SECONDS, CLOSING_ANSWERS * self.ledger.store.answer_seconds)
 
     def _settle(
         self, anchor: str, members: Sequence[str], accepted: Mapping[str, Entry], refused: Mapping[str, str]

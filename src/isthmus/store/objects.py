@@ -99,6 +99,11 @@ class Store:
         always did. Requests that nobody made are no absence: a process that trains asks for nothing."""
         return self._absence.seconds_since_return
 
+    @property
+    def answer_seconds(self) -> float:
+        """What a small request takes, lately. In a folder it is nothing: there a busy disk has its moments."""
+        return 0.0 if self._folder else self._absence.answer_seconds
+
     def get(self, key: str, *, max_bytes: int, deadline: float | None = None) -> bytes | None:
         """The object, or None. One larger than `max_bytes` is refused by its size, before any download."""
         found = self.get_dated(key, max_bytes=max_bytes, deadline=deadline)

@@ -181,12 +181,16 @@ class Backoff:
 
 
 class Absence:
-    """When did the store last come back? It was away while every request failed, for a while at least."""
+    """When did the store last come back? It was away while every request failed, for a while at least.
+
+    And how long an answer takes, lately.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._since = math.inf  # the start of the first request that failed after the last answer
         self._answered = self._returned = -math.inf
+        self.answer_seconds = 0.0
         self._lock = threading.Lock()
 
     def failed(self, began: float, fault: Fault) -> None:
@@ -205,6 +209,7 @@ class Absence:
             if now - self._since > AWAY_SECONDS:
                 self._returned = now
             self._answered, self._since = now, math.inf
+            self.answer_seconds += 0.2 * (now - began - self.answer_seconds)
 
     @property
     def seconds_since_return(self) -> float:
