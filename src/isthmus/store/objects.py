@@ -101,7 +101,7 @@ class Store:
 
     @property
     def answer_seconds(self) -> float:
-        """What a small request takes, lately. In a folder it is nothing: there a busy disk has its moments."""
+        """What a small request takes, lately. Of a folder nothing: a busy disk has its moments."""
         return 0.0 if self._folder else self._absence.answer_seconds
 
     def get(self, key: str, *, max_bytes: int, deadline: float | None = None) -> bytes | None:
