@@ -41,7 +41,7 @@ SHARDED = recipe_text(
     replicas("node", processes=4, sharding="full") + replicas("rack"),
     inner={"precision": "fp64", "recompute": True},
     outer={"inner_steps": 4, "rounds": 5, "values": "fp64"},
-    bucket={"heartbeat_seconds": 20, "anchor_every": 2},  # nobody is taken for dead while it starts again
+    bucket={"quorum": 2, "anchor_every": 2},  # a round waits for who starts again
 )
 ANCHOR = re.compile(r"round (\d+): anchor (\w+)")
 

@@ -85,7 +85,10 @@ def _watch(agent: "_AgentThread", work: Path, interrupts: list[int], stall_secon
             log("leaving at the end of this round; once more (Ctrl-C) leaves now")
         if len(interrupts) > 1:
             log("leaving now")
-            agent.end_workers("it was told to leave at once")
+            if agent.config.parent:  # all replicas of `train` end, and --resume takes the round up as it is
+                agent.kill_workers()
+            else:
+                agent.end_workers("it was told to leave at once")
             os._exit(130)
         if (work / "leave").exists():
             agent.leave()
@@ -191,10 +194,13 @@ class _AgentThread(threading.Thread):
             if local in ranks and process.returncode is None
         }
 
-    def end_workers(self, why: str) -> None:
-        """This launcher ends: none of its workers runs from here on, and the others need not find out."""
+    def kill_workers(self) -> None:
         for pid in self.pids().values():
             _kill(pid)
+
+    def end_workers(self, why: str) -> None:
+        """This launcher ends: none of its workers runs from here on, and the others need not find out."""
+        self.kill_workers()
         self.restarts.waiting.ended(why)
         self.restarts.waiting.flush(LAST_WORD_SECONDS)
 
