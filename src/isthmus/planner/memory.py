@@ -13,7 +13,7 @@ MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # weights, moments, feedback
 # interpreter, torch, libraries, thread pools, and the corpus with its tokenizer where it is read.
 RUNTIME_BYTES = 326 * 10**6  # the simulator
 FULL_BYTES = 337 * 10**6  # a full replica of a real fleet
-SHARD_BYTES = 411 * 10**6  # which loads FSDP
+SHARD_BYTES = 370 * 10**6  # which loads FSDP
 FIRST_STAGE_BYTES = 372 * 10**6
 LATER_STAGE_BYTES = 276 * 10**6  # which reads no corpus
 # Work copies of the weights at a round's end, measured. DiLoCo sends every entry, and a real process also
