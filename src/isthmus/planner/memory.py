@@ -202,6 +202,7 @@ def process_memory(
     activations, slack = _kept(recipe, replica, stage, depth, precision, on_gpu)
     copies = exchange_copies(recipe, on_gpu) + BUCKET_COPIES[method]
     whole = answers if replica.sharded else 0  # its part of the weights, gathered for the codec
+    saves_middle = replica.kind == "full" and replica.processes <= 1  # with the weights as they are then
     return ProcessMemory(
         stage=stage,
         weights=own * size,
@@ -217,7 +218,7 @@ def process_memory(
         slack=slack,
         exchange=int((copies * anchored + whole) * size),
         runtime=_runtime(replica, stage),
-        host_copy=2 * own * size + feedback + anchor + outer,
+        host_copy=2 * own * size + feedback + anchor + outer + (own * size if saves_middle else 0),
         on_gpu=on_gpu,
     )
 
