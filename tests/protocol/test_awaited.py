@@ -1,12 +1,11 @@
 """Who is waited for: whoever beats must also deliver, and only a new heartbeat is a sign of life."""
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from little import RECIPE, Clock, Little, Replica
+from little import LONG, Clock, Little, Replica, ago, apply, closes, give
 from little import hasty as hasty
 
 from isthmus.config import parse_recipe
@@ -17,27 +16,6 @@ from isthmus.runtime.worker import LeaveRequest
 from isthmus.store import open_store
 
 pytestmark = pytest.mark.usefixtures("hasty")
-LONG = RECIPE.replace("rounds = 6", "rounds = 40").replace("anchor_every = 2", "anchor_every = 50")
-
-
-def give(round_number: int, *replicas: Replica) -> None:
-    for each in replicas:
-        each.exchange.deliver(round_number, each.update())
-
-
-def closes(replica: Replica, round_number: int) -> bool:
-    replica.exchange.closer.presence.look_again()
-    return replica.exchange.closer.attempt(round_number, replica.exchange.anchor)
-
-
-def apply(round_number: int, *replicas: Replica) -> None:
-    for each in replicas:
-        each.apply(round_number, each.exchange.closed(round_number))
-
-
-def ago(replica: Replica, key: str, seconds: float) -> None:
-    then = time.time() - seconds
-    os.utime(Path(replica.ledger.store.url, key), (then, then))
 
 
 def past_deadline(replica: Replica, round_number: int, times: float = 1.0) -> None:

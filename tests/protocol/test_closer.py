@@ -1,11 +1,10 @@
 """When a round is closed, by whom, and whom the next one waits for; all by the store's clock."""
 
-import os
 import time
 from pathlib import Path
 
 import pytest
-from little import RECIPE, Clock, Little, Replica
+from little import RECIPE, Clock, Little, Replica, ago, apply, closes, give
 from little import hasty as hasty
 
 from isthmus.errors import Diverged
@@ -42,27 +41,6 @@ def settle(round_number: int, *replicas: Replica) -> None:
     apply(round_number, *replicas)
 
 
-def apply(round_number: int, *replicas: Replica) -> None:
-    for each in replicas:
-        each.apply(round_number, each.exchange.closed(round_number))
-
-
-def ago(replica: Replica, key: str, seconds: float) -> None:
-    """Let an object of a folder be so old, as the store's clock has it."""
-    then = time.time() - seconds
-    os.utime(Path(replica.ledger.store.url, key), (then, then))
-
-
-def give(round_number: int, *replicas: Replica) -> None:
-    for each in replicas:
-        each.exchange.deliver(round_number, each.update())
-
-
-def closes(replica: Replica, round_number: int = 2) -> bool:
-    replica.exchange.closer.presence.look_again()
-    return replica.exchange.closer.attempt(round_number, replica.exchange.anchor)
-
-
 def closes_after_listening(replica: Replica, round_number: int = 2) -> bool:
     """Silence is believed when the closer has watched it for two heartbeats, a second at a time."""
     for _ in range(int(2 * replica.recipe.bucket.heartbeat_seconds)):
@@ -77,16 +55,16 @@ def contributors(replica: Replica, round_number: int = 2) -> str:
 
 def test_a_round_is_closed_at_once_when_everybody_gave(run: list[Replica]):
     give(2, *run[1:])
-    assert not closes(run[0])
+    assert not closes(run[0], 2)
     give(2, run[0])
-    assert closes(run[0])
+    assert closes(run[0], 2)
     assert contributors(run[0]) == "abc"
     assert run[0].ledger.manifest(2).members == ("a", "b", "c")
 
 
 def test_a_silent_member_is_not_waited_for_and_is_no_member_of_the_next_round(run: list[Replica]):
     give(2, *run[:2])
-    assert not closes(run[0])
+    assert not closes(run[0], 2)
     ago(run[0], "members/c/live.json", 60)
     assert closes_after_listening(run[0])
     assert contributors(run[0]) == "ab"
@@ -98,9 +76,9 @@ def test_a_launcher_that_waits_is_waited_for_no_longer_than_a_silent_replica(run
     ago(run[0], "members/c/live.json", 60)
     for _ in range(int(2 * run[0].recipe.bucket.heartbeat_seconds)):
         run[2].ledger.beat(Heartbeat(state="waiting", awaiting="stage 1: no answer"))
-        assert not closes(run[0])
+        assert not closes(run[0], 2)
         run[0].exchange.closer.clock.now += 1
-    assert closes(run[0])
+    assert closes(run[0], 2)
     assert contributors(run[0]) == "ab"
     assert run[0].ledger.manifest(2).members == ("a", "b")
 
@@ -109,28 +87,28 @@ def test_who_comes_back_first_after_an_outage_does_not_take_the_others_for_dead(
     give(2, run[0])
     for name in "bc":
         ago(run[0], f"members/{name}/live.json", 60)  # for a minute nobody's heartbeat got through
-    assert not closes(run[0])
+    assert not closes(run[0], 2)
     for each in run[1:]:
         each.beat()
     for _ in range(20):  # heartbeats, as before
         run[0].exchange.closer.clock.now += 1
-        assert not closes(run[0])
+        assert not closes(run[0], 2)
     give(2, *run[1:])
-    assert closes(run[0])
+    assert closes(run[0], 2)
     assert contributors(run[0]) == "abc"
 
 
 def test_who_said_that_it_leaves_is_not_waited_for(run: list[Replica]):
     give(2, *run[:2])
     run[2].beat("left")
-    assert closes(run[0])
+    assert closes(run[0], 2)
     assert run[0].ledger.manifest(2).members == ("a", "b")
 
 
 def test_who_gives_and_leaves_counts_and_is_not_waited_for_again(run: list[Replica]):
     give(2, *run)
     run[2].beat("leaving")
-    assert closes(run[0])
+    assert closes(run[0], 2)
     assert contributors(run[0]) == "abc"
     apply(2, *run)
     give(3, *run[:2])
@@ -143,9 +121,9 @@ def test_a_live_straggler_is_waited_for_until_the_deadline_of_the_stores_clock(r
     limit = run[0].ledger.manifest(1).deadline_seconds
     assert 20 < limit < 60
     ago(run[0], "manifests/000001.json", limit - 5)
-    assert not closes(run[0])
+    assert not closes(run[0], 2)
     ago(run[0], "manifests/000001.json", limit + 1)
-    assert closes(run[0])
+    assert closes(run[0], 2)
     assert contributors(run[0]) == "ab"
     assert run[0].ledger.manifest(2).members == ("a", "b", "c")  # it lives: the next round waits again
 
@@ -192,9 +170,9 @@ def test_this_machines_clock_has_no_say(run: list[Replica], monkeypatch: pytest.
     give(2, *run[:2])
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 10**6)
-    assert not closes(run[0])
+    assert not closes(run[0], 2)
     run[0].ledger.store._clock["offset"] += 10**6  # the store's own, as it is remembered
-    assert closes(run[0])
+    assert closes(run[0], 2)
 
 
 def test_a_late_payload_does_not_count_and_its_giver_learns_so(run: list[Replica]):
@@ -216,9 +194,9 @@ def test_a_late_payload_does_not_count_and_its_giver_learns_so(run: list[Replica
 def test_half_of_the_members_is_no_quorum_at_the_deadline(run: list[Replica]):
     give(2, run[0])
     ago(run[0], "manifests/000001.json", run[0].ledger.manifest(1).deadline_seconds + 1)
-    assert not closes(run[0])
+    assert not closes(run[0], 2)
     give(2, run[1])
-    assert closes(run[0])
+    assert closes(run[0], 2)
 
 
 @pytest.mark.parametrize(("quorum", "givers", "closed"), [(1, 1, True), (2, 1, False), (3, 2, False)])
@@ -228,9 +206,9 @@ def test_the_recipes_quorum_is_honoured_at_the_deadline(
     recipe = RECIPE.replace("[bucket]", f"[bucket]\nquorum = {quorum}")
     run = started(folder_url, tmp_path, recipe)
     give(2, *run[:givers])
-    assert not closes(run[0])
+    assert not closes(run[0], 2)
     ago(run[0], "manifests/000001.json", 1000)
-    assert closes(run[0]) is closed
+    assert closes(run[0], 2) is closed
 
 
 def test_a_stated_quorum_is_waited_for_even_when_the_others_are_gone(folder_url: str, tmp_path: Path):
@@ -241,16 +219,16 @@ def test_a_stated_quorum_is_waited_for_even_when_the_others_are_gone(folder_url:
     ago(run[0], "manifests/000001.json", 1000)
     assert not closes_after_listening(run[0])
     give(2, run[2])
-    assert closes(run[0])
+    assert closes(run[0], 2)
 
 
 def test_the_recipes_deadline_goes_before_the_measured_one(folder_url: str, tmp_path: Path):
     run = started(folder_url, tmp_path, RECIPE.replace("[bucket]", "[bucket]\ndeadline_seconds = 70"))
     give(2, *run[:2])
     ago(run[0], "manifests/000001.json", 40)
-    assert not closes(run[0])
+    assert not closes(run[0], 2)
     ago(run[0], "manifests/000001.json", 71)
-    assert closes(run[0])
+    assert closes(run[0], 2)
 
 
 def test_the_first_round_waits_for_those_who_have_not_started_yet(folder_url: str, tmp_path: Path):
@@ -266,14 +244,14 @@ def test_nobodys_update_closes_no_round(run: list[Replica]):
     for name in "bc":
         ago(run[0], f"members/{name}/live.json", 60)
     ago(run[0], "manifests/000001.json", 10_000)
-    assert not closes(run[0])
+    assert not closes(run[0], 2)
 
 
 def test_the_next_deadline_is_generous_against_the_rounds_measured(run: list[Replica]):
     a = run[0]
     ago(a, "manifests/000001.json", 100)
     give(2, *run)
-    assert closes(a)
+    assert closes(a, 2)
     second = a.ledger.manifest(2)
     assert second.seconds == pytest.approx(100, abs=3)
     first = a.ledger.manifest(1)
@@ -357,11 +335,11 @@ def test_a_closer_that_diverged_stands_aside_and_is_refused_by_the_others(folder
     a.hold(1)
     give(2, a, b, c)
     with pytest.raises(Diverged, match="replica a holds another anchor than 2 of those who gave to round 2"):
-        closes(a)
+        closes(a, 2)
     assert a.ledger.manifest(2) is None
-    closes(b)
+    closes(b, 2)
     b.exchange.closer.clock.now += closer_module.STEP_IN_SECONDS  # its turn, if it was not the first
-    assert b.ledger.manifest(2) or closes(b)
+    assert b.ledger.manifest(2) or closes(b, 2)
     manifest = b.ledger.manifest(2)
     assert contributors(b) == "bc"
     assert dict(manifest.refused) == {"a": "the update starts from another anchor than this round's"}
@@ -372,18 +350,18 @@ def test_a_closer_that_diverged_stands_aside_and_is_refused_by_the_others(folder
 def test_a_commit_is_judged_once(run: list[Replica]):
     a, b, c = run
     give(2, a, b)
-    closes(a)
+    closes(a, 2)
     asked, down = a.ledger.store.requests["get"], a.ledger.store.bytes_received
-    closes(a)
+    closes(a, 2)
     assert a.ledger.store.bytes_received - down < 2000
     assert a.ledger.store.requests["get"] - asked <= 3  # the missing commit and its giver's heartbeat
     c.deliver_as(2, c.update(scale=100.0))
-    assert closes(a)
+    assert closes(a, 2)
     assert contributors(a) == "ab"
 
 
 def test_what_a_round_counted_follows_the_recipes_order_not_arrival(run: list[Replica]):
     for each in reversed(run):
         give(2, each)
-    assert closes(run[0])
+    assert closes(run[0], 2)
     assert contributors(run[0]) == "abc"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import obstore
 import pytest
-from little import RECIPE, Clock, Little, Replica, at_once
+from little import RECIPE, Clock, Little, Replica, at_once, closes, give
 from little import hasty as hasty
 
 from isthmus.errors import Diverged, RunError
@@ -31,16 +31,6 @@ def delete(store: Store, key: str, data: bytes) -> None:
 
 def grow(store: Store, key: str, data: bytes) -> None:
     store.put(key, data + bytes(1 << 20))
-
-
-def give(round_number: int, *replicas: Replica) -> None:
-    for each in replicas:
-        each.exchange.deliver(round_number, each.update())
-
-
-def closes(replica: Replica, round_number: int = 1) -> bool:
-    replica.exchange.closer.presence.look_again()
-    return replica.exchange.closer.attempt(round_number, replica.exchange.anchor)
 
 
 def settle(round_number: int, closer: Replica, *givers: Replica) -> None:
@@ -72,11 +62,11 @@ def test_what_was_counted_stays_readable_whatever_its_author_does(
     run = Little(any_store_url, tmp_path, closers=["a"])
     a, b, c = run.replicas()
     give(1, a, c)
-    assert not closes(a)  # it has judged both
+    assert not closes(a, 1)  # it has judged both
     if when == "after it was judged":
         change_all(c, change)
     give(1, b)
-    assert closes(a)
+    assert closes(a, 1)
     if when == "after it was counted":
         change_all(c, change)
     for each in (a, b):
@@ -94,7 +84,7 @@ def test_a_copy_of_any_closer_will_do(folder_url: str, tmp_path: Path):
     first = min((a, b), key=lambda each: each.exchange.closer._turn(1))
     second = b if first is a else a
     give(1, a, b, c)
-    assert closes(first)
+    assert closes(first, 1)
     for shard in c.ledger.manifest(1).entry("c").shards:
         assert second.ledger.copy_shard("c", 1, shard)
     change_all(c, delete)
@@ -114,7 +104,7 @@ def test_what_a_closer_counted_of_its_own_stays_readable_too(
     first = min((a, b), key=lambda each: each.exchange.closer._turn(1))
     second = b if first is a else a
     give(1, a, b, c)
-    assert closes(first)
+    assert closes(first, 1)
     second.apply(1, second.exchange.closed(1))
     second.exchange.reader.pool.shutdown()  # when its copies are made
     change_all(first, change)
@@ -134,7 +124,7 @@ def test_nothing_below_payloads_is_replaced_by_us(any_store_url: str, tmp_path: 
     updates = {each: each.update() for each in (a, b, c)}
     for each in (a, b, c, b):  # b once more, after a kill
         each.exchange.deliver(1, updates[each])
-    assert closes(a)
+    assert closes(a, 1)
     assert written == ["members/a/clock"]
     assert len(b.ledger.store.list("payloads/b")) == len(b.ledger.shards)
     assert b.ledger.committed(1) == {"a", "b", "c"}
@@ -144,7 +134,7 @@ def test_one_get_and_one_copy_for_each_shard_of_another(folder_url: str, tmp_pat
     a, b, c = Little(folder_url, tmp_path, closers=["a"]).replicas()
     give(1, a, b, c)
     before = a.ledger.store.requests
-    assert closes(a)
+    assert closes(a, 1)
     for each in (a, b):
         each.exchange.closed(1)
     after, shards = a.ledger.store.requests, len(a.ledger.shards)
@@ -162,7 +152,7 @@ def test_where_the_store_cannot_copy_the_bytes_are_put(folder_url: str, tmp_path
     monkeypatch.setattr(Store, "copy", cannot)
     a, b, c = Little(folder_url, tmp_path, closers=["a"]).replicas()
     give(1, a, b, c)
-    assert closes(a)
+    assert closes(a, 1)
     change_all(c, delete)
     assert [one.replica for one in b.exchange.closed(1)] == ["a", "b", "c"]
 
@@ -181,7 +171,7 @@ def test_after_a_kill_our_own_earlier_commit_is_found_and_stands(any_store_url: 
     again.exchange.deliver(1, mine)
     assert b.ledger.get_commit("b", 1) == first
     assert again.said == []
-    assert closes(a)
+    assert closes(a, 1)
     assert again.exchange.counts_in(a.ledger.manifest(1), mine)
 
 
@@ -197,7 +187,7 @@ def test_without_private_state_the_first_update_stands_and_the_second_returns_to
     second = again.update(scale=0.02)
     again.exchange.deliver(1, second)
     assert "an earlier start of this replica has committed another update" in again.said[0]
-    assert closes(a)
+    assert closes(a, 1)
     manifest = a.ledger.manifest(1)
     assert b.exchange.counts_in(manifest, first)
     assert not again.exchange.counts_in(manifest, second)
@@ -210,10 +200,10 @@ def test_a_commit_from_an_anchor_that_we_no_longer_hold_is_replaced_and_judged_a
     give(1, a)
     right, b.exchange.anchor = b.exchange.anchor, "f" * 64
     give(1, b)
-    assert not closes(a)
+    assert not closes(a, 1)
     b.exchange.anchor = right
     give(1, b, c)
-    assert closes(a)
+    assert closes(a, 1)
     assert [entry.replica for entry in a.ledger.manifest(1).entries] == ["a", "b", "c"]
 
 
@@ -222,7 +212,7 @@ def test_commits_repeated_with_new_shards_are_judged_a_few_times_and_fill_no_mem
 ):
     a, b, c, d = Little(folder_url, tmp_path, FOUR, closers=["a"]).replicas()
     give(1, a, b)
-    assert not closes(a)
+    assert not closes(a, 1)
     one = sum(a.ledger.sizes)
     received = a.ledger.store.bytes_received
     for _ in range(20):  # each is whole but for its last shard
@@ -230,12 +220,12 @@ def test_commits_repeated_with_new_shards_are_judged_a_few_times_and_fill_no_mem
         for index, data in list(mine.shards.items())[:-1]:
             c.ledger.put_shard(1, index, data)
         c.ledger.store.put(c.commit_key(), c.sealed(1, c.entry(mine)))
-        assert not closes(a)
+        assert not closes(a, 1)
         assert sum(map(len, a.exchange.reader.cache.values())) <= 2 * one
     documents = 20 * 2000
     assert a.ledger.store.bytes_received - received < MOST_VERDICTS * one + documents
     give(1, d)
-    assert closes(a)
+    assert closes(a, 1)
     assert [entry.replica for entry in a.ledger.manifest(1).entries] == ["a", "b", "d"]
 
 
@@ -244,18 +234,18 @@ def test_a_good_commit_stands_though_its_author_replaces_or_removes_it(folder_ur
     first = c.update()
     give(1, a)
     c.exchange.deliver(1, first)
-    assert not closes(a)
+    assert not closes(a, 1)
     held = sum(map(len, a.exchange.reader.cache.values()))
     for _ in range(30):
         other = c.update()
         for index, data in other.shards.items():
             c.ledger.put_shard(1, index, data)
         c.ledger.store.put(c.commit_key(), c.sealed(1, c.entry(other)))
-        assert not closes(a)
+        assert not closes(a, 1)
     assert sum(map(len, a.exchange.reader.cache.values())) == held
     c.ledger.store.delete(c.commit_key())
     give(1, b)
-    assert closes(a)
+    assert closes(a, 1)
     assert c.exchange.counts_in(a.ledger.manifest(1), first)
 
 
@@ -290,7 +280,7 @@ def test_an_object_that_is_no_file_is_refused_by_name_and_stops_nobody(
     a, b, c = Little(folder_url, tmp_path, closers=["a"]).replicas()
     give(1, a, b, c)
     plant(Path(folder_url), kind, c.commit_key() if what == "commit" else shard_keys(c)[0])
-    assert at_once(lambda: closes(a), timeout_seconds=20) == [True]
+    assert at_once(lambda: closes(a, 1), timeout_seconds=20) == [True]
     manifest = b.ledger.manifest(1)
     assert [entry.replica for entry in manifest.entries] == ["a", "b"]
     assert dict(manifest.refused)["c"].startswith("the commit: " if what == "commit" else "shard 0: ")
@@ -307,7 +297,7 @@ def test_an_object_that_must_be_thawed_is_refused_by_name_and_stops_nobody(
     give(1, a, b, c)
     store, key = c.ledger.store, c.commit_key() if what == "commit" else shard_keys(c)[0]
     thaw_later(store, key, store.get(key, max_bytes=1 << 20))
-    assert closes(a)
+    assert closes(a, 1)
     manifest = b.ledger.manifest(1)
     assert [entry.replica for entry in manifest.entries] == ["a", "b"]
     assert "InvalidObjectState" in dict(manifest.refused)["c"]
@@ -316,7 +306,7 @@ def test_an_object_that_must_be_thawed_is_refused_by_name_and_stops_nobody(
 def test_what_was_counted_is_read_though_its_author_freezes_it(moto_url: str, tmp_path: Path):
     a, b, c = Little(moto_url, tmp_path, closers=["a"]).replicas()
     give(1, a, b, c)
-    assert closes(a)
+    assert closes(a, 1)
     change_all(c, thaw_later)
     assert [one.replica for one in b.exchange.closed(1)] == ["a", "b", "c"]
 
@@ -327,7 +317,7 @@ def test_a_heartbeat_or_a_note_that_is_no_file_is_none(folder_url: str, tmp_path
     for name in ("live", "waiting"):
         plant(Path(folder_url), kind, f"members/c/{name}.json")
     give(1, a, b, c)
-    assert at_once(lambda: closes(a), lambda: a.ledger.heartbeat("c"), timeout_seconds=20) == [True, None]
+    assert at_once(lambda: closes(a, 1), lambda: a.ledger.heartbeat("c"), timeout_seconds=20) == [True, None]
     assert a.ledger.waiting("c", None, time.time()) is None
 
 
@@ -346,7 +336,7 @@ def test_a_closer_that_may_read_no_commit_but_its_own_settles_nothing(
 
     monkeypatch.setattr(os, "open", locked)
     with pytest.raises(RunError, match="no commit of another replica can be read"):
-        closes(a)
+        closes(a, 1)
     assert a.ledger.manifest(1) is None
 
 
@@ -366,11 +356,11 @@ def test_two_quick_false_anchors_of_four_do_not_make_an_honest_closer_stand_asid
     a, b, c, d = Little(folder_url, tmp_path, FOUR, closers=["a"]).replicas()
     for each in (c, d):
         with_anchor(each, "f" * 64)
-    assert not closes(a)
+    assert not closes(a, 1)
     give(1, a)
-    assert not closes(a)
+    assert not closes(a, 1)
     give(1, b)
-    assert closes(a)
+    assert closes(a, 1)
     manifest = a.ledger.manifest(1)
     assert [entry.replica for entry in manifest.entries] == ["a", "b"]
     wrong = "the update starts from another anchor than this round's"

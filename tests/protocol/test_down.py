@@ -5,29 +5,13 @@ import time
 from pathlib import Path
 
 import pytest
-from little import RECIPE, Clock, Little, Replica
+from little import LONG, Clock, Little, Replica, apply, closes, give
 from little import hasty as hasty
 
 from isthmus.protocol.closer import STEP_IN_SECONDS
 from isthmus.protocol.heartbeat import WAITING, Heartbeat
 
 pytestmark = pytest.mark.usefixtures("hasty")
-LONG = RECIPE.replace("rounds = 6", "rounds = 40").replace("anchor_every = 2", "anchor_every = 50")
-
-
-def give(round_number: int, *replicas: Replica) -> None:
-    for each in replicas:
-        each.exchange.deliver(round_number, each.update())
-
-
-def closes(replica: Replica, round_number: int) -> bool:
-    replica.exchange.closer.presence.look_again()
-    return replica.exchange.closer.attempt(round_number, replica.exchange.anchor)
-
-
-def apply(round_number: int, *replicas: Replica) -> None:
-    for each in replicas:
-        each.apply(round_number, each.exchange.closed(round_number))
 
 
 def ended(replica: Replica, incarnation: str = "1") -> None:

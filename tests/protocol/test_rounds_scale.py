@@ -1,14 +1,13 @@
 """What a round asks of the store, who works for it, and whom it does not wait for."""
 
 import json
-import os
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from little import RECIPE, Clock, Little, Replica, at_once
+from little import LONG, RECIPE, Clock, Little, Replica, ago, apply, at_once, closes, give
 from little import hasty as hasty
 
 from isthmus.layout.requests import num_looks, pause_seconds, round_requests
@@ -21,35 +20,14 @@ from isthmus.store import Store
 
 pytestmark = pytest.mark.usefixtures("hasty")
 FULL = RECIPE.split("[[replicas]]")[0]
-LONG = RECIPE.replace("rounds = 6", "rounds = 40").replace("anchor_every = 2", "anchor_every = 50")
 
 
 def fleet(num_replicas: int) -> str:
     return FULL + "".join(f'[[replicas]]\nname = "r{i:02d}"\n' for i in range(num_replicas))
 
 
-def give(round_number: int, *replicas: Replica) -> None:
-    for each in replicas:
-        each.exchange.deliver(round_number, each.update())
-
-
-def closes(replica: Replica, round_number: int) -> bool:
-    replica.exchange.closer.presence.look_again()
-    return replica.exchange.closer.attempt(round_number, replica.exchange.anchor)
-
-
 def in_line(replicas: list[Replica], round_number: int) -> list[Replica]:
     return sorted(replicas, key=lambda each: each.exchange.closer._turn(round_number))
-
-
-def apply(round_number: int, *replicas: Replica) -> None:
-    for each in replicas:
-        each.apply(round_number, each.exchange.closed(round_number))
-
-
-def ago(replica: Replica, key: str, seconds: float) -> None:
-    then = time.time() - seconds
-    os.utime(Path(replica.ledger.store.url, key), (then, then))
 
 
 def asked(*replicas: Replica) -> Counter[str]:

@@ -65,6 +65,7 @@ name = "c"
 kind = "pipelined"
 stages = 2
 """  # the stages cut every update into three shards; the text is not needed
+LONG = RECIPE.replace("rounds = 6", "rounds = 40").replace("anchor_every = 2", "anchor_every = 50")
 
 
 @pytest.fixture
@@ -248,6 +249,31 @@ def settle(
     close(round_number, closer, givers)
     for each in givers if readers is None else readers:
         each.apply(round_number, each.exchange.closed(round_number))
+
+
+# A round by hand: who gives, who closes, who applies, and how old an object is
+
+
+def give(round_number: int, *replicas: Replica) -> None:
+    for each in replicas:
+        each.exchange.deliver(round_number, each.update())
+
+
+def closes(replica: Replica, round_number: int) -> bool:
+    """Does its attempt settle the round, whatever it heard a moment ago?"""
+    replica.exchange.closer.presence.look_again()
+    return replica.exchange.closer.attempt(round_number, replica.exchange.anchor)
+
+
+def apply(round_number: int, *replicas: Replica) -> None:
+    for each in replicas:
+        each.apply(round_number, each.exchange.closed(round_number))
+
+
+def ago(replica: Replica, key: str, seconds: float) -> None:
+    """Let an object of a folder be so old, as the store's clock has it."""
+    then = time.time() - seconds
+    os.utime(Path(replica.ledger.store.url, key), (then, then))
 
 
 @contextmanager
