@@ -1,7 +1,6 @@
 """One process of a real fleet, with a full replica or a part of one: train, deliver, apply, save."""
 
 import math
-import os
 import threading
 import time
 from collections import defaultdict
@@ -18,7 +17,6 @@ from torch import Tensor
 from isthmus import gpu
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError, RunError
-from isthmus.layout.requests import beat_seconds
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.digest import shard_digests
 from isthmus.model.llama import init_tensor
@@ -27,7 +25,6 @@ from isthmus.outer.exchange import Contribution
 from isthmus.protocol.anchor_upload import AnchorUpload
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.exchange import LedgerExchange
-from isthmus.protocol.heartbeat import Heartbeat, own_host
 from isthmus.protocol.judge import check_counted
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.patience import Patience
@@ -44,14 +41,13 @@ from isthmus.runtime.edge import watched_edge
 from isthmus.runtime.middle import PARAMS, Middle
 from isthmus.runtime.own_record import REFUSALS, OwnRecord
 from isthmus.runtime.private_state import PrivateState, Update
-from isthmus.runtime.same_key import SameKey
 from isthmus.store import StoreError
 from isthmus.subspace.boundaries import BasisSet, as_sent
 
 Log = Callable[[str], None]
 SAVED = ("loss", "grad_norm", "seconds")  # of a status: saved with the round's update
-# Of the edge of a round, in which nothing trains: what it was spent on, and all of it.
 INNER_STEPS = "inner_steps"  # those behind an update, with what the feedback carried of rounds that it missed
+# Of the edge of a round, in which nothing trains: what it was spent on, and all of it.
 EDGE_SECONDS = ("encode_seconds", "save_seconds", "apply_seconds", "edge_seconds")
 
 
@@ -453,64 +449,3 @@ class Trainer:
         began = time.monotonic()
         yield
         self.seconds[name] += time.monotonic() - began
-
-
-class HeartbeatThread(threading.Thread):
-    """Heartbeats of a replica, in the bucket; its first process sends them."""
-
-    def __init__(self, trainer: Trainer, incarnation: str, every_seconds: float) -> None:
-        super().__init__(daemon=True, name="heartbeat")
-        self.trainer, self.incarnation, self.least = trainer, incarnation, every_seconds
-        self.ended, self.news, self.num_beats = threading.Event(), threading.Event(), 0
-        self.host, self.same_key = own_host(), SameKey(trainer.ledger, incarnation, trainer.log)
-
-    @property
-    def every(self) -> float:
-        """Seconds until the next one: in long rounds they are few."""
-        return beat_seconds(self.least, self.trainer.exchange.rounds.seconds)
-
-    def beat(self) -> None:
-        status, member = self.trainer.status, self.trainer.member
-        if self.num_beats:
-            self.same_key.look(status.round)
-        self.num_beats += 1
-        self.trainer.ledger.beat(
-            Heartbeat(
-                incarnation=self.incarnation,
-                beat=self.num_beats,
-                kind=member.config.kind,
-                stages=member.config.stages,
-                state=status.state,
-                round=status.round,
-                inner_step=status.inner_step,
-                loss=finite(status.loss),
-                tokens_per_second=status.tokens_per_second,
-                awaiting=self.trainer.patience.awaiting or self.trainer.exchange.awaiting,
-                waited_seconds=self.trainer.patience.waited_seconds
-                or self.trainer.exchange.rescue.waited_seconds,
-                farewell=status.farewell,
-                pid=os.getpid(),
-                host=self.host,
-                also_on=self.same_key.also_on,
-                every_seconds=self.every,
-            )
-        )
-
-    def run(self) -> None:
-        while not self.ended.is_set():
-            try:
-                self.beat()
-            except Exception as error:  # the next one may get through; the run itself finds out what is wrong
-                self.trainer.log(f"no heartbeat: {str(error).splitlines()[0]}")
-            self.news.wait(self.every)
-            self.news.clear()
-
-    def soon(self) -> None:
-        """The state has changed in a way that the others wait for."""
-        self.news.set()
-
-    def end(self) -> None:
-        self.ended.set()
-        self.news.set()
-        self.join(timeout=10)
-        self.beat()

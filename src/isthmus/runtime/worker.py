@@ -96,8 +96,9 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     from isthmus.replica.control_group import any_true
     from isthmus.replica.full import FullReplica
     from isthmus.replica.leader import follow_leader
+    from isthmus.runtime.heartbeats import HeartbeatThread
     from isthmus.runtime.recovery import Recovery
-    from isthmus.runtime.trainer import HeartbeatThread, Trainer
+    from isthmus.runtime.trainer import Trainer
     from isthmus.store.objects import open_store
 
     start = StartUp(config.started, log)
