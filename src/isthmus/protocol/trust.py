@@ -19,9 +19,11 @@ from isthmus.reading import read_bytes
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.x509 import Certificate, CertificateBuilder
 
 MAX_DOCUMENT_BYTES = 4 * 2**20
 MAX_KEY_BYTES = 1024
+OWNER, INVITED = "@owner", "@invited"  # who signs, where it is no replica; no replica has such a name
 
 
 class Refused(ValueError):
@@ -74,6 +76,10 @@ class Signer:
     def sign(self, kind: str, run_id: str, data: bytes) -> bytes:
         """64 bytes, for messages of a fixed size that are not documents."""
         return self._key.sign(_prefix(kind, run_id) + data)
+
+    def issue(self, builder: "CertificateBuilder") -> "Certificate":
+        """A certificate by this key, of a key that serves one connection between stages."""
+        return builder.sign(self._key, None)
 
     def signed(self, signature: bytes, kind: str, run_id: str, data: bytes) -> bool:
         """Is that a signature by this very key?"""

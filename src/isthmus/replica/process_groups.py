@@ -16,8 +16,9 @@ from torch.distributed import (  # torch's stubs do not list these names as expo
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
 from isthmus.errors import ConfigError, RunError, Unreachable
-from isthmus.replica.links import LinkPeers, ProcessLink
+from isthmus.replica.links import LinkPeers
 from isthmus.replica.listeners import go_deaf, new_listeners
+from isthmus.replica.process_link import ProcessLink
 
 Store = TorchStore
 MAX_ADDRESS = 64

@@ -24,8 +24,9 @@ NONCE_BYTES, SIGNATURE_BYTES = 32, 64
 HELLO = struct.Struct(">16s32sBHQ")
 ANSWER_BYTES = NONCE_BYTES + SIGNATURE_BYTES
 
-# What a guest comes for. KNOCK: to see that it is the right gate; LINK: to be a stage's neighbour.
-KNOCK, LAUNCHERS, WORKERS, LINK = range(4)
+# What a guest comes for. KNOCK: to see that it is the right gate; LINK: to be a neighbour by gloo; FORTH and
+# BACK: to be one over TLS, for the one direction and the other.
+KNOCK, LAUNCHERS, WORKERS, LINK, FORTH, BACK = range(6)
 
 Nonce = Callable[[], bytes]
 

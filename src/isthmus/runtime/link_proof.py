@@ -7,7 +7,8 @@ whoever is first at its port. So the first frames on a link are the handshake. T
 import torch
 
 from isthmus.errors import RunError
-from isthmus.replica.links import ProcessLink, TensorSpec
+from isthmus.replica.links import TensorSpec
+from isthmus.replica.process_link import ProcessLink
 from isthmus.runtime.handshake import (
     ANSWER_BYTES,
     HELLO,
