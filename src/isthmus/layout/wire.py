@@ -7,6 +7,13 @@ GROUP = 8  # codes are packed by eights, which fill whole bytes
 MEAN_BYTES, TOP_BYTES, STEP_BYTES = 2, 4, 1
 
 
+def frame_sizes(bits: int, rows: int, length: int, dim: int, centred: bool) -> tuple[int, int, int, int]:
+    """Bytes of a frame's parts, in their order: the sequences' tops, means, steps and codes."""
+    codes = length * -(-dim // GROUP) * bits
+    each = (TOP_BYTES, dim * MEAN_BYTES if centred else 0, length * STEP_BYTES, codes)
+    return rows * each[0], rows * each[1], rows * each[2], rows * each[3]
+
+
 def stream_bytes(wire: str, rows: int, length: int, dim: int, centred: bool) -> int:
     """Of a stream (rows, length, dim) on a wire, exactly as `subspace.wire` packs it.
 
@@ -15,5 +22,4 @@ def stream_bytes(wire: str, rows: int, length: int, dim: int, centred: bool) -> 
     """
     if wire in FLOAT_BYTES:
         return rows * length * dim * FLOAT_BYTES[wire]
-    codes = length * -(-dim // GROUP) * INT_BITS[wire]
-    return rows * (codes + length * STEP_BYTES + TOP_BYTES + (dim * MEAN_BYTES if centred else 0))
+    return sum(frame_sizes(INT_BITS[wire], rows, length, dim, centred))

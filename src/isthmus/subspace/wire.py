@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus.layout.wire import GROUP, INT_BITS, MEAN_BYTES, STEP_BYTES, TOP_BYTES, stream_bytes
+from isthmus import gpu
+from isthmus.layout.wire import GROUP, INT_BITS, frame_sizes, stream_bytes
 
 FLOAT_TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 LARGEST = 1e30  # no stream comes near it, and nothing below it overflows
@@ -36,32 +37,57 @@ class Rounded:
 
     def values(self, dtype: torch.dtype) -> Tensor:
         work = torch.float64 if dtype == torch.float64 else torch.float32
-        step = self.top[..., None].to(work) * _fractions(self.top.device, work)[self.steps.int()]
+        step = self.top[..., None].to(work) * fractions(self.top.device)[self.steps.int()].to(work)
         values = (self.codes.to(work) - largest_code(self.bits)) * step[..., None]
         return (values if self.mean is None else values + self.mean[..., None, :].to(work)).to(dtype)
 
 
-@lru_cache(maxsize=8)
-def _fractions(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """From a table, so that both sides of a link multiply by the same bits."""
-    powers = torch.arange(256, dtype=torch.float64) / -STEPS_PER_OCTAVE
-    return torch.exp2(powers).float().to(device, dtype)
+def _fractions(device: torch.device) -> Tensor:
+    powers = torch.arange(256, dtype=torch.float64, device=device) / -STEPS_PER_OCTAVE
+    return torch.exp2(powers).float()
+
+
+_kept_fractions = lru_cache(maxsize=8)(_fractions)
+
+
+def fractions(device: torch.device) -> Tensor:
+    """(256,) of the top, descending: what a step says. None of them is near the middle between two numbers of
+    float32, so every device has the same bits."""
+    return _fractions(device) if torch.compiler.is_compiling() else _kept_fractions(device)
 
 
 def rounded(z: Tensor, bits: int, centred: bool) -> Rounded:
     """z (..., L, K) to codes of so many bits, to nearest."""
     most = largest_code(bits)
     x = z if z.dtype == torch.float64 else z.float()
-    mean = x.mean(-2).bfloat16() if centred else None
+    mean = (z.sum(-2, dtype=torch.float64) / z.shape[-2]).float().bfloat16() if centred else None
     rest = x if mean is None else x - mean[..., None, :].to(x.dtype)
     needed = rest.abs().amax(-1) / most  # (..., L)
     top = needed.amax(-1).float()
-    # Never a step smaller than needed: it would cut off the largest value.
-    below = torch.log2(top[..., None].to(x.dtype) / needed) * STEPS_PER_OCTAVE  # inf or nan where all is 0
-    steps = below.nan_to_num(0.0).clamp(0, 255).floor().to(torch.uint8)
-    step = top[..., None].to(x.dtype) * _fractions(z.device, x.dtype)[steps.int()]
+    share = (needed / top[..., None].to(x.dtype)).nan_to_num(1.0)  # nan where all is 0
+    # The last fraction that is not below the share: a smaller step would cut off the largest value.
+    told = fractions(z.device)
+    steps = (torch.bucketize(-share, -told.to(x.dtype), right=True) - 1).clamp(0, 255).to(torch.uint8)
+    step = top[..., None].to(x.dtype) * told[steps.int()].to(x.dtype)
     codes = (rest / step[..., None]).nan_to_num(0.0).round().clamp(-most, most) + most
     return Rounded(bits, codes.to(torch.uint8), steps, top, mean)
+
+
+def carried(z: Tensor, bits: int, centred: bool) -> Tensor:
+    """z (..., L, K) as the other side of a link reads it."""
+    kernels = _kernels(z.device, z.shape, z.dtype)
+    if kernels:
+        return kernels.carried(z, bits, centred, fractions(z.device))
+    return rounded(z, bits, centred).values(z.dtype)
+
+
+def _kernels(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """`wire_launch`, where a GPU can run it; a compiler makes kernels of its own from the plain form."""
+    if torch.compiler.is_compiling() or not gpu.usable(device):
+        return None
+    from isthmus.subspace import wire_launch
+
+    return wire_launch if wire_launch.fits(shape, dtype) else None
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -118,15 +144,17 @@ class IntWire:
         return (stream_bytes(self.name, *shape, centred),), torch.uint8
 
     def encode(self, z: Tensor, centred: bool) -> Tensor:
-        sent = rounded(z.detach(), self.bits, centred)
+        z = z.detach()
+        kernels = _kernels(z.device, z.shape, z.dtype)
+        if kernels:
+            return kernels.encode(z, self.bits, centred, fractions(z.device))
+        sent = rounded(z, self.bits, centred)
         parts = [sent.top, sent.mean, sent.steps, pack_codes(sent.codes, self.bits)]
         return torch.cat([p.contiguous().flatten().view(torch.uint8) for p in parts if p is not None])
 
     def _read(self, data: Tensor, shape: tuple[int, int, int], centred: bool) -> Rounded:
         rows, length, dim = shape
-        codes = length * -(-dim // GROUP) * self.bits
-        sizes = (TOP_BYTES, dim * MEAN_BYTES if centred else 0, length * STEP_BYTES, codes)
-        top, mean, steps, packed = data.split([rows * size for size in sizes])
+        top, mean, steps, packed = data.split(frame_sizes(self.bits, *shape, centred))
         return Rounded(
             self.bits,
             unpack_codes(packed.view(rows, length, -1), self.bits, dim),
@@ -142,6 +170,9 @@ class IntWire:
 
         Of any other frame it is zero: whoever reads what we make of it must not be blamed.
         """
+        kernels = _kernels(data.device, shape, dtype)
+        if kernels:
+            return kernels.decode(data, shape, dtype, self.bits, centred, fractions(data.device), LARGEST)
         read = self._read(data, shape, centred)
         sound = ((read.top >= 0) & (read.top <= LARGEST)).all()
         sound &= (read.codes <= 2 * largest_code(self.bits)).all()
@@ -184,11 +215,11 @@ class _Carried(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, bits: int) -> Tensor:
         ctx.bits = bits
-        return rounded(z, bits, centred=True).values(z.dtype)
+        return carried(z, bits, centred=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return rounded(grad, ctx.bits, centred=False).values(grad.dtype), None
+        return carried(grad, ctx.bits, centred=False), None
 
 
 def as_on_wire(z: Tensor, dtype: torch.dtype) -> Tensor:
