@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from experiments import lines as results
 from experiments import work
-from experiments.larger import SCALES as LARGER
+from experiments.fullsize import NAME as FULLSIZE
+from experiments.fullsize import SCALES as FULLSIZES
 from experiments.tables import DEFAULT_SCALE, SCALES, Scale, pick_scale, tables_of
 from isthmus.errors import ConfigError, RunError
 
@@ -19,23 +20,24 @@ if TYPE_CHECKING:
 EPILOG = """tables:
 {tables}
   all            all of them; a row that several tables show is run once
-  larger         not a table, not in all: one run of the 178M model, half of its 8 replicas compressed
+  178m           not in all: three fleets of the 178M model, one after another: dense, het-8, recommended
 
 scales:
 {scales}
-  178m, toy      of larger (default 178m): {larger}
+  178m, toy      of 178m (default 178m): {fullsize}
 
 examples:
   isthmus reproduce all --dry-run                          every run, its tokens, and the time they may take
   isthmus reproduce tune --corpus corpus/ --device cuda --jobs 4     the learning rates come first
   isthmus reproduce 1 2 4 --corpus corpus/ --device cuda --jobs 4 --minutes 9
   isthmus reproduce 2 --corpus corpus/ --only het-96 --seeds 3,4     two more seeds of one row
-  isthmus reproduce larger --corpus corpus178m/ --device cuda --minutes 5     as many rounds as should fit
+  isthmus reproduce 178m --corpus corpus178m/ --device cuda --minutes 10 --state state/     rows that fit
   isthmus reproduce --render                                   docs/results.md and its plots, from results/
 
 A finished run is one line in results/TABLE.jsonl. The same command again runs what is missing; a run that
-was stopped is repeated. A method takes the best learning rate of `tune`, once that table is complete.
-The corpus: isthmus data prepare TEXT --to corpus/ --vocab 8192 (of larger: --vocab 32000)
+was stopped is repeated; one of 178m goes on from its --state. A method
+takes the best learning rate of `tune`, once that table is complete.
+The corpus: isthmus data prepare TEXT --to corpus/ --vocab 8192 (of 178m: --vocab 32000)
 """
 
 
@@ -46,25 +48,25 @@ def register(commands: argparse._SubParsersAction) -> None:
         f"  {s.name:14} {s.about}{' (default)' * (s is scale)}: {s.rounds} rounds of H = {s.inner_steps}"
         for s in SCALES.values()
     )
-    run = LARGER["178m"]
-    larger = f"{run.rounds} rounds of H = {run.inner_steps}, or two rounds of nano"
+    run = FULLSIZES[FULLSIZE]
+    fullsize = f"{run.rounds} rounds of H = {run.inner_steps}, or four rounds of nano"
     parser = commands.add_parser(
         "reproduce",
         help="the paper's tables, at a size that one GPU trains in seconds",
         description="Run the rows of the paper's tables that have no result yet, several at once, and draw "
         "the page.",
-        epilog=EPILOG.format(tables=tables, scales=scales, larger=larger),
+        epilog=EPILOG.format(tables=tables, scales=scales, fullsize=fullsize),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "tables",
         nargs="*",
         metavar="TABLE",
-        help="1 to 5, 1-star, tune, aggregation, h, values, finish or all; or larger",
+        help="1 to 5, 1-star, tune, aggregation, h, values, finish or all; or 178m",
     )
     parser.add_argument("--corpus", metavar="DIR", help="a folder made by `isthmus data prepare`")
     parser.add_argument("--scale", metavar="NAME", help=f"default {DEFAULT_SCALE}")
-    parser.add_argument("--seeds", metavar="N,N", help="instead of 0,1,2 (tune: 0 only; larger: one)")
+    parser.add_argument("--seeds", metavar="N,N", help="instead of 0,1,2 (tune: 0 only; 178m: one)")
     parser.add_argument(
         "--only", action="append", default=[], metavar="ROW", help="this row; may be repeated"
     )
@@ -74,10 +76,14 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--minutes",
         type=float,
         metavar="T",
-        help="begin no run that may not end within T; of larger: as many rounds as should fit",
+        help="begin no run that may not end within T; with --state, stop at the edge of a round before T",
     )
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"of 178m (default {run.rounds}): a trial")
     parser.add_argument(
-        "--rounds", type=int, metavar="N", help=f"of larger, instead of --minutes (default {run.rounds})"
+        "--state",
+        metavar="DIR",
+        type=Path,
+        help="of 178m: save a row every few minutes, and go on from there; 25 GB, until its line is there",
     )
     parser.add_argument("--results", default="results", metavar="DIR", type=Path, help="default results/")
     parser.add_argument(
@@ -96,12 +102,15 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def reproduce(args: argparse.Namespace) -> int:
     """Run, list or render."""
-    if "larger" in args.tables:
-        from experiments.larger_command import reproduce_larger
+    if FULLSIZE in args.tables:
+        from experiments.fullsize_command import reproduce_fullsize
 
-        return reproduce_larger(args) or render(args, pick_scale(DEFAULT_SCALE))
-    if args.rounds is not None:
-        raise ConfigError("--rounds is for larger; the rounds of a table come with its scale")
+        return reproduce_fullsize(args) or render(args, pick_scale(DEFAULT_SCALE))
+    if args.rounds is not None or args.state is not None:
+        option = "--rounds" if args.state is None else "--state"
+        raise ConfigError(
+            f"{option} is for {FULLSIZE}; a run of a table is short, and its scale has its rounds"
+        )
     scale = pick_scale(args.scale or DEFAULT_SCALE)
     if not args.tables and not args.render:
         raise ConfigError(f"give a table: {', '.join(tables_of(scale))} or all; or --render")

@@ -1,6 +1,6 @@
 """The page's plots as SVG: the same lines give the same bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from isthmus.page.plot import COLOURS, FAINT, INK, SOFT
 FLEETS = (("pp", "all compressed"), ("het", "half compressed"))
 
 
-def draw_all(book: Book, folder: Path, larger: Sequence[Line] = ()) -> list[Path]:
-    """Every plot that has something to show; `larger` are the lines of the larger run."""
+def draw_all(book: Book, folder: Path, fullsize: Mapping[str, Line] | None = None) -> list[Path]:
+    """Every plot that has something to show; `fullsize` are the lines of the paper's size by row."""
     import matplotlib
 
     matplotlib.use("Agg")
     drawn = []
     plots = {"curves": _curves, "ladder": _ladder, "h": _by_h, "finish": _finish}
-    for name, draw in (plots | {"larger": lambda book: _larger(larger)}).items():
+    for name, draw in (plots | {"178m": lambda book: _fullsize(fullsize or {})}).items():
         # Text stays text, ids hash to the same names, and no date: the file depends on the numbers alone.
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "isthmus"}):
             figure = draw(book)
@@ -143,18 +143,19 @@ def _finish(book: Book) -> Any:
     return figure
 
 
-def _larger(lines: Sequence[Line]) -> Any:
-    """The larger run's three losses by tokens: all of the fall, and the second half closer up."""
+def _fullsize(lines: Mapping[str, Line]) -> Any:
+    """Loss by tokens of the rows of the paper's size, the first fall left out."""
     if not lines:
         return None
-    line = lines[-1]
-    rounds, *losses = zip(*line["curve"], strict=True)
-    tokens = [line["tokens"] * n / rounds[-1] / 1e6 for n in rounds]
-    figure, panels = _panels(2, ["from the first round", "the second half"], "held-out loss, nats", False)
-    for axes, first in zip(panels, (0, len(rounds) // 2), strict=True):
-        for at, (view, ys) in enumerate(zip(VIEWS, losses, strict=True)):
-            style = "--" if view == "mixed" else "-"  # it lies between the others
-            axes.plot(tokens[first:], ys[first:], style, color=COLOURS[at], linewidth=1.6, label=view)
+    views = ("full", "mixed")
+    figure, panels = _panels(2, ["as a full forward", "mixed"], "held-out loss, nats")
+    for axes, view in zip(panels, views, strict=True):
+        for at, (name, line) in enumerate(lines.items()):
+            last = line["curve"][-1][0]
+            points = [point for point in line["curve"] if point[0] >= 0.1 * last]
+            xs = [line["tokens"] * point[0] / last / 1e6 for point in points]
+            ys = [point[1 + VIEWS.index(view)] for point in points]
+            axes.plot(xs, ys, color=COLOURS[at], linewidth=1.6, label=name)
         axes.set_xlabel("M tokens, all replicas together", color=SOFT, fontsize=9)
         _legend(axes)
     return figure

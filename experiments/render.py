@@ -2,26 +2,35 @@
 
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
-{{seeds ROW}}, {{setup}}, {{speed}}, {{runs}} and {{larger}}; VIEW is full, pipelined or mixed, ROW may be
-pp-last or het-last: the steepest rung of the ladder. What follows the line {{results}} is left out as long
-as there is no result.
+{{seeds ROW}}, {{setup}}, {{speed}}, {{runs}} and {{178m table|claim|facts|setup}}; VIEW is full, pipelined
+or mixed, ROW may be pp-last or het-last: the steepest rung of the ladder. What follows the line {{results}}
+is left out as long as there is no result.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.estimates import VIEWS, Book, Estimate
 from experiments.finish import enough, finish_table
-from experiments.larger import read_larger
-from experiments.larger_page import larger_table
+from experiments.fullsize import NAME as FULLSIZE
+from experiments.fullsize import read_fullsize, shown_lines
+from experiments.fullsize_page import fullsize_claim, fullsize_facts, fullsize_setup, fullsize_table
 from experiments.lines import Line, read
 from experiments.tables import LADDER, Scale, Shown, tables_of
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
 
+Fullsize = Mapping[str, Line]  # the line of each row of the paper's size
+
 TEMPLATE = "results.in.md"
 NOTE = "<!-- Written by `isthmus reproduce --render` from results/ and docs/results.in.md; edit those. -->\n"
+FULLSIZE_PARTS = {
+    "table": fullsize_table,
+    "claim": fullsize_claim,
+    "facts": fullsize_facts,
+    "setup": fullsize_setup,
+}
 NONE_YET = "There are no results yet. `isthmus reproduce all --corpus DIR --device cuda` makes them.\n"
 
 
@@ -32,24 +41,26 @@ def write_page(results: Path, docs: Path, scale: Scale) -> list[Path]:
         text = template.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {template}: {error.strerror}; give --docs its folder") from None
-    book, larger = Book(read(results, scale), scale), read_larger(results)
+    book, fullsize = Book(read(results, scale), scale), shown_lines(read_fullsize(results))
     page, drawn = docs / "results.md", []
     if book.lines:
         from experiments.plots import draw_all
 
-        drawn = draw_all(book, docs, larger)
-    replace_file(page, render(text, book, [path.name for path in drawn], larger))
+        drawn = draw_all(book, docs, fullsize)
+    replace_file(page, render(text, book, [path.name for path in drawn], fullsize))
     return [page, *drawn]
 
 
-def render(template: str, book: Book, drawn: Sequence[str] = (), larger: Sequence[Line] = ()) -> str:
+def render(template: str, book: Book, drawn: Sequence[str] = (), fullsize: Fullsize | None = None) -> str:
     before, _, after = template.partition("{{results}}\n")
     page = before + (after if book.lines else NONE_YET)
-    filled = re.sub(r"\{\{([^}]*)\}\}", lambda found: _fill(found.group(1), book, drawn, larger), page)
+    filled = re.sub(
+        r"\{\{([^}]*)\}\}", lambda found: _fill(found.group(1), book, drawn, fullsize or {}), page
+    )
     return NOTE + filled
 
 
-def _fill(text: str, book: Book, drawn: Sequence[str], larger: Sequence[Line]) -> str:
+def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> str:
     name, *words = text.split()
     words = [book.aliases.get(word, word) for word in words]
     known: dict[str, Callable[..., str]] = {
@@ -66,7 +77,7 @@ def _fill(text: str, book: Book, drawn: Sequence[str], larger: Sequence[Line]) -
         "setup": lambda: setup(book),
         "speed": lambda: speed(book),
         "runs": lambda: runs_of(book),
-        "larger": lambda: larger_table(larger),
+        FULLSIZE: lambda part: FULLSIZE_PARTS[part](fullsize),
     }
     try:
         return known[name](*words)

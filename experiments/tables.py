@@ -6,8 +6,9 @@ A row is a recipe: one of three fleets, the settings of a scale, and the row's o
 
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 
-from isthmus.config import PRESETS, Recipe, parse_recipe
+from isthmus.config import ModelConfig, Recipe, parse_recipe
 from isthmus.errors import ConfigError
 
 SEEDS = (0, 1, 2)
@@ -24,6 +25,13 @@ FLEETS = {
     "pp": _EDGE.format(8, "1/8"),
     "het": '[[replicas]]\nname = "rack"\nkind = "full"\ncount = 4\n\n' + _EDGE.format(4, "1/8"),
 }
+
+
+@lru_cache(maxsize=64)
+def _model(settings: tuple[str, ...]) -> ModelConfig:
+    return parse_recipe(
+        'name = "size"\n[model]\npreset = "nano"\n[[replicas]]\nname = "one"\n', settings
+    ).model
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +53,12 @@ class Scale:
     round_seconds: float = 0.0
 
     @property
+    def model(self) -> ModelConfig:
+        return _model(tuple(s for s in self.settings if s.startswith("model.")))
+
+    @property
     def width(self) -> int:
-        preset = next(s.split("=")[1] for s in self.settings if s.startswith("model.preset="))
-        given = [int(s.split("=")[1]) for s in self.settings if s.startswith("model.width=")]
-        return given[0] if given else PRESETS[preset].width
+        return self.model.width
 
     def ladder(self) -> tuple[str, ...]:
         """The rungs at which the subspace has a dimension left."""

@@ -31,8 +31,10 @@ def simulate_rounds(
     view: View,
     done: int = 0,
     saver: "Saver | None" = None,
-) -> None:
-    """Run the rounds after `done`. After each: evaluate, write one row, save where there is a saver."""
+    leave: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Run the rounds after `done`. After each: evaluate, write one row, save where there is a saver. False
+    when `leave` ended it at a round's edge."""
     rounds, steps = recipe.outer.rounds, recipe.outer.inner_steps
     clock = time.perf_counter()
     if done == 0:
@@ -68,7 +70,8 @@ def simulate_rounds(
         view.round(row)
         clock = time.perf_counter()
 
-    run_rounds(fleet, exchange, range(done + 1, rounds + 1), lambda h: view.inner(h, steps, None), after)
+    left_over = range(done + 1, rounds + 1)
+    return run_rounds(fleet, exchange, left_over, lambda h: view.inner(h, steps, None), after, leave)
 
 
 def counted_bytes(recipe: Recipe, payloads: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:

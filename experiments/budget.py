@@ -1,0 +1,46 @@
+"""Bytes of a recipe by kind of link, and the k that fits into the bytes of another. Standard library only."""
+
+from fractions import Fraction
+
+from isthmus.config import ModelConfig, Recipe
+from isthmus.layout.traffic import dense_round_bytes, inner_step_bytes, outer_bytes, shard_bytes
+from isthmus.layout.wire import stream_bytes
+
+GROUP = 8  # k is a multiple of it where it can be
+
+
+def stage_bytes(recipe: Recipe) -> int:
+    """What crosses all boundaries of one pipelined replica in a round, both ways, ids counted; 0 where there
+    is none. Of several kinds, the one that sends most."""
+    each = [sum(inner_step_bytes(recipe, member).values()) for member in recipe.fleet()]
+    return recipe.outer.inner_steps * max(each)
+
+
+def replica_bytes(recipe: Recipe) -> int:
+    """Up and down of all replicas in a round."""
+    sizes = shard_bytes(recipe)
+    return sum(sum(outer_bytes(recipe, member, sizes)) for member in recipe.fleet())
+
+
+def per_token(recipe: Recipe) -> tuple[float, float]:
+    """(between stages, for a token of a pipelined replica; between replicas, for a token of any)."""
+    own = recipe.round_tokens / recipe.num_replicas
+    return stage_bytes(recipe) / own, replica_bytes(recipe) / recipe.round_tokens
+
+
+def of_every_step(recipe: Recipe) -> float:
+    """Bytes between replicas as a share of those that averaging fp32 gradients at every step takes."""
+    return replica_bytes(recipe) / dense_round_bytes(recipe)["replicas"]
+
+
+def fitting(wire: str, ratio: Fraction, model: ModelConfig) -> str | None:
+    """The largest k/d whose streams take no more bytes on this wire than bf16 at `ratio`, both ways together;
+    None where not even one dimension does."""
+    allowed = 2 * stream_bytes("bf16", 1, model.context, int(model.width * ratio), False)
+
+    def taken(dim: int) -> int:
+        return sum(stream_bytes(wire, 1, model.context, dim, centred) for centred in (True, False))
+
+    fits = [dim for dim in range(1, model.width + 1) if taken(dim) <= allowed]
+    whole = [dim for dim in fits if dim % GROUP == 0]
+    return str(Fraction(max(whole or fits), model.width)) if fits else None
