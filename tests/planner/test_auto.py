@@ -1,4 +1,4 @@
-"""`compression = "auto"`: the mildest k/d that leaves the link under 95 % busy, whoever asks."""
+"""`compression = "auto"` on a stated wire: the mildest k/d with the link under 95 % busy, whoever asks."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from isthmus.errors import ConfigError
 from isthmus.layout.schedule import deep, depths, simulate_schedule
 from isthmus.layout.traffic import inner_step_bytes
 from isthmus.planner.auto import BUSY, LADDER, pick, resolve, rungs
-from isthmus.planner.paper_loss import LOSSES, loss_at
+from isthmus.planner.paper_loss import LOSSES, loss_at, penalty
 from isthmus.planner.plan import predict
 from isthmus.planner.step import FORWARD_SHARE, compute_of, steady_pace
 
@@ -31,6 +31,7 @@ name = "edge"
 kind = "pipelined"
 stages = 4
 compression = "auto"
+wire = "bf16"
 tflops = 20.0
 link = { mbps = 100.0, latency_ms = 20.0 }
 """
@@ -51,9 +52,13 @@ name = "edge"
 kind = "pipelined"
 stages = 2
 compression = "auto"
+wire = "bf16"
 tflops = 0.05
 link = { mbps = 8.0, latency_ms = 1.0 }
 """
+
+
+MILDEST_FIRST = ("none", *LADDER)
 
 
 def edge(*overrides):
@@ -82,7 +87,7 @@ def test_the_pick_leaves_the_link_under_95_percent_busy_and_the_next_milder_woul
     chosen = pick(recipe, replica)
     # By the closed form: a full pipeline goes as fast as the slowest of its stages and links.
     slowest = max(compute_of(recipe, replica, 20).stage_seconds_per_step) / recipe.inner.micro_batches
-    at = LADDER.index(chosen.compression)
+    at = MILDEST_FIRST.index(chosen.compression)
 
     def busy(compression):
         link = boundary_function(recipe, replica, compression)
@@ -92,23 +97,23 @@ def test_the_pick_leaves_the_link_under_95_percent_busy_and_the_next_milder_woul
     if chosen.rung.enough:
         assert busy(chosen.compression) < BUSY
     else:
-        assert chosen.compression == LADDER[-1]
+        assert chosen.compression == MILDEST_FIRST[-1]
         assert "stays the bottleneck" in chosen.reason
     if at:
-        assert busy(LADDER[at - 1]) >= BUSY
-        assert chosen.milder.compression == LADDER[at - 1]
-        assert chosen.milder.busy == pytest.approx(busy(LADDER[at - 1]))
+        assert busy(MILDEST_FIRST[at - 1]) >= BUSY
+        assert chosen.milder.compression == MILDEST_FIRST[at - 1]
+        assert chosen.milder.busy == pytest.approx(busy(MILDEST_FIRST[at - 1]))
 
 
 def test_the_grid_reaches_both_ends_of_the_ladder():
     found = {pick(*edge(f"link.mbps={mbps}")).compression for mbps in (*MBPS, 0.5)}
-    assert {"none", LADDER[-1]} < found
+    assert {"none", MILDEST_FIRST[-1]} < found
     assert len(found) >= 6
 
 
 def test_a_faster_link_or_a_slower_machine_never_gets_stronger_compression():
-    by_link = [LADDER.index(pick(*edge(f"link.mbps={mbps}")).compression) for mbps in range(2, 400, 7)]
-    by_rate = [LADDER.index(pick(*edge(f"tflops={rate}")).compression) for rate in (1, 5, 20, 80, 300)]
+    by_link = [MILDEST_FIRST.index(pick(*edge(f"link.mbps={mbps}")).compression) for mbps in range(2, 400, 7)]
+    by_rate = [MILDEST_FIRST.index(pick(*edge(f"tflops={rate}")).compression) for rate in (1, 5, 20, 80, 300)]
     assert all(slow >= fast for slow, fast in pairwise(by_link))
     assert all(slow <= fast for slow, fast in pairwise(by_rate))
 
@@ -148,7 +153,7 @@ def test_everything_that_starts_a_run_resolves_the_same_value(tmp_path):
     recipe = parse_recipe(NANO)
     resolved, (chosen,) = resolve(recipe)
     value = chosen.compression
-    assert value not in ("none", "auto", LADDER[-1])
+    assert value not in ("none", "auto", MILDEST_FIRST[-1])
     assert resolve(resolved) == (resolved, ())
     run = simulate(recipe, tmp_path / "run", device="cpu", quiet=True).run_dir
     assert f'compression = "{value}"' in (run / "recipe.toml").read_text()
@@ -189,7 +194,7 @@ def test_the_papers_losses_rise_with_compression_and_are_labelled():
     assert loss_at(Fraction(1, 24)) == "2.89 / 2.88"
     assert loss_at(Fraction(1, 2)) == "at most 2.84 / 2.82"
     assert loss_at(Fraction(1, 48)) == "between 2.89 / 2.88 and 2.96 / 2.94"
-    assert "the paper's 512M model" in pick(*edge()).reason
+    assert "the paper's 512M model" in penalty(Fraction(1, 8))
 
 
 def test_the_plan_shows_what_auto_became_and_what_the_paper_lost(capsys, tmp_path):
@@ -197,9 +202,12 @@ def test_the_plan_shows_what_auto_became_and_what_the_paper_lost(capsys, tmp_pat
     path.write_text(TEXT)
     assert main(["plan", str(path)]) == 0
     said = capsys.readouterr().out
-    chosen = pick(*edge())
+    recipe, replica = edge()
+    chosen = pick(recipe, replica)
     assert f"Auto: {chosen.choice}." in said
-    assert f"k/d = {chosen.compression}: loss {loss_at(chosen.ratio)} against 2.73" in said
+    price = chosen.rung.price.text(recipe.model.num_parameters)
+    assert f"k/d = {chosen.compression} in bf16: {price};" in said
+    assert f"loss {loss_at(Fraction(chosen.compression))} against 2.73" in said
     assert f"{chosen.rung.busy:.0%} once the pipeline is full" in said
     assert main(["init", str(path), str(tmp_path / "bucket"), "--keys", str(tmp_path / "keys")]) == 0
     assert chosen.reason in capsys.readouterr().err

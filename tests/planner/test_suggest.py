@@ -14,8 +14,8 @@ from isthmus.cli import plan as command
 from isthmus.cli.main import Parser, main
 from isthmus.config import load_recipe, parse_recipe
 from isthmus.errors import ConfigError
-from isthmus.planner.auto import LADDER
 from isthmus.planner.grouping import EXCHANGE_SHARE, INNER_STEPS, SPARE, Grouping
+from isthmus.planner.loss_price import price_of
 from isthmus.planner.machines import load_machines
 from isthmus.planner.plan import predict
 from isthmus.planner.suggest import SLACK, exchange_share, suggest
@@ -58,6 +58,10 @@ def largest(preset, num_stages, place, *overrides, limit=0, rate=20):
     return max(Grouping(recipe, machines, recipe.inner.batch, limit).assigned((0,) * num_stages).needs)
 
 
+def price(replica):
+    return max(0.0, price_of("adamw", replica.wire, replica.compression).percent)
+
+
 def check(found):
     """Loads as it is, plans as it says, and every stage fits its machine."""
     again = parse_recipe(recipe_text(found, "machines.toml"))
@@ -81,10 +85,10 @@ def test_the_example_becomes_a_mixed_fleet_and_says_why():
     pairs = zip(found.recipe.replicas, found.replicas, strict=True)
     across = next(replica for replica, own in pairs if len({m.site for m in own.machines}) == 2)
     assert across.link.mbps == 40  # the slow link between the homes, not one inside a home
-    assert LADDER.index(across.compression) > LADDER.index(kinds["gamer"].compression)
+    assert price(across) > price(kinds["gamer"]) >= 0
     assert "lacks" in found.left_out["laptop"]
     text = recipe_text(found, "docs/machines.toml")
-    for words in ("the paper's 512M model", "stage 1: ", "Left out", "warm-up", "the mildest under 95 %"):
+    for words in ("expected price", "stage 1: ", "Left out", "warm-up", "the least under 95 %"):
         assert words in text, words
 
 
@@ -179,7 +183,7 @@ def test_a_faster_link_never_gets_stronger_compression(tmp_path):
         fleet = listed(tmp_path, site("a", mbps), machine("pc", "a", 2, 8, 30))
         (replica,) = suggest(base(), fleet).recipe.replicas
         assert replica.stages == 2
-        found.append(LADDER.index(replica.compression))
+        found.append(price(replica))
     assert all(slow >= fast for slow, fast in pairwise(found))
     assert found[0] > found[-1] == 0
 

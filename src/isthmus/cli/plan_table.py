@@ -102,7 +102,7 @@ def _title(kind: "KindForecast") -> str:
 
 def _kind_rows(recipe: Recipe, forecast: "Forecast", kind: "KindForecast") -> dict[str, str]:
     exchange, catch_up = kind.exchange, kind.catch_up
-    rows = _step_rows(kind)
+    rows = _step_rows(kind, recipe.model.num_parameters)
     if forecast.num_replicas > 1:
         per = "round" if recipe.outer.method != "adamw" else f"{recipe.outer.inner_steps} inner steps"
         rows["exchange"] = (
@@ -123,7 +123,7 @@ def _kind_rows(recipe: Recipe, forecast: "Forecast", kind: "KindForecast") -> di
     return rows | {"bottleneck": bottleneck(forecast, kind)}
 
 
-def _step_rows(kind: "KindForecast") -> dict[str, str]:
+def _step_rows(kind: "KindForecast", num_parameters: int) -> dict[str, str]:
     compute, step, link = kind.compute, kind.step, kind.link
     if link is None:
         return {"inner step": f"{_time(step.seconds)}, all of it compute"}
@@ -131,7 +131,8 @@ def _step_rows(kind: "KindForecast") -> dict[str, str]:
     rows = {
         "compute": f"{_time(compute.seconds_per_step)} a stage and inner step on average; as the layers fall "
         f"{by_stage}",
-        "link": f"{link.mbps:g} Mb/s, {link.latency_ms:g} ms, k = {link.subspace_dim}: a micro-batch takes "
+        "link": f"{link.mbps:g} Mb/s, {link.latency_ms:g} ms, k = {link.subspace_dim} in {kind.wire}: a "
+        f"micro-batch takes "
         f"{_time(link.forward_seconds_per_micro_batch)} forward "
         f"({size(link.forward_bytes_per_micro_batch)}) and "
         f"{_time(link.backward_seconds_per_micro_batch)} back;\n"
@@ -139,8 +140,11 @@ def _step_rows(kind: "KindForecast") -> dict[str, str]:
         f"{_time(link.backward_seconds_per_step)}; it is busy {link.busy:.0%} of the step, "
         f"{link.steady_busy:.0%} once the pipeline is full",
     }
+    if kind.loss_price:
+        what = f"k/d = {kind.compression}" if kind.compression != "none" else "open"
+        rows["compression"] = f"{what} in {kind.wire}: {kind.loss_price.text(num_parameters)}"
     if kind.paper_loss:
-        rows["compression"] = f"k/d = {kind.compression}: {kind.paper_loss}"
+        rows["compression"] += f";\n{kind.paper_loss}"
     rows["schedule"] = (
         f"{step.micro_batches} micro-batches; stages run {', '.join(map(str, step.depths))} of them "
         "forward before their first backward"

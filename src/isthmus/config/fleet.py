@@ -12,7 +12,7 @@ LEAST_KEPT = 10  # rounds, where not all are
 MOST_STAGES = 256  # or processes, of a replica
 RATIO = re.compile(r"\s*[0-9.]{1,30}(/[0-9]{1,30}|e-?[0-9]{1,2})?\s*")
 WIRES = ("bf16", "int8", "int6", "int5", "int4", "fp32", "fp64")  # layout.wire knows their bytes
-AUTO = "auto"  # to be picked before a run: compression by the link, sharding and recompute by the memory
+AUTO = "auto"  # to be picked before a run: compression and wire by the link, the rest by the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,9 @@ class ReplicaConfig:
     sharding: str = AUTO  # "full": its processes cut the model between them; "none": each has it whole
     recompute: str = AUTO  # "yes": as inner.recompute, for these replicas only; or "no"
     compression: str = "none"  # k/d between stages, as "1/8"; "auto": planner.auto picks it before a run
-    wire: str = "bf16"  # what crosses a link, both ways; or "int8", "int6", "int5", "int4", "fp32", "fp64"
+    # What crosses a link, both ways: one of WIRES, or "auto", which it is in a file that has compression =
+    # "auto" and no wire.
+    wire: str = "bf16"
     backend: str = "gloo"  # between stages; "nccl" where all are GPUs on one fast network
     link: LinkConfig = field(default_factory=LinkConfig)  # between stages
     bucket_link: LinkConfig | None = None  # to the other replicas, by every machine; as `link` when not given
@@ -53,7 +55,7 @@ class ReplicaConfig:
         where = f"replica {self.name}"
         name_of("replica name", self.name, "-_")
         choice(f"{where}: kind", self.kind, ("full", "pipelined"))
-        choice(f"{where}: wire", self.wire, WIRES)
+        choice(f"{where}: wire", self.wire, (*WIRES, AUTO))
         choice(f"{where}: backend", self.backend, ("gloo", "nccl"))
         choice(f"{where}: sharding", self.sharding, (AUTO, "none", "full"))
         choice(f"{where}: recompute", self.recompute, (AUTO, "no", "yes"))
@@ -73,20 +75,30 @@ class ReplicaConfig:
             raise ConfigError(
                 f'{where} is full: no stages and no compression; set kind = "pipelined" or drop them'
             )
+        if self.kind == "full" and self.wire == AUTO:
+            raise ConfigError(
+                f'{where} is full: there is no link between stages; set kind = "pipelined" or drop wire'
+            )
         if self.kind == "pipelined" and self.stages < 2:
             raise ConfigError(f"{where} is pipelined with {self.stages} stage; give stages = 2 or more")
-        if self.compression != AUTO:
-            self.ratio  # noqa: B018 - raises when compression is malformed
+        if self.compression not in ("none", AUTO):
+            self._stated_ratio()
+
+    @property
+    def auto(self) -> str:
+        """The key that is still to be picked by the link, or ""."""
+        return "compression" if self.compression == AUTO else "wire" if self.wire == AUTO else ""
 
     @property
     def ratio(self) -> Fraction | None:
         """k/d, or None where the boundary is open."""
-        if self.compression == "none":
-            return None
-        if self.compression == AUTO:
+        if self.auto:
             raise ConfigError(
-                f'replica {self.name}: compression is still "auto"; planner.auto.resolve puts a k/d there'
+                f'replica {self.name}: {self.auto} is still "auto"; planner.auto.resolve picks it'
             )
+        return None if self.compression == "none" else self._stated_ratio()
+
+    def _stated_ratio(self) -> Fraction:
         try:
             # An exponent is a number of digits: 1e999999999 would be computed for hours.
             ratio = Fraction(self.compression if RATIO.fullmatch(self.compression) else 0)

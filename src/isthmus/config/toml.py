@@ -67,16 +67,22 @@ def _overridden(table: dict[str, Any], overrides: Sequence[str]) -> Recipe:
         _override(table, override)
     if "model" in table and isinstance(table["model"], dict):
         table["model"] = _with_preset(table["model"])
-    _check_auto(table.get("replicas"))
+    _prepare_auto(table.get("replicas"))
     return build_table(Recipe, table, "")
 
 
-def _check_auto(replicas: Any) -> None:
-    """A k/d picked for a link that nobody stated would be picked for nothing."""
+def _prepare_auto(replicas: Any) -> None:
+    """Of a table that leaves k/d open, the wire is open too, unless it is stated; and its link must be
+    stated: for a link that nobody knows nothing can be picked."""
     for replica in replicas if isinstance(replicas, list) else ():
-        if isinstance(replica, dict) and replica.get("compression") == AUTO and "link" not in replica:
+        if not isinstance(replica, dict):
+            continue
+        if replica.get("compression") == AUTO:
+            replica.setdefault("wire", AUTO)
+        key = next((key for key in ("compression", "wire") if replica.get(key) == AUTO), None)
+        if key and "link" not in replica:
             raise ConfigError(
-                f'replica {short(replica.get("name", "?"))}: compression = "auto" needs the link between its '
+                f'replica {short(replica.get("name", "?"))}: {key} = "auto" needs the link between its '
                 "stages; give link = { mbps = ..., latency_ms = ... } (`isthmus doctor` measures both)"
             )
 

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from isthmus.config.checks import above, choice, name_of, short, within
-from isthmus.config.fleet import AUTO, MOST_REPLICAS, BucketConfig, Member, ReplicaConfig
+from isthmus.config.fleet import MOST_REPLICAS, BucketConfig, Member, ReplicaConfig
 from isthmus.config.model import ModelConfig
 from isthmus.errors import ConfigError
 
@@ -231,7 +231,7 @@ class Recipe:
                 'inner.clip_scope "stage" is for replicas with weights of their own; set "replica"'
             )
         # "auto" may become "none": what it is then is checked again.
-        compressed = [r for r in self.replicas if r.compression == AUTO or r.compressed]
+        compressed = [r for r in self.replicas if r.compression != "none"]
         if self.subspace.weight_projection and self.subspace.basis == "boundary":
             raise ConfigError(
                 'subspace.weight_projection projects onto one U; set subspace.basis to "global"'

@@ -1,12 +1,13 @@
 """Bytes per link as plain arithmetic. Standard library only."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from isthmus.config import Member, ModelConfig, Recipe, ReplicaConfig
 from isthmus.layout.chunks import packed_many_bytes
 from isthmus.layout.stages import EMBEDDING, boundaries, stage_names, stage_of
-from isthmus.layout.wire import stream_bytes
+from isthmus.layout.wire import FLOAT_BYTES, stream_bytes
 
 STAGE_PURPOSES = ("activations", "gradients", "tokens")
 REPLICA_PURPOSES = ("payload_up", "payload_down", "control")
@@ -14,14 +15,15 @@ PURPOSES = STAGE_PURPOSES + REPLICA_PURPOSES
 GRADIENT_BYTES = 4  # dense data parallelism averages fp32 gradients
 
 
-def shards(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
+def shards(recipe: Recipe, also: Iterable[int] = ()) -> tuple[tuple[str, ...], ...]:
     """How every replica cuts its update: so finely that each stage of each replica finds its own part whole,
-    and each process of a sharded one.
+    and each process of a sharded one. `also`: numbers of stages that the recipe need not have.
 
     The embedding stands alone where there are such parts, because every compressed stage applies its update
     (docs/method.md, The embedding).
     """
-    return _shards(recipe.model, frozenset(r.parts for r in recipe.replicas if r.parts > 1))
+    parts = {*(replica.parts for replica in recipe.replicas), *also}
+    return _shards(recipe.model, frozenset(number for number in parts if number > 1))
 
 
 @lru_cache(maxsize=256)
@@ -139,14 +141,21 @@ def _ring_bytes(recipe: Recipe, num_replicas: int | None = None) -> int:
     return 2 * (m - 1) * recipe.model.num_parameters * GRADIENT_BYTES // m
 
 
+def _in_floats(member: Member) -> Member:
+    wire = member.config.wire if member.config.wire in FLOAT_BYTES else "bf16"
+    return replace(member, config=replace(member.config, wire=wire))
+
+
 def dense_round_bytes(recipe: Recipe, took_part: Sequence[Member] | None = None) -> Mapping[str, int]:
-    """What the same round costs with open stage boundaries, and with gradients averaged every inner step.
+    """What the same round costs with open stage boundaries, in bf16 instead of few bits, and with gradients
+    averaged every inner step.
 
     `took_part`: the replicas that it is compared with, where some of the fleet were absent.
     """
     steps, members = recipe.outer.inner_steps, recipe.fleet() if took_part is None else took_part
     stages = sum(
-        steps * sum(inner_step_bytes(recipe, member, recipe.model.width).values()) for member in members
+        steps * sum(inner_step_bytes(recipe, _in_floats(member), recipe.model.width).values())
+        for member in members
     )
     m = len(members)
     return {"stages": stages, "replicas": 2 * steps * m * _ring_bytes(recipe, m) if m else 0}

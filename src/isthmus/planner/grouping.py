@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, islice, pairwise
 
 from isthmus.config import AUTO, Recipe, ReplicaConfig
-from isthmus.planner.auto import Pick, pick
+from isthmus.planner.auto import Pick, pick, picked
 from isthmus.planner.machines import MachineList, worst
 from isthmus.planner.memory import SPARE, process_memory
 from isthmus.planner.plan import Forecast, predict
@@ -87,9 +87,10 @@ class Grouping:
         links = [link for a, b in pairwise(own) if (link := self.list.between(a.site, b.site))]
         if len(links) < len(stages) - 1:
             return None
-        replica = replace(replica, kind="pipelined", stages=len(stages), compression=AUTO, link=worst(links))
+        replica = replace(replica, kind="pipelined", stages=len(stages), compression=AUTO, wire=AUTO)
+        replica = replace(replica, link=worst(links))
         chosen = pick(self._alone(replica), replica)
-        replica = replace(replica, compression=chosen.compression)
+        replica = picked(replica, chosen)
         recipe = self._alone(replica)
         _, step = inner_step(recipe, recipe.fleet()[0], compute_of(recipe, replica, rate))
         needs = [process_memory(recipe, replica, s, step.in_flight[s]).total for s in range(len(stages))]

@@ -7,10 +7,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from isthmus.config import Member, Recipe
+from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
 from isthmus.layout.requests import READS, round_requests
 from isthmus.layout.traffic import STAGE_PURPOSES, inner_step_bytes, machine_shards, shard_bytes
+from isthmus.layout.wire import FLOAT_BYTES
 from isthmus.planner.auto import resolve
 from isthmus.planner.exchange import (
     VERIFY_BYTES_PER_SECOND,
@@ -25,6 +26,7 @@ from isthmus.planner.exchange import (
     stored_bytes,
 )
 from isthmus.planner.fit import cures, usable
+from isthmus.planner.loss_price import LossPrice, price_of
 from isthmus.planner.memory import recomputing, replica_memory
 from isthmus.planner.paper_loss import penalty
 from isthmus.planner.step import Compute, StageLink, Step, compute_of, inner_step, rate_of
@@ -49,7 +51,9 @@ class KindForecast:
     count: int
     stages: int
     compression: str  # k/d between stages, or "none"
-    paper_loss: str | None  # of the paper's 512M model at this k/d; None where nothing is compressed
+    wire: str  # what crosses between stages
+    loss_price: LossPrice | None  # that is expected; None where boundaries are open in bf16 or finer
+    paper_loss: str | None  # of the paper's 512M model at this k/d in bf16; None where that is not the case
     compute: Compute
     link: StageLink | None
     step: Step
@@ -285,7 +289,9 @@ def _kind(
         count=replica.count,
         stages=replica.stages,
         compression=replica.compression,
-        paper_loss=penalty(replica.ratio) if replica.compressed else None,
+        wire=replica.wire,
+        loss_price=_loss_price(recipe, replica),
+        paper_loss=penalty(replica.ratio) if replica.compressed and replica.wire in FLOAT_BYTES else None,
         compute=pace.compute,
         link=pace.link,
         step=pace.step,
@@ -307,6 +313,12 @@ def _kind(
         bottleneck=worst if losses[worst] > 0.1 * usual.seconds else "compute",
         bytes=sent,
     )
+
+
+def _loss_price(recipe: Recipe, replica: ReplicaConfig) -> LossPrice | None:
+    if replica.stages == 1 or (not replica.compressed and replica.wire in FLOAT_BYTES):
+        return None
+    return price_of(recipe.inner.optimizer, replica.wire, replica.compression)
 
 
 def _requests(recipe: Recipe, kinds: tuple[KindForecast, ...], round_seconds: float) -> dict[str, int]:

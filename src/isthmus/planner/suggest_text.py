@@ -3,13 +3,20 @@
 import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from typing import Any
 
-from isthmus.config import PRESETS, FinishConfig, LinkConfig, Recipe, ReplicaConfig, SubspaceConfig, toml_line
-from isthmus.planner.auto import LADDER, Pick, rungs
+from isthmus.config import (
+    AUTO,
+    PRESETS,
+    FinishConfig,
+    LinkConfig,
+    Recipe,
+    ReplicaConfig,
+    SubspaceConfig,
+    toml_line,
+)
+from isthmus.planner.auto import Pick, rungs
 from isthmus.planner.machines import Machine
-from isthmus.planner.paper_loss import LABEL, loss_at
 from isthmus.planner.plan import Forecast, predict
 from isthmus.planner.suggest import SuggestedReplica, Suggestion
 
@@ -98,21 +105,32 @@ def _link_words(machines: Sequence[Machine]) -> str:
 
 
 def _ladder(recipe: Recipe, replica: ReplicaConfig, pick: Pick) -> Iterator[str]:
-    """The picked k/d between its neighbours, with what each takes and what the paper lost with it."""
-    at = LADDER.index(pick.compression)
-    near = LADDER[max(0, at - 1) : at + 2]
-    yield f"#   {'k/d':<6}{'link busy':>10}{'inner step':>12}   loss ({LABEL})"
-    for rung in rungs(recipe, replica, replica.tflops):
-        if rung.compression not in near:
-            continue
-        alone = dataclasses.replace(replica, compression=rung.compression, count=1)
+    """The picked wire and k/d, the next that costs less loss and the next that carries less, with what each
+    takes."""
+    open_choice = dataclasses.replace(replica, compression=AUTO, wire=AUTO)
+    lighter = [
+        rung
+        for rung in rungs(recipe, open_choice, replica.tflops)
+        if rung.link_seconds < pick.rung.link_seconds and rung.rank > pick.rung.rank
+    ]
+    shown = [rung for rung in (pick.milder, pick.rung) if rung]
+    # The best of those that save enough to be felt: a tenth of the time on the link.
+    felt = [rung for rung in lighter if rung.link_seconds < 0.9 * pick.rung.link_seconds]
+    shown += [min(felt, key=lambda rung: rung.rank)] if felt else []
+    yield f"#   {'wire':<6}{'k/d':<6}{'link busy':>10}{'inner step':>12}   expected price in loss"
+    for rung in shown:
+        alone = dataclasses.replace(replica, compression=rung.compression, wire=rung.wire, count=1)
         # Settings of compression go: a recipe may have none where the rung is "none".
         plain = dataclasses.replace(
             recipe, replicas=(alone,), subspace=SubspaceConfig(), finish=FinishConfig()
         )
         seconds = predict(plain).kinds[0].step.seconds
-        loss = loss_at(None if rung.compression == "none" else Fraction(rung.compression))
-        mark = "  <- the mildest under 95 %" if rung.compression == pick.compression else ""
+        mark = "  <- the least under 95 %" if rung is pick.rung else ""
         if mark and not pick.rung.enough:
             mark = "  <- the strongest; the link stays the bottleneck"
-        yield f"#   {rung.compression:<6}{rung.busy:>10.0%}{seconds:>10.3g} s   {loss}{mark}"
+        yield (
+            f"#   {rung.wire:<6}{rung.compression:<6}{rung.busy:>10.0%}{seconds:>10.3g} s   "
+            f"{rung.price.short}{mark}"
+        )
+    if replica.compressed or replica.wire != "bf16":
+        yield from _comment(pick.rung.price.text(recipe.model.num_parameters))

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from isthmus.config import Recipe, ReplicaConfig
+from isthmus.layout.wire import INT_BITS
 from isthmus.runlog.row import Row
 from isthmus.runlog.run_dir import About, RunDir, Totals, totals
 
@@ -70,6 +71,8 @@ def _shape(replica: ReplicaConfig) -> str:
     if replica.kind == "full":
         return "full"
     at = f"at k/d = {replica.ratio}" if replica.compressed else "without compression"
+    if replica.wire in INT_BITS:
+        at = f"{at} in {replica.wire}" if replica.compressed else f"in {replica.wire}"
     return f"pipelined in {replica.stages} stages {at}"
 
 

@@ -1,0 +1,155 @@
+"""What a wire and a k/d are expected to cost in loss, from the measurements in loss_prices.toml.
+
+They were made with one small model. Between two measured k/d of a wire the price is a straight line over log
+k/d, which is log bytes; the wire's overhead for a token does not change with k. Standard library only.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import log
+from pathlib import Path
+
+from isthmus.layout.wire import FLOAT_BYTES
+
+FILE = Path(__file__).with_name("loss_prices.toml")
+NAMES = {"adamw": "AdamW", "muon": "Muon"}
+FEW = 6  # fewer measurements with an InnerOpt make no curve: those with AdamW are taken
+SAME_SIZE = 1.25  # a model within this factor of the measured one is of its size
+BASES = MEASURED, BETWEEN, MILDER, BEYOND = "measured", "between", "milder", "beyond"  # best known first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossPrice:
+    """Percent of loss above the same run with open bf16 boundaries, all replicas pipelined."""
+
+    percent: float
+    # "measured"; "between" measured points; "milder" than all of them, so at most this; "beyond" them.
+    basis: str
+    optimizer: str  # the InnerOpt of the measurements
+    parameters: int  # of the model that was measured
+
+    @property
+    def short(self) -> str:
+        """`+2.8 %`, `at most +2.8 %`, `about +31 %`."""
+        figure = f"{self.percent:+.1f} %" if abs(self.percent) < 10 else f"{self.percent:+.0f} %"
+        return {MILDER: "at most ", BEYOND: "about "}.get(self.basis, "") + figure
+
+    def text(self, num_parameters: int) -> str:
+        """One clause, with where the number comes from, for a model of this size."""
+        where = {
+            MEASURED: "measured",
+            BETWEEN: "between points measured",
+            MILDER: "less compression than measured",
+            BEYOND: "beyond what was measured",
+        }[self.basis]
+        text = (
+            f"expected price {self.short} of the loss, {where} at {self.parameters / 1e6:.0f} M parameters "
+            f"with {NAMES[self.optimizer]} and all replicas compressed"
+        )
+        if abs(log(num_parameters / self.parameters)) < log(SAME_SIZE):
+            return text
+        return f"{text}; larger models have paid less in the paper (Table 2)"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One wire: k/d to percent."""
+
+    points: Mapping[Fraction, float]
+
+    @cached_property
+    def ordered(self) -> list[tuple[Fraction, float]]:
+        return sorted(self.points.items())
+
+    @cached_property
+    def steepest(self) -> float:
+        """Percent for a factor e of k/d."""
+        slopes = [(b - a) / log(x / y) for (x, a), (y, b) in pairwise(self.ordered[::-1])]
+        return max(slopes, default=0.0)
+
+    def at(self, ratio: Fraction, beyond: float) -> tuple[float, str]:
+        """(percent, basis). Below the smallest k/d it rises by `beyond` for a factor e."""
+        if ratio in self.points:
+            return self.points[ratio], MEASURED
+        for (low, high_price), (high, low_price) in pairwise(self.ordered):
+            if low < ratio < high:
+                share = log(high / ratio) / log(high / low)
+                return low_price + share * (high_price - low_price), BETWEEN
+        (least, most), (_, mildest) = self.ordered[0], self.ordered[-1]
+        if ratio < least:
+            return most + beyond * log(least / ratio), BEYOND
+        return mildest, MILDER
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All measurements with one InnerOpt."""
+
+    optimizer: str
+    parameters: int
+    percents: Mapping[str, Mapping[str, float]]  # wire -> compression -> percent
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        curves = {}
+        for wire, points in self.percents.items():
+            # Where both were measured, "1" continues the curve: it is turned by U, as all below it are.
+            ordered = sorted(points.items(), key=lambda each: each[0] != "none")
+            curves[wire] = Curve({_ratio(compression): percent for compression, percent in ordered})
+        return curves
+
+    @cached_property
+    def beyond(self) -> float:
+        """Where nothing was measured the price rises as steeply as it ever did."""
+        return max(curve.steepest for curve in self.curves.values())
+
+    def has(self, wire: str) -> bool:
+        return wire in FLOAT_BYTES or wire in self.percents
+
+    def price(self, wire: str, compression: str) -> LossPrice:
+        known = "bf16" if wire in FLOAT_BYTES else wire
+        if compression in self.percents[known]:
+            percent, basis = self.percents[known][compression], MEASURED
+        else:
+            percent, basis = self.curves[known].at(_ratio(compression), self.beyond)
+        return LossPrice(percent=percent, basis=basis, optimizer=self.optimizer, parameters=self.parameters)
+
+    def opens(self, wire: str) -> bool:
+        """May an open boundary be taken for granted on this wire? Without U, few bits are another thing."""
+        return wire in FLOAT_BYTES or "none" in self.percents.get(wire, {})
+
+
+def _ratio(compression: str) -> Fraction:
+    return Fraction(1) if compression == "none" else Fraction(compression)
+
+
+def measured(optimizer: str) -> Measured:
+    """With this InnerOpt, or with AdamW where it was hardly measured."""
+    own = tables().get(optimizer)
+    if own is not None and sum(map(len, own.percents.values())) >= FEW:
+        return own
+    return tables()["adamw"]
+
+
+@lru_cache(maxsize=1)
+def tables() -> dict[str, Measured]:
+    """By InnerOpt."""
+    table = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    return {
+        name: Measured(
+            name,
+            table["parameters"],
+            {wire: {k: entry["percent"] for k, entry in points.items()} for wire, points in wires.items()},
+        )
+        for name, wires in table.items()
+        if isinstance(wires, dict)
+    }
+
+
+def price_of(optimizer: str, wire: str, compression: str) -> LossPrice:
+    own = measured(optimizer)
+    return (own if own.has(wire) else tables()["adamw"]).price(wire, compression)
