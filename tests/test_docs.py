@@ -13,7 +13,16 @@ import pytest
 
 from isthmus.cli.main import build_parser
 from isthmus.config import PRESETS, Recipe, load_recipe, parse_recipe
-from isthmus.protocol.documents import REPAIR, WANTED, Entry, Manifest
+from isthmus.protocol.documents import (
+    INVITATION,
+    MEMBERSHIP,
+    REPAIR,
+    REQUEST,
+    ROTATION,
+    WANTED,
+    Entry,
+    Manifest,
+)
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.runlog import Row
 
@@ -283,6 +292,10 @@ def test_the_fields_of_every_document_are_those_that_the_code_writes():
     assert fields_of["heartbeat"] == set(Heartbeat().to_dict())
     assert fields_of["wanted"] == set(WANTED)
     assert fields_of["repair"] == set(REPAIR)
+    assert fields_of["membership"] == set(MEMBERSHIP)
+    assert fields_of["invitation"] == set(INVITATION)
+    assert fields_of["request"] == set(REQUEST)
+    assert fields_of["rotation"] == set(ROTATION)
     assert fields_of["commit"] - entry in ledger
     assert entry <= fields_of["commit"]
     assert fields_of["manifest"] == set(manifest.to_dict(""))

@@ -204,7 +204,7 @@ def settle(a: Replica, entries: dict[str, Entry], anchor: str = "", round_number
         deadline_seconds=60.0,
         seconds=1.0,
     )
-    body = made.to_dict(a.ledger.chain[round_number - 1])
+    body = a.ledger.in_epoch(made).to_dict(a.ledger.chain[round_number - 1])
     sealed = a.ledger.signer.seal("manifest", a.ledger.run.run_id, body)
     assert a.ledger.store.create(f"manifests/{round_number:06d}.json", sealed)
 

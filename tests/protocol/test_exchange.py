@@ -17,6 +17,7 @@ from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError
 from isthmus.layout.traffic import outer_bytes
 from isthmus.protocol import closer as closer_module
+from isthmus.protocol.access import OWNER_KEY
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.trust import MAX_DOCUMENT_BYTES
 from isthmus.runlog.facts import Facts
@@ -142,7 +143,7 @@ def test_the_reply_to_run_json_may_be_lost_too(bad_network: tuple[str, FaultProx
     proxy.trouble("lose", part="run.json")
     run = Little(url, tmp_path)
     assert run.ledger().run == run.run
-    assert sorted(path.name for path in run.keys.iterdir()) == ["a.key", "b.key", "c.key"]
+    assert sorted(path.name for path in run.keys.iterdir()) == ["a.key", "b.key", "c.key", OWNER_KEY]
 
 
 @one_server

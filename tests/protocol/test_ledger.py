@@ -175,7 +175,8 @@ def test_a_long_run_is_opened_without_deep_recursion(folder_url: str, tmp_path: 
             deadline_seconds=1,
             seconds=1,
         )
-        sealed = a.ledger.signer.seal("manifest", run.run.run_id, made.to_dict(a.ledger.chain[t - 1]))
+        body = a.ledger.in_epoch(made).to_dict(a.ledger.chain[t - 1])
+        sealed = a.ledger.signer.seal("manifest", run.run.run_id, body)
         (Path(folder_url) / "manifests").mkdir(exist_ok=True)
         Path(folder_url, "manifests", f"{t:06d}.json").write_bytes(sealed)
         a.ledger.chain[t] = sha256(sealed)

@@ -61,6 +61,8 @@ class Long:
             members=tuple(self.names),
             deadline_seconds=60.0,
             seconds=30.0 + t % 7,
+            membership=self.ledger.run.digest,
+            dealt=t * self.ledger.run.recipe.outer.inner_steps * len(self.names),
         )
         body = made.to_dict(self.previous)
         return (closer or self.signers["r-0"]).seal("manifest", self.ledger.run.run_id, body)

@@ -22,7 +22,8 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "init",
         help="create a run in a bucket, and the keys of its replicas",
-        description="Write run.json into the bucket, only if there is none, and one private key per replica.",
+        description="Write run.json into the bucket, only if there is none; one private key per replica, "
+        "and the owner's, by which replicas can be invited and revoked later.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -40,6 +41,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def init(args: argparse.Namespace) -> int:
     recipe, picks = resolve(load_recipe(args.recipe, args.set))
+    from isthmus.protocol.access import OWNER_KEY
     from isthmus.runtime.create import create
 
     keys = Path(args.keys or Path("keys") / recipe.name)
@@ -50,6 +52,7 @@ def init(args: argparse.Namespace) -> int:
     for pick in picks:
         print(pick.reason, file=sys.stderr)
     print(f"Rounds are closed by {' or '.join(run.closers)}: run them on machines that you trust.")
+    print(f"{keys / OWNER_KEY} is the owner's: keep it here, `isthmus invite` and `revoke` need it.")
     print("On each machine, with its key:")
     for member in recipe.fleet():
         stages = (

@@ -78,11 +78,12 @@ def round_requests(
     return {
         "create": num_replicas * (num_shards + 1) + 1,  # shards, commits, the manifest
         "put": num_replicas * beats + clocks,
-        # the manifest, commits by the closer, requests to leave, a replica's own heartbeat
-        "get": num_replicas * (num_looks(wait_seconds, round_seconds) + 3) + (processes - num_replicas),
+        # the manifest, commits by the closer, requests to leave, a replica's own heartbeat; by the closer the
+        # next membership document
+        "get": num_replicas * (num_looks(wait_seconds, round_seconds) + 3) + (processes - num_replicas) + 1,
         "copy": (num_replicas - 1) * num_shards + (num_closers - 1) * num_shards,
         "head": 1 + clocks,
-        # commits and heartbeats by closers; who asks for help, by everybody
-        "list": attempts + line + pages * min(attempts, max(1.0, wait_seconds)) + num_replicas,
+        # commits and heartbeats by closers, and who asks to be admitted; who asks for help, by everybody
+        "list": attempts + line + pages * min(attempts, max(1.0, wait_seconds)) + num_replicas + 1,
         "payload get": (num_replicas - 1) * (num_shards + applied - own),
     }

@@ -7,10 +7,12 @@ from isthmus.config import Member
 from isthmus.errors import ConfigError, Elsewhere
 from isthmus.protocol.chain import check_pinned
 from isthmus.protocol.ledger import Ledger, RunInfo, read_run
-from isthmus.protocol.trust import Signer, load_signer
+from isthmus.protocol.trust import OWNER, Signer, load_signer
 from isthmus.runlog import RunDir
 from isthmus.store import Store, open_store
 from isthmus.store.url import parse_url
+
+OWNER_KEY = "run.owner.key"  # in the folder of the keys; no replica has a dot in its name
 
 
 def bucket_of(run: RunDir) -> str:
@@ -66,6 +68,21 @@ def check_key(run: RunInfo, replica: str, key: Path) -> None:
     check_pinned(run.digest, signer)
     if signer.public_key != run.keys.get(replica):
         raise ConfigError(f"{key} is not the key of replica {replica} in this run; copy the one `init` wrote")
+
+
+def check_owner(run: RunInfo, key: Path) -> Signer:
+    """The owner's key, if it is this run's."""
+    if not run.owner:
+        raise ConfigError(
+            "this run has no owner, as runs up to 0.2: its replicas are those of run.json, and stay so"
+        )
+    if not key.is_file():
+        raise ConfigError(f"no owner's key at {key}; it lies where `isthmus init` ran, or give --key")
+    signer = load_signer(key, OWNER)
+    check_pinned(run.digest, signer)
+    if signer.public_key != run.owner:
+        raise ConfigError(f"{key} is not the key of this run's owner; take the {OWNER_KEY} that `init` wrote")
+    return signer
 
 
 def pin_warning(signer: Signer, key: Path) -> str:

@@ -71,7 +71,12 @@ class Anchors(Payloads):
             raise Refused(str(error)) from None
         if sealed is None:
             raise Refused("it is not complete")
-        writer, body = open_sealed(sealed, "anchor", self.run.run_id, self.run.keys)
+        # The closer of the round writes it, and may have another key before it is done.
+        runs = [self.at(round_number), self.at(round_number + 1)] if round_number else [self.at(0)]
+        try:
+            writer, body = open_sealed(sealed, "anchor", self.run.run_id, runs[0].keys)
+        except Refused:
+            writer, body = open_sealed(sealed, "anchor", self.run.run_id, runs[-1].keys)
         try:
             self._check_header(writer, body, round_number)
         except Refused as reason:
@@ -79,7 +84,7 @@ class Anchors(Payloads):
         return writer, body
 
     def _check_header(self, writer: str, body: dict[str, Any], round_number: int) -> None:
-        if writer not in self.run.closers:
+        if writer not in self.at(round_number).closers:
             raise Refused(f"{writer} may not write it")
         check(body, ANCHOR)
         if body["round"] != round_number or len(body["files"]) != len(self.shards):

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.layout.traffic import shard_bytes, shards
 from isthmus.protocol.documents import COMMIT, MANIFEST, Entry, Manifest, RunInfo
+from isthmus.protocol.epochs import Epochs
 from isthmus.protocol.norms import compare_norms
 from isthmus.protocol.schema import check
 from isthmus.protocol.trust import (
@@ -36,7 +37,7 @@ AHEAD = 16  # manifests that are read at a time, where many are read in order
 T = TypeVar("T")
 
 
-class Chain:
+class Chain(Epochs):
     """The manifests of one run, read and checked one after another, from any of them on.
 
     What it keeps of them does not grow with the rounds.
@@ -45,10 +46,10 @@ class Chain:
     def __init__(self, store: Store, run: RunInfo, signer: Signer | None = None) -> None:
         if signer:
             check_pinned(run.digest, signer)
-        self.store, self.run, self._signer = store, run, signer
-        self.shards = shards(run.recipe)
-        self.sizes = shard_bytes(run.recipe)
-        self.names = frozenset(member.name for member in run.recipe.fleet())
+        super().__init__(store, run)
+        self._signer, first = signer, self.membership.newest.run.recipe
+        self.shards = shards(first)  # whoever comes later, the cut stays
+        self.sizes = shard_bytes(first)
         self.manifests: dict[int, Manifest] = {}  # those read last; each was checked against the one before
         self.chain: dict[int, str] = {0: run.digest}  # digests of manifests; run.json stands for 0
         self.newest = 0  # a settled round; there may be later ones
@@ -78,7 +79,7 @@ class Chain:
         """A commit's entry, with the commit in it, or Refused with the reason."""
         if len(data) > self.commit_limit:
             raise Refused(f"the commit has {len(data)} bytes; at most {self.commit_limit} are accepted")
-        signed = open_sealed(data, "commit", self.run.run_id, self.run.keys)
+        signed = open_sealed(data, "commit", self.run.run_id, self.at(round_number).keys)
         entry = Entry.from_dict(self._check_signed(signed, replica, round_number, anchor))
         self._check_shards(entry)
         return replace(entry, commit=without_extras(data))
@@ -116,6 +117,7 @@ class Chain:
 
     def create_manifest(self, manifest: Manifest) -> bool:
         """True when ours is the manifest of its round; only the bucket decides."""
+        manifest = self.in_epoch(manifest)
         body = manifest.to_dict(self.digest_of(manifest.round - 1))
         sealed = self.signer.seal("manifest", self.run.run_id, body)
         try:  # one that readers would refuse must never be written: it would stop the run
@@ -232,17 +234,19 @@ class Chain:
 
     def _is_signed(self, data: bytes, round_number: int) -> bool:
         try:
-            closer, body = open_sealed(data, "manifest", self.run.run_id, self.run.keys)
+            run = self._stated_epoch(data).run
+            closer, body = open_sealed(data, "manifest", run.run_id, run.keys)
         except Refused:
             return False
-        return closer in self.run.closers and body.get("round") == round_number
+        return closer in run.closers and body.get("round") == round_number
 
     def _checked(self, data: bytes, round_number: int, before: Manifest | None) -> Manifest:
         """The manifest, and its link to its neighbours. Norms are compared where the one before is known."""
-        closer, begins = "", before is None and round_number > 1
+        closer, begins, run = "", before is None and round_number > 1, self.run
         try:
-            closer, body = open_sealed(data, "manifest", self.run.run_id, self.run.keys)
-            if closer not in self.run.closers:
+            run = self._stated_epoch(data).run
+            closer, body = open_sealed(data, "manifest", run.run_id, run.keys)
+            if closer not in run.closers:
                 raise Refused(f"it is signed by {closer}, who may not close rounds")
             manifest = Manifest.from_dict(body, closer, sha256(data))
             if manifest.round != round_number:
@@ -251,11 +255,12 @@ class Chain:
                 raise Refused(f"it is not chained to manifest {round_number - 1}")
             if self.chain.get(round_number, manifest.digest) != manifest.digest:
                 raise Refused(f"it is not the one that manifest {round_number + 1} is chained to")
+            self._check_epoch(manifest, before, begins)
             self._check_entries(manifest, body["entries"])
             if not begins:
                 self._check_norms(manifest, before)
         except Refused as reason:
-            by = f", by closer {closer}," if closer in self.run.closers else ""
+            by = f", by closer {closer}," if closer in run.closers else ""
             raise RunStopped(
                 f"manifest {round_number} of this run{by} is not to be trusted: {reason}; the run stops here"
             ) from None
@@ -265,10 +270,11 @@ class Chain:
     def _check_entries(self, manifest: Manifest, rows: Sequence[Mapping[str, Any]]) -> None:
         """`rows` are the entries as the manifest has them, with the commits of their authors."""
         names = [entry.replica for entry in manifest.entries]
-        if len(set(names)) < len(names) or not set(names) <= self.run.keys.keys():
+        run, following = (self.membership.epoch(n).run for n in (manifest.epoch, manifest.next_epoch))
+        if len(set(names)) < len(names) or not set(names) <= run.keys.keys():
             raise Refused("it does not list contributors of this run once each")
-        others = {name for name, _ in manifest.refused} | set(manifest.members)
-        if strangers := others - self.names:
+        strangers = {name for name, _ in manifest.refused} - run.keys.keys()
+        if strangers := strangers | (set(manifest.members) - following.keys.keys()):
             raise Refused(f"it speaks of {min(strangers)!r}, who is not in this run")
         for entry, row in zip(manifest.entries, rows, strict=True):
             self._check_shards(entry)
@@ -280,7 +286,8 @@ class Chain:
     def _check_listed(self, manifest: Manifest, entry: Entry, row: Mapping[str, Any]) -> None:
         """What a closer lists of an update must be what its author signed."""
         try:
-            signed = open_document(row["commit"], "commit", self.run.run_id, self.run.keys)
+            keys = self.membership.epoch(manifest.epoch).run.keys
+            signed = open_document(row["commit"], "commit", self.run.run_id, keys)
             body = self._check_signed(signed, entry.replica, manifest.round, manifest.anchor)
         except Refused as reason:
             raise Refused(f"it counts {entry.replica}, but {reason}") from None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from isthmus.errors import Diverged
 from isthmus.layout.requests import LONGEST_LOOK_SECONDS, LONGEST_SECONDS, STEP_IN_SECONDS
+from isthmus.protocol.changes import Requests
 from isthmus.protocol.ledger import Entry, Ledger, Manifest
 from isthmus.protocol.members import Members
 from isthmus.protocol.presence import Presence
@@ -38,7 +39,7 @@ class Closer:
         self.recipe = ledger.run.recipe
         self.own = ledger.signer.replica
         self.presence, self.members = Presence(ledger, clock), Members(ledger)
-        self.verdicts = Verdicts(ledger, reader)
+        self.verdicts, self.requests = Verdicts(ledger, reader), Requests(ledger, log)
         self.names = self.members.names
         self.round = 0
         self.closable_since: float | None = None
@@ -61,6 +62,8 @@ class Closer:
 
     def attempt(self, round_number: int, anchor: str) -> bool:
         """Close the round if it can be closed now; True when our manifest is the one."""
+        if not self.may_close(round_number):
+            return False
         if round_number != self.round:
             self._begin(round_number)
         turn, self.busy = self._turn(round_number), False
@@ -90,7 +93,12 @@ class Closer:
             return False
         return self._settle(anchor, members, accepted, refused)
 
+    def may_close(self, round_number: int) -> bool:
+        """Are we a closer in this round's epoch?"""
+        return self.own in self.ledger.at(round_number).closers
+
     def _begin(self, round_number: int) -> None:
+        self.recipe = self.ledger.at(round_number).recipe
         self.came = not self.round
         self.away = self.presence.absence(round_number) if self.came else 0.0
         self.round, self.closable_since, self.said, self.found = round_number, None, "", None
@@ -98,7 +106,8 @@ class Closer:
         self.beaten = False
         self.down.clear()
         self.verdicts.begin(round_number)
-        self.members.begin()
+        self.members.begin(self.recipe)
+        self.names = self.members.names
         self.presence.answers.clear()
 
     def _ask_for_few(self, members: Sequence[str]) -> None:
@@ -139,6 +148,7 @@ class Closer:
         """Create the manifest; True when ours is the one."""
         missing = [name for name in members if name not in accepted and name not in refused]
         alive = self.presence.alive_of(missing, self.round)
+        self.requests.take(self.presence.store_now)
         following = self._next_members(accepted, alive)
         seconds = self.presence.store_now() - self.presence.opened(self.round)
         manifest = Manifest(
@@ -261,8 +271,9 @@ class Closer:
         """Full replicas come first: they read every payload anyway, so checking costs them no bytes. Whoever
         the round does not wait for stands last: a closer that has gone costs the others its turn once."""
         parts = {member.name: member.config.parts for member in self.recipe.fleet()}
-        full = [name for name in self.ledger.run.closers if parts.get(name) == 1]
-        rest = [name for name in self.ledger.run.closers if name not in full]
+        closers = self.ledger.at(round_number).closers
+        full = [name for name in closers if parts.get(name) == 1]
+        rest = [name for name in closers if name not in full]
         line = [name for part in (full, rest) if part for name in _rotated(part, round_number % len(part))]
         there = [name for name in self.members.awaited(round_number) if name not in self.down]
         return sorted(line, key=lambda name: name not in there)

@@ -27,8 +27,12 @@ from isthmus.runlog.facts import Facts
 MOST_REPLICAS = 4096  # of a run
 MOST_ROUNDS = 10**6
 MOST_SHARDS = 4096  # of an update
+MOST_EPOCHS = 10_000  # changes of a run's membership
+MOST_CHANGES = 16  # replicas that one of them admits, or whose keys it replaces
+MOST_UNIX_SECONDS = 2**40
 MOST_REASON = 300  # characters of why an update was refused
 ROUND = Whole(0, MOST_ROUNDS)
+EPOCH = Whole(0, MOST_EPOCHS)
 RUN = {
     "format": Whole(1, 1),
     "run_id": Text(32, "[0-9a-f]{32}"),
@@ -39,6 +43,7 @@ RUN = {
     "start": Optional(HASH_OR_NONE),
     "commits_in_manifests": Optional(Whole(0, 1)),
     "commits_by_round": Optional(Whole(0, 1)),
+    "owner": Optional(HASH_OR_NONE),
 }
 UPDATE = {
     "replica": NAME,
@@ -56,7 +61,31 @@ MANIFEST = {
     "members": Many(NAME, MOST_REPLICAS),
     "deadline_seconds": Number(0.0, MOST_SECONDS),
     "seconds": SECONDS,
+    "epoch": Optional(EPOCH),
+    "next_epoch": Optional(EPOCH),
+    "membership": Optional(HASH_OR_NONE),
+    "dealt": Optional(Whole(0, 2**60)),
 }
+MEMBERSHIP = {
+    "number": EPOCH,
+    "previous": HASH,
+    "written": Whole(0, MOST_UNIX_SECONDS),
+    "admitted": Many({"invitation": Anything(), "request": Anything()}, MOST_CHANGES),
+    "rotated": Many(Anything(), MOST_CHANGES),
+    "revoked": Many(NAME, MOST_REPLICAS),
+    "closers": Many(NAME, MOST_REPLICAS),
+    "rounds": ROUND,
+}
+INVITATION = {
+    "name": NAME,
+    "table": Anything(),
+    "key": HASH,
+    "expires": Whole(0, MOST_UNIX_SECONDS),
+    "after": EPOCH,
+    "closes": Whole(0, 1),
+}
+REQUEST = {"name": NAME, "key": HASH}
+ROTATION = {"name": NAME, "key": HASH, "old": HASH}
 REPAIR = {"first": ROUND, "last": ROUND, "digest": HASH, "manifest": HASH, "reason": Text(MOST_REASON)}
 MOST_WANTED = 256  # shards that one process asks for at a time
 WANTED = {"round": ROUND, "shards": Many(HASH, MOST_WANTED)}
@@ -65,7 +94,7 @@ ANCHOR = {"round": ROUND, "digest": HASH, "files": Many(HASH, MOST_SHARDS, 1), "
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What run.json fixes for good."""
+    """A run: as run.json fixes it, or as an epoch of its membership has it."""
 
     run_id: str
     recipe: Recipe
@@ -76,6 +105,9 @@ class RunInfo:
     start: str = ""  # digest of theta^(0) where it is an anchor in the bucket; else the seed draws it
     commits_in_manifests: bool = False  # nothing counts without its author's commit; not in runs up to 0.2
     commits_by_round: bool = False  # in commits/<t>/, where one listing finds them all; not in runs up to 0.2
+    owner: str = ""  # public key of who may change the membership; older runs have none, and do not change
+    epoch: int = 0  # of the membership; run.json is 0
+    first: "RunInfo | None" = None  # epoch 0, where this is a later one
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +158,10 @@ class Manifest:
     closer: str = ""  # who signed it
     digest: str = ""  # of the manifest as stored
     previous: str = ""  # digest of the manifest before
+    epoch: int = 0  # of the membership, in this round
+    next_epoch: int = 0  # in the round after it
+    membership: str = ""  # digest of that epoch's document, in runs that have an owner
+    dealt: int = 0  # batches of the run's order that were dealt up to this round, read or not; in such runs
 
     def to_dict(self, previous: str) -> dict[str, Any]:
         """The body that is signed; `previous` is the digest of the manifest before."""
@@ -138,6 +174,10 @@ class Manifest:
             "members": list(self.members),
             "deadline_seconds": self.deadline_seconds,
             "seconds": self.seconds,
+            "epoch": self.epoch,
+            "next_epoch": self.next_epoch,
+            "membership": self.membership,
+            "dealt": self.dealt,
         }
 
     @classmethod
@@ -155,6 +195,10 @@ class Manifest:
             closer=closer,
             digest=digest,
             previous=body["previous"],
+            epoch=body.get("epoch", 0),
+            next_epoch=body.get("next_epoch", 0),
+            membership=body.get("membership", ""),
+            dealt=body.get("dealt", 0),
         )
 
     def entry(self, replica: str) -> Entry | None:

@@ -196,7 +196,7 @@ class LedgerExchange:
 
     def _look(self, round_number: int, began: float) -> bool:
         """Is the round settled? The leader looks for a while, and tries to settle it if it may close."""
-        until = time.monotonic() + LOOK_SECONDS
+        until, closer = time.monotonic() + LOOK_SECONDS, None
         while (now := time.monotonic()) < until:
             try:
                 if now >= self.next_look:
@@ -204,18 +204,19 @@ class LedgerExchange:
                         return True
                     self.seen_open = True
                     self.next_look = time.monotonic() + self.rounds.pause(round_number)
-                if self.closer and now >= self.next_attempt:
-                    if self.closer.attempt(round_number, self.anchor) or self.closer.beaten:
+                closer = self.closer if self.closer and self.closer.may_close(round_number) else None
+                if closer and now >= self.next_attempt:
+                    if closer.attempt(round_number, self.anchor) or closer.beaten:
                         self.next_look = now
                         continue
-                    self.next_attempt = time.monotonic() + self.closer.pause(self.rounds.pause(round_number))
+                    self.next_attempt = time.monotonic() + closer.pause(self.rounds.pause(round_number))
                 if (waited := time.monotonic() - began) > self.next_note:
                     self.log(f"round {round_number}: {self._missing(round_number)} ({waited:.0f} s so far)")
                     self.next_note = 2 * waited
                 self.patience.passed()
             except StoreError as error:  # a bucket that is away comes back, and waiting is all we do here
                 self.patience.hold(error)
-            following = min(self.next_look, until, *[self.next_attempt] * bool(self.closer))
+            following = min(self.next_look, until, *[self.next_attempt] * bool(closer))
             time.sleep(max(0.0, following - time.monotonic()))
         return False
 
@@ -229,7 +230,7 @@ class LedgerExchange:
     def _missing(self, round_number: int) -> str:
         """What an open round waits for."""
         previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
-        members = previous.members if previous else tuple(self.ledger.run.keys)
+        members = previous.members if previous else tuple(self.ledger.at(round_number).keys)
         there = self.ledger.committed(round_number)
         missing = [name for name in members if name not in there]
         if not missing:
@@ -244,7 +245,7 @@ class LedgerExchange:
         counted = self.rescue.read(manifest, partial(self._read, manifest))
         if counted is None:
             return []
-        if self.closer:
+        if self.closer and self.closer.may_close(manifest.round):
             self.reader.copy_behind(manifest)
         if reason := dict(manifest.refused).get(self.replica):
             self.log(f"round {manifest.round}: our update was refused: {reason}")

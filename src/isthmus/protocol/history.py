@@ -60,7 +60,7 @@ class History(Chain):
         except RunStopped:
             return False  # it is said when that round is read
         self._stash(round_number, data or b"")
-        return 2 * len(manifest.entries) > len(self.run.keys)
+        return 2 * len(manifest.entries) > len(self.membership.epoch(manifest.epoch).run.keys)
 
     def _last_listed(self) -> int:
         """By the listing: whatever has a later name is not of the chain. But a manifest that is signed and
@@ -109,6 +109,7 @@ class History(Chain):
             return f"closer {following.closer}, in manifest {round_number + 1}"
         known = self.between(first, round_number + 1)
         electorate = {entry.replica for manifest in known for entry in manifest.entries}
+        electorate &= self.at(round_number + 1).keys.keys()  # who was revoked has no say
         signed = {entry.replica for entry in following.entries}
         words = f"{len(signed)} of {len(electorate)} contributors"
         if 2 * len(signed) <= len(electorate):

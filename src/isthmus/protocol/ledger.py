@@ -43,9 +43,15 @@ Beat = tuple[Heartbeat, float]  # and when it was written, by the store's clock
 
 
 def run_document(
-    recipe: Recipe, keys: Mapping[str, str], closers: Sequence[str], corpus: str = "", start: str = ""
+    recipe: Recipe,
+    keys: Mapping[str, str],
+    closers: Sequence[str],
+    corpus: str = "",
+    start: str = "",
+    owner: str = "",
 ) -> bytes:
-    """run.json of a new run. Its sha256 is in every key file, so it is made before it is written."""
+    """run.json of a new run. Its sha256 is in every key file, so it is made before it is written. `owner` is
+    the public key by which the membership can change."""
     body = {
         "format": FORMAT,
         "run_id": os.urandom(16).hex(),
@@ -56,6 +62,7 @@ def run_document(
         "start": start,
         "commits_in_manifests": 1,
         "commits_by_round": 1,
+        "owner": owner,
     }
     return canonical(body)
 
@@ -109,6 +116,7 @@ def parse_run(data: bytes) -> RunInfo:
         body.get("start", ""),  # older runs have none of these
         commits_in_manifests=bool(body.get("commits_in_manifests", 0)),
         commits_by_round=bool(body.get("commits_by_round", 0)),
+        owner=body.get("owner", ""),
     )
 
 

@@ -29,12 +29,13 @@ class Members:
     """Reads the settled rounds that this process knows; none is fetched for it."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.recipe = ledger, ledger.run.recipe
-        self.names = [member.name for member in self.recipe.fleet()]
+        self.ledger = ledger
         self.commits: dict[int, set[str]] = {}  # round -> who has committed to it, perhaps late
+        self.begin(ledger.run.recipe)
 
-    def begin(self) -> None:
-        """Another round is open."""
+    def begin(self, recipe: Recipe) -> None:
+        """Another round is open, of the replicas that the recipe of its epoch has."""
+        self.recipe, self.names = recipe, [member.name for member in recipe.fleet()]
         self.commits.clear()
 
     def awaited(self, round_number: int) -> list[str]:

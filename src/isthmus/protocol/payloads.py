@@ -55,7 +55,9 @@ class Payloads(History):
         try:
             return self.get_shard(replica, manifest.round, shard)
         except Refused as reason:
-            for closer in dict.fromkeys((manifest.closer, *self.run.closers)):
+            for closer in dict.fromkeys(
+                (manifest.closer, *self.at(manifest.round).closers, *self.run.closers)
+            ):
                 with suppress(Refused):
                     return self._checked_shard(self.kept_key(closer, manifest.round, shard), shard)
             raise reason
@@ -147,7 +149,8 @@ class Payloads(History):
     def scan_commits(self, round_number: int) -> "dict[str, Info]":
         """By replica. One listing; in older runs, and where somebody has filled the place with other objects,
         one request for each replica."""
-        keys = {name: self.commit_key(name, round_number) for name in sorted(self.names)}
+        names = self.at(round_number).keys
+        keys = {name: self.commit_key(name, round_number) for name in sorted(names)}
         if self.run.commits_by_round:
             with suppress(StoreRefused):
                 listed = self.store.scan(f"commits/{round_number:06d}", most=2 * len(keys) + 1000)

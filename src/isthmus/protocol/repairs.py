@@ -122,7 +122,7 @@ class Repairs:
         return self.found[last]
 
     def _read(self, last: int) -> Decision:
-        run = self.ledger.run
+        run = self.ledger.at(last + 1)  # whose closers decide how it begins
         try:
             sealed = self.ledger.get_document(repair_key(last), MAX_DOCUMENT_BYTES)
         except StoreRefused as error:

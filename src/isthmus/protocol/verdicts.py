@@ -49,11 +49,14 @@ class Verdicts:
         self.ledger, self.reader = ledger, reader
         self.recipe, self.own = ledger.run.recipe, ledger.signer.replica
         self.sign_reader, self.signs = SignReader(self.recipe), dict[str, Tensor]()  # of those who are good
+        self.num_replicas = self.recipe.num_replicas
         self.note = ""  # what the last comparison says of those who differ and were not refused
         self.begin(0)
 
     def begin(self, round_number: int) -> None:
-        self.round = round_number
+        self.round, recipe = round_number, self.ledger.at(round_number).recipe
+        if recipe.num_replicas != self.num_replicas:
+            self.sign_reader, self.num_replicas = SignReader(recipe), recipe.num_replicas
         self.listed: dict[str, Info] = {}  # whose commits are there
         self.commits: dict[str, bytes] = {}  # as read
         self.faults: dict[str, str] = {}  # why an object in the place of a commit cannot be read

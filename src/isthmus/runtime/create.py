@@ -19,9 +19,9 @@ from isthmus.layout.traffic import shards
 from isthmus.model.digest import anchor_digest, shard_digest
 from isthmus.model.initial import checked_first
 from isthmus.planner.auto import resolve
-from isthmus.protocol.access import check_key
+from isthmus.protocol.access import OWNER_KEY, check_key, check_owner
 from isthmus.protocol.ledger import Ledger, RunInfo, create_run, parse_run, read_run, run_document
-from isthmus.protocol.trust import Signer, new_secret, save_secret
+from isthmus.protocol.trust import OWNER, Signer, new_secret, save_secret
 from isthmus.runtime.checks import check_trainable
 from isthmus.store import Store, StoreError
 from isthmus.store.objects import open_store
@@ -36,7 +36,7 @@ def create(
     closers: Sequence[str] | None = None,
     first: Mapping[str, Tensor] | None = None,
 ) -> RunInfo:
-    """Write run.json into the bucket and one private key per replica to this disk.
+    """Write run.json into the bucket, and one private key per replica and the owner's to this disk.
 
     Where the recipe starts from a folder, theta^(0) goes into the bucket and its digest into run.json: a
     machine that joins needs no folder, and cannot start from other weights. `first` has these weights where
@@ -71,12 +71,16 @@ def create(
         master_dtype = torch.float64 if recipe.inner.precision == "fp64" else torch.float32
         anchor = {name: tensor.to(master_dtype) for name, tensor in first.items()}
         start = anchor_digest([shard_digest(anchor, names) for names in shards(recipe)])
-    document = run_document(recipe, public, closers, text.sha256 if text else "", start)
+    owner = new_secret()
+    document = run_document(
+        recipe, public, closers, text.sha256 if text else "", start, Signer(OWNER, owner).public_key
+    )
     run = parse_run(document)
     there = _fresh_folder(keys_dir)
     try:
         for name, secret in secrets.items():
             save_secret(there / f"{name}.key", secret, run.digest)
+        save_secret(there / OWNER_KEY, owner, run.digest)
         if anchor:
             _put_first(Ledger(store, run, signers[closers[0]]), anchor)
         create_run(store, document)
@@ -110,6 +114,7 @@ def _unfinished(store: Store, keys_dir: Path) -> RunInfo | None:
         with contextlib.suppress(ConfigError):
             for name in run.keys:
                 check_key(run, name, folder / f"{name}.key")
+            check_owner(run, folder / OWNER_KEY)
             os.rename(folder, keys_dir)
             return run
     raise ConfigError(

@@ -1,0 +1,116 @@
+"""The epoch of each round: which replicas it has, by which keys, and which batches are theirs.
+
+A manifest names the epoch of its own round and that of the next. So put-if-absent of the manifest settles
+from which round on an epoch holds, and every member knows its round's epoch before it trains.
+"""
+
+import json
+from dataclasses import replace
+
+from isthmus.protocol.documents import EPOCH, Manifest, RunInfo
+from isthmus.protocol.membership import Deal, Epoch, Membership
+from isthmus.protocol.schema import check
+from isthmus.protocol.trust import Refused
+from isthmus.store import Store
+
+
+class Epochs:
+    """What a chain of manifests says of the run's membership."""
+
+    def __init__(self, store: Store, run: RunInfo) -> None:
+        self.store, self.membership = store, Membership(store, run)
+
+    def known(self, round_number: int) -> Manifest | None:
+        raise NotImplementedError
+
+    def manifest(self, round_number: int) -> Manifest | None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> RunInfo:
+        """The run by the newest epoch that was read. What belongs to a round is asked by `at`."""
+        return self.membership.newest.run
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Everybody who ever belonged to it, as far as epochs were read."""
+        return self.membership.names
+
+    def at(self, round_number: int) -> RunInfo:
+        """The run as it is in a round: who may contribute and close, by which keys."""
+        return self.epoch_of(round_number).run
+
+    def epoch_of(self, round_number: int) -> Epoch:
+        """By its manifest, or by the one before it; of a round further ahead, the newest."""
+        if not self.membership.owner or round_number <= 1:
+            return self.membership.epochs[0]
+        if found := self.known(round_number):
+            return self.membership.epochs[found.epoch]
+        before = self.known(round_number - 1) or self.manifest(round_number - 1)
+        return self.membership.at(before.next_epoch, round_number) if before else self.membership.newest
+
+    def deal(self, round_number: int, replica: str) -> Deal | None:
+        """Which batches are the replica's in a round; None where it is not in it, or the fleet never
+        changes."""
+        run = self.at(round_number)
+        names = [member.name for member in run.recipe.fleet()]
+        if not run.owner or replica not in names:
+            return None
+        before = self.manifest(round_number - 1) if round_number > 1 else None
+        steps = run.recipe.outer.inner_steps
+        return Deal(
+            (round_number - 1) * steps, steps, before.dealt if before else 0, len(names), names.index(replica)
+        )
+
+    # Of a manifest
+
+    def in_epoch(self, manifest: Manifest) -> Manifest:
+        """With the epoch of its round, and that of the next: the newest that is written. Only who is in that
+        one is awaited in it."""
+        if not self.membership.owner:
+            return manifest
+        now, following = self.epoch_of(manifest.round), self.membership.newest
+        return replace(
+            manifest,
+            epoch=now.number,
+            next_epoch=following.number,
+            membership=following.digest,
+            dealt=self._dealt(manifest.round, now.run, self.known(manifest.round - 1)),
+            members=tuple(name for name in manifest.members if name in following.run.keys),
+        )
+
+    def _dealt(self, round_number: int, run: RunInfo, before: Manifest | None) -> int:
+        """Batches that were dealt up to a round: all that its epoch's replicas take in its inner steps."""
+        each = run.recipe.outer.inner_steps * run.recipe.num_replicas
+        return each + (before.dealt if before else 0)
+
+    def _stated_epoch(self, data: bytes) -> Epoch:
+        """The epoch that a manifest names for its round, by which its signature is checked; whether it is
+        that round's is asked afterwards."""
+        if not self.membership.owner:
+            return self.membership.newest
+        try:
+            body = json.loads(data)["body"]
+            check(body, {"epoch": EPOCH, "next_epoch": EPOCH})
+        except (ValueError, RecursionError, KeyError, TypeError):
+            raise Refused("the manifest is not signed: it is not a document of ours") from None
+        self.membership.epoch(body["next_epoch"])
+        return self.membership.epoch(body["epoch"])
+
+    def _check_epoch(self, manifest: Manifest, before: Manifest | None, begins: bool) -> None:
+        """Is it the epoch that the manifest before names, and are the next one, and what was dealt, right?"""
+        if not self.membership.owner:
+            if manifest.epoch or manifest.next_epoch:
+                raise Refused("it names an epoch, and this run's membership does not change")
+            return
+        if manifest.next_epoch < manifest.epoch:
+            raise Refused(f"it goes back from epoch {manifest.epoch} to {manifest.next_epoch}")
+        if self.membership.epoch(manifest.next_epoch).digest != manifest.membership:
+            raise Refused(f"it names another membership document {manifest.next_epoch} than the bucket's")
+        if begins:
+            return
+        epoch = self.membership.at(before.next_epoch if before else 0, manifest.round)
+        if manifest.epoch != epoch.number:
+            raise Refused(f"it is closed under epoch {manifest.epoch}, and its round is in {epoch.number}")
+        if manifest.dealt != self._dealt(manifest.round, epoch.run, before):
+            raise Refused(f"it says that {manifest.dealt} batches were dealt")
