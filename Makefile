@@ -25,7 +25,7 @@ test: $(READY) $(TRITON)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
-	PYTHONPATH=$(TRITON) $(BIN)/pytest tests/sparse/test_fused.py tests/model/test_adam.py
+	PYTHONPATH=$(TRITON) $(BIN)/pytest tests/sparse/test_fused.py tests/model/test_adam.py tests/subspace/test_wire_kernels.py
 
 bench: $(READY)
 	$(BIN)/python bench/codec.py

@@ -69,11 +69,13 @@ def test_no_value_is_off_by_more_than_half_a_step_of_its_token(wire):
 
 @pytest.mark.parametrize("bits", INT_BITS.values())
 def test_packing_loses_nothing_and_fills_every_bit(bits):
-    for dim in (1, 7, 8, 24, 33):
-        codes = torch.randint(0, 2**bits, (3, 5, dim), dtype=torch.uint8)
+    for number in (1, 7, 8, 24, 33):
+        codes = torch.randint(0, 2**bits, (3, 5, number), dtype=torch.uint8)
         packed = pack_codes(codes, bits)
-        assert packed.shape == (3, 5, -(-dim // 8) * bits)
-        assert torch.equal(unpack_codes(packed, bits, dim), codes)
+        assert packed.shape == (3, 5, -(-number // 8) * bits)
+        read = unpack_codes(packed, bits)
+        assert torch.equal(read[..., :number], codes)
+        assert not read[..., number:].any()
 
 
 @pytest.mark.parametrize("wire", WIRES)

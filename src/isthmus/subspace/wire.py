@@ -91,7 +91,7 @@ def _kernels(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """uint8 (..., K), each below 2^bits -> uint8 (..., ceil(K / 8) * bits): eight codes in `bits` bytes."""
+    """uint8 (..., N), each below 2^bits -> uint8 (..., ceil(N / 8) * bits): eight codes in `bits` bytes."""
     if bits == 8 and codes.shape[-1] % GROUP == 0:
         return codes
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
@@ -100,14 +100,14 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     return word.view(torch.uint8)[..., :bits].flatten(-2)
 
 
-def unpack_codes(data: Tensor, bits: int, dim: int) -> Tensor:
-    """The inverse of `pack_codes`."""
-    if bits == 8 and dim % GROUP == 0:
+def unpack_codes(data: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack_codes`, with the zeros that it fills the last bytes with."""
+    if bits == 8:
         return data
     groups = torch.nn.functional.pad(data.unflatten(-1, (-1, bits)), (0, 8 - bits)).contiguous()
     shifts = torch.arange(GROUP, device=data.device) * bits
     codes = (groups.view(torch.int64) >> shifts) & (2**bits - 1)
-    return codes.to(torch.uint8).flatten(-2)[..., :dim]
+    return codes.to(torch.uint8).flatten(-2)
 
 
 class FloatWire:
@@ -135,7 +135,10 @@ class FloatWire:
 
 
 class IntWire:
-    """Codes of a few bits, packed: the sequences' tops, means, steps and codes, one after the other."""
+    """Codes of a few bits, packed: the sequences' tops, means, steps and codes, one after the other.
+
+    The codes of a sequence are packed as one run, whatever K is; zeros fill its last byte.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.bits = name, INT_BITS[name]
@@ -149,19 +152,8 @@ class IntWire:
         if kernels:
             return kernels.encode(z, self.bits, centred, fractions(z.device))
         sent = rounded(z, self.bits, centred)
-        parts = [sent.top, sent.mean, sent.steps, pack_codes(sent.codes, self.bits)]
+        parts = [sent.top, sent.mean, sent.steps, pack_codes(sent.codes.flatten(-2), self.bits)]
         return torch.cat([p.contiguous().flatten().view(torch.uint8) for p in parts if p is not None])
-
-    def _read(self, data: Tensor, shape: tuple[int, int, int], centred: bool) -> Rounded:
-        rows, length, dim = shape
-        top, mean, steps, packed = data.split(frame_sizes(self.bits, *shape, centred))
-        return Rounded(
-            self.bits,
-            unpack_codes(packed.view(rows, length, -1), self.bits, dim),
-            steps.view(rows, length),
-            top.clone().view(torch.float32),
-            mean.clone().view(torch.bfloat16).view(rows, dim) if centred else None,
-        )
 
     def decode(
         self, data: Tensor, shape: tuple[int, int, int], dtype: torch.dtype, centred: bool
@@ -173,10 +165,15 @@ class IntWire:
         kernels = _kernels(data.device, shape, dtype)
         if kernels:
             return kernels.decode(data, shape, dtype, self.bits, centred, fractions(data.device), LARGEST)
-        read = self._read(data, shape, centred)
-        sound = ((read.top >= 0) & (read.top <= LARGEST)).all()
-        sound &= (read.codes <= 2 * largest_code(self.bits)).all()
-        sound = sound if read.mean is None else sound & (read.mean.abs() <= LARGEST).all()
+        rows, length, dim = shape
+        tops, means, steps, packed = data.split(frame_sizes(self.bits, *shape, centred))
+        codes, padding = unpack_codes(packed.view(rows, -1), self.bits).tensor_split([length * dim], 1)
+        top = tops.clone().view(torch.float32)
+        mean = means.clone().view(torch.bfloat16).view(rows, dim) if centred else None
+        sound = ((top >= 0) & (top <= LARGEST)).all() & (padding == 0).all()
+        sound &= (codes <= 2 * largest_code(self.bits)).all()
+        sound = sound if mean is None else sound & (mean.abs() <= LARGEST).all()
+        read = Rounded(self.bits, codes.reshape(shape), steps.view(rows, length), top, mean)
         return torch.where(sound, read.values(dtype), 0), sound
 
     def carry(self, z: Tensor) -> Tensor:

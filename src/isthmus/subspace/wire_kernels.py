@@ -1,10 +1,11 @@
 """The few-bit wire as Triton kernels, started by `wire_launch`; `wire` has the plain form, and these have its
 bits.
 
-A program takes TILE tokens of one sequence, each as G groups of eight values, which fill whole bytes. What
-belongs to a whole sequence, its mean and its largest step, is left in parts by the programs of one kernel and
-put together by every program of the next: there is nothing to set to zero first, and nothing to wait for.
-bf16 is read and written as its bits, because Triton's interpreter does not round to it.
+A program takes TILE tokens of one sequence, each as GROUPS of eight values, or a number of words: eight codes
+of a sequence, which fill whole bytes. What belongs to a whole sequence, its mean and its largest step, is
+left in parts by the programs of one kernel and put together by every program of the next: there is nothing
+to set to zero first, and nothing to wait for. bf16 is read and written as its bits, because Triton's
+interpreter does not round to it.
 """
 
 import triton
@@ -33,34 +34,48 @@ def _load(z, at, there, BF16: tl.constexpr):
 
 
 @triton.jit
-def _mean(sums, row, at, there, length, dim, PARTS: tl.constexpr):
-    """The mean of each dimension as bf16 has it, from sums (rows, PARTS, K)."""
-    total = tl.load(sums + row * PARTS * dim + at, mask=there, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(sums + (row * PARTS + part) * dim + at, mask=there, other=0.0)
-    return _from_bf16(_to_bf16((total / length).to(tl.float32)))
+def _store(z, at, x, there, BF16: tl.constexpr):
+    if BF16:
+        tl.store(z + at, _to_bf16(x), mask=there)
+    else:
+        tl.store(z + at, x, mask=there)
+
+
+@triton.jit
+def _load_words(codes, at, there, BITS: tl.constexpr):
+    """(..., 8) int64: the codes of words, BITS bytes each."""
+    word = tl.load(codes + at * BITS, mask=there, other=0).to(tl.int64)
+    for i in tl.static_range(1, BITS):
+        word |= tl.load(codes + at * BITS + i, mask=there, other=0).to(tl.int64) << (8 * i)
+    lane = tl.arange(0, 8).to(tl.int64)
+    return (tl.expand_dims(word, -1) >> (lane * BITS)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _store_words(codes, at, code, there, BITS: tl.constexpr):
+    """int64 codes (..., 8), eight to a word."""
+    lane = tl.arange(0, 8).to(tl.int64)
+    word = tl.sum(code << (lane * BITS), len(code.shape) - 1)
+    for i in tl.static_range(BITS):
+        tl.store(codes + at * BITS + i, ((word >> (8 * i)) & 255).to(tl.uint8), mask=there)
 
 
 @triton.jit
 def _rest(
-    z,
-    sums,
-    row,
-    length,
-    dim,
-    TILE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BF16: tl.constexpr,
-):
-    """What is left of a tile (TILE, GROUPS, 8) without its mean, with the mean and where they are."""
+    z, sums, row, length, dim,
+    TILE: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """A tile (TILE, GROUPS, 8) without its mean, the mean as bf16 has it, and where they are."""
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None, None]
     at = tl.arange(0, GROUPS)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     there = (token < length) & (at < dim)
     where = (row * length + token) * dim + at
     x = _load(z, where, there, BF16)
-    if PARTS:
-        mean = _mean(sums, row, at, at < dim, length, dim, PARTS)
+    if PARTS:  # sums (rows, PARTS, K)
+        total = tl.load(sums + row * PARTS * dim + at, mask=at < dim, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            total += tl.load(sums + (row * PARTS + part) * dim + at, mask=at < dim, other=0.0)
+        mean = _from_bf16(_to_bf16((total / length).to(tl.float32)))
         return tl.where(there, x - mean, 0.0), mean, where, there
     else:
         return x, tl.zeros((1, GROUPS, 8), tl.float32), where, there
@@ -69,7 +84,7 @@ def _rest(
 @triton.jit
 def sums_kernel(
     z, sums, length, dim, TILE: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, BF16: tl.constexpr
-):
+):  # fmt: skip
     """The sum over one part of a sequence's tokens. In float64 its order hardly ever shows in a bf16 mean."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     at = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
@@ -95,26 +110,21 @@ def largest_kernel(
 
 
 @triton.jit
-def _store_bytes(data, at, bits, there, NUM: tl.constexpr):
-    for i in tl.static_range(NUM):
-        tl.store(data + at + i, ((bits >> (8 * i)) & 255).to(tl.uint8), mask=there)
-
-
-@triton.jit
 def round_kernel(
-    z, sums, largest, fractions, out, rows, length, dim, num_groups,
+    z, sums, largest, fractions, tops, means, told, out, length, dim, num_words,
     TILE: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, BF16: tl.constexpr, TILES: tl.constexpr,
-    BITS: tl.constexpr, MOST: tl.constexpr, PACKED: tl.constexpr,
+    BITS: tl.constexpr, MOST: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """A tile to codes, in the frame `out`, or to the values that they stand for, in a stream `out`."""
-    row = tl.program_id(0).to(tl.int64)
+    """A tile to its codes, with the frame's tops, means and steps, or to the values that these stand for.
+
+    HOW `out` takes them: "values"; "words", where a token's codes fill whole words; else "codes", for
+    `pack_kernel`.
+    """
+    row, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     rest, mean, where, there = _rest(z, sums, row, length, dim, TILE, GROUPS, PARTS, BF16)
-    tiles = tl.num_programs(1)
     tile = tl.arange(0, TILES)
-    peak = tl.max(tl.load(largest + row * tiles + tile, mask=tile < tiles, other=0), 0).to(
-        tl.float32, bitcast=True
-    )
-    top = tl.div_rn(peak, tl.full((), MOST, tl.float32))
+    peak = tl.max(tl.load(largest + row * tiles + tile, mask=tile < tiles, other=0), 0)
+    top = tl.div_rn(peak.to(tl.float32, bitcast=True), tl.full((), MOST, tl.float32))
     bits = tl.max(tl.max(tl.abs(rest).to(tl.int32, bitcast=True), 2), 1)  # (TILE,)
     needed = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full((TILE,), MOST, tl.float32))
     share = tl.div_rn(needed, tl.broadcast_to(top, (TILE,)))
@@ -127,92 +137,86 @@ def round_kernel(
     code = tl.div_rn(rest, tl.broadcast_to(step, (TILE, GROUPS, 8)))
     code = tl.minimum(tl.maximum(tl.where(code == code, code, 0.0), -1.0 * MOST), 1.0 * MOST)
     code = (code + 12582912.0) - 12582912.0  # 3 * 2^22: to nearest, ties to even
-    if PACKED:
-        token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        group = tl.arange(0, GROUPS)
-        step_at = rows * 4 + (rows * dim * 2 if PARTS else 0)
-        if tl.program_id(1) == 0:
-            _store_bytes(out, row * 4, top.to(tl.int32, bitcast=True), True, 4)
-            if PARTS:
-                at = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-                _store_bytes(out, rows * 4 + (row * dim + at) * 2, _to_bf16(mean).to(tl.int32), at < dim, 2)
-        tl.store(out + step_at + row * length + token, steps.to(tl.uint8), mask=token < length)
-        lane = tl.arange(0, 8)[None, None, :].to(tl.int64)
-        word = tl.sum(tl.where(there, (code + MOST).to(tl.int64), 0) << (lane * BITS), 2)  # (TILE, GROUPS)
-        at = step_at + rows * length + ((row * length + token[:, None]) * num_groups + group[None, :]) * BITS
-        _store_bytes(out, at, word, (token[:, None] < length) & (group[None, :] < num_groups), BITS)
-    else:
+    if HOW == "values":
         value = code * step
         if PARTS:
             value += mean
-        if BF16:
-            tl.store(out + where, _to_bf16(value), mask=there)
+        _store(out, where, value, there, BF16)
+    else:
+        token, group = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, GROUPS)
+        tl.store(told + row * length + token, steps.to(tl.uint8), mask=token < length)
+        if tl.program_id(1) == 0:
+            tl.store(tops + row, top)
+            if PARTS:
+                at = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+                tl.store(means + row * dim + at, _to_bf16(mean), mask=at < dim)
+        if HOW == "codes":
+            tl.store(out + where, (code + MOST).to(tl.uint8), mask=there)
         else:
-            tl.store(out + where, value, mask=there)
+            at = row * num_words + token[:, None] * (dim // 8) + group[None, :]
+            whole = (token[:, None] < length) & (group[None, :] < dim // 8)
+            _store_words(out, at, (code + MOST).to(tl.int64), whole, BITS)
 
 
 @triton.jit
-def _load_bytes(data, at, there, TYPE: tl.constexpr, NUM: tl.constexpr):
-    word = tl.load(data + at, mask=there, other=0).to(TYPE)
-    for i in tl.static_range(1, NUM):
-        word |= tl.load(data + at + i, mask=there, other=0).to(TYPE) << (8 * i)
-    return word
+def pack_kernel(codes, out, number, num_words, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """A sequence's codes, a byte each, to words."""
+    row = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = word[:, None] * 8 + tl.arange(0, 8)[None, :]
+    code = tl.load(codes + row * number + at, mask=at < number, other=0).to(tl.int64)
+    _store_words(out, row * num_words + word, code, word < num_words, BITS)
 
 
 @triton.jit
 def check_kernel(
-    data, odd, rows, dim, codes_at, num_words, limit,
-    BLOCK: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr, CENTRED: tl.constexpr,
+    tops, means, codes, odd, dim, number, num_words, limit,
+    BLOCK: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Whether some of a frame's codes, means and tops are none that are sent, into odd[program]."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    at = program * BLOCK + tl.arange(0, BLOCK)
-    word = _load_bytes(data, codes_at + at.to(tl.int64) * BITS, at < num_words, tl.int64, BITS)
-    lane = tl.arange(0, 8)[None, :].to(tl.int64)
-    found = tl.max((((word[:, None] >> (lane * BITS)) & (2 * MOST + 1)) > 2 * MOST).to(tl.int32))
-    share = tl.arange(0, HEAD)
-    for first in range(program * HEAD, rows, programs * HEAD):
-        top = _load_bytes(data, (first + share) * 4, first + share < rows, tl.int32, 4).to(
-            tl.float32, bitcast=True
-        )
-        found |= 1 - tl.min(((top >= 0) & (top <= limit)).to(tl.int32))
+    """Whether some codes of a sequence, its top or its mean are none that are sent, into odd[program]."""
+    row, program, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    block = tl.arange(0, BLOCK)
+    word = program * BLOCK + block
+    code = _load_words(codes, row * num_words + word, word < num_words, BITS)
+    at = word[:, None] * 8 + tl.arange(0, 8)[None, :]
+    found = tl.max(tl.max((code > tl.where(at < number, 2 * MOST, 0)).to(tl.int32), 1), 0)
+    top = tl.load(tops + row)
+    found |= 1 - ((top >= 0) & (top <= limit)).to(tl.int32)
     if CENTRED:
-        for first in range(program * HEAD, rows * dim, programs * HEAD):
-            mean = _from_bf16(
-                _load_bytes(data, rows * 4 + (first + share) * 2, first + share < rows * dim, tl.int32, 2)
-            )
-            found |= 1 - tl.min((tl.abs(mean) <= limit).to(tl.int32))
-    tl.store(odd + program, found)
+        for first in range(program * BLOCK, dim, programs * BLOCK):
+            there = first + block < dim
+            mean = _from_bf16(tl.load(means + row * dim + first + block, mask=there, other=0))
+            found |= 1 - tl.min((tl.abs(mean) <= limit).to(tl.int32), 0)
+    tl.store(odd + row * programs + program, found)
 
 
 @triton.jit
 def decode_kernel(
-    data, odd, num_odd, fractions, out, sound, rows, length, dim, num_groups, steps_at, codes_at,
-    TILE: tl.constexpr, GROUPS: tl.constexpr, ODD: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr,
-    CENTRED: tl.constexpr, BF16: tl.constexpr,
+    tops, means, told, codes, odd, num_odd, fractions, out, sound, length, dim, num_words,
+    BLOCK: tl.constexpr, ODD: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr, CENTRED: tl.constexpr,
+    WHOLE: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the stream; zero where anything in the frame is odd."""
+    """The values of some words; zero where anything in the frame is odd. WHOLE: no word has two tokens'."""
     row = tl.program_id(0).to(tl.int64)
-    flag = tl.arange(0, ODD)
-    fine = tl.max(tl.load(odd + flag, mask=flag < num_odd, other=0), 0) == 0
+    flag, found = tl.arange(0, ODD), tl.zeros((ODD,), tl.int32)
+    for first in range(0, num_odd, ODD):
+        found |= tl.load(odd + first + flag, mask=first + flag < num_odd, other=0)
+    fine = tl.max(found, 0) == 0
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(sound, fine.to(tl.uint8))
-    token, group = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, GROUPS)
-    at = codes_at + ((row * length + token[:, None]) * num_groups + group[None, :]) * BITS
-    there = (token[:, None] < length) & (group[None, :] < num_groups)
-    word = _load_bytes(data, at, there, tl.int64, BITS)[:, :, None]
-    lane = tl.arange(0, 8)[None, None, :].to(tl.int64)
-    code = ((word >> (lane * BITS)) & (2 * MOST + 1)).to(tl.float32) - MOST
-    top = _load_bytes(data, row * 4, True, tl.int32, 4).to(tl.float32, bitcast=True)
-    steps = tl.load(data + steps_at + row * length + token, mask=token < length, other=0)
-    value = code * (top * tl.load(fractions + steps.to(tl.int32)))[:, None, None]
-    at = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    if CENTRED:
-        value += _from_bf16(_load_bytes(data, rows * 4 + (row * dim + at) * 2, at < dim, tl.int32, 2))
-    value = tl.where(fine, value, 0.0)
-    there = (token[:, None, None] < length) & (at < dim)
-    where = (row * length + token[:, None, None]) * dim + at
-    if BF16:
-        tl.store(out + where, _to_bf16(value), mask=there)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    code = _load_words(codes, row * num_words + word, word < num_words, BITS).to(tl.float32) - MOST
+    lane = tl.arange(0, 8)[None, :]
+    at = word[:, None] * 8 + lane
+    if WHOLE:
+        token = word[:, None] // (dim // 8)
+        within = (word[:, None] - token * (dim // 8)) * 8 + lane
     else:
-        tl.store(out + where, value, mask=there)
+        token = at // dim
+        within = at - token * dim
+    there = at < length * dim
+    steps = tl.load(told + row * length + token, mask=token < length, other=0)
+    value = code * (tl.load(tops + row) * tl.load(fractions + steps.to(tl.int32)))
+    if CENTRED:
+        value += _from_bf16(tl.load(means + row * dim + within, mask=there, other=0))
+    _store(out, row * length * dim + at, tl.where(fine, value, 0.0), there, BF16)

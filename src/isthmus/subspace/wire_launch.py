@@ -1,4 +1,5 @@
-"""Starts the kernels of the few-bit wire: what `wire` does in plain torch, in two or three launches.
+"""Starts the kernels of the few-bit wire: what `wire` does in plain torch, in two or three launches, and in
+one more where K is no multiple of eight.
 
 Nothing waits for the device and no shape depends on values, so a CUDA graph can hold it. Only `wire` imports
 this module, because it needs Triton.
@@ -12,16 +13,16 @@ from torch import Tensor
 from isthmus.layout.wire import GROUP, frame_sizes
 from isthmus.subspace import wire_kernels
 
-ENTRIES = 4096  # of a stream, that one program holds
+ENTRIES = 4096  # of a stream, that one program rounds
 PARTS, TOKENS, WIDTH = 8, 64, 64  # of a sequence; tokens and dimensions that one program sums at a time
-CHECKED, HEAD = 2048, 512  # groups of eight codes that one program checks; tops or means at a time
-TYPES = {torch.bfloat16: True, torch.float32: False}
+WORDS, ODD = 512, 1024  # that one program reads or writes; flags that it looks at together
+HALF = {torch.bfloat16: True, torch.float32: False}
 kernels: Any = wire_kernels  # pyright sees functions where Triton makes kernels
 
 
 def fits(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether kernels take a stream (..., L, K) of this kind."""
-    return dtype in TYPES and 0 < shape[-1] <= 4 * ENTRIES and min(shape) > 0
+    return dtype in HALF and 0 < shape[-1] <= 4 * ENTRIES and min(shape) > 0 and shape[-1] * shape[-2] < 2**30
 
 
 def _run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -37,51 +38,64 @@ def _raw(z: Tensor) -> Tensor:
     return z.view(torch.uint16) if z.dtype == torch.bfloat16 else z
 
 
-class _Tiles:
-    """How programs share a stream of `rows` sequences (L, K)."""
+class _Frame:
+    """The parts of a frame, as kernels read and write them."""
 
-    def __init__(self, rows: int, length: int, dim: int) -> None:
-        self.num_groups = -(-dim // GROUP)
-        self.groups = _power_of_two(self.num_groups)
-        self.tile = max(1, ENTRIES // (self.groups * GROUP))  # tokens
-        self.number = -(-length // self.tile)  # for each sequence
-        self.grid = (rows, self.number)
+    def __init__(self, data: Tensor, shape: tuple[int, int, int], bits: int, centred: bool) -> None:
+        tops, means, self.steps, self.codes = data.split(frame_sizes(bits, *shape, centred))
+        self.tops = tops.view(torch.float32)
+        self.means = means.view(torch.uint16) if centred else means
+        self.num_words = len(self.codes) // (shape[0] * bits)  # of a sequence
 
 
-def _round(z: Tensor, out: Tensor, bits: int, centred: bool, fractions: Tensor, packed: bool) -> None:
+def _round(
+    z: Tensor, bits: int, centred: bool, fractions: Tensor, how: str, out: Tensor, frame: _Frame | None = None
+) -> None:
+    """The rest of the `frame` is written too, where `out` does not take values."""
     length, dim = z.shape[-2:]
-    rows = z.numel() // (length * dim)
-    tiles, half = _Tiles(rows, length, dim), TYPES[z.dtype]
+    rows, half = z.numel() // (length * dim), HALF[z.dtype]
+    groups = _power_of_two(-(-dim // GROUP))
+    tile = max(1, ENTRIES // (groups * GROUP))  # tokens
+    grid = (rows, -(-length // tile))
     z = _raw(z.contiguous())
-    largest = torch.empty(rows, tiles.number, dtype=torch.int32, device=z.device)
-    sums = largest  # not read
+    largest = sums = torch.empty(grid, dtype=torch.int32, device=z.device)
     if centred:
         sums = torch.empty(rows, PARTS, dim, dtype=torch.float64, device=z.device)
         span = -(-length // (PARTS * TOKENS)) * TOKENS
-        grid = (rows, PARTS, -(-dim // WIDTH))
-        _run(kernels.sums_kernel, grid, z, sums, length, dim, TILE=TOKENS, WIDTH=WIDTH, SPAN=span, BF16=half)
-    how = {"TILE": tiles.tile, "GROUPS": tiles.groups, "PARTS": PARTS if centred else 0, "BF16": half}
-    _run(kernels.largest_kernel, tiles.grid, z, sums, largest, length, dim, **how)
-    how |= {"TILES": _power_of_two(tiles.number), "BITS": bits, "MOST": 2 ** (bits - 1) - 1}
+        _run(
+            kernels.sums_kernel, (rows, PARTS, -(-dim // WIDTH)), z, sums, length, dim,
+            TILE=TOKENS, WIDTH=WIDTH, SPAN=span, BF16=half,
+        )  # fmt: skip
+    tiles = {"TILE": tile, "GROUPS": groups, "PARTS": PARTS if centred else 0, "BF16": half}
+    _run(kernels.largest_kernel, grid, z, sums, largest, length, dim, **tiles)
+    parts = (out, out, out) if frame is None else (frame.tops, frame.means, frame.steps)
     _run(
-        kernels.round_kernel, tiles.grid, z, sums, largest, fractions, out, rows, length, dim,
-        tiles.num_groups, PACKED=packed, **how,
+        kernels.round_kernel, grid, z, sums, largest, fractions, *parts, out, length, dim,
+        length * dim // GROUP, TILES=_power_of_two(grid[1]), BITS=bits, MOST=2 ** (bits - 1) - 1,
+        HOW=how, **tiles,
     )  # fmt: skip
 
 
 def encode(z: Tensor, bits: int, centred: bool, fractions: Tensor) -> Tensor:
     """z (B, L, K) as the frame that crosses."""
     rows, length, dim = z.shape
-    num_bytes = sum(frame_sizes(bits, rows, length, dim, centred))
-    frame = torch.empty(num_bytes, dtype=torch.uint8, device=z.device)
-    _round(z, frame, bits, centred, fractions, packed=True)
-    return frame
+    shape = (rows, length, dim)
+    data = torch.empty(sum(frame_sizes(bits, *shape, centred)), dtype=torch.uint8, device=z.device)
+    frame = _Frame(data, shape, bits, centred)
+    if dim % GROUP == 0:
+        _round(z, bits, centred, fractions, "words", frame.codes, frame)
+        return data
+    codes = torch.empty(shape, dtype=torch.uint8, device=z.device)
+    _round(z, bits, centred, fractions, "codes", codes, frame)
+    grid = (rows, -(-frame.num_words // WORDS))
+    _run(kernels.pack_kernel, grid, codes, frame.codes, length * dim, frame.num_words, BLOCK=WORDS, BITS=bits)
+    return data
 
 
 def carried(z: Tensor, bits: int, centred: bool, fractions: Tensor) -> Tensor:
     """z (..., L, K) as the other side reads it."""
     out = torch.empty_like(z, memory_format=torch.contiguous_format)
-    _round(z, _raw(out), bits, centred, fractions, packed=False)
+    _round(z, bits, centred, fractions, "values", _raw(out))
     return out
 
 
@@ -91,22 +105,21 @@ def decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The stream of a frame, and whether all of it can have been sent."""
     rows, length, dim = shape
-    tiles = _Tiles(rows, length, dim)
-    tops, means, steps, _ = frame_sizes(bits, *shape, centred)
-    steps_at, codes_at = tops + means, tops + means + steps
-    num_words = rows * length * tiles.num_groups
-    data, checks, most = data.contiguous(), -(-num_words // CHECKED), 2 ** (bits - 1) - 1
-    odd = torch.empty(checks, dtype=torch.int32, device=data.device)
-    how = {"BITS": bits, "MOST": most, "CENTRED": centred}
-    _run(
-        kernels.check_kernel, (checks,), data, odd, rows, dim, codes_at, num_words, limit,
-        BLOCK=CHECKED, HEAD=HEAD, **how,
-    )  # fmt: skip
+    if not data.is_contiguous() or data.data_ptr() % 4:
+        data = data.clone(memory_format=torch.contiguous_format)
+    frame = _Frame(data, shape, bits, centred)
+    grid, num_words = (rows, -(-frame.num_words // WORDS)), frame.num_words
+    odd = torch.empty(grid, dtype=torch.int32, device=data.device)
     out = torch.empty(shape, dtype=dtype, device=data.device)
     sound = torch.empty((), dtype=torch.bool, device=data.device)
+    how = {"BLOCK": WORDS, "BITS": bits, "MOST": 2 ** (bits - 1) - 1, "CENTRED": centred}
     _run(
-        kernels.decode_kernel, tiles.grid, data, odd, checks, fractions, _raw(out), sound.view(torch.uint8),
-        rows, length, dim, tiles.num_groups, steps_at, codes_at,
-        TILE=tiles.tile, GROUPS=tiles.groups, ODD=_power_of_two(checks), BF16=TYPES[dtype], **how,
+        kernels.check_kernel, grid, frame.tops, frame.means, frame.codes, odd, dim, length * dim, num_words,
+        limit, **how,
+    )  # fmt: skip
+    _run(
+        kernels.decode_kernel, grid, frame.tops, frame.means, frame.steps, frame.codes, odd, odd.numel(),
+        fractions, _raw(out), sound.view(torch.uint8), length, dim, num_words,
+        ODD=min(ODD, _power_of_two(odd.numel())), WHOLE=dim % GROUP == 0, BF16=HALF[dtype], **how,
     )  # fmt: skip
     return out, sound
