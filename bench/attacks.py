@@ -41,7 +41,7 @@ from isthmus.simulator.run import pick_device, pick_plan, pick_precision
 from isthmus.sparse import Bundle
 
 HERE = Path(__file__).resolve().parent
-DEMO = HERE.parent / "recipes" / "demo.toml"
+DEMO = HERE.parent / "recipes" / "demo-paper.toml"
 OLD = ['outer.clip="none"', "bucket.norm_limit=20", "bucket.sign_agreement=0"]
 SETTINGS = {"before": OLD, "clip": ["bucket.sign_agreement=0"], "now": []}
 TINY = {"tiny": 1e-3, "empty": 1e-9}  # kinds of their own: an honest update, scaled

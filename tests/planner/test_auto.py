@@ -206,7 +206,8 @@ def test_the_plan_shows_what_auto_became_and_what_the_paper_lost(capsys, tmp_pat
     chosen = pick(recipe, replica)
     assert f"Auto: {chosen.choice}." in said
     price = chosen.rung.price.text(recipe.model.num_parameters)
-    assert f"k/d = {chosen.compression} in bf16: {price};" in said
+    flat = " ".join(said.split())
+    assert f"k/d = {chosen.compression} in bf16: {price};" in flat
     assert f"loss {loss_at(Fraction(chosen.compression))} against 2.73" in said
     assert f"{chosen.rung.busy:.0%} once the pipeline is full" in said
     assert main(["init", str(path), str(tmp_path / "bucket"), "--keys", str(tmp_path / "keys")]) == 0

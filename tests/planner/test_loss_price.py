@@ -93,7 +93,7 @@ def test_halfway_is_halfway_in_log_bytes():
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_outside_the_measured_points_a_price_is_a_bound_or_steep(wire):
+def test_outside_the_measured_points_a_price_is_a_bound_or_rises(wire):
     strongest, most = known(wire)[-1]
     beyond = [price_of("adamw", wire, str(strongest / n)) for n in (2, 3, 10, 1000)]
     assert {price.basis for price in beyond} == {"beyond"}
@@ -104,6 +104,14 @@ def test_outside_the_measured_points_a_price_is_a_bound_or_steep(wire):
         price = price_of("adamw", wire, "1")
         assert (price.percent, price.basis) == (least, "milder")
         assert price.short.startswith("at most ")
+
+
+def test_beyond_its_points_a_wire_of_few_bits_follows_bf16():
+    two = Measured("adamw", 12, {"bf16": {"1/2": 1.0, "1/4": 2.0, "1/16": 10.0}, "int4": {"1/4": 5.0}})
+    assert two.price("int4", "1/16").percent == 13
+    assert two.price("int4", "1/8").percent == pytest.approx(9)
+    assert two.price("bf16", "1/32").percent == pytest.approx(14)  # as from 1/4 to 1/16
+    assert two.price("int4", "1/32").percent == pytest.approx(17)
 
 
 def test_wires_of_higher_precision_cost_what_bf16_does():
@@ -141,11 +149,8 @@ def test_the_words_say_what_was_measured_and_where():
     k, percent = known("bf16")[-1]
     price = price_of("adamw", "bf16", str(k))
     own = price.text(price.parameters)
-    assert own == (
-        f"expected price {percent:+.0f} % of the loss, measured at 12 M parameters with AdamW and all "
-        "replicas compressed"
-    )
-    assert price.text(178_000_000) == f"{own}; larger models have paid less in the paper (Table 2)"
+    assert own == f"expected price {percent:+.0f} % of loss, measured at 12 M parameters with AdamW"
+    assert price.text(178_000_000) == f"{own}; larger models paid less in the paper (Table 2)"
     between = price_of("adamw", "bf16", "1/100")
     assert "between points measured at 12 M parameters" in between.text(12_000_000)
     assert price_of("adamw", "bf16", str(k / 7)).short.startswith("about +")

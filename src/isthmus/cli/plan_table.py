@@ -142,7 +142,8 @@ def _step_rows(kind: "KindForecast", num_parameters: int) -> dict[str, str]:
     }
     if kind.loss_price:
         what = f"k/d = {kind.compression}" if kind.compression != "none" else "open"
-        rows["compression"] = f"{what} in {kind.wire}: {kind.loss_price.text(num_parameters)}"
+        price = kind.loss_price.text(num_parameters).replace("; ", ";\n")
+        rows["compression"] = f"{what} in {kind.wire}: {price}"
     if kind.paper_loss:
         rows["compression"] += f";\n{kind.paper_loss}"
     rows["schedule"] = (

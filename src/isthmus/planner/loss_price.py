@@ -1,7 +1,8 @@
 """What a wire and a k/d are expected to cost in loss, from the measurements in loss_prices.toml.
 
 They were made with one small model. Between two measured k/d of a wire the price is a straight line over log
-k/d, which is log bytes; the wire's overhead for a token does not change with k. Standard library only.
+k/d, which is log bytes. At more dimensions than were measured it is at most that of the most, at fewer it
+rises as it does in bf16. Standard library only.
 """
 
 import tomllib
@@ -47,42 +48,12 @@ class LossPrice:
             BEYOND: "beyond what was measured",
         }[self.basis]
         text = (
-            f"expected price {self.short} of the loss, {where} at {self.parameters / 1e6:.0f} M parameters "
-            f"with {NAMES[self.optimizer]} and all replicas compressed"
+            f"expected price {self.short} of loss, {where} at {self.parameters / 1e6:.0f} M parameters "
+            f"with {NAMES[self.optimizer]}"
         )
         if abs(log(num_parameters / self.parameters)) < log(SAME_SIZE):
             return text
-        return f"{text}; larger models have paid less in the paper (Table 2)"
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One wire: k/d to percent."""
-
-    points: Mapping[Fraction, float]
-
-    @cached_property
-    def ordered(self) -> list[tuple[Fraction, float]]:
-        return sorted(self.points.items())
-
-    @cached_property
-    def steepest(self) -> float:
-        """Percent for a factor e of k/d."""
-        slopes = [(b - a) / log(x / y) for (x, a), (y, b) in pairwise(self.ordered[::-1])]
-        return max(slopes, default=0.0)
-
-    def at(self, ratio: Fraction, beyond: float) -> tuple[float, str]:
-        """(percent, basis). Below the smallest k/d it rises by `beyond` for a factor e."""
-        if ratio in self.points:
-            return self.points[ratio], MEASURED
-        for (low, high_price), (high, low_price) in pairwise(self.ordered):
-            if low < ratio < high:
-                share = log(high / ratio) / log(high / low)
-                return low_price + share * (high_price - low_price), BETWEEN
-        (least, most), (_, mildest) = self.ordered[0], self.ordered[-1]
-        if ratio < least:
-            return most + beyond * log(least / ratio), BEYOND
-        return mildest, MILDER
+        return f"{text}; larger models paid less in the paper (Table 2)"
 
 
 @dataclass(frozen=True)
@@ -94,33 +65,45 @@ class Measured:
     percents: Mapping[str, Mapping[str, float]]  # wire -> compression -> percent
 
     @cached_property
-    def curves(self) -> dict[str, Curve]:
+    def curves(self) -> dict[str, list[tuple[Fraction, float]]]:
+        """Wire -> (k/d, percent), the smallest k/d first."""
         curves = {}
         for wire, points in self.percents.items():
             # Where both were measured, "1" continues the curve: it is turned by U, as all below it are.
             ordered = sorted(points.items(), key=lambda each: each[0] != "none")
-            curves[wire] = Curve({_ratio(compression): percent for compression, percent in ordered})
+            curves[wire] = sorted({_ratio(k): percent for k, percent in ordered}.items())
         return curves
-
-    @cached_property
-    def beyond(self) -> float:
-        """Where nothing was measured the price rises as steeply as it ever did."""
-        return max(curve.steepest for curve in self.curves.values())
 
     def has(self, wire: str) -> bool:
         return wire in FLOAT_BYTES or wire in self.percents
+
+    def opens(self, wire: str) -> bool:
+        """May an open boundary be taken for granted on this wire? Without U, few bits are another thing."""
+        return wire in FLOAT_BYTES or "none" in self.percents.get(wire, {})
 
     def price(self, wire: str, compression: str) -> LossPrice:
         known = "bf16" if wire in FLOAT_BYTES else wire
         if compression in self.percents[known]:
             percent, basis = self.percents[known][compression], MEASURED
         else:
-            percent, basis = self.curves[known].at(_ratio(compression), self.beyond)
+            percent, basis = self._at(known, _ratio(compression))
         return LossPrice(percent=percent, basis=basis, optimizer=self.optimizer, parameters=self.parameters)
 
-    def opens(self, wire: str) -> bool:
-        """May an open boundary be taken for granted on this wire? Without U, few bits are another thing."""
-        return wire in FLOAT_BYTES or "none" in self.percents.get(wire, {})
+    def _at(self, wire: str, ratio: Fraction) -> tuple[float, str]:
+        points = self.curves[wire]
+        if ratio in dict(points):
+            return dict(points)[ratio], MEASURED
+        for (low, dear), (high, cheap) in pairwise(points):
+            if low < ratio < high:
+                return cheap + log(high / ratio) / log(high / low) * (dear - cheap), BETWEEN
+        least, dearest = points[0]
+        if ratio > least:
+            return points[-1][1], MILDER
+        if wire == "bf16":  # as steep as it was at its steepest
+            slopes = [(dear - cheap) / log(high / low) for (low, dear), (high, cheap) in pairwise(points)]
+            return dearest + max(slopes, default=0.0) * log(least / ratio), BEYOND
+        # Fewer dimensions cost what they cost in bf16.
+        return dearest + self._at("bf16", ratio)[0] - self._at("bf16", least)[0], BEYOND
 
 
 def _ratio(compression: str) -> Fraction:

@@ -1,0 +1,66 @@
+"""Recommended recipes: each beside the paper's fleet, and no more bytes than that on either kind of link."""
+
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from experiments.recommended import SETTINGS, recommended
+from isthmus.config import load_recipe
+from isthmus.layout.traffic import REPLICA_PURPOSES, STAGE_PURPOSES, round_bytes
+from isthmus.layout.wire import INT_BITS
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+# The paper quantises nothing between replicas (Table 9), which our 10m recipe does.
+PAIRS = {
+    "demo": ("demo-paper", ()),
+    "10m-recommended": ("10m-het-half-k32", ("outer.values=fp32",)),
+    "178m-recommended": ("178m-het-half-k128", ()),
+    "512m-recommended": ("512m-het-half-k192", ()),
+}
+each_pair = pytest.mark.parametrize("name", PAIRS)
+
+
+def pair(name):
+    paper, overrides = PAIRS[name]
+    return load_recipe(RECIPES / f"{name}.toml"), load_recipe(RECIPES / f"{paper}.toml", overrides)
+
+
+def test_every_recommended_recipe_has_its_pair():
+    files = {path.stem for path in RECIPES.glob("*.toml")}
+    assert {name for name in files if name.endswith("-recommended")} | {"demo"} == set(PAIRS)
+    assert {paper for paper, _ in PAIRS.values()} <= files
+    assert {load_recipe(RECIPES / f"{name}.toml").name for name in files} == files
+
+
+@each_pair
+def test_it_sends_no_more_bytes_than_the_papers_settings_on_either_kind_of_link(name):
+    own, paper = (round_bytes(recipe) for recipe in pair(name))
+    for kind in (STAGE_PURPOSES, REPLICA_PURPOSES):
+        assert 0 < sum(own[purpose] for purpose in kind) <= sum(paper[purpose] for purpose in kind)
+    assert all(own[purpose] <= paper[purpose] for purpose in own)
+
+
+@each_pair
+def test_the_pair_differs_in_what_is_recommended_and_in_nothing_else(name):
+    own, paper = pair(name)
+    assert own.inner == replace(paper.inner, optimizer="muon")
+    assert own.outer == replace(paper.outer, keep=own.outer.keep, values="2bit")
+    assert own.outer.rounds == paper.outer.rounds
+    (rack, edge), (_, thin) = own.replicas, paper.replicas
+    assert edge == replace(thin, wire=edge.wire, compression=edge.compression)
+    assert edge.wire in INT_BITS
+    assert thin.ratio == Fraction(1, 8)
+    same = replace(own, name=paper.name, inner=paper.inner, outer=paper.outer, replicas=paper.replicas)
+    assert same == paper
+    assert rack == paper.replicas[0]
+
+
+@each_pair
+def test_the_settings_are_those_of_the_recommended_row(name):
+    """The demo keeps fewer entries: its pair sends 2 bits already."""
+    own, _ = pair(name)
+    wanted = [setting for setting in recommended(own.model) if name != "demo" or "outer.keep" not in setting]
+    assert len(wanted) >= len(SETTINGS) + 1
+    assert load_recipe(RECIPES / f"{name}.toml", wanted) == own
