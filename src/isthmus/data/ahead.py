@@ -21,7 +21,9 @@ class ReadAhead:
         if self.device.type != "cuda":
             return self.read(inner_step).to(self.device).long()
         number, ready = self.ahead or (-1, None)
-        tokens = ready.result() if ready and number == inner_step else self._pinned(inner_step)
+        # Whose batches are whose is known at a round's edge: what was read ahead of it is a LookupError.
+        known = ready is not None and number == inner_step and ready.exception() is None
+        tokens = ready.result() if ready and known else self._pinned(inner_step)
         self.ahead = inner_step + 1, self.reader.submit(self._pinned, inner_step + 1)
         return tokens.to(self.device, non_blocking=True).long()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from isthmus.data.corpus import Corpus, TokenView, open_corpus
 from isthmus.data.order import Permutation
 from isthmus.errors import ConfigError
+from isthmus.layout.deal import Deal
 
 __all__ = ["Batches", "Corpus", "TokenView", "open_corpus", "validation_batches"]
 
@@ -33,9 +34,16 @@ class Batches:
                 f"it needs {batch * context + 1:,}: prepare more text, or lower batch or context"
             )
         self._permutations: dict[int, Permutation] = {}
+        self._deal: Deal | None = None
+
+    def deal(self, deal: Deal) -> None:
+        """The fleet may change: from here on `at` reads one replica's share of one round, and no other."""
+        self._deal = deal
 
     def at(self, replica: int, inner_step: int) -> Tensor:
         """The batch of one replica at one inner step, counted over the whole run: (B, L + 1) int64."""
+        if self._deal:
+            return self._read(self._deal.place(inner_step) * self.batch, self.batch)
         if not 0 <= replica < self.num_replicas:
             raise IndexError(f"replica {replica} of {self.num_replicas}")
         first = (inner_step * self.num_replicas + replica) * self.batch

@@ -1,6 +1,7 @@
 """A run's bucket, from what a person typed, and who belongs to the run. Loads no torch."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from isthmus.config import Member
@@ -38,7 +39,9 @@ def open_ledger(url: str) -> Ledger:
             raise ConfigError(f"{url} has no bucket, as a simulated run; {words}")
         url = bucket_to_read(run, url)
     store = open_store(url, create=False)
-    return Ledger(store, read_run(store))
+    ledger = Ledger(store, read_run(store))
+    ledger.membership.look()
+    return ledger
 
 
 def find_member(run: RunInfo, replica: str) -> Member:
@@ -55,11 +58,50 @@ def open_as(store: Store, replica: str, key: str = "") -> tuple[Ledger, Path]:
     The key names the run: where it does not fit, nothing in run.json is believed or used.
     """
     named = Path(key) if key else None
-    run = read_run(store, load_signer(named, replica) if named and named.is_file() else None)
+    ledger = Ledger(
+        store, read_run(store, load_signer(named, replica) if named and named.is_file() else None)
+    )
+    run = ledger.membership.look().run
+    if replica not in run.keys and (epoch := ledger.membership.newest.ended.get(replica)):
+        raise ConfigError(f"replica {replica} was revoked by the run's owner (epoch {epoch})")
     find_member(run, replica)
     path = named or Path("keys") / run.recipe.name / f"{replica}.key"
-    check_key(run, replica, path)
-    return Ledger(store, run, load_signer(path, replica)), path
+    if not take_up_key(ledger, path, replica):
+        check_key(run, replica, path)
+    return ledger, path
+
+
+def open_as_owner(url: str, key: str = "") -> tuple[Ledger, Signer]:
+    """The run as its owner sees it, with the owner's key."""
+    ledger = open_ledger(url)
+    inside = "://" not in url and Path(url, "recipe.toml").is_file()
+    folder = Path(url, "keys") if inside else Path("keys") / ledger.run.recipe.name
+    return ledger, check_owner(ledger.run, Path(key) if key else folder / OWNER_KEY)
+
+
+def next_key(path: Path) -> Path:
+    """Where `isthmus rotate` puts a new key until the run has taken it up."""
+    return path.with_name(path.name + ".next")
+
+
+def take_up_key(ledger: Ledger, path: Path, replica: str) -> bool:
+    """Sign with the key that the run has for us now: the file's, or the one beside it, which then takes the
+    file's name. False where neither is it."""
+    for there in (
+        path,
+        next_key(path),
+        path,
+    ):  # another process of this replica may have renamed it meanwhile
+        if not there.is_file():
+            continue
+        signer = load_signer(there, replica)
+        if signer.public_key == ledger.run.keys.get(replica):
+            ledger.sign_as(signer)
+            with suppress(FileNotFoundError):
+                if there != path:
+                    os.replace(there, path)
+            return True
+    return False
 
 
 def check_key(run: RunInfo, replica: str, key: Path) -> None:

@@ -63,6 +63,10 @@ class Chain(Epochs):
         assert self._signer is not None, "a ledger without a key only reads"
         return self._signer
 
+    def sign_as(self, signer: Signer) -> None:
+        check_pinned(self.run.digest, signer)
+        self._signer = signer
+
     # Limits on documents: a manifest holds a commit and an entry of every replica, and why some were refused
 
     @property

@@ -7,8 +7,9 @@ from which round on an epoch holds, and every member knows its round's epoch bef
 import json
 from dataclasses import replace
 
+from isthmus.layout.deal import Deal
 from isthmus.protocol.documents import EPOCH, Manifest, RunInfo
-from isthmus.protocol.membership import Deal, Epoch, Membership
+from isthmus.protocol.membership import Epoch, Membership
 from isthmus.protocol.schema import check
 from isthmus.protocol.trust import Refused
 from isthmus.store import Store

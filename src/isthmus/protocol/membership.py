@@ -44,18 +44,6 @@ class Epoch:
         return cls(0, run.digest, run, frozenset(run.keys.values()), {})
 
 
-@dataclass(frozen=True, slots=True)
-class Deal:
-    """Which batches of the run's one order a replica takes in a round: in inner step h, the one at place
-    first + h * shares + share."""
-
-    first_step: int  # of the round, counted over the whole run
-    num_steps: int
-    first: int  # batches that were dealt in the rounds before
-    shares: int  # replicas of the round's epoch; the share of one that is absent stays unread
-    share: int
-
-
 class Membership:
     """The chain as far as it was read; epochs are kept, a document is read once."""
 

@@ -1,9 +1,12 @@
 """A full replica of several processes: process 0 announces each call, the others make it too."""
 
 from collections.abc import Mapping
+from dataclasses import astuple
 
 from torch import Tensor
 
+from isthmus.data.tokens import Batches
+from isthmus.layout.deal import Deal
 from isthmus.replica.control_group import ControlGroup
 from isthmus.replica.full import FullReplica
 
@@ -14,12 +17,19 @@ class LeaderReplica:
 
     round_trip_seconds = 0.0
 
-    def __init__(self, replica: FullReplica, control: ControlGroup) -> None:
+    def __init__(self, replica: FullReplica, control: ControlGroup, batches: Batches | None = None) -> None:
         self.replica, self.control, self.clock = replica, control, replica.clock
+        self.batches = batches
 
     @property
     def grad_norm(self) -> float:
         return self.replica.grad_norm
+
+    def deal(self, deal: Deal) -> None:
+        """Which batches are this replica's in the round that begins."""
+        self.control.share(f"deal {' '.join(map(str, astuple(deal)))}".encode())
+        if self.batches:
+            self.batches.deal(deal)
 
     def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
         self.control.share(b"begin")
@@ -47,12 +57,14 @@ class LeaderReplica:
         self.replica.close()
 
 
-def follow_leader(replica: FullReplica, control: ControlGroup) -> None:
+def follow_leader(replica: FullReplica, control: ControlGroup, batches: Batches | None = None) -> None:
     """What the other processes do: repeat the calls of process 0 until it closes."""
     while True:
         word, _, number = control.share(b"")[0].decode("ascii").partition(" ")
         if word == "begin":
             replica.begin_round(None)
+        elif word == "deal" and batches:
+            batches.deal(Deal(*map(int, number.split())))
         elif word == "step":
             replica.inner_step(int(number))
         elif word == "restore":

@@ -40,6 +40,7 @@ from isthmus.runlog.facts import Facts
 from isthmus.runtime.edge import watched_edge
 from isthmus.runtime.middle import PARAMS, Middle
 from isthmus.runtime.own_record import REFUSALS, OwnRecord
+from isthmus.runtime.place import Place
 from isthmus.runtime.private_state import PrivateState, Update
 from isthmus.store import StoreError
 from isthmus.subspace.boundaries import BasisSet, as_sent
@@ -83,6 +84,7 @@ class Trainer:
         save_seconds: float = 60.0,
         background: bool = True,
         patience: Patience | None = None,
+        place: Place | None = None,
     ) -> None:
         """`save_seconds` as in PrivateState. Without `background` everything happens in the calling thread,
         for tests that put a kill exactly where it hurts."""
@@ -109,7 +111,9 @@ class Trainer:
         with_feedback = recipe.outer.method == "sparseloco"
         self.feedback = {name: torch.zeros_like(p) for name, p in own.items()} if with_feedback else {}
         reader = ShardReader(ledger, self.reads)
-        closes = control.rank == 0 and member.name in ledger.run.closers
+        self.place = place or Place(ledger, log)
+        # Where the membership may change, so may who closes.
+        closes = control.rank == 0 and (bool(ledger.run.owner) or member.name in ledger.run.closers)
         # A pipelined replica may have no room for the whole model.
         replayed = partial(digest_from_bucket, ledger) if member.config.parts == 1 else lambda t: ""
         closer = Closer(ledger, reader, log, replayed=replayed) if closes else None
@@ -152,9 +156,12 @@ class Trainer:
 
         `again` is the update of this round from a start that was killed: it stays as it was sent. A replica
         that has just started may have come late. If the others settle the round without it, it stops there,
-        so that they need not wait for it in the next one.
+        so that they need not wait for it in the next one. One that is not a member yet trains nothing.
         """
         steps, status = self.recipe.outer.inner_steps, self.status
+        if not self.patience(partial(self.place.enter, round_index + 1)):
+            self.pending = None
+            return []
         status.state, status.round = "training", round_index + 1
         losses = self._take_up(round_index + 1)
         first, started, pace = len(losses), time.monotonic(), gpu.Pace(self.device)
