@@ -9,6 +9,7 @@ from isthmus.errors import ConfigError
 
 EPILOG = """examples:
   isthmus join s3://my-runs/first --replica rack-0
+  isthmus join s3://my-runs/first --token isthmus1.edge-7...          by an invitation: see isthmus invite
   isthmus join s3://my-runs/first --replica edge-0          all stages of edge-0 on this machine
   isthmus join s3://my-runs/first --replica edge-0 --stage 1 --master 10.0.0.2:29500
 Ctrl-C leaves at the end of the round, a second Ctrl-C leaves now. After a crash, type the same command again.
@@ -29,7 +30,9 @@ def register(commands: argparse._SubParsersAction) -> None:
     )
     add = parser.add_argument  # dest names a field of LauncherConfig
     add("url", help="the run's bucket: s3://bucket/prefix, or a folder")
-    add("--replica", required=True, metavar="NAME", help="which replica this machine is (part of)")
+    add("--replica", default="", metavar="NAME", help="which replica this machine is (part of)")
+    tokens = "of `isthmus invite`, in place of --replica: makes this machine's key, and asks to be admitted"
+    add("--token", default="", metavar="TOKEN", help=tokens)
     add("--key", default="", metavar="FILE", help="the replica's private key (default: keys/RUN/NAME.key)")
     add("--stage", type=int, help="this machine's stage, where stages are on several machines")
     add("--master", default="", metavar="HOST:PORT", help="where stage 0 listens for the others")
@@ -66,8 +69,27 @@ def join(args: argparse.Namespace) -> int:
     from isthmus.runtime.launcher import launch
     from isthmus.runtime.process import LauncherConfig
 
+    if bool(args.replica) == bool(args.token):
+        raise ConfigError("give --replica NAME, with its key; or --token TOKEN, to come in by an invitation")
+    if args.token:
+        admit(args)
     names = {field.name for field in fields(LauncherConfig)}
     return launch(LauncherConfig(**{name: value for name, value in vars(args).items() if name in names}))
+
+
+def admit(args: argparse.Namespace) -> None:
+    """Come in by a token; from there on it is a replica as any other."""
+    from isthmus.protocol.invitations import Token
+    from isthmus.runtime.newcomer import ask_to_join
+    from isthmus.runtime.process import logger
+    from isthmus.store.retry import StoreError
+
+    token = Token.parse(args.token)
+    try:
+        args.key = str(ask_to_join(args.url, token, args.key, logger(token.name)))
+    except StoreError as error:
+        raise error.at_start() from None
+    args.replica = token.name
 
 
 def leave(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from isthmus.runtime.versions import check_torch
 
 if TYPE_CHECKING:
     from isthmus.config import Member, Recipe
+    from isthmus.protocol.heartbeat import Heartbeat
+    from isthmus.protocol.ledger import Ledger
     from isthmus.runtime.handshake import Credentials
 
 
@@ -70,11 +73,19 @@ def _launch(config: LauncherConfig) -> int:
     stages = member.config.stages
     log(f'joining "{run.recipe.name}" as {member.config.kind} replica of {stages} stage{"s" * (stages > 1)}')
     config = replace(config, key=str(key.resolve()), work_dir=str(work))
-    say = ledger.beat if leads else None
+    say = partial(_beat, ledger, key) if leads else None
     waiting = WaitingNotes(work, say, run.recipe.bucket.heartbeat_seconds)
     waiting.start()
     num_workers = max(stages, member.config.processes)
     return agent.run_agent(config, num_workers, host, port, log, waiting, credentials)
+
+
+def _beat(ledger: "Ledger", key: Path, heartbeat: "Heartbeat") -> None:
+    """With the key that the file has now: a worker may have taken up another one."""
+    from isthmus.protocol.trust import load_signer
+
+    ledger.sign_as(load_signer(key, ledger.signer.replica))
+    ledger.beat(heartbeat)
 
 
 def check_device(config: LauncherConfig, recipe: "Recipe", member: "Member") -> str:

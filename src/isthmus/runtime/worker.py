@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from isthmus.protocol.ledger import Ledger, RunInfo
     from isthmus.replica.base import Replica
     from isthmus.replica.control_group import ControlGroup
+    from isthmus.runtime.trainer import Trainer
 
 BEGAN = time.time()  # before the long imports
 
@@ -95,8 +96,9 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     from isthmus.protocol.rescue import LedPast
     from isthmus.replica.control_group import any_true
     from isthmus.replica.full import FullReplica
-    from isthmus.replica.leader import follow_leader
+    from isthmus.replica.leader import LeaderReplica, follow_leader
     from isthmus.runtime.heartbeats import HeartbeatThread
+    from isthmus.runtime.place import Place
     from isthmus.runtime.recovery import Recovery
     from isthmus.runtime.trainer import Trainer
     from isthmus.store.objects import open_store
@@ -107,7 +109,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         torch.set_num_threads(config.num_threads)
     try:
         store = open_store(config.url, create=False)
-        ledger, _ = open_as(store, config.replica, config.key)
+        ledger, key = open_as(store, config.replica, config.key)
     except Unreachable as error:  # the launcher found both: the store is away for now
         raise RunError(str(error)) from None
     run, recipe, member = ledger.run, ledger.run.recipe, find_member(ledger.run, config.replica)
@@ -124,13 +126,16 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         raise RunError(str(error)) from None
     if whole and at.rank > 0 and not member.config.sharded:
         assert isinstance(replica, FullReplica)
-        follow_leader(replica, control)
+        follow_leader(replica, control, batches)
         return 0
     part = f"shard-{at.rank}" if member.config.sharded else "whole" if whole else f"stage-{at.rank}"
     start.mark("build")
     work_dir = Path(config.work_dir) / part
     incarnation = control.share(os.urandom(8))[0].hex()
     request = LeaveRequest(Path(config.work_dir), ledger, incarnation, log, leader=at.rank == 0)
+    deal = (
+        replica.deal if isinstance(replica, LeaderReplica) else batches.deal if batches else lambda deal: None
+    )
     trainer = Trainer(
         recipe,
         member,
@@ -143,6 +148,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         log,
         save_seconds=config.save_seconds,
         patience=Patience(log, Path(config.work_dir) / NOTE, request),
+        place=Place(ledger, log, key, deal),
     )
     heartbeats = HeartbeatThread(trainer, incarnation, recipe.bucket.heartbeat_seconds)
 
@@ -178,6 +184,8 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
             except LedPast as gap:
                 done = recovery.pass_over(gap)
         trainer.finish()
+        if to_the_end and extended(trainer):
+            raise RunError(f"the run goes on after round {recipe.outer.rounds}; starting again for that")
         trainer.status.state = "finished" if to_the_end else "left"
         trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
         log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
@@ -205,6 +213,17 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     replica.close()
     control.leave()
     return 0
+
+
+def extended(trainer: "Trainer") -> bool:
+    """Has the run got more rounds since this process was started? All processes take the leader's answer."""
+    from isthmus.replica.control_group import agree
+
+    membership, leads = trainer.ledger.membership, trainer.control.rank == 0
+    rounds = trainer.recipe.outer.rounds
+    return agree(
+        trainer.control, leads and trainer.patience(membership.look).run.recipe.outer.rounds > rounds
+    )
 
 
 def compiles(config: LauncherConfig, device: "torch.device") -> bool:
@@ -341,7 +360,11 @@ def build_replica(
         return ShardedReplica(recipe, member, batches, mesh, **how), control
     if whole:
         replica = full_replica(share_batches(PrefixStore("batches", store), at.rank, at.size, device))
-        return (LeaderReplica(replica, control), SingleProcess()) if at.rank == 0 else (replica, control)
+        return (
+            (LeaderReplica(replica, control, batches), SingleProcess())
+            if at.rank == 0
+            else (replica, control)
+        )
     if config.master:
         address = own_address(config.master, at.rank, config.trust_network)
     credentials = Credentials(run.run_id, load_signer(Path(config.key), member.name))

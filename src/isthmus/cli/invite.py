@@ -1,0 +1,189 @@
+"""`isthmus invite`, `isthmus revoke` and `isthmus rotate`: who belongs to a run."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isthmus.errors import ConfigError
+
+if TYPE_CHECKING:
+    from isthmus.config import ReplicaConfig
+    from isthmus.protocol.ledger import Ledger
+
+DAY_SECONDS = 86_400
+MOST_DAYS = 3650.0
+INVITE_EPILOG = """examples:
+  isthmus invite s3://my-runs/first --replica edge-7 --like edge
+  isthmus invite s3://my-runs/first --replica attic --stages 2 --compression 1/16 --mbps 40 --latency-ms 15
+the friend, on the machine that will train, with credentials for the bucket:
+  isthmus join s3://my-runs/first --token isthmus1.edge-7...
+"""
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    _register_invite(commands)
+    revoked = commands.add_parser(
+        "revoke",
+        help="end a replica's rights, from the next round on",
+        description="End a replica's rights from the next round on: its updates count no more, and its "
+        "process ends with one line. Of somebody who was invited and has not come, it ends the invitation. "
+        "Needs the owner's key. Credentials for the bucket are the store's: take those back too.",
+    )
+    revoked.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
+    revoked.add_argument("replica", help="whose rights end")
+    add_owner(revoked)
+    revoked.set_defaults(run=revoke)
+    rotated = commands.add_parser(
+        "rotate",
+        help="replace a replica's key by a new one",
+        description="Make a new key for a replica beside its old one, and ask for it with the old one. A "
+        "closer takes it up when it settles the open round; from then on the old key is refused. A replica "
+        "that runs on this machine goes on by itself. Copy KEY.next to the other machines of its stages "
+        "before that. If the old key may be stolen, `revoke` and `invite` again.",
+    )
+    rotated.add_argument("url", help="the run's bucket: s3://bucket/prefix, or a folder")
+    rotated.add_argument("replica", help="whose key is replaced")
+    rotated.add_argument("--key", default="", metavar="FILE", help="its key (default: keys/RUN/NAME.key)")
+    rotated.set_defaults(run=rotate)
+
+
+def _register_invite(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "invite",
+        help="let one more replica into a run, by a token for whoever runs it",
+        description="Print a token with which one machine can join the run as a new replica. It makes its "
+        "own key there, asks with the token, and is admitted at the end of a round, by whichever closer "
+        "settles it. A token is used once. Needs the owner's key, which `isthmus init` wrote.",
+        epilog=INVITE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("url", help="the run's bucket, or the run directory of `isthmus train`")
+    add("--replica", required=True, metavar="NAME", help="the newcomer's name: letters, digits, - and _")
+    add("--like", metavar="NAME", help="a replica or a [[replicas]] table of the run, of which it is a copy")
+    add("--stages", type=int, help="more than 1: a pipelined replica (default: full, or as --like)")
+    add("--compression", metavar="K/D", help="between its stages, as in a recipe")
+    add("--wire", help="what crosses its links, as in a recipe")
+    add("--mbps", type=float, help="its links, each way")
+    add("--latency-ms", type=float, help="its links, one way")
+    add("--processes", type=int, help="of a full replica: GPUs of one machine that share every batch")
+    add("--closer", action="store_true", help="it may close rounds: only for a machine that you trust")
+    days = "how long the token is good for (7)"
+    add("--days", type=float, default=7.0, help=days)
+    add_owner(parser)
+    parser.set_defaults(run=invite)
+
+
+def add_owner(parser: argparse.ArgumentParser) -> None:
+    owner = "the owner's key (default: keys/RUN/run.owner.key, or that of the run directory)"
+    parser.add_argument("--key", default="", metavar="FILE", help=owner)
+
+
+def invite(args: argparse.Namespace) -> int:
+    from isthmus.protocol.access import open_as_owner
+    from isthmus.protocol.invitations import Token, invitation_key
+    from isthmus.protocol.membership import check_fits, table_of
+    from isthmus.protocol.trust import INVITED, Refused, Signer, new_secret
+
+    if not 0 < args.days <= MOST_DAYS:
+        raise ConfigError(f"--days is {args.days:g}; more than 0 and at most {MOST_DAYS:g}")
+    ledger, owner = open_as_owner(args.url, args.key)
+    run, seed = ledger.run, new_secret()
+    if args.replica in run.keys:
+        raise ConfigError(
+            f"there is a replica {args.replica} in this run; give another name, or revoke it first"
+        )
+    config = newcomer(ledger, args)
+    try:
+        check_fits(run, config)
+    except Refused as reason:
+        raise ConfigError(str(reason)) from None
+    expires = int(time.time() + args.days * DAY_SECONDS)
+    body = {
+        "name": args.replica,
+        "table": table_of(config),
+        "key": Signer(INVITED, seed).public_key,
+        "expires": expires,
+        "after": ledger.membership.newest.number,
+        "closes": int(args.closer),
+    }
+    ledger.store.create(invitation_key(body["key"]), owner.seal("invitation", run.run_id, body))
+    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(expires))
+    print(Token(args.replica, config.kind, expires, seed, run.digest))
+    print(
+        f"isthmus: send that line to whoever runs {args.replica}, by a way that nobody else reads; it is "
+        f"good once, until {until}: isthmus join {args.url} --token ...",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def newcomer(ledger: "Ledger", args: argparse.Namespace) -> "ReplicaConfig":
+    """The newcomer's [[replicas]] table: that of --like, with what else was typed."""
+    from dataclasses import replace
+
+    from isthmus.config import LinkConfig, ReplicaConfig
+    from isthmus.planner.auto import resolve
+
+    recipe = ledger.run.recipe
+    config = ReplicaConfig(name=args.replica)
+    if args.like:
+        alike = {member.name: member.config for member in recipe.fleet()}
+        alike |= {config.name: config for config in (ledger.run.first or ledger.run).recipe.replicas}
+        if args.like not in alike:
+            raise ConfigError(f'there is no replica "{args.like}" in this run; there is {", ".join(alike)}')
+        config = replace(alike[args.like], name=args.replica, count=1)
+    changed: dict[str, Any] = {
+        name: value
+        for name in ("stages", "compression", "wire", "processes")
+        if (value := getattr(args, name)) is not None
+    }
+    if args.stages is not None:
+        changed["kind"] = "pipelined" if args.stages > 1 else "full"
+    link = {"mbps": args.mbps, "latency_ms": args.latency_ms}
+    if link := {name: value for name, value in link.items() if value is not None}:
+        changed["link"] = replace(config.link, **link) if args.like else LinkConfig(**link)
+    config = replace(config, **changed)
+    resolved, _ = resolve(replace(recipe, replicas=(*recipe.replicas, config)))
+    return resolved.replicas[-1]
+
+
+def revoke(args: argparse.Namespace) -> int:
+    from isthmus.protocol.access import open_as_owner
+    from isthmus.protocol.changes import Changes, order
+
+    ledger, owner = open_as_owner(args.url, args.key)
+    run = ledger.run
+    if run.closers == (args.replica,):
+        words = f"name another first: isthmus members {args.url} --closers NAMES"
+        raise ConfigError(f"{args.replica} is the only closer of this run; {words}")
+    member = args.replica in run.keys
+    epoch = order(ledger.membership, owner, time.time(), Changes(revoked=[args.replica]))
+    if member:
+        print(f"{args.replica} is revoked (epoch {epoch.number}): from the end of the open round on.")
+    else:
+        print(f"no invitation of {args.replica} counts any more (epoch {epoch.number}).")
+    return 0
+
+
+def rotate(args: argparse.Namespace) -> int:
+    from isthmus.protocol.access import next_key, open_as, open_ledger
+    from isthmus.protocol.invitations import MOST_BYTES, request_key
+    from isthmus.protocol.trust import load_signer, new_secret, save_secret
+
+    ledger, path = open_as(open_ledger(args.url).store, args.replica, args.key)
+    run, old, beside = ledger.run, ledger.signer, next_key(Path(path))
+    if not run.owner:
+        raise ConfigError("this run has no owner, as runs up to 0.2: its keys cannot be replaced")
+    if not beside.exists():  # typed again, it asks for the same key
+        save_secret(beside, new_secret(), run.digest)
+    body = {"name": args.replica, "key": load_signer(beside, args.replica).public_key, "old": old.public_key}
+    sealed = old.seal("rotation", run.run_id, body)
+    key = request_key(old.public_key)
+    asked = ledger.store.create(key, sealed) or ledger.get_document(key, MOST_BYTES) == sealed
+    if not asked:  # typed again it is the same, to the bit
+        raise ConfigError(f"{args.replica} has asked for another key before; wait until that one counts")
+    print(f"{args.replica} has asked for the key in {beside}; it counts from the end of the open round on.")
+    return 0

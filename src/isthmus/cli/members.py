@@ -1,0 +1,198 @@
+"""`isthmus members`: who belongs to a run, since when; `isthmus extend`: more rounds."""
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from isthmus.cli.invite import add_owner
+from isthmus.errors import ConfigError
+
+if TYPE_CHECKING:
+    from isthmus.protocol.ledger import Ledger
+
+RECENT = 200  # rounds whose manifests are read
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLine:
+    """One replica that belongs or belonged to the run."""
+
+    replica: str
+    kind: str
+    stages: int
+    closes: bool
+    state: str
+    since_round: int  # the first that it may give to
+    until_round: int | None  # the last, where it was revoked
+    given: int  # rounds that counted it, of those that were read
+    refused: int  # rounds that refused it
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class MembersReport:
+    run: str
+    run_id: str
+    epoch: int  # that the next round begins with
+    written: int  # the newest document; a closer takes it up at the end of a round
+    round: int
+    rounds: int
+    counted_from: int  # the first round that was read
+    members: list[MemberLine]
+    note: str = ""
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "members",
+        help="who belongs to a run, since when, and how often it gave",
+        description="List every replica that belongs to a run or was revoked: kind, state, from which round "
+        f"on, how many of the last {RECENT} rounds counted or refused it. Reads only, unless --closers is "
+        "given: that names all replicas that may close rounds from the next round on, and needs the owner's "
+        "key.",
+        epilog="examples:\n  isthmus members s3://my-runs/first\n"
+        "  isthmus members s3://my-runs/first --closers rack-0,rack-1\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--closers", metavar="NAMES", help="who may close rounds from now on, by commas")
+    add_owner(parser)
+    parser.set_defaults(run=members)
+    longer = commands.add_parser(
+        "extend",
+        help="let a run go on for more rounds",
+        description="Add rounds to a run, be it finished or not. The learning rate keeps its schedule: after "
+        "its end the further rounds run at inner.final_lr. Needs the owner's key. Then start the replicas "
+        "again: `isthmus join`, or `isthmus train --resume` for a run directory.",
+        epilog="examples:\n  isthmus extend s3://my-runs/first --rounds 40\n"
+        "  isthmus extend runs/demo --rounds 40\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    longer.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
+    longer.add_argument("--rounds", type=int, required=True, help="how many more")
+    add_owner(longer)
+    longer.set_defaults(run=extend)
+
+
+def members(args: argparse.Namespace) -> int:
+    from isthmus.protocol.access import open_as_owner, open_ledger
+    from isthmus.protocol.changes import Changes, order
+
+    if args.closers:
+        closers = list(dict.fromkeys(name.strip() for name in args.closers.split(",")))
+        ledger, owner = open_as_owner(args.url, args.key)
+        epoch = order(ledger.membership, owner, time.time(), Changes(closers=closers))
+        print(f"rounds are closed by {', '.join(closers)} (epoch {epoch.number}), after the open one.")
+        return 0
+    found = gather(open_ledger(args.url))
+    print(json.dumps(asdict(found), indent=2) if args.json else table(found))
+    return 0
+
+
+def gather(ledger: "Ledger", now: float | None = None) -> MembersReport:
+    from isthmus.protocol.heartbeat import silent_after
+
+    now = time.time() if now is None else now
+    beats, _ = ledger.heartbeats(now)
+    last = ledger.last_round(beat.round for beat, _ in beats.values())
+    first = max(1, last - RECENT + 1)
+    read = list(ledger.between(first, last))
+    force = ledger.epoch_of(last + 1)
+    begins = _first_rounds(ledger, last)
+    lines: dict[str, MemberLine] = {}
+    before: dict[str, int] = {}
+    for epoch in ledger.membership.epochs:
+        since = begins.get(epoch.number, last + 2)
+        for member in epoch.run.recipe.fleet():
+            before.setdefault(member.name, since)
+            beat = beats.get(member.name)
+            silent = beat is not None and now - beat[1] > silent_after(ledger.run.recipe, beat[0])
+            state = "not seen" if beat is None else "silent" if silent and not beat[0].gone else beat[0].state
+            lines[member.name] = MemberLine(
+                replica=member.name,
+                kind=member.config.kind,
+                stages=member.config.stages,
+                closes=member.name in epoch.run.closers,
+                state="admitted" if since > last + 1 and beat is None else state,
+                since_round=before[member.name],
+                until_round=None,
+                given=sum(manifest.entry(member.name) is not None for manifest in read),
+                refused=sum(member.name in dict(manifest.refused) for manifest in read),
+                key=epoch.run.keys[member.name],
+            )
+        for name in [name for name in lines if name not in epoch.run.keys]:
+            if lines[name].until_round is None:
+                ended = {**asdict(lines[name]), "until_round": since - 1, "state": "revoked", "closes": False}
+                lines[name] = MemberLine(**ended)
+                before.pop(name, None)
+    return MembersReport(
+        run=ledger.run.recipe.name,
+        run_id=ledger.run.run_id,
+        epoch=force.number,
+        written=ledger.membership.newest.number,
+        round=last,
+        rounds=ledger.run.recipe.outer.rounds,
+        counted_from=first,
+        members=list(lines.values()),
+        note=ledger.membership.odd,
+    )
+
+
+def _first_rounds(ledger: "Ledger", last: int) -> dict[int, int]:
+    """Epoch -> the first round that has it, or a later one. Epochs only grow, so halving finds it."""
+    found = {0: 1}
+    for epoch in ledger.membership.epochs[1 : ledger.epoch_of(last + 1).number + 1]:
+        low, high = found[epoch.number - 1], last + 1
+        while low < high:
+            middle = (low + high) // 2
+            if ledger.epoch_of(middle).number >= epoch.number:
+                high = middle
+            else:
+                low = middle + 1
+        found[epoch.number] = low
+    return found
+
+
+def table(found: MembersReport) -> str:
+    from isthmus.printing import visible
+
+    span = f"rounds {found.counted_from} to {found.round}" if found.round else "no round yet"
+    lines = [
+        f'run "{found.run}" ({found.run_id}): epoch {found.epoch}, {found.round} of {found.rounds} rounds',
+        f"{'replica':<18}{'kind':<11}{'closes':<8}{'state':<14}{'since':>7}{'until':>7}{'given':>7}{'refused':>9}",
+    ]
+    for m in found.members:
+        kind = m.kind if m.stages == 1 else f"{m.stages} stages"
+        until = "-" if m.until_round is None else str(m.until_round)
+        lines.append(
+            f"{m.replica:<18}{kind:<11}{'yes' if m.closes else '-':<8}{m.state:<14}{m.since_round:>7}"
+            f"{until:>7}{m.given:>7}{m.refused:>9}"
+        )
+    lines.append(f"given and refused are of {span}")
+    if found.written > found.epoch:
+        lines.append(f"epoch {found.written} is written; a closer takes it up when it settles the open round")
+    if found.note:
+        lines.append(visible(found.note))
+    return "\n".join(lines)
+
+
+def extend(args: argparse.Namespace) -> int:
+    from isthmus.protocol.access import open_as_owner
+    from isthmus.protocol.changes import Changes, order
+
+    if args.rounds < 1:
+        raise ConfigError(f"--rounds is {args.rounds}; it says how many more, 1 at least")
+    ledger, owner = open_as_owner(args.url, args.key)
+    recipe = ledger.run.recipe
+    rounds = recipe.outer.rounds + args.rounds
+    epoch = order(ledger.membership, owner, time.time(), Changes(rounds=rounds))
+    lr = recipe.inner.lr * recipe.inner.final_lr
+    print(
+        f'"{recipe.name}" goes on from {recipe.outer.rounds} to {rounds} rounds (epoch {epoch.number}). The '
+        f"learning rate keeps its schedule: after inner step {epoch.run.recipe.inner.schedule_steps} it is "
+        f"{lr:g}."
+    )
+    return 0
