@@ -1,12 +1,14 @@
 """Bytes of a recipe by kind of link, and the k that fits into the bytes of another. Standard library only."""
 
+from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 
 from isthmus.config import ModelConfig, Recipe
 from isthmus.layout.traffic import dense_round_bytes, inner_step_bytes, outer_bytes, shard_bytes
 from isthmus.layout.wire import stream_bytes
 
-GROUP = 8  # k is a multiple of it where it can be
+GROUP, WIDE = 8, 256  # a k of WIDE and more is a multiple of GROUP, as matrix units like it
 
 
 def stage_bytes(recipe: Recipe) -> int:
@@ -14,6 +16,12 @@ def stage_bytes(recipe: Recipe) -> int:
     is none. Of several kinds, the one that sends most."""
     each = [sum(inner_step_bytes(recipe, member).values()) for member in recipe.fleet()]
     return recipe.outer.inner_steps * max(each)
+
+
+def open_stage_bytes(recipe: Recipe) -> int:
+    """The same with nothing compressed, in bf16."""
+    bf16 = [replace(replica, wire="bf16", compression="none") for replica in recipe.replicas]
+    return stage_bytes(replace(recipe, replicas=tuple(bf16)))
 
 
 def replica_bytes(recipe: Recipe) -> int:
@@ -33,6 +41,7 @@ def of_every_step(recipe: Recipe) -> float:
     return replica_bytes(recipe) / dense_round_bytes(recipe)["replicas"]
 
 
+@lru_cache(maxsize=256)
 def fitting(wire: str, ratio: Fraction, model: ModelConfig) -> str | None:
     """The largest k/d whose streams take no more bytes on this wire than bf16 at `ratio`, both ways together;
     None where not even one dimension does."""
@@ -42,5 +51,5 @@ def fitting(wire: str, ratio: Fraction, model: ModelConfig) -> str | None:
         return sum(stream_bytes(wire, 1, model.context, dim, centred) for centred in (True, False))
 
     fits = [dim for dim in range(1, model.width + 1) if taken(dim) <= allowed]
-    whole = [dim for dim in fits if dim % GROUP == 0]
-    return str(Fraction(max(whole or fits), model.width)) if fits else None
+    most = max(fits, default=0)
+    return str(Fraction(most - (most % GROUP if most >= WIDE else 0), model.width)) if fits else None

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from experiments import lines as results
 from experiments import work
+from experiments.catalog import tables_of
 from experiments.fullsize import NAME as FULLSIZE
 from experiments.fullsize import SCALES as FULLSIZES
-from experiments.tables import DEFAULT_SCALE, SCALES, Scale, pick_scale, tables_of
+from experiments.tables import DEFAULT_SCALE, SCALES, Scale, pick_scale
 from isthmus.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         "tables",
         nargs="*",
         metavar="TABLE",
-        help="1 to 5, 1-star, tune, aggregation, h, values, finish or all; or 178m",
+        help="one of the tables below, or all; or 178m",
     )
     parser.add_argument("--corpus", metavar="DIR", help="a folder made by `isthmus data prepare`")
     parser.add_argument("--scale", metavar="NAME", help=f"default {DEFAULT_SCALE}")
@@ -159,7 +160,7 @@ def list_runs(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
         print(json.dumps({"runs": entries, "there": len(runs) - len(todo), "seconds": round(seconds)}))
         return 0
     for run in todo:
-        print(f"{run.table:12} {run.row.name:20} seed {run.seed}  {run.tokens / 1e6:6.1f} Mtok  {run.digest}")
+        print(f"{run.table:12} {run.row.name:28} seed {run.seed}  {run.tokens / 1e6:6.1f} Mtok  {run.digest}")
     assumed = f"all together, and {scale.round_seconds:g} s an exchange, both assumed"
     graphs = len({run.signature for run in todo})
     rate = f"{each / 1e6:.2f} Mtok/s, {'a worker, as measured' if measured else assumed}"
@@ -178,7 +179,7 @@ def fingerprint(corpus: str) -> str:
 
 
 def run_tables(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
-    """The tune table first, where it is among them: the others take their learning rates from it."""
+    """The tune tables first, where they are among them: the others take their learning rates from them."""
     import time
 
     from experiments.runner import Outcome, Runner, find_commit
@@ -190,7 +191,8 @@ def run_tables(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
     commit, seeds, began = find_commit(args.commit), seeds_of(args.seeds), time.monotonic()
     device = str(pick_device(args.device))
     total = Outcome()
-    phases = [[t for t in tables if t.name == "tune"], [t for t in tables if t.name != "tune"]]
+    tune = [table for table in tables if table.name.startswith("tune")]
+    phases = [tune, [table for table in tables if table not in tune]]
     for phase in filter(None, phases):
         lines = results.read(args.results, scale)
         names = {shown.row for table in phase for shown in table.shown}

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from experiments.catalog import rows_of
 from experiments.lines import Line, digest, tuned_lrs
-from experiments.tables import Row, Scale, recipe_of, rows_of, rung
+from experiments.tables import VIEWS, Row, Scale, recipe_of, rung
 from isthmus.errors import ConfigError
 
-VIEWS = ("full", "pipelined", "mixed")
 # Student's t, two-sided 95 %, by degrees of freedom: two standard errors are too few for three seeds.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 

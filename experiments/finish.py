@@ -4,7 +4,8 @@ Standard library only.
 """
 
 from experiments.estimates import Book, Estimate
-from experiments.tables import finish_name, finishes, rung
+from experiments.paper import finish_name, finishes
+from experiments.tables import rung
 from isthmus.errors import ConfigError
 
 HEAD = (

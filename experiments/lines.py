@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.tables import Scale, recipe_of, rows_of
+from experiments.catalog import rows_of, tune_name
+from experiments.tables import Scale, recipe_of
 from isthmus.config import Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
 
@@ -114,7 +115,7 @@ def tuned_lrs(scale: Scale, lines: Sequence[Line]) -> dict[str, float]:
     for method, lrs in scale.lrs.items():
         tried = {}
         for lr in lrs:
-            row = rows[f"{method}-lr-{lr:g}"]
+            row = rows[tune_name(method, lr)]
             recipe = recipe_of(row, scale, row.seeds[0], "", scale.lr)
             tried[lr] = losses.get((recipe.seed, digest(recipe)))
         if None not in tried.values() and min(tried.values()) < float("inf"):

@@ -8,7 +8,10 @@ from typing import Any
 from experiments.estimates import VIEWS, Book
 from experiments.finish import finishing_tokens, price
 from experiments.lines import Line
-from experiments.tables import PAPER_LADDER, finish_name, finishes, rung
+from experiments.paper import PAPER_LADDER, finish_name, finishes
+from experiments.search import FRONTIER, STEMS, frontier
+from experiments.search_page import best
+from experiments.tables import rung
 from isthmus.page.plot import COLOURS, FAINT, INK, SOFT
 
 FLEETS = (("pp", "all compressed"), ("het", "half compressed"))
@@ -20,7 +23,7 @@ def draw_all(book: Book, folder: Path, fullsize: Mapping[str, Line] | None = Non
 
     matplotlib.use("Agg")
     drawn = []
-    plots = {"curves": _curves, "ladder": _ladder, "h": _by_h, "finish": _finish}
+    plots = {"curves": _curves, "ladder": _ladder, "h": _by_h, "finish": _finish, "frontier": _frontier}
     for name, draw in (plots | {"178m": lambda book: _fullsize(fullsize or {})}).items():
         # Text stays text, ids hash to the same names, and no date: the file depends on the numbers alone.
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "isthmus"}):
@@ -140,6 +143,29 @@ def _finish(book: Book) -> Any:
         axes.axhline(0, linestyle=":", color=SOFT, linewidth=1.3, label="compressed to the end")
         axes.set_xlabel("M tokens in finishing rounds", color=SOFT, fontsize=9)
         _legend(axes)
+    return figure
+
+
+def _frontier(book: Book) -> Any:
+    """The price of compressing everything by bytes between stages, each against its own baseline."""
+    ways = ("the paper: bf16 in k/d, AdamW", "few bits, AdamW", "bf16 in k/d, Muon", "few bits, Muon")
+    points: dict[str, list[Any]] = {way: [] for way in ways}
+    for factor in FRONTIER:
+        names: list[str | None] = []
+        for stem in STEMS:
+            first, *few = frontier(book.scale, stem, factor) or [None]
+            names += [first, best(book, [name for name in few if name])]
+        for way, name in zip(ways, names, strict=True):
+            points[way].append(book.gap(name, "mixed") if name else None)
+    if not any(points["few bits, Muon"]) and not any(points["few bits, AdamW"]):
+        return None
+    figure, (axes,) = _panels(1, ["all compressed"], "% above the same, uncompressed")
+    xs = list(range(len(FRONTIER)))
+    for at, way in enumerate(ways):
+        _points(axes, xs, points[way], COLOURS[at], way)
+    axes.set_xticks(xs, [f"{factor} x" for factor in FRONTIER])
+    axes.set_xlabel("fewer bytes between stages", color=SOFT, fontsize=9)
+    _legend(axes)
     return figure
 
 

@@ -2,22 +2,24 @@
 
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
-{{seeds ROW}}, {{setup}}, {{speed}}, {{runs}} and {{178m table|claim|facts|setup}}; VIEW is full, pipelined
-or mixed, ROW may be pp-last or het-last: the steepest rung of the ladder. What follows the line {{results}}
-is left out as long as there is no result.
+{{seeds ROW}}, {{setup}}, {{speed}}, {{runs}}, {{frontier}}, {{claims}} and
+{{178m table|claim|facts|setup}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the
+steepest rung of the ladder. What follows the line {{results}} is left out as long as there is no result.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from experiments.estimates import VIEWS, Book, Estimate
+from experiments.catalog import tables_of
+from experiments.estimates import Book, Estimate
 from experiments.finish import enough, finish_table
 from experiments.fullsize import NAME as FULLSIZE
 from experiments.fullsize import read_fullsize, shown_lines
 from experiments.fullsize_page import fullsize_claim, fullsize_facts, fullsize_setup, fullsize_table
 from experiments.lines import Line, read
-from experiments.tables import LADDER, Scale, Shown, tables_of
+from experiments.search_page import BYTES, bytes_of, claims, frontier_table
+from experiments.tables import LADDER, Scale, Shown, Table
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
 
@@ -77,6 +79,8 @@ def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> st
         "setup": lambda: setup(book),
         "speed": lambda: speed(book),
         "runs": lambda: runs_of(book),
+        "frontier": lambda: frontier_table(book),
+        "claims": lambda: claims(book),
         FULLSIZE: lambda part: FULLSIZE_PARTS[part](fullsize),
     }
     try:
@@ -100,14 +104,17 @@ def table_of(name: str, book: Book) -> str:
     tables = tables_of(book.scale)
     if name not in tables:
         raise ConfigError(f'there is no table "{name}"; there are {", ".join(tables)}')
-    shown = tables[name].shown
-    paper = any(entry.paper for entry in shown)
-    gaps = any(book.row(entry.row).against not in ("", entry.row) for entry in shown)
+    table = tables[name]
+    paper = any(entry.paper for entry in table.shown)
+    gaps = any(book.row(entry.row).against not in ("", entry.row) for entry in table.shown)
     head = ["configuration", *(["paper, 512M", "Δ"] * paper)]
-    for view in VIEWS:
+    for view in table.views:
         head += [view, *(["Δ"] * gaps)]
-    rows = [[*head, "tokens", "seeds"], ["---", *["---:"] * (len(head) + 1)]]
-    rows += [_cells(entry, book, paper, gaps) for entry in shown]
+    if table.beside:
+        head.append(f"{table.views[-1]}, against {book.row(table.beside).title}")
+    head += [*(BYTES * table.bytes), "tokens", "seeds"]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    rows += [_cells(entry, table, book, paper, gaps) for entry in table.shown]
     lines = ["| " + " | ".join(cells) + " |" for cells in rows]
     missing = [ratio for ratio in LADDER if ratio not in book.scale.ladder()]
     if name == "2" and missing:
@@ -116,7 +123,7 @@ def table_of(name: str, book: Book) -> str:
     return "\n".join(lines)
 
 
-def _cells(entry: Shown, book: Book, paper: bool, gaps: bool) -> list[str]:
+def _cells(entry: Shown, table: Table, book: Book, paper: bool, gaps: bool) -> list[str]:
     row = book.row(entry.row)
     small = f" (178M: {entry.paper_178m:.2f})" if entry.paper_178m else ""
     cells = [row.title]
@@ -125,10 +132,16 @@ def _cells(entry: Shown, book: Book, paper: bool, gaps: bool) -> list[str]:
                   f"+{entry.paper_gap:.1f} %" if entry.paper_gap is not None else ""]  # fmt: skip
     finished, failed = book.finished(entry.row), book.failed(entry.row)
     if not finished:
-        return [*cells, "diverged" if failed else "not run", *[""] * (7 if gaps else 4)]
-    for view in VIEWS:
-        gap = book.gap(entry.row, view)
+        rest = len(table.views) * (1 + gaps) + bool(table.beside) + 1
+        sent = bytes_of(book.recipe(entry.row)) if table.bytes else []
+        return [*cells, "diverged" if failed else "not run", *[""] * (rest - 2), *sent, "", ""]
+    for view in table.views:
+        gap = book.gap(entry.row, view, table.against or None)
         cells += [_text(book.loss(entry.row, view), 3), *([gap.text(2, "+", " %") if gap else ""] * gaps)]
+    if table.beside:
+        gap = book.gap(entry.row, table.views[-1], table.beside)
+        cells.append(gap.text(2, "+", " %") if gap else "")
+    cells += bytes_of(book.recipe(entry.row)) if table.bytes else []
     seeds = f"{len(finished)}" + (f", {failed} more diverged" if failed else "")
     return [*cells, f"{finished[0]['tokens'] / 1e6:.1f} M", seeds]
 

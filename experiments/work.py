@@ -5,8 +5,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from experiments.catalog import home_of, rows_of, tables_of
 from experiments.lines import Line, digest, identity, tuned_lrs
-from experiments.tables import Row, Scale, Table, home_of, recipe_of, rows_of, tables_of
+from experiments.tables import Row, Scale, Table, recipe_of
 from isthmus.config import FinishConfig, Recipe
 from isthmus.errors import ConfigError
 
@@ -36,9 +37,12 @@ class Run:
     def signature(self) -> tuple:
         """Equal for two runs that share the compiled function of their inner steps."""
         r = self.recipe
-        fleet = tuple((x.count, x.stages, x.compressed and x.subspace_dim(r.model.width)) for x in r.replicas)
+        fleet = tuple(
+            (x.count, x.stages, x.compressed and x.subspace_dim(r.model.width), x.wire) for x in r.replicas
+        )
         finishes = r.finish.rounds > 0  # a second function, whose boundaries open
-        return (r.outer.method == "adamw", r.inner.batch, *r.model.shapes().values(), fleet, finishes)
+        kind = (r.outer.method == "adamw", r.inner.optimizer, r.inner.batch, finishes)
+        return (*kind, *r.model.shapes().values(), fleet)
 
     def __str__(self) -> str:
         return f"{self.row.name} seed {self.seed}"

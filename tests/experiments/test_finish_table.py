@@ -5,11 +5,13 @@ import torch
 from result_lines import line as fabricated_line
 
 from experiments import trial
+from experiments.catalog import rows_of
 from experiments.estimates import Book
 from experiments.finish import enough
+from experiments.paper import finishes
 from experiments.plots import draw_all
 from experiments.render import render
-from experiments.tables import finishes, pick_scale, recipe_of, rows_of
+from experiments.tables import pick_scale, recipe_of
 from experiments.trial import run_trial, run_trials
 from experiments.work import all_runs, jobs_of, pick_tables
 from isthmus.config import dump_recipe, parse_recipe

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.catalog import rows_of
 from experiments.lines import append, read
-from experiments.tables import pick_scale, recipe_of, rows_of
+from experiments.tables import pick_scale, recipe_of
 from isthmus.cli.main import main
 from isthmus.config import parse_recipe
 from isthmus.simulator.run import simulate
@@ -121,7 +122,10 @@ def test_a_dry_run_lists_what_is_missing_and_its_time(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "give a table: tune, 1, 4, 2, 3, 5, aggregation, h, values, 1-star, finish or all; or --render"),
+        (
+            [],
+            "give a table: tune, tune-more, 1, 4, 2, 3, 5, aggregation, h, values, 1-star, finish, recomm",
+        ),
         (["6", "--corpus", "x"], 'there is no table "6"'),
         (["1"], "--corpus is missing"),
         (["1", "--corpus", "nowhere"], "isthmus data prepare"),

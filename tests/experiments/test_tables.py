@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.catalog import home_of, rows_of, tables_of
 from experiments.lines import digest
-from experiments.tables import SCALES, home_of, pick_scale, recipe_of, rows_of, tables_of
+from experiments.tables import SCALES, pick_scale, recipe_of
 from experiments.work import all_runs, jobs_of, next_job, pick_tables
 from isthmus.config import load_recipe
 
@@ -61,7 +62,8 @@ def test_the_small_scale_is_of_ten_to_twenty_million_parameters_and_a_hundred_ro
 
 def test_a_digest_is_of_what_is_computed_and_not_of_name_seed_or_place():
     rows = rows_of(SCALE)
-    tuned = [row for row in rows.values() if row.tuned]
+    # What is recommended may be a row of the search, too: one run.
+    tuned = [row for row in rows.values() if row.tuned and not row.name.startswith("recommended")]
     digests = {row.name: digest(recipe_of(row, SCALE, 0, "a/", SCALE.lr)) for row in tuned}
     assert len(set(digests.values())) == len(tuned)
     again = recipe_of(rows["het-8"], SCALE, 5, "b/", SCALE.lr)

@@ -1,7 +1,8 @@
 """Lines of results that no machine ran, for tests of what is made of them."""
 
+from experiments.catalog import rows_of
 from experiments.lines import digest
-from experiments.tables import recipe_of, rows_of
+from experiments.tables import recipe_of
 from isthmus.config import dump_recipe
 
 
