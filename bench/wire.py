@@ -2,28 +2,35 @@
 
     python bench/wire.py [--size 178m] [--stages 4] [--rows 4] [--dim 256] [--wires int8 int4] [--turns 20]
 
-A middle stage of `--stages` takes a micro-batch of `--rows` sequences forward and back; its own links carry
-bf16, so no codec is counted as compute. Each figure is the median of `--turns` turns: `device` is the work
-itself, recorded and launched as one graph; `launched` is the same from Python, one call after another, which
-a stage hides behind its compute as far as the host runs ahead. `all` are the four things that a middle stage
-does with a micro-batch: decode and encode, forward and back. On a CPU it is only tried out.
+A middle stage of `--stages`, compiled, takes a micro-batch of `--rows` sequences forward and back. That is
+its compute where links carry bf16, so that no codec is counted. Figures are medians of `--turns` turns:
+
+    device    the work alone: recorded, and launched as one graph; of the compute, the sum of its kernels
+    launched  from Python, one call after another; a stage hides this as far as the host runs ahead
+    stage     the whole micro-batch with this wire on both sides, and what that is over bf16's
+
+`all` is what a middle stage does with a micro-batch: decode and encode, forward and back. On a CPU the bench
+is only tried out.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from isthmus import gpu
 from isthmus.config import Recipe, parse_recipe
 from isthmus.layout.wire import INT_BITS
 from isthmus.replica.stage import Stage
-from isthmus.subspace.wire import IntWire, wire_of
+from isthmus.subspace.wire import IntWire
 
 RECIPE = """
 name = "bench"
@@ -46,11 +53,12 @@ PARTS = ("encode forward", "decode forward", "encode backward", "decode backward
 Work = Callable[[], object]
 
 
+@dataclass(frozen=True)
 class Timer:
     """Microseconds of one call."""
 
-    def __init__(self, device: torch.device, turns: int) -> None:
-        self.device, self.turns = device, turns
+    device: torch.device
+    turns: int
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -71,79 +79,89 @@ class Timer:
         work()
         return self._median(lambda: [work() for _ in range(calls)], calls)
 
-    def on_device(self, work: Work) -> float | None:
-        """None where there is no GPU, or where the work cannot be recorded."""
+    def on_device(self, work: Work) -> float:
         if self.device.type != "cuda":
-            return None
+            return float("nan")
         work()
         self._wait()
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                for _ in range(CALLS):
-                    work()
-        except RuntimeError as error:
-            print(f"  (no graph: {str(error).splitlines()[0]})")
-            return None
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS):
+                work()
         return self._median(graph.replay, CALLS)
 
+    def kernels(self, work: Work) -> float:
+        """The sum of the kernels' own times."""
+        if self.device.type != "cuda":
+            return float("nan")
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(5):
+                work()
+            self._wait()
+        rows: Any = seen.key_averages()
+        return sum(row.self_device_time_total for row in rows) / 5
 
-@contextmanager
-def without_kernels() -> Iterator[None]:
-    with patch.object(gpu, "usable", lambda device: False):
-        yield
 
-
-def compute(recipe: Recipe, device: torch.device, compiled: bool, timer: Timer) -> float:
-    """Microseconds of a middle stage's forward and backward."""
+def micro_batch(recipe: Recipe, wire: str, device: torch.device) -> Work:
+    """A middle stage's forward and backward, with this wire on both sides."""
     member = recipe.fleet()[0]
-    precision = "bf16" if device.type == "cuda" else "fp32"
+    precision, compiled = ("bf16", True) if device.type == "cuda" else ("fp32", False)
     stage = Stage(recipe, member, 1, device=device, precision=precision, compiled=compiled)
-    shape, dtype = stage.frames()[0][0].shape, torch.bfloat16
-    z, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    shape = stage.frames()[0][0].shape
+    z, grad = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+    if wire != "bf16":
+        stage.wire = IntWire(wire)
+        z, grad = stage.wire.encode(z, True), stage.wire.encode(grad, False)
     ids = torch.randint(recipe.model.vocab, (shape[0], shape[1] + 1), device=device)
 
-    def micro_batch() -> None:
+    def work() -> None:
         stage.begin_step()
         stage.forward(0, ids, z)
         stage.backward(0, grad)
 
-    return timer.launched(micro_batch, 5)
+    return work
 
 
-def parts_of(wire: IntWire, z: Tensor, grad: Tensor, compiled: bool) -> dict[str, Work]:
-    shape = tuple(z.shape)
-    assert len(shape) == 3
+def parts_of(wire: IntWire, z: Tensor, grad: Tensor, compiled: bool) -> list[Work]:
+    rows, length, dim = z.shape
+    shape = (rows, length, dim)
     encode: Callable[..., object] = wire.encode
     decode: Callable[..., object] = wire.decode
     if compiled:
         encode, decode = torch.compile(encode, dynamic=False), torch.compile(decode, dynamic=False)
-    with torch.no_grad():
-        sent, back = wire.encode(z, True), wire.encode(grad, False)
-    return {
-        "encode forward": lambda: encode(z, True),
-        "decode forward": lambda: decode(sent, shape, z.dtype, True),
-        "encode backward": lambda: encode(grad, False),
-        "decode backward": lambda: decode(back, shape, z.dtype, False),
-    }
+    sent, back = wire.encode(z, True), wire.encode(grad, False)
+    return [
+        lambda: encode(z, True),
+        lambda: decode(sent, shape, z.dtype, True),
+        lambda: encode(grad, False),
+        lambda: decode(back, shape, z.dtype, False),
+    ]
 
 
-def line(name: str, device: list[float | None], launched: list[float], whole: float) -> None:
-    cells = "".join(
-        f" {'-' if d is None else f'{d:.1f}':>7} {w:8.1f}" for d, w in zip(device, launched, strict=True)
-    )
-    on = None if None in device else sum(d for d in device if d is not None)
-    total = f"{'-' if on is None else f'{on:.1f}':>7} {'-' if on is None else f'{on / whole:.2%}':>7}"
-    print(f"{name:22}{cells} {total} {sum(launched):8.1f} {sum(launched) / whole:7.2%}", flush=True)
+@dataclass(frozen=True)
+class Bench:
+    timer: Timer
+    recipe: Recipe
+    z: Tensor
+    grad: Tensor
+    on_device: float  # of the compute
+    launched: float
 
-
-@torch.no_grad()
-def measure(
-    name: str, wire: IntWire, z: Tensor, grad: Tensor, whole: float, timer: Timer, compiled: bool
-) -> None:
-    work = parts_of(wire, z, grad, compiled)
-    launched = [timer.launched(work[part]) for part in PARTS]
-    line(name, [timer.on_device(work[part]) for part in PARTS], launched, whole)
+    def line(self, wire: str, kind: str) -> None:
+        hidden = patch.object(gpu, "usable", lambda device: False) if kind == "plain" else nullcontext()
+        with torch.no_grad(), hidden:
+            work = parts_of(IntWire(wire), self.z, self.grad, kind == "torch.compile")
+            times = [(self.timer.on_device(part), self.timer.launched(part)) for part in work]
+        device, launched = (sum(pair[i] for pair in times) for i in (0, 1))
+        cells = "".join(f"{d:8.1f} {w:8.1f}" for d, w in times)
+        cells += (
+            f"{device:8.1f} {device / self.on_device:7.2%} {launched:8.1f} {launched / self.launched:7.2%}"
+        )
+        if kind != "torch.compile":
+            with hidden:
+                stage = self.timer.launched(micro_batch(self.recipe, wire, self.timer.device), 5)
+            cells += f"{stage:9.0f} {stage / self.launched - 1:+7.2%}"
+        print(f"{wire + ' ' + kind:20}{cells}", flush=True)
 
 
 def main() -> None:
@@ -153,40 +171,36 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--width", type=int, default=1024, help="of the model, which --dim is a part of")
-    parser.add_argument("--wires", nargs="+", default=list(INT_BITS), choices=list(INT_BITS))
+    parser.add_argument("--wires", nargs="*", default=list(INT_BITS), choices=list(INT_BITS))
     parser.add_argument(
-        "--compiled-wires", nargs="*", default=[], help="under torch.compile too, which takes long"
+        "--compiled-wires", nargs="*", default=[], help="under torch.compile, which takes long"
     )
     parser.add_argument("--turns", type=int, default=20)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    recipe = parse_recipe(RECIPE.format(**vars(args)))
-    timer = Timer(device, args.turns)
+    recipe, timer = parse_recipe(RECIPE.format(**vars(args))), Timer(device, args.turns)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    shown = f"{args.size}, S = {args.stages}, B = {args.rows}, k = {args.dim}"
+    shown = f"{args.size}, S = {args.stages}, B = {args.rows}, L = {recipe.model.context}, k = {args.dim}"
     print(f"{name}, torch {torch.__version__}; {shown}")
-    plain = compute(recipe, device, False, timer)
-    whole = compute(recipe, device, True, timer) if device.type == "cuda" else plain
+    shape = (args.rows, recipe.model.context, args.dim)
+    z = (torch.randn(shape, device=device) + torch.randn(args.dim, device=device)).bfloat16()
+    grad = 1e-4 * torch.randn(shape, device=device).bfloat16()
+    open_link = micro_batch(recipe, "bf16", device)
+    launched = timer.launched(open_link, 5)
+    bench = Bench(timer, recipe, z, grad, timer.kernels(open_link), launched)
     print(
-        f"a micro-batch's forward and backward: {whole:.0f} us compiled, {plain:.0f} us as it is", flush=True
+        f"a micro-batch's compute: {bench.on_device:.0f} us on the device, {bench.launched:.0f} us launched"
     )
-    shape, dtype = (args.rows, recipe.model.context, args.dim), torch.bfloat16
-    z = (torch.randn(shape, device=device) + torch.randn(args.dim, device=device)).to(dtype)
-    grad = torch.randn(shape, device=device).to(dtype) * 1e-4
     print(
-        f"{'us: device, launched':22}"
-        + "".join(f"{part:>17}" for part in PARTS)
-        + f"{'all: device, launched':>34}"
+        f"{'us: device, launched':20}"
+        + "".join(f"{part:>17}" for part in (*PARTS, "all: device", "launched", "stage"))
     )
-    for wire_name in args.wires:
-        wire = wire_of(wire_name)
-        assert isinstance(wire, IntWire)
-        with without_kernels():
-            measure(f"{wire_name} plain", wire, z, grad, whole, timer, False)
-            if device.type == "cuda" and wire_name in args.compiled_wires:
-                measure(f"{wire_name} torch.compile", wire, z, grad, whole, timer, True)
+    for wire in args.wires:
+        bench.line(wire, "plain")
         if gpu.usable(device):
-            measure(f"{wire_name} kernels", wire, z, grad, whole, timer, False)
+            bench.line(wire, "kernels")
+    for wire in args.compiled_wires:
+        bench.line(wire, "torch.compile")
 
 
 if __name__ == "__main__":

@@ -319,7 +319,7 @@ class _StageStep:
         with self.clock:
             square = self.stage.squared_norm()
         sides = list(self.stage.sound)
-        sound = [self.stage.sound[side].double() for side in sides]
+        sound = [self.stage.sound[side].all().double() for side in sides]
         self.square, loss, *sound = torch.stack(
             [square.double().view(()), self.loss, *sound]
         ).tolist()  # the device is waited for once

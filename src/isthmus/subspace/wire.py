@@ -96,8 +96,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         return codes
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
     shifts = torch.arange(GROUP, device=codes.device) * bits
-    word = (padded.long() << shifts).sum(-1, keepdim=True)  # eight times eight bits fill an int64
-    return word.view(torch.uint8)[..., :bits].flatten(-2)
+    words = (padded.long() << shifts).sum(-1)  # eight times eight bits fill an int64
+    return words.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
 
 
 def unpack_codes(data: Tensor, bits: int) -> Tensor:
@@ -158,26 +158,34 @@ class IntWire:
     def decode(
         self, data: Tensor, shape: tuple[int, int, int], dtype: torch.dtype, centred: bool
     ) -> tuple[Tensor, Tensor]:
-        """The stream, and on the device, without waiting for it, whether we could have sent this frame.
+        """The stream, and whether we could have sent this frame: then all of the second tensor is true. It is
+        on the device, and nothing waits for it.
 
-        Of any other frame it is zero: whoever reads what we make of it must not be blamed.
+        What we could not have sent is read as zero: whoever computes with it must not be blamed.
         """
         kernels = _kernels(data.device, shape, dtype)
         if kernels:
             return kernels.decode(data, shape, dtype, self.bits, centred, fractions(data.device), LARGEST)
         rows, length, dim = shape
+        most = largest_code(self.bits)
         tops, means, steps, packed = data.split(frame_sizes(self.bits, *shape, centred))
-        codes, padding = unpack_codes(packed.view(rows, -1), self.bits).tensor_split([length * dim], 1)
-        top = tops.clone().view(torch.float32)
-        mean = means.clone().view(torch.bfloat16).view(rows, dim) if centred else None
-        sound = ((top >= 0) & (top <= LARGEST)).all() & (padding == 0).all()
-        sound &= (codes <= 2 * largest_code(self.bits)).all()
-        sound = sound if mean is None else sound & (mean.abs() <= LARGEST).all()
-        read = Rounded(self.bits, codes.reshape(shape), steps.view(rows, length), top, mean)
-        return torch.where(sound, read.values(dtype), 0), sound
+        codes, filling = unpack_codes(packed.view(rows, -1), self.bits).tensor_split([length * dim], 1)
+        known = codes <= 2 * most
+        top, small = _checked(tops.clone().view(torch.float32), 0.0)
+        sound, mean = known.all() & small.all() & (filling == 0).all(), None
+        if centred:
+            mean, near = _checked(means.clone().view(torch.bfloat16).view(rows, dim), -LARGEST)
+            sound &= near.all()
+        codes = torch.where(known, codes, most).reshape(shape)
+        return Rounded(self.bits, codes, steps.view(rows, length), top, mean).values(dtype), sound
 
     def carry(self, z: Tensor) -> Tensor:
         return _Carried.apply(z, self.bits)
+
+
+def _checked(x: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    fine = (x >= least) & (x <= LARGEST)  # nan is not
+    return torch.where(fine, x, 0), fine
 
 
 Wire = FloatWire | IntWire

@@ -111,11 +111,11 @@ def largest_kernel(
 
 @triton.jit
 def round_kernel(
-    z, sums, largest, fractions, tops, means, told, out, length, dim, num_words,
+    z, sums, largest, fractions, frame, out, length, dim, num_words, means_at, steps_at,
     TILE: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, BF16: tl.constexpr, TILES: tl.constexpr,
     BITS: tl.constexpr, MOST: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """A tile to its codes, with the frame's tops, means and steps, or to the values that these stand for.
+    """A tile to its codes, with the frame's top, mean and steps, or to the values that these stand for.
 
     HOW `out` takes them: "values"; "words", where a token's codes fill whole words; else "codes", for
     `pack_kernel`.
@@ -144,10 +144,11 @@ def round_kernel(
         _store(out, where, value, there, BF16)
     else:
         token, group = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, GROUPS)
-        tl.store(told + row * length + token, steps.to(tl.uint8), mask=token < length)
+        tl.store(frame + steps_at + row * length + token, steps.to(tl.uint8), mask=token < length)
         if tl.program_id(1) == 0:
-            tl.store(tops + row, top)
+            tl.store(frame.to(tl.pointer_type(tl.float32)) + row, top)
             if PARTS:
+                means = (frame + means_at).to(tl.pointer_type(tl.uint16))
                 at = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
                 tl.store(means + row * dim + at, _to_bf16(mean), mask=at < dim)
         if HOW == "codes":
@@ -169,43 +170,16 @@ def pack_kernel(codes, out, number, num_words, BLOCK: tl.constexpr, BITS: tl.con
 
 
 @triton.jit
-def check_kernel(
-    tops, means, codes, odd, dim, number, num_words, limit,
-    BLOCK: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr, CENTRED: tl.constexpr,
-):  # fmt: skip
-    """Whether some codes of a sequence, its top or its mean are none that are sent, into odd[program]."""
-    row, program, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    block = tl.arange(0, BLOCK)
-    word = program * BLOCK + block
-    code = _load_words(codes, row * num_words + word, word < num_words, BITS)
-    at = word[:, None] * 8 + tl.arange(0, 8)[None, :]
-    found = tl.max(tl.max((code > tl.where(at < number, 2 * MOST, 0)).to(tl.int32), 1), 0)
-    top = tl.load(tops + row)
-    found |= 1 - ((top >= 0) & (top <= limit)).to(tl.int32)
-    if CENTRED:
-        for first in range(program * BLOCK, dim, programs * BLOCK):
-            there = first + block < dim
-            mean = _from_bf16(tl.load(means + row * dim + first + block, mask=there, other=0))
-            found |= 1 - tl.min((tl.abs(mean) <= limit).to(tl.int32), 0)
-    tl.store(odd + row * programs + program, found)
-
-
-@triton.jit
 def decode_kernel(
-    tops, means, told, codes, odd, num_odd, fractions, out, sound, length, dim, num_words,
-    BLOCK: tl.constexpr, ODD: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr, CENTRED: tl.constexpr,
-    WHOLE: tl.constexpr, BF16: tl.constexpr,
+    data, fractions, out, sound, length, dim, num_words, limit, means_at, steps_at, codes_at,
+    BLOCK: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
+    BF16: tl.constexpr,
 ):  # fmt: skip
-    """The values of some words; zero where anything in the frame is odd. WHOLE: no word has two tokens'."""
+    """The values of some words, and whether all that they are made of can have been sent; what cannot is read
+    as zero. WHOLE: no word has codes of two tokens."""
     row = tl.program_id(0).to(tl.int64)
-    flag, found = tl.arange(0, ODD), tl.zeros((ODD,), tl.int32)
-    for first in range(0, num_odd, ODD):
-        found |= tl.load(odd + first + flag, mask=first + flag < num_odd, other=0)
-    fine = tl.max(found, 0) == 0
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(sound, fine.to(tl.uint8))
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    code = _load_words(codes, row * num_words + word, word < num_words, BITS).to(tl.float32) - MOST
+    code = _load_words(data + codes_at, row * num_words + word, word < num_words, BITS)
     lane = tl.arange(0, 8)[None, :]
     at = word[:, None] * 8 + lane
     if WHOLE:
@@ -215,8 +189,18 @@ def decode_kernel(
         token = at // dim
         within = at - token * dim
     there = at < length * dim
-    steps = tl.load(told + row * length + token, mask=token < length, other=0)
-    value = code * (tl.load(tops + row) * tl.load(fractions + steps.to(tl.int32)))
+    odd = code > tl.where(there, 2 * MOST, 0)
+    top = tl.load(data.to(tl.pointer_type(tl.float32)) + row)
+    small = (top >= 0) & (top <= limit)
+    steps = tl.load(data + steps_at + row * length + token, mask=token < length, other=0)
+    step = tl.where(small, top, 0.0) * tl.load(fractions + steps.to(tl.int32))
+    value = tl.where(odd, 0.0, code.to(tl.float32) - MOST) * step
     if CENTRED:
-        value += _from_bf16(tl.load(means + row * dim + within, mask=there, other=0))
-    _store(out, row * length * dim + at, tl.where(fine, value, 0.0), there, BF16)
+        means = (data + means_at).to(tl.pointer_type(tl.uint16))
+        mean = _from_bf16(tl.load(means + row * dim + within, mask=there, other=0))
+        far = (tl.abs(mean) <= limit) == 0  # nan too
+        value += tl.where(far, 0.0, mean)
+        odd = odd | far
+    found = tl.max(tl.max(odd.to(tl.int32), 1), 0)
+    tl.store(sound + row * tl.num_programs(1) + tl.program_id(1), (found == 0) & small)
+    _store(out, row * length * dim + at, value, there, BF16)

@@ -1,5 +1,5 @@
-"""Starts the kernels of the few-bit wire: what `wire` does in plain torch, in two or three launches, and in
-one more where K is no multiple of eight.
+"""Starts the kernels of the few-bit wire, which do what `wire` does in plain torch. Encoding takes two
+launches, one more for a mean, and one more where K is no multiple of eight; decoding takes one.
 
 Nothing waits for the device and no shape depends on values, so a CUDA graph can hold it. Only `wire` imports
 this module, because it needs Triton.
@@ -15,7 +15,7 @@ from isthmus.subspace import wire_kernels
 
 ENTRIES = 4096  # of a stream, that one program rounds
 PARTS, TOKENS, WIDTH = 8, 64, 64  # of a sequence; tokens and dimensions that one program sums at a time
-WORDS, ODD = 512, 1024  # that one program reads or writes; flags that it looks at together
+WORDS = 512  # of eight codes, that one program reads or writes
 HALF = {torch.bfloat16: True, torch.float32: False}
 kernels: Any = wire_kernels  # pyright sees functions where Triton makes kernels
 
@@ -38,20 +38,18 @@ def _raw(z: Tensor) -> Tensor:
     return z.view(torch.uint16) if z.dtype == torch.bfloat16 else z
 
 
-class _Frame:
-    """The parts of a frame, as kernels read and write them."""
-
-    def __init__(self, data: Tensor, shape: tuple[int, int, int], bits: int, centred: bool) -> None:
-        tops, means, self.steps, self.codes = data.split(frame_sizes(bits, *shape, centred))
-        self.tops = tops.view(torch.float32)
-        self.means = means.view(torch.uint16) if centred else means
-        self.num_words = len(self.codes) // (shape[0] * bits)  # of a sequence
+def _parts(bits: int, shape: tuple[int, int, int], centred: bool) -> tuple[int, int, int, int, int]:
+    """Of a frame: where its means, steps and codes begin and where it ends, and the words of a sequence."""
+    tops, means, steps, codes = frame_sizes(bits, *shape, centred)
+    steps_at = tops + means
+    return tops, steps_at, steps_at + steps, steps_at + steps + codes, codes // (shape[0] * bits)
 
 
 def _round(
-    z: Tensor, bits: int, centred: bool, fractions: Tensor, how: str, out: Tensor, frame: _Frame | None = None
-) -> None:
-    """The rest of the `frame` is written too, where `out` does not take values."""
+    z: Tensor, bits: int, centred: bool, fractions: Tensor, how: str, out: Tensor, frame: Tensor,
+    means_at: int = 0, steps_at: int = 0,
+) -> None:  # fmt: skip
+    """Into `out`, and the other parts into the frame, unless `out` takes values."""
     length, dim = z.shape[-2:]
     rows, half = z.numel() // (length * dim), HALF[z.dtype]
     groups = _power_of_two(-(-dim // GROUP))
@@ -68,34 +66,34 @@ def _round(
         )  # fmt: skip
     tiles = {"TILE": tile, "GROUPS": groups, "PARTS": PARTS if centred else 0, "BF16": half}
     _run(kernels.largest_kernel, grid, z, sums, largest, length, dim, **tiles)
-    parts = (out, out, out) if frame is None else (frame.tops, frame.means, frame.steps)
     _run(
-        kernels.round_kernel, grid, z, sums, largest, fractions, *parts, out, length, dim,
-        length * dim // GROUP, TILES=_power_of_two(grid[1]), BITS=bits, MOST=2 ** (bits - 1) - 1,
-        HOW=how, **tiles,
+        kernels.round_kernel, grid, z, sums, largest, fractions, frame, out, length, dim,
+        length * dim // GROUP, means_at, steps_at, TILES=_power_of_two(grid[1]), BITS=bits,
+        MOST=2 ** (bits - 1) - 1, HOW=how, **tiles,
     )  # fmt: skip
 
 
 def encode(z: Tensor, bits: int, centred: bool, fractions: Tensor) -> Tensor:
     """z (B, L, K) as the frame that crosses."""
     rows, length, dim = z.shape
-    shape = (rows, length, dim)
-    data = torch.empty(sum(frame_sizes(bits, *shape, centred)), dtype=torch.uint8, device=z.device)
-    frame = _Frame(data, shape, bits, centred)
+    means_at, steps_at, codes_at, end, num_words = _parts(bits, (rows, length, dim), centred)
+    frame = torch.empty(end, dtype=torch.uint8, device=z.device)
+    packed = frame[codes_at:]
     if dim % GROUP == 0:
-        _round(z, bits, centred, fractions, "words", frame.codes, frame)
-        return data
-    codes = torch.empty(shape, dtype=torch.uint8, device=z.device)
-    _round(z, bits, centred, fractions, "codes", codes, frame)
-    grid = (rows, -(-frame.num_words // WORDS))
-    _run(kernels.pack_kernel, grid, codes, frame.codes, length * dim, frame.num_words, BLOCK=WORDS, BITS=bits)
-    return data
+        _round(z, bits, centred, fractions, "words", packed, frame, means_at, steps_at)
+        return frame
+    codes = torch.empty(rows, length, dim, dtype=torch.uint8, device=z.device)
+    _round(z, bits, centred, fractions, "codes", codes, frame, means_at, steps_at)
+    grid = (rows, -(-num_words // WORDS))
+    _run(kernels.pack_kernel, grid, codes, packed, length * dim, num_words, BLOCK=WORDS, BITS=bits)
+    return frame
 
 
 def carried(z: Tensor, bits: int, centred: bool, fractions: Tensor) -> Tensor:
     """z (..., L, K) as the other side reads it."""
     out = torch.empty_like(z, memory_format=torch.contiguous_format)
-    _round(z, bits, centred, fractions, "values", _raw(out))
+    raw = _raw(out)
+    _round(z, bits, centred, fractions, "values", raw, raw)
     return out
 
 
@@ -103,23 +101,17 @@ def decode(
     data: Tensor, shape: tuple[int, int, int], dtype: torch.dtype, bits: int, centred: bool,
     fractions: Tensor, limit: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The stream of a frame, and whether all of it can have been sent."""
+    """The stream of a frame, and of each part of it whether it can have been sent."""
     rows, length, dim = shape
+    means_at, steps_at, codes_at, _, num_words = _parts(bits, shape, centred)
     if not data.is_contiguous() or data.data_ptr() % 4:
         data = data.clone(memory_format=torch.contiguous_format)
-    frame = _Frame(data, shape, bits, centred)
-    grid, num_words = (rows, -(-frame.num_words // WORDS)), frame.num_words
-    odd = torch.empty(grid, dtype=torch.int32, device=data.device)
+    grid = (rows, -(-num_words // WORDS))
     out = torch.empty(shape, dtype=dtype, device=data.device)
-    sound = torch.empty((), dtype=torch.bool, device=data.device)
-    how = {"BLOCK": WORDS, "BITS": bits, "MOST": 2 ** (bits - 1) - 1, "CENTRED": centred}
+    sound = torch.empty(grid, dtype=torch.bool, device=data.device)
     _run(
-        kernels.check_kernel, grid, frame.tops, frame.means, frame.codes, odd, dim, length * dim, num_words,
-        limit, **how,
-    )  # fmt: skip
-    _run(
-        kernels.decode_kernel, grid, frame.tops, frame.means, frame.steps, frame.codes, odd, odd.numel(),
-        fractions, _raw(out), sound.view(torch.uint8), length, dim, num_words,
-        ODD=min(ODD, _power_of_two(odd.numel())), WHOLE=dim % GROUP == 0, BF16=HALF[dtype], **how,
+        kernels.decode_kernel, grid, data, fractions, _raw(out), sound, length, dim, num_words, limit,
+        means_at, steps_at, codes_at, BLOCK=WORDS, BITS=bits, MOST=2 ** (bits - 1) - 1, CENTRED=centred,
+        WHOLE=dim % GROUP == 0, BF16=HALF[dtype],
     )  # fmt: skip
     return out, sound
