@@ -7,6 +7,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,15 @@ import servers
 from small_recipes import pipelined, recipe_text, replicas
 
 from isthmus.cli.main import main
+from isthmus.config import parse_recipe
+from isthmus.errors import ConfigError
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.trust import load_signer, new_secret
 from isthmus.runtime import agent
+from isthmus.runtime.addresses import Places
+from isthmus.runtime.launcher import check_backend
+from isthmus.runtime.process import LauncherConfig
 from isthmus.store.objects import open_store
 
 RECIPE = recipe_text(
@@ -102,7 +108,7 @@ PLAIN = {
     "init: a file": (("init", "r.toml", "r.toml", "--keys", "k"), "is a file; the store needs a folder"),
     "join: wrong URL": (("join", "s4://x/y", "--replica", "rack"), "is not a store"),
     "join: no run": (("join", "empty", "--replica", "rack"), "there is no run in this bucket; create one"),
-    "join: no name": (("join", "bucket"), "required: --replica"),
+    "join: no name": (("join", "bucket"), "give --replica NAME"),
     "join: unknown replica": ((*JOIN, "bob"), 'there is no replica "bob" in this run; there is rack, edge'),
     "join: missing key": ((*JOIN, "rack", "--key", "gone.key"), "no key for replica rack at gone.key"),
     "join: key a folder": ((*JOIN, "rack", "--key", "keys"), "is not a key of `isthmus init`"),
@@ -117,9 +123,18 @@ PLAIN = {
     "join: stage -1": ((*JOIN, "edge", "--stage", "-1", "--master", "127.0.0.1:9"), "there is no stage -1"),
     "join: no number": ((*JOIN, "edge", "--stage", "one"), "invalid int value"),
     "join: no master": ((*JOIN, "edge", "--stage", "1"), "--stage needs --master HOST:PORT"),
-    "join: a public master": (
-        (*JOIN, "edge", "--stage", "0", "--master", "8.8.8.8:29500"),
-        "inside a WireGuard tunnel, or pass --trust-network",
+    "join: a relay and a master": (
+        (*JOIN, "edge", "--stage", "0", "--master", "10.0.0.2:29500", "--relay", "10.0.0.3:29520"),
+        "--relay takes the place of --master",
+    ),
+    "join: a relay in the clear": (
+        (*JOIN, "edge", "--stage", "0", "--relay", "10.0.0.3:29520", "--trust-network"),
+        "drop --master and --trust-network, or --relay",
+    ),
+    "join: a relay and no stage": ((*JOIN, "edge", "--relay", "10.0.0.3:29520"), "--relay is for stages on"),
+    "join: no relay": (
+        (*JOIN, "edge", "--stage", "0", "--relay", "10.0.0.3"),
+        '--relay is "10.0.0.3"; write HOST:PORT',
     ),
     "join: no machine": (
         (*JOIN, "edge", "--stage", "0", "--master", "0.0.0.0:29500"),
@@ -219,14 +234,37 @@ def test_a_name_taken_by_a_live_member_is_refused_until_it_has_gone(
     assert started == ["edge", "rack"]
 
 
-def test_a_public_master_is_taken_where_the_network_is_trusted(
-    here: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("where", "secured", "at"),
+    [
+        (["--master", "8.8.8.8:29500"], True, "8.8.8.8:29500"),
+        (["--master", "10.0.0.2:29500"], True, "10.0.0.2:29500"),
+        (["--master", "10.0.0.2:29500", "--trust-network"], False, "10.0.0.2:29500"),
+        (["--master", "localhost:29500"], False, "127.0.0.1:29500"),
+        (["--relay", "localhost:29520"], True, "relay 127.0.0.1:29520"),
+    ],
+)
+def test_links_are_secured_unless_stage_0_is_on_this_machine_or_the_network_is_trusted(
+    where: list[str], secured: bool, at: str, here: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ):
-    started: list[str] = []
-    monkeypatch.setattr(agent, "run_agent", lambda config, workers, host, *rest: started.append(host) or 0)
-    command = (*JOIN, "edge", "--stage", "0", "--master", "8.8.8.8:29500", "--trust-network")
-    assert said(*command)[0] == 0
-    assert started == ["8.8.8.8"]
+    started: list[tuple[bool, str]] = []
+
+    def start(config: LauncherConfig, workers: int, places: Places, *rest: object) -> int:
+        started.append((config.secured, str(places.master)))
+        return 0
+
+    monkeypatch.setattr(agent, "run_agent", start)
+    assert said(*JOIN, "edge", "--stage", "0", *where)[0] == 0
+    assert started == [(secured, at)]
+
+
+def test_nccl_between_machines_needs_a_network_that_is_trusted():
+    member = parse_recipe(RECIPE).fleet()[-1]
+    member = replace(member, config=replace(member.config, backend="nccl"))
+    config = LauncherConfig(url="", replica="edge", stage=0)
+    check_backend(config, member)
+    with pytest.raises(ConfigError, match="neither encrypts nor authenticates between machines"):
+        check_backend(replace(config, secured=True), member)
 
 
 def test_init_says_what_to_type_next_and_keeps_secrets_to_itself(tmp_path: Path, said: Said, monkeypatch):

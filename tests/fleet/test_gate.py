@@ -20,20 +20,22 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from isthmus.errors import Unreachable, passes
 from isthmus.protocol.trust import Signer
 from isthmus.runtime import gate as gates
-from isthmus.runtime.gate import LOOPBACK, Gate, NotYet, RareNotes, Way, enter, knock
+from isthmus.runtime.addresses import Address
+from isthmus.runtime.gate import LOOPBACK, Gate, NotYet, Way, enter, knock
 from isthmus.runtime.handshake import (
     ANSWER_BYTES,
     HELLO,
     LAUNCHERS,
     LINK,
-    SIGNATURE_BYTES,
     WORKERS,
     Credentials,
     Guest,
     Purpose,
     Stranger,
 )
+from isthmus.runtime.rare_notes import LOG_SECONDS, RareNotes
 from isthmus.runtime.rendezvous import StageRendezvous, free_port
+from isthmus.runtime.splice import shut
 
 HOLDER = Credentials("run", Signer("edge", b"k" * 32))
 STRANGER = Credentials("run", Signer("edge", b"x" * 32))
@@ -94,7 +96,7 @@ def echo(stack) -> Echo:
 
 @pytest.fixture
 def gate(stack, echo, said) -> Gate:
-    gate = Gate(LOOPBACK, 0, HOLDER, said.append, Clock())
+    gate = Gate(Address(LOOPBACK, 0), HOLDER, said.append, Clock())
     stack.callback(gate.close)
     gate.lead(LAUNCHERS, echo.port)
     return gate
@@ -127,26 +129,26 @@ def until(happened: Callable[[], object]) -> None:
 
 
 def works(gate: Gate, words: bytes = b"hello") -> bool:
-    with enter(LOOPBACK, gate.port, HOLDER, FIRST, WAIT_SECONDS) as link:
+    with enter(gate.place, HOLDER, FIRST, WAIT_SECONDS) as link:
         link.sendall(words)
         return heard(link, len(words)) == words
 
 
 def test_whoever_holds_the_key_is_joined_and_bytes_pass_both_ways_as_they_are(gate):
     noise = os.urandom(2**20)
-    with enter(LOOPBACK, gate.port, HOLDER, FIRST, WAIT_SECONDS) as link:
+    with enter(gate.place, HOLDER, FIRST, WAIT_SECONDS) as link:
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(link.sendall, noise)
             assert heard(link, len(noise)) == noise
             sending.result()
-        link.shutdown(socket.SHUT_WR)
+        shut(link, socket.SHUT_WR)
         assert closed(link)  # an end travels, there and back
 
 
 def test_a_stranger_with_another_key_reaches_nothing(gate, echo, said):
     with pytest.raises(Stranger):
-        enter(LOOPBACK, gate.port, STRANGER, FIRST, WAIT_SECONDS)
-    with connect(gate.port) as link:  # one that does not care who the gate is
+        enter(gate.place, STRANGER, FIRST, WAIT_SECONDS)
+    with connect(gate.place.port) as link:  # one that does not care who the gate is
         guest = Guest(STRANGER, FIRST)
         link.sendall(guest.hello)
         answer = heard(link, ANSWER_BYTES)
@@ -157,37 +159,44 @@ def test_a_stranger_with_another_key_reaches_nothing(gate, echo, said):
     assert works(gate)
 
 
-def recorded(gate: Gate) -> list[bytes]:
-    """What a holder of the key sends, as somebody on the way hears it."""
+def recorded(gate: Gate) -> bytes:
+    """What a holder of the key sends, as somebody on the way hears it, from the hello to its last word."""
     words: list[bytes] = []
-    with socket.create_server((LOOPBACK, 0)) as tap, ThreadPoolExecutor(1) as pool:
-        entering = pool.submit(enter, LOOPBACK, tap.getsockname()[1], HOLDER, FIRST, WAIT_SECONDS)
+
+    def carry(source: socket.socket, sink: socket.socket, keep: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(2**16):
+                if keep:
+                    words.append(data)
+                sink.sendall(data)
+        shut(sink, socket.SHUT_RDWR)
+
+    with socket.create_server((LOOPBACK, 0)) as tap, ThreadPoolExecutor(3) as pool:
+        entering = pool.submit(enter, Address(*tap.getsockname()), HOLDER, FIRST, WAIT_SECONDS)
         near, _ = tap.accept()
-        with near, connect(gate.port) as far:
-            words.append(heard(near, HELLO.size))
-            far.sendall(words[0])
-            near.sendall(heard(far, ANSWER_BYTES))
-            words.append(heard(near, SIGNATURE_BYTES))
-            far.sendall(words[1])
-            near.sendall(heard(far, 1))
-            far.sendall(b"x")
-            assert heard(far, 1) == b"x"  # the store has it, and has counted it
-        entering.result().close()
-    return words
+        with near, connect(gate.place.port) as far:
+            for source, sink in ((near, far), (far, near)):
+                pool.submit(carry, source, sink, source is near)
+            with entering.result() as link:
+                link.sendall(b"secret")
+                assert heard(link, 6) == b"secret"  # the store has it, and has counted it
+            pool.shutdown()
+    return b"".join(words)
 
 
 def test_a_recorded_handshake_does_not_open_the_gate_again(gate, echo):
-    hello, proof = recorded(gate)
-    with connect(gate.port) as link:
-        link.sendall(hello)
+    words = recorded(gate)
+    assert b"secret" not in words
+    with connect(gate.place.port) as link:
+        link.sendall(words[: HELLO.size])
         heard(link, ANSWER_BYTES)
-        link.sendall(proof)
+        link.sendall(words[HELLO.size :])
         assert closed(link)
     assert echo.accepted == 1
 
 
 def test_what_the_gate_says_does_not_open_it(gate, echo):
-    with connect(gate.port) as link:
+    with connect(gate.place.port) as link:
         link.sendall(Guest(STRANGER, FIRST).hello)
         answer = heard(link, ANSWER_BYTES)
         link.sendall(answer[32:])
@@ -197,10 +206,10 @@ def test_what_the_gate_says_does_not_open_it(gate, echo):
 
 @pytest.mark.parametrize(
     "words",
-    [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, os.urandom(2**20), bytes(2**20), b"isthmus-stages/1" * 4],
+    [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, os.urandom(2**20), bytes(2**20), b"isthmus-stages/2" * 4],
 )
 def test_junk_of_any_size_is_turned_away_and_the_next_one_served(gate, echo, words):
-    with connect(gate.port) as link:
+    with connect(gate.place.port) as link:
         with suppress(ConnectionError):
             link.sendall(words)
             link.sendall(words)
@@ -213,7 +222,7 @@ def test_junk_of_any_size_is_turned_away_and_the_next_one_served(gate, echo, wor
 
 def test_a_client_of_torchs_store_gets_no_answer(gate):
     with pytest.raises(RuntimeError):
-        TCPStore(LOOPBACK, gate.port, None, False, timedelta(seconds=1), wait_for_workers=False)
+        TCPStore(LOOPBACK, gate.place.port, None, False, timedelta(seconds=1), wait_for_workers=False)
     assert works(gate)
 
 
@@ -222,14 +231,14 @@ def test_a_client_of_torchs_store_gets_no_answer(gate):
 )
 def test_a_purpose_or_generation_that_is_not_open_leads_nowhere(gate, echo, purpose):
     with pytest.raises(NotYet):
-        enter(LOOPBACK, gate.port, HOLDER, purpose, WAIT_SECONDS)
+        enter(gate.place, HOLDER, purpose, WAIT_SECONDS)
     assert echo.accepted == 0
 
 
 @pytest.mark.parametrize("part", [b"", b"isth", "hello"], ids=["silent", "slow", "half open"])
 def test_a_guest_that_proves_nothing_in_time_is_cut_off(gate, part):
     """However it spreads its bytes; the clock is ours."""
-    with connect(gate.port) as link:
+    with connect(gate.place.port) as link:
         if part == "hello":
             link.sendall(Guest(HOLDER, FIRST).hello)
             heard(link, ANSWER_BYTES)
@@ -243,7 +252,7 @@ def test_a_guest_that_proves_nothing_in_time_is_cut_off(gate, part):
 
 
 def test_an_end_in_the_middle_is_turned_away(gate, said):
-    with connect(gate.port) as link:
+    with connect(gate.place.port) as link:
         link.sendall(b"isthmus")
         link.shutdown(socket.SHUT_WR)
         assert closed(link)
@@ -252,18 +261,18 @@ def test_an_end_in_the_middle_is_turned_away(gate, said):
 
 def test_two_hundred_connections_keep_nobody_out(gate, stack, echo):
     for number in range(200):
-        link = stack.enter_context(connect(gate.port))
+        link = stack.enter_context(connect(gate.place.port))
         with suppress(ConnectionError):
-            link.sendall(b"isthmus-stages/1"[: number % 17])
+            link.sendall(b"isthmus-stages/2"[: number % 17])
     assert works(gate)
     assert len(gate.crowd._visits) <= 200
     assert echo.accepted == 1
 
 
 def test_a_crowd_does_not_move_those_who_are_in(gate, stack):
-    link = stack.enter_context(enter(LOOPBACK, gate.port, HOLDER, FIRST, WAIT_SECONDS))
+    link = stack.enter_context(enter(gate.place, HOLDER, FIRST, WAIT_SECONDS))
     for _ in range(100):
-        stack.enter_context(connect(gate.port))
+        stack.enter_context(connect(gate.place.port))
     gate.crowd.clock.now += 3600.0
     link.sendall(b"still here")
     assert heard(link, 10) == b"still here"
@@ -274,13 +283,13 @@ def test_strangers_take_one_line_of_the_log_in_a_minute(said):
     notes = RareNotes(said.append, clock)
     for _ in range(100):
         notes.say("turned away")
-    clock.now += gates.LOG_SECONDS
+    clock.now += LOG_SECONDS
     notes.say("turned away")
     assert said == ["turned away", "turned away (and 99 more since the last such line)"]
 
 
 def test_a_new_store_in_the_place_of_another_cuts_off_the_old_ones_guests(gate, stack):
-    old = enter(LOOPBACK, gate.port, HOLDER, FIRST, WAIT_SECONDS)
+    old = enter(gate.place, HOLDER, FIRST, WAIT_SECONDS)
     old.sendall(b"x")
     assert heard(old, 1) == b"x"
     new = Echo(b"new ")
@@ -288,7 +297,7 @@ def test_a_new_store_in_the_place_of_another_cuts_off_the_old_ones_guests(gate, 
     gate.lead(LAUNCHERS, new.port)
     with old:
         assert closed(old)
-    with enter(LOOPBACK, gate.port, HOLDER, FIRST, WAIT_SECONDS) as link:
+    with enter(gate.place, HOLDER, FIRST, WAIT_SECONDS) as link:
         link.sendall(b"x")
         assert heard(link, 5) == b"new x"
 
@@ -296,9 +305,9 @@ def test_a_new_store_in_the_place_of_another_cuts_off_the_old_ones_guests(gate, 
 def test_the_last_words_of_a_store_arrive_although_the_gate_closes(stack):
     """At the end of a run stage 0's launcher ends first; the others still read its answer."""
     with socket.create_server((LOOPBACK, 0)) as store:
-        gate = Gate(LOOPBACK, 0, HOLDER)
+        gate = Gate(Address(LOOPBACK, 0), HOLDER)
         gate.lead(LAUNCHERS, store.getsockname()[1])
-        link = stack.enter_context(enter(LOOPBACK, gate.port, HOLDER, FIRST, WAIT_SECONDS))
+        link = stack.enter_context(enter(gate.place, HOLDER, FIRST, WAIT_SECONDS))
         serving, _ = store.accept()
         with ThreadPoolExecutor(1) as pool, serving:
             closing = pool.submit(gate.close)
@@ -312,11 +321,11 @@ def test_the_last_words_of_a_store_arrive_although_the_gate_closes(stack):
 
 def test_a_way_waits_for_its_gate_and_leads_through_it(stack, echo):
     port = free_port(LOOPBACK)
-    way = Way(LOOPBACK, port, HOLDER, FIRST)
+    way = Way(Address(LOOPBACK, port), HOLDER, FIRST)
     stack.callback(way.close)
     client = stack.enter_context(connect(way.port))
     client.sendall(b"early")
-    gate = Gate(LOOPBACK, port, HOLDER)
+    gate = Gate(Address(LOOPBACK, port), HOLDER)
     stack.callback(gate.close)
     gate.lead(LAUNCHERS, echo.port)
     assert heard(client, 5) == b"early"
@@ -325,7 +334,7 @@ def test_a_way_waits_for_its_gate_and_leads_through_it(stack, echo):
 def test_a_client_that_hangs_up_before_the_gate_is_there_is_not_led_through(stack, echo, monkeypatch):
     tries = []
     monkeypatch.setattr(gates, "enter", lambda *where: tries.append(where) or refuse())
-    way = Way(LOOPBACK, free_port(LOOPBACK), HOLDER, FIRST)
+    way = Way(Address(LOOPBACK, free_port(LOOPBACK)), HOLDER, FIRST)
     stack.callback(way.close)
     client = connect(way.port)
     until(lambda: len(tries) > 1)  # it is waited for
@@ -339,12 +348,12 @@ def refuse() -> socket.socket:
 
 def test_a_way_does_not_lead_to_whoever_sits_at_the_gates_port(stack, said):
     """A false gate learns nothing: the client's words never leave the machine."""
-    false = Gate(LOOPBACK, 0, STRANGER)
+    false = Gate(Address(LOOPBACK, 0), STRANGER)
     store = Echo()
     stack.callback(store.close)
     stack.callback(false.close)
     false.lead(LAUNCHERS, store.port)
-    way = Way(LOOPBACK, false.port, HOLDER, FIRST, log=said.append)
+    way = Way(false.place, HOLDER, FIRST, log=said.append)
     with connect(way.port) as client:
         client.sendall(b"secret")
         until(lambda: said)
@@ -355,21 +364,24 @@ def test_a_way_does_not_lead_to_whoever_sits_at_the_gates_port(stack, said):
 
 
 def test_a_knock_says_who_is_not_there(gate):
-    knock(LOOPBACK, gate.port, HOLDER, 1)
+    knock(gate.place, HOLDER, 1)
     with pytest.raises(
-        Unreachable, match=r"is not stage 0 of replica edge in this run.*--master or --key"
+        Unreachable, match=r"is not stage 0 of replica edge in this run.*--master, --relay or --key"
     ) as error:
-        knock(LOOPBACK, gate.port, STRANGER, 1)
+        knock(gate.place, STRANGER, 1)
     assert passes(error.value)
     with pytest.raises(ConnectionRefusedError):
-        knock(LOOPBACK, free_port(LOOPBACK), HOLDER, 1)
+        knock(Address(LOOPBACK, free_port(LOOPBACK)), HOLDER, 1)
 
 
 # The rendezvous behind it
 
 
 def meet(port: int, credentials: tuple[Credentials, ...] = (HOLDER, HOLDER)) -> list[StageRendezvous]:
-    return [StageRendezvous("edge", i, 2, LOOPBACK, port, each, 20.0) for i, each in enumerate(credentials)]
+    return [
+        StageRendezvous("edge", i, 2, Address(LOOPBACK, port), each, 20.0)
+        for i, each in enumerate(credentials)
+    ]
 
 
 def together(handlers: list[StageRendezvous], call: Callable[[StageRendezvous], object]) -> list:
@@ -454,7 +466,7 @@ def test_a_process_without_the_key_does_not_become_stage_1(monkeypatch):
 
 
 def test_one_machine_alone_has_no_gate_and_listens_on_loopback():
-    alone = StageRendezvous("rack", 0, 1, LOOPBACK, 0)
+    alone = StageRendezvous("rack", 0, 1)
     info = alone.next_rendezvous()
     assert alone.gate is None
     assert info.bootstrap_store_info.master_addr == LOOPBACK

@@ -119,7 +119,7 @@ def test_no_byte_of_a_hello_can_be_changed_on_its_way(change):
         guest.prove(Host(holder(), bytes(changed)).answer())
 
 
-@pytest.mark.parametrize("hello", [b"", b"GET / HTTP/1.1\r\n" * 8, bytes(HELLO.size), b"isthmus-stages/1"])
+@pytest.mark.parametrize("hello", [b"", b"GET / HTTP/1.1\r\n" * 8, bytes(HELLO.size), b"isthmus-stages/2"])
 def test_another_protocol_is_not_answered(hello):
     with pytest.raises(Stranger, match="does not talk this protocol"):
         Host(holder(), hello)

@@ -88,7 +88,7 @@ class Intruder(threading.Thread):
                 for number in range(200):
                     with contextlib.suppress(OSError):
                         link = held.enter_context(socket.create_connection(("127.0.0.1", self.port), 1.0))
-                        link.sendall((b"", b"isthmus-stages/1", bytes(64), b"GET /")[number % 4])
+                        link.sendall((b"", b"isthmus-stages/2", bytes(64), b"GET /")[number % 4])
                 self.meddle()
             self.rounds += 1
 
@@ -177,7 +177,7 @@ def test_a_stage_with_another_key_is_told_so_in_one_line(machines):
     assert done.returncode == 2
     said = (
         f"isthmus: 127.0.0.1:{fleet.port} is not stage 0 of replica edge in this run: it does not hold this "
-        "replica's key for this run; correct --master or --key\n"
+        "replica's key for this run; correct --master, --relay or --key\n"
     )
     assert done.stderr == said
     assert fleet.statuses() == [None]

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   isthmus doctor                               this machine: devices, memory, disk, training rate
   isthmus doctor s3://my-runs/first            and the bucket: credentials, put-if-absent, clock, rates
-  isthmus doctor --listen 10.88.0.1            wait for another machine, on this address and port 29510
-  isthmus doctor 10.88.0.1                     on that other machine: rate and latency between the two
-  isthmus doctor ./bucket 10.88.0.1:29510 --json
+  isthmus doctor --listen 192.0.2.10           wait for another machine, on this address and port 29510
+  isthmus doctor 192.0.2.10                    on that other machine: rate and latency between the two
+  isthmus doctor ./bucket 192.0.2.10:29510 --json
 
 A target with :// or a slash, or an existing folder, is a bucket; anything else is HOST or HOST:PORT. What is
 put into a bucket is deleted again. Exit status: 0 all is well, 1 a check failed (each says what to do), 2 bad
@@ -52,7 +52,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         const="",
         metavar="HOST:PORT",
         help="answer other machines that measure their link to this one, until Ctrl-C; without an address "
-        "on all interfaces. It authenticates nobody, so give the tunnel's address where there is one",
+        "on all interfaces. It authenticates nobody, so end it when you are done",
     )
     parser.add_argument(
         "--seconds", type=float, default=4.0, metavar="X", help="duration of each measurement (default: 4)"

@@ -12,6 +12,7 @@ EPILOG = """examples:
   isthmus join s3://my-runs/first --token isthmus1.edge-7...          by an invitation: see isthmus invite
   isthmus join s3://my-runs/first --replica edge-0          all stages of edge-0 on this machine
   isthmus join s3://my-runs/first --replica edge-0 --stage 1 --master 10.0.0.2:29500
+  isthmus join s3://my-runs/first --replica edge-0 --stage 1 --relay 192.0.2.10:29520
 Ctrl-C leaves at the end of the round, a second Ctrl-C leaves now. After a crash, type the same command again.
 A lost neighbour or store is waited for. Exit status 0: finished or left; 1: a fault that waiting does not
 mend, which the last line names with its cure; 2: wrong input, or no answer from what it names.
@@ -36,6 +37,8 @@ def register(commands: argparse._SubParsersAction) -> None:
     add("--key", default="", metavar="FILE", help="the replica's private key (default: keys/RUN/NAME.key)")
     add("--stage", type=int, help="this machine's stage, where stages are on several machines")
     add("--master", default="", metavar="HOST:PORT", help="where stage 0 listens for the others")
+    relays = "in place of --master, where stages cannot reach each other: where `isthmus relay` runs"
+    add("--relay", default="", metavar="HOST:PORT", help=relays)
     add("--work", dest="work_dir", default="", metavar="DIR", help="private state (default: work/RUN/NAME)")
     add("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     threads = "CPU threads of each process (default: torch's)"
@@ -50,7 +53,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     add("--stall-timeout", dest="stall_seconds", default=30.0, help=stalled, **seconds)
     saves = "save private state after a round, at most so often (60); updates are always saved"
     add("--save-every", dest="save_seconds", default=60.0, help=saves, **seconds)
-    trusts = "let stages talk over a public address; gloo neither encrypts nor authenticates"
+    trusts = "between machines use gloo or NCCL, in the clear, in place of TLS; on all stages of a replica"
     add("--trust-network", action="store_true", help=trusts)
     parser.set_defaults(run=join)
 

@@ -1,4 +1,4 @@
 """What a machine can do before it joins: its devices, disk and clock, its bucket and its links.
 
-May import config, layout, planner, runlog, data, replica and store.
+May import config, layout, planner, runlog, data, replica, store, protocol and runtime.
 """

@@ -174,8 +174,8 @@ def _ask(link: socket.socket, where: str, seconds: float) -> LinkRate:
     if "fault" in found:
         raise PeerFault(
             f"{where} answers, but the stage link to it fails: {found['fault']}",
-            "let all TCP ports through between the two machines, best inside a tunnel (docs/operate.md, "
-            "section 4): stages use ports that the system chooses",
+            "let all TCP ports through between the two machines while you measure: this takes one that "
+            "the system chooses, stages take the one of --master",
         )
     return LinkRate(**found)
 

@@ -1,13 +1,12 @@
-"""The two ends of a stage link, made as training makes it (`replica.process_groups`), and its rates.
+"""The two ends of a stage link, as training makes it between machines (`runtime.stage_links`), and its rates.
 
-Each end is a process of its own, `python -m isthmus.doctor.stage_link`: gloo parses what strangers send, and
-whatever that does to the process, the listener and the rest of the survey go on.
+Each end is a process of its own, `python -m isthmus.doctor.stage_link`: whatever strangers do to it, the
+listener and the rest of the survey go on.
 """
 
 import json
 import os
 import resource
-import socket
 import statistics
 import sys
 import time
@@ -20,8 +19,14 @@ import torch
 
 from isthmus.doctor.checks import LinkRate, mbps, ramp
 from isthmus.errors import ConfigError, RunError
-from isthmus.replica.links import Frame, StageEnd, TensorSpec
-from isthmus.replica.process_groups import connect, open_store
+from isthmus.protocol.trust import Signer
+from isthmus.replica.links import Frame, LinkPeers, StageEnd, TensorSpec
+from isthmus.replica.tls_link import Channels, TlsLink
+from isthmus.runtime.addresses import Address
+from isthmus.runtime.arrivals import OwnGate
+from isthmus.runtime.channels import GateChannels, GuestChannels
+from isthmus.runtime.gate import Gate
+from isthmus.runtime.handshake import Credentials
 
 JOIN_SECONDS = 30.0
 SILENCE_SECONDS = 10.0
@@ -32,6 +37,8 @@ AHEAD = 16  # frames under way: a link that is far and fast needs as many
 PINGS = 11
 MEMORY_BYTES = 4 << 30  # strangers cannot make a process take more
 NAME = "doctor"  # of the replica
+EVERYBODY = Credentials(NAME, Signer(NAME, bytes(32)))  # the key is no secret: noise is all that is sent
+SESSION = 0
 CONTROL: Frame = (TensorSpec("control", (2,), torch.int64),)  # bytes up, bytes down; -1: the end
 
 
@@ -120,22 +127,7 @@ def main(role: str, host: str, seconds: float) -> None:
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     try:
-        if role == "serve":
-            with socket.create_server((host, 0), family=_family(host)) as free:
-                port = free.getsockname()[1]
-        else:
-            port = sys.stdin.readline().strip()
-        stage = int(role == "ask")
-        common: dict[str, Any] = {"replica": NAME, "stage": stage, "join_seconds": JOIN_SECONDS}
-        common["trust_network"] = True  # noise is all that is sent
-        master = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        store, own = open_store(master=master, session=NAME, **common)
-        if role == "serve":
-            _tell({"port": port})
-        timeout = SILENCE_SECONDS + 2 * seconds  # everything under way may have to arrive first
-        links = connect(num_stages=2, store=store, address=own, timeout_seconds=timeout, **common)
-        link = links[0] or links[1]
-        assert link is not None, "one of two stages has one neighbour"
+        link = serve(host, seconds) if role == "serve" else ask(host, int(sys.stdin.readline()), seconds)
         facts = asdict(End(link).ask(seconds)) if role == "ask" else {"moved": End(link).answer()}
         link.close()
         _tell(facts)
@@ -143,8 +135,24 @@ def main(role: str, host: str, seconds: float) -> None:
         _tell({"fault": str(error).removeprefix(f"replica {NAME}: ")})
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def serve(host: str, seconds: float) -> TlsLink:
+    try:
+        arrivals = OwnGate(Gate(Address(host, 0), EVERYBODY), SESSION)
+    except OSError as error:
+        raise RunError(f"cannot listen on {host}: {error.strerror}") from None
+    _tell({"port": int(arrivals.address.rpartition(":")[2])})
+    peers = LinkPeers(NAME, 0, 1, "the other machine")
+    return _link(GateChannels(arrivals, EVERYBODY, peers, JOIN_SECONDS), peers, seconds)
+
+
+def ask(host: str, port: int, seconds: float) -> TlsLink:
+    gate, peers = Address(host, port), LinkPeers(NAME, 1, 0, host)
+    return _link(GuestChannels(gate, SESSION, EVERYBODY, peers, JOIN_SECONDS), peers, seconds)
+
+
+def _link(channels: Channels, peers: LinkPeers, seconds: float) -> TlsLink:
+    silence = SILENCE_SECONDS + 2 * seconds  # everything under way may have to arrive first
+    return TlsLink(channels, peers, torch.device("cpu"), silence)
 
 
 def _tell(facts: dict[str, Any]) -> None:

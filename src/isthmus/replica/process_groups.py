@@ -1,4 +1,4 @@
-"""How the processes of a replica find each other: stage 0's store, private addresses only, then links."""
+"""How the processes of a replica find each other: stage 0's store, and links by gloo or NCCL."""
 
 import ipaddress
 import socket
@@ -22,37 +22,22 @@ from isthmus.replica.process_link import ProcessLink
 
 Store = TorchStore
 MAX_ADDRESS = 64
-PRIVATE = [
-    ipaddress.ip_network(network)
-    for network in ("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16")
-] + [ipaddress.ip_network(network) for network in ("::1/128", "fc00::/7", "fe80::/10")]
 
 
-def check_private(host: str, trust_network: bool = False) -> str:
-    """A host's address, as a number; ConfigError unless it is loopback or private, or the network trusted.
-
-    A name is resolved only here; afterwards its address is used.
-    """
+def resolve(host: str) -> str:
+    """A host's address, as a number. A name is resolved only here; afterwards its address is used."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise ConfigError(f'no machine is called "{host}"; give an address or a name that resolves') from None
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    numbers = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    for number in numbers:
-        address = ipaddress.ip_address(number)
-        address = getattr(address, "ipv4_mapped", None) or address
-        if address.is_unspecified or address.is_multicast:
-            raise ConfigError(
-                f"{host} is not the address of one machine; give the one at which the other stages reach it"
-            )
-        inside = any(address in network for network in PRIVATE if network.version == address.version)
-        if not inside and not trust_network:
-            raise ConfigError(
-                f"{host} ({number}) is a public address, and gloo between stages neither encrypts nor "
-                "authenticates; put the stages inside a WireGuard tunnel, or pass --trust-network"
-            )
-    return numbers[0]
+    number = str(found[0][4][0])
+    address = ipaddress.ip_address(number)
+    if address.is_unspecified or address.is_multicast:
+        raise ConfigError(
+            f"{host} is not the address of one machine; give the one at which the other stages reach it"
+        )
+    return number
 
 
 def open_store(
@@ -62,7 +47,6 @@ def open_store(
     master: str,
     session: str = "",
     join_seconds: float = 120.0,
-    trust_network: bool = False,
 ) -> tuple[Store, str]:
     """The store of a replica's processes, which stage 0 serves at `master`, HOST:PORT, and the address from
     which this process reaches it.
@@ -71,7 +55,7 @@ def open_store(
     one, a stage has the address of another replica.
     """
     host, port = _split(master)
-    host = check_private(host, trust_network)
+    host = resolve(host)
     timeout = timedelta(seconds=join_seconds)
     deadline = time.monotonic() + join_seconds
     if stage == 0:
@@ -80,30 +64,30 @@ def open_store(
         store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
         store.set("session", session)
     else:
-        own = check_private(_reach(replica, host, port, deadline, join_seconds), trust_network)
+        own = resolve(_reach(replica, host, port, deadline, join_seconds))
         try:
             store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
         except RuntimeError:  # somebody took the connection, and did not answer as a store
             raise Unreachable(_absent(replica, host, port, join_seconds, "no store answers")) from None
-    if _ask(store, "session", deadline, replica) != session:
+    if ask(store, "session", deadline, replica) != session:
         raise Unreachable(
             f"replica {replica}: {master} is stage 0 of another run or start than stage {stage}'s"
         )
     return store, own
 
 
-def own_address(master: str, stage: int, trust_network: bool = False) -> str:
+def own_address(master: str, stage: int) -> str:
     """The address at which a stage's neighbours reach it: the one from which it reaches the master itself."""
     host, port = _split(master)
-    host = check_private(host, trust_network)
+    host = resolve(host)
     if stage == 0:
         return host
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))  # sends nothing
-            return check_private(probe.getsockname()[0], trust_network)
+            return resolve(probe.getsockname()[0])
     except OSError as error:
-        raise Unreachable(f"no way from here to {host}: {error.strerror}; look at the tunnel") from None
+        raise Unreachable(f"no way from here to {host}: {error.strerror}; look at the network") from None
 
 
 def connect(
@@ -116,7 +100,6 @@ def connect(
     device: torch.device | str = "cpu",
     timeout_seconds: float = 60.0,
     join_seconds: float = 120.0,
-    trust_network: bool = False,
     backend: str = "gloo",
     prove: Callable[[ProcessLink], None] | None = None,
 ) -> tuple[ProcessLink | None, ProcessLink | None]:
@@ -131,7 +114,7 @@ def connect(
         raise ConfigError(
             f"replica {replica}: there is no stage {stage}; its stages are 0 to {num_stages - 1}"
         )
-    address = check_private(address, trust_network)
+    address = resolve(address)
     timeout, deadline = timedelta(seconds=join_seconds), time.monotonic() + join_seconds
     store.set(f"stage/{stage}", address)
     links: list[ProcessLink | None] = []
@@ -139,10 +122,10 @@ def connect(
         if not 0 <= neighbour < num_stages:
             links.append(None)
             continue
-        there = _ask(store, f"stage/{neighbour}", deadline, replica)
+        there = ask(store, f"stage/{neighbour}", deadline, replica)
         if there is None:
             raise RunError(f"replica {replica}: stage {neighbour} did not join within {join_seconds:g} s")
-        peers = LinkPeers(replica, stage, neighbour, _checked(there, replica, neighbour, trust_network))
+        peers = LinkPeers(replica, stage, neighbour, _checked(there, replica, stage, neighbour))
         rank, edge = int(neighbour < stage), min(stage, neighbour)
         try:
             forward, back = (
@@ -160,10 +143,15 @@ def connect(
     return links[0], links[1]
 
 
-def _checked(there: str, replica: str, neighbour: int, trust_network: bool) -> str:
-    """The address that a neighbour gave: a number, and one that stages may use."""
+def _checked(there: str, replica: str, stage: int, neighbour: int) -> str:
+    """The address that a neighbour gave: a number, and that of one machine."""
+    if there.startswith("tls "):
+        raise RunError(
+            f"replica {replica}: stage {stage} was started with --trust-network, and stage {neighbour} was "
+            "not; give it to all stages of a replica, or to none"
+        )
     try:
-        return check_private(str(ipaddress.ip_address(there[:MAX_ADDRESS])), trust_network)
+        return resolve(str(ipaddress.ip_address(there[:MAX_ADDRESS])))
     except ValueError as error:  # ConfigError is one; whatever a neighbour says can be mended there
         raise RunError(
             f"replica {replica}: stage {neighbour} gave the address {there[:MAX_ADDRESS]!r}: {error}"
@@ -223,7 +211,7 @@ def _absent(replica: str, host: str, port: int, seconds: float, why: str) -> str
     )
 
 
-def _ask(store: Store, key: str, deadline: float, replica: str) -> str | None:
+def ask(store: Store, key: str, deadline: float, replica: str) -> str | None:
     """The value that another process sets there, or None at the deadline."""
     try:
         store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))

@@ -20,6 +20,7 @@ from isthmus.runtime.restarts import Restarts
 from isthmus.runtime.waiting import WaitingNotes
 
 if TYPE_CHECKING:
+    from isthmus.runtime.addresses import Places
     from isthmus.runtime.handshake import Credentials
 
 MAX_RESTARTS = 1_000_000  # Failures decides when to stop, not torch
@@ -31,8 +32,7 @@ LAST_WORD_SECONDS = 2.0  # for the bucket to take it that our worker has ended, 
 def run_agent(
     config: LauncherConfig,
     num_workers: int,
-    host: str,
-    port: int,
+    places: "Places",
     log: Log,
     waiting: WaitingNotes | None = None,
     credentials: "Credentials | None" = None,
@@ -40,7 +40,7 @@ def run_agent(
     """Run this machine's workers until the replica has finished or left; then the status is 0.
 
     Ctrl-C leaves at the end of the round, a second one now. `num_workers` counts all machines of the replica.
-    Where there are several, they meet at host:port, by their `credentials`.
+    Where there are several, they meet at `places`, by their `credentials`.
     A fault that cannot pass ends it with a RunError, the second time that it comes.
     """
     work = Path(config.work_dir)
@@ -59,7 +59,7 @@ def run_agent(
         restarts = Restarts(config, num_workers, log, waiting)
         last: tuple[Failure, float] | None = None
         while True:
-            agent = _AgentThread(config, num_workers, (host, port), credentials, restarts, last)
+            agent = _AgentThread(config, num_workers, places, credentials, restarts, last)
             agent.start()
             _watch(agent, work, interrupts, config.stall_seconds, log)
             leaving = (work / "leave").exists()
@@ -115,15 +115,20 @@ class _AgentThread(threading.Thread):
         self,
         config: LauncherConfig,
         num_workers: int,
-        master: tuple[str, int],
+        places: "Places",
         credentials: "Credentials | None",
         restarts: Restarts,
         last: tuple[Failure, float] | None = None,
     ) -> None:
         """`last`: why the agent before this one ended, and how long to wait before this one begins."""
+        from isthmus.runtime.arrivals import Handover
         from isthmus.runtime.rendezvous import StageRendezvous
 
         super().__init__(daemon=True, name="agent")
+        # All stages but the last have a gate, at which the next one comes.
+        gated = config.secured and config.stage is not None and config.stage < num_workers - 1
+        handover = Handover() if gated else None
+        config = replace(config, handover=str(handover.path) if handover else "")
         self.config, self.num_workers, self.restarts = config, num_workers, restarts
         self.last = last
         num_machines = 1 if config.stage is None else num_workers
@@ -131,10 +136,12 @@ class _AgentThread(threading.Thread):
             config.replica,
             config.stage or 0,
             num_machines,
-            *master,
+            places.master,
             credentials,
             log=restarts.log,
             waiting=restarts.waiting,
+            own=places.own,
+            handover=handover,
         )
         self.finished = False
         self.failure = Failure("stopped", f"replica {config.replica}: the elastic agent stopped", True)

@@ -1,22 +1,25 @@
-"""The port at which the stages of a replica meet, and the way of the others to it.
+"""The place at which the stages of a replica meet, and the way of the others to it.
 
 torch's TCPStore asks nobody who they are. So the stores of a replica's machines listen on loopback only, and
-stage 0's launcher keeps a gate at the public HOST:PORT: whoever proves that it holds the replica's key
-(`runtime.handshake`) is joined to the store that it came for, byte by byte. On the other machines a way leads
-from a port on loopback through that gate. Strangers have a few seconds, a few connections each, and one line
-in the log now and then; the newcomer always finds room (`isthmus.crowd`).
-
-An encrypted channel would take the place of the plain sockets that `runtime.splice` joins.
+stage 0's launcher keeps a gate (`runtime.addresses`): whoever proves that it holds the replica's key
+(`runtime.handshake`) is joined, over TLS (`runtime.tls`), to the store that it came for, byte by byte. On the
+other machines a way leads from a port on loopback through that gate. The neighbour on a link comes through
+the gate of the earlier stage, too; its connection is handed over to the worker as it is. Strangers have a few
+seconds, a few connections each, and one line in the log now and then; the newcomer always finds room
+(`isthmus.crowd`), and OpenSSL hears nothing of those who have proved nothing.
 """
 
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from isthmus.crowd import Crowd
 from isthmus.errors import Unreachable
+from isthmus.runtime.addresses import BACKLOG, SWEEP_SECONDS, Place
 from isthmus.runtime.handshake import (
     ANSWER_BYTES,
     HELLO,
@@ -30,65 +33,74 @@ from isthmus.runtime.handshake import (
     Stranger,
 )
 from isthmus.runtime.process import Log
+from isthmus.runtime.rare_notes import Clock, RareNotes
 from isthmus.runtime.splice import Joined, prepare, shut
+from isthmus.runtime.tls import as_gate, as_guest
 
 LOOPBACK = "127.0.0.1"
-BACKLOG = 512
 MOST_STRANGERS, MOST_OF_ONE = 128, 32  # connections that have proved nothing yet; of one address
 PROOF_SECONDS = 5.0  # without a byte; the crowd limits the whole
-LOG_SECONDS = 60.0  # between lines about strangers
-SWEEP_SECONDS = 0.5
 RETRY_SECONDS = 0.2
 DRAIN_SECONDS = 2.0
 WELCOME, NOT_YET = b"+", b"-"
 
-Clock = Callable[[], float]
+Take = Callable[[socket.socket, Purpose], None]
 
 
 class NotYet(Exception):
     """The gate knows us, and what we came for is not there."""
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where guests go who come for one thing."""
+
+    generation: int
+    port: int = 0  # of a store, on loopback
+    take: Take | None = None  # or who gets the connection itself
+    joined: Joined | None = None
+
+
 class Gate:
-    """Joins whoever holds the key to a port on loopback: the one that was opened last for its purpose."""
+    """Leads whoever holds the key to what was opened last for its purpose."""
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        place: Place,
         credentials: Credentials,
         log: Log = lambda text: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.credentials = credentials
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        self.listener.settimeout(SWEEP_SECONDS)
-        self.port = self.listener.getsockname()[1]
-        self.address = f"{host}:{self.port}"
+        self.credentials, self.door = credentials, place.door()
+        self.place = self.door.place
         self.crowd = Crowd(MOST_STRANGERS, MOST_OF_ONE, clock)
         self.notes = RareNotes(log, clock)
-        # What a guest may come for -> of which generation, at which port on loopback, and who is there.
-        self.open: dict[int, tuple[int, int, Joined]] = {}
+        self.open: dict[int, Route] = {}  # what a guest may come for -> where it goes
         self.lock = threading.Lock()
         self.closing = False
         self.thread = threading.Thread(target=self._listen, daemon=True, name="gate")
         self.thread.start()
 
     def lead(self, what: int, port: int, generation: int = 0) -> None:
-        """From now on `what` is at this port; whoever was joined to the one before is cut off."""
+        """From now on `what` is the store at this port; whoever was joined to the one before is cut off."""
         with self.lock:
             before = self.open.get(what)
-            self.open[what] = generation, port, Joined()
-        if before:
-            before[2].cut()
+            self.open[what] = Route(generation, port, joined=Joined())
+        if before and before.joined:
+            before.joined.cut()
+
+    def hand_over(self, what: Sequence[int], take: Take, generation: int) -> None:
+        """From now on `take` gets the connections of those who come for one of these."""
+        with self.lock:
+            self.open |= {each: Route(generation, take=take) for each in what}
 
     def close(self) -> None:
-        """Free the port. What the stores have answered by now still arrives."""
+        """Free the place. What the stores have answered by now still arrives."""
         self.closing = True
-        _stop(self.listener, self.thread)
+        self.door.close()
+        self.thread.join()
         with self.lock:
-            joined, self.open = [each[2] for each in self.open.values()], {}
+            joined, self.open = [each.joined for each in self.open.values() if each.joined], {}
         deadline = time.monotonic() + DRAIN_SECONDS
         for each in joined:
             each.end(deadline)
@@ -96,7 +108,7 @@ class Gate:
     def _listen(self) -> None:
         while not self.closing:
             self.crowd.sweep()
-            if found := _accept(self.listener):
+            if found := self.door.accept():
                 link, who = found
                 visit = self.crowd.enter(link, who)
                 if visit is None:
@@ -108,16 +120,15 @@ class Gate:
     def _meet(self, link: socket.socket, who: str) -> None:
         with link, suppress(OSError):
             try:
-                purpose = self._admit(link)
+                try:
+                    purpose = self._admit(link)
+                finally:
+                    self.crowd.leave(link)
+                self._lead(link, purpose)
             except Stranger as error:
-                self.notes.say(f"turned away {who} at {self.address}: {error}")
-                return
+                self.notes.say(f"turned away {who} at {self.place}: {error}")
             except OSError:
-                self.notes.say(f"turned away {who} at {self.address}: it proved nothing in time")
-                return
-            finally:
-                self.crowd.leave(link)
-            self._join(link, purpose)
+                self.notes.say(f"turned away {who} at {self.place}: it proved nothing in time")
 
     def _admit(self, link: socket.socket) -> Purpose:
         prepare(link, PROOF_SECONDS)
@@ -125,23 +136,33 @@ class Gate:
         link.sendall(host.answer())
         return host.check(_read(link, SIGNATURE_BYTES))
 
-    def _join(self, link: socket.socket, purpose: Purpose) -> None:
+    def _lead(self, link: socket.socket, purpose: Purpose) -> None:
         if purpose.what == KNOCK:
             link.sendall(WELCOME)
             return
         with self.lock:
-            generation, port, joined = self.open.get(purpose.what, (0, 0, None))
-        if joined is None or generation != purpose.generation:
+            route = self.open.get(purpose.what)
+        if route is None or route.generation != purpose.generation:
             link.sendall(NOT_YET)
-            return
+        elif route.take:
+            link.sendall(WELCOME)
+            with suppress(OSError):  # the worker has ended; the guest finds out
+                route.take(link, purpose)
+        else:
+            self._join(link, purpose, route)
+
+    def _join(self, link: socket.socket, purpose: Purpose, route: Route) -> None:
         try:
-            store = socket.create_connection((LOOPBACK, port), PROOF_SECONDS)
+            store = socket.create_connection((LOOPBACK, route.port), PROOF_SECONDS)
         except OSError:
             link.sendall(NOT_YET)
             return
         with store:
             link.sendall(WELCOME)
-            joined.run(link, store)
+            with as_gate(link, self.credentials, purpose, self.credentials.public_key) as secured:
+                assert route.joined
+                with suppress(OSError):
+                    route.joined.run(secured, store)
 
 
 class Way:
@@ -149,15 +170,14 @@ class Way:
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        gate: Place,
         credentials: Credentials,
         purpose: Purpose,
         patience_seconds: float = 600.0,
         log: Log = lambda text: None,
     ) -> None:
         """A local client is kept for patience_seconds while stage 0 is not there yet."""
-        self.gate, self.credentials, self.purpose = (host, port), credentials, purpose
+        self.gate, self.credentials, self.purpose = gate, credentials, purpose
         self.patience_seconds, self.notes = patience_seconds, RareNotes(log)
         self.listener = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
         self.listener.settimeout(SWEEP_SECONDS)
@@ -168,13 +188,21 @@ class Way:
 
     def close(self) -> None:
         self.closed.set()
-        _stop(self.listener, self.thread)
+        shut(self.listener, socket.SHUT_RDWR)
+        self.thread.join()
+        self.listener.close()
         self.joined.end(time.monotonic() + DRAIN_SECONDS)
 
     def _listen(self) -> None:
         while not self.closed.is_set():
-            if found := _accept(self.listener):
-                threading.Thread(target=self._lead, args=(found[0],), daemon=True).start()
+            try:
+                client, _ = self.listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # the listener is closing, or no file descriptor is left
+                time.sleep(0.01)
+                continue
+            threading.Thread(target=self._lead, args=(client,), daemon=True).start()
 
     def _lead(self, client: socket.socket) -> None:
         deadline = time.monotonic() + self.patience_seconds
@@ -186,21 +214,42 @@ class Way:
                     return
                 self.closed.wait(RETRY_SECONDS)
 
-    def _try(self) -> socket.socket | None:
+    def _try(self) -> ssl.SSLSocket | None:
         try:
-            return enter(*self.gate, self.credentials, self.purpose)
+            return enter(self.gate, self.credentials, self.purpose)
         except Stranger as error:
-            self.notes.say(f"{self.gate[0]}:{self.gate[1]} is not our stage 0: {error}")
+            self.notes.say(f"{self.gate} is not our stage 0: {error}")
         except (OSError, NotYet):
             pass
         return None
 
 
 def enter(
-    host: str, port: int, credentials: Credentials, purpose: Purpose, timeout_seconds: float = PROOF_SECONDS
-) -> socket.socket:
-    """A connection through the gate at host:port. OSError, Stranger or NotYet where there is none."""
-    link = socket.create_connection((host, port), timeout_seconds)
+    gate: Place, credentials: Credentials, purpose: Purpose, timeout_seconds: float = PROOF_SECONDS
+) -> ssl.SSLSocket:
+    """A connection through a gate, over TLS. OSError, Stranger or NotYet where there is none."""
+    link = _prove(gate, credentials, purpose, timeout_seconds)
+    try:
+        return as_guest(link, credentials, purpose, credentials.public_key)
+    except BaseException:
+        link.close()
+        raise
+
+
+def knock(gate: Place, credentials: Credentials, stage: int, timeout_seconds: float = PROOF_SECONDS) -> None:
+    """See that stage 0 of our replica is there; OSError, or Unreachable where somebody else is."""
+    try:
+        _prove(gate, credentials, Purpose(KNOCK, stage), timeout_seconds).close()
+    except Stranger as error:
+        raise Unreachable(
+            f"{gate} is not stage 0 of replica {credentials.signer.replica} in this run: {error}; "
+            "correct --master, --relay or --key"
+        ) from None
+
+
+def _prove(gate: Place, credentials: Credentials, purpose: Purpose, timeout_seconds: float) -> socket.socket:
+    """A connection to a gate that has taken us, and that we have taken."""
+    link = gate.dial(timeout_seconds)
     try:
         prepare(link, timeout_seconds)
         guest = Guest(credentials, purpose)
@@ -214,41 +263,12 @@ def enter(
     return link
 
 
-def knock(host: str, port: int, credentials: Credentials, stage: int) -> None:
-    """See that stage 0 of our replica is there; OSError, or Unreachable where somebody else is."""
-    try:
-        enter(host, port, credentials, Purpose(KNOCK, stage)).close()
-    except Stranger as error:
-        raise Unreachable(
-            f"{host}:{port} is not stage 0 of replica {credentials.signer.replica} in this run: {error}; "
-            "correct --master or --key"
-        ) from None
-
-
-def _accept(listener: socket.socket) -> tuple[socket.socket, str] | None:
-    """Who comes next, and from where; None where nobody does within SWEEP_SECONDS."""
-    try:
-        link, address = listener.accept()
-        return link, str(address[0])
-    except TimeoutError:
-        return None
-    except OSError:  # gone before we looked, the listener is closing, or no file descriptor is left
-        time.sleep(0.01)
-        return None
-
-
 def _hung_up(client: socket.socket) -> bool:
     """Without a word. What it has said is left for whoever it said it to."""
     try:
         return client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
         return False
-
-
-def _stop(listener: socket.socket, thread: threading.Thread) -> None:
-    shut(listener, socket.SHUT_RDWR)
-    thread.join()
-    listener.close()
 
 
 def _read(link: socket.socket, num_bytes: int, start: bytes = b"") -> bytes:
@@ -263,22 +283,3 @@ def _read(link: socket.socket, num_bytes: int, start: bytes = b"") -> bytes:
         if not start.startswith(data[: len(start)]):
             raise Stranger("it does not talk this protocol")
     return data
-
-
-class RareNotes:
-    """Log lines about strangers: the first at once, then one in LOG_SECONDS that counts the others."""
-
-    def __init__(self, log: Log, clock: Clock = time.monotonic) -> None:
-        self.log, self.clock = log, clock
-        self.next, self.unsaid = 0.0, 0
-        self.lock = threading.Lock()
-
-    def say(self, text: str) -> None:
-        with self.lock:
-            now = self.clock()
-            if now < self.next:
-                self.unsaid += 1
-                return
-            more = f" (and {self.unsaid} more since the last such line)" if self.unsaid else ""
-            self.next, self.unsaid = now + LOG_SECONDS, 0
-        self.log(text + more)

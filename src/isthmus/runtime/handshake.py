@@ -7,8 +7,7 @@
 Both sign all that was said, the run, the replica and their own part in it. So a signature is worth nothing
 in another run or replica, on another connection, for another purpose, or sent back to whoever made it.
 Nothing is parsed before it is proved. What this cannot exclude is somebody between the two who passes every
-byte on, and later changes some: that takes an encrypted channel, whose keys can be agreed on in the same
-three messages.
+byte on, and later changes some: so TLS follows (`runtime.tls`), except on links by gloo.
 """
 
 import os
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from isthmus.protocol.trust import Signer
 
 KIND = "stage handshake"  # of what is signed: no document of a run is of this kind
-MAGIC = b"isthmus-stages/1"
+MAGIC = b"isthmus-stages/2"
 NONCE_BYTES, SIGNATURE_BYTES = 32, 64
 HELLO = struct.Struct(">16s32sBHQ")
 ANSWER_BYTES = NONCE_BYTES + SIGNATURE_BYTES
@@ -50,6 +49,11 @@ class Credentials:
 
     run_id: str
     signer: Signer
+
+    @property
+    def public_key(self) -> str:
+        """The one that the other side must hold the private half of: all stages of a replica share it."""
+        return self.signer.public_key
 
     def sign(self, part: bytes, said: bytes) -> bytes:
         return self.signer.sign(KIND, self.run_id, self._words(part, said))

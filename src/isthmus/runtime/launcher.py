@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from isthmus.config import Member, Recipe
     from isthmus.protocol.heartbeat import Heartbeat
     from isthmus.protocol.ledger import Ledger
+    from isthmus.runtime.addresses import Place, Places
     from isthmus.runtime.handshake import Credentials
 
 
@@ -60,15 +61,17 @@ def _launch(config: LauncherConfig) -> int:
     for warning in (pin_warning(ledger.signer, key), check_device(config, run.recipe, member)):
         if warning:
             log(warning)
-    host, port = find_address(config, member)
     credentials = Credentials(run.run_id, ledger.signer)
+    places = find_places(config, member, credentials)
+    config = secured_if_apart(config, places)
+    check_backend(config, member)
     work = Path(config.work_dir or Path("work") / run.recipe.name / member.name).resolve()
     if leads:
         check_corpus(run)
         if not config.parent:
             check_not_taken(ledger, member.name, work)
     else:
-        find_master(host, port, config.wait_seconds, credentials, config.stage or 0)
+        find_master(places.master, config.wait_seconds, credentials, config.stage or 0)
     store.probe(f"members/{member.name}/probe")  # may this machine's credentials write at all?
     stages = member.config.stages
     log(f'joining "{run.recipe.name}" as {member.config.kind} replica of {stages} stage{"s" * (stages > 1)}')
@@ -77,7 +80,7 @@ def _launch(config: LauncherConfig) -> int:
     waiting = WaitingNotes(work, say, run.recipe.bucket.heartbeat_seconds)
     waiting.start()
     num_workers = max(stages, member.config.processes)
-    return agent.run_agent(config, num_workers, host, port, log, waiting, credentials)
+    return agent.run_agent(config, num_workers, places, log, waiting, credentials)
 
 
 def _beat(ledger: "Ledger", key: Path, heartbeat: "Heartbeat") -> None:
@@ -120,44 +123,84 @@ def check_device(config: LauncherConfig, recipe: "Recipe", member: "Member") -> 
     return warning
 
 
-def find_address(config: LauncherConfig, member: "Member") -> tuple[str, int]:
-    """Host and port where the launchers of this replica meet; port 0: there is only this one."""
-    from isthmus.replica.process_groups import check_private
+def find_places(config: LauncherConfig, member: "Member", credentials: "Credentials") -> "Places":
+    """Where the launchers of this replica meet, and where the stage after ours finds us."""
+    from isthmus.replica.process_groups import own_address, resolve
+    from isthmus.runtime.addresses import Address, Meeting, Places
 
     stages = member.config.stages
     if config.stage is None:
-        if config.master:
-            raise ConfigError("--master is for stages on several machines; give --stage too, or drop it")
-        return "127.0.0.1", 0
+        if given := (config.master and "--master") or (config.relay and "--relay"):
+            raise ConfigError(f"{given} is for stages on several machines; give --stage too, or drop it")
+        return Places()
     if not 0 <= config.stage < stages:
         raise ConfigError(
             f"replica {member.name} has the stages 0 to {stages - 1}; there is no stage {config.stage}"
         )
+    if config.relay and (config.master or config.trust_network):
+        raise ConfigError(
+            "--relay takes the place of --master, and carries links over TLS only; drop --master and "
+            "--trust-network, or --relay"
+        )
+    if config.relay:
+        given = Address.parse(config.relay, "--relay", "192.0.2.10:29520")
+        relay = Address(resolve(given.host), given.port)
+        return Places(Meeting.of(relay, credentials, 0), Meeting.of(relay, credentials, config.stage))
     if not config.master:
         raise ConfigError(
-            "--stage needs --master HOST:PORT: the address of stage 0, for example 10.0.0.2:29500"
+            "--stage needs --master HOST:PORT, the address of stage 0, for example 10.0.0.2:29500; or "
+            "--relay HOST:PORT, where the stages cannot reach each other"
         )
-    host, colon, port = config.master.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise ConfigError(f'--master is "{config.master}"; write HOST:PORT, for example 10.0.0.2:29500')
-    return check_private(host.strip("[]"), config.trust_network), int(port)
+    given = Address.parse(config.master, "--master")
+    master = Address(resolve(given.host), given.port)
+    if config.stage == 0 or config.stage == stages - 1 or config.trust_network or master.here:
+        return Places(master)
+    return Places(master, Address(own_address(str(master), config.stage), master.port))
 
 
-def find_master(host: str, port: int, timeout_seconds: float, credentials: "Credentials", stage: int) -> None:
+def secured_if_apart(config: LauncherConfig, places: "Places") -> LauncherConfig:
+    """Links between machines are made over TLS. Whether they are is told by the address of stage 0, which
+    all stages know: one that only this machine reaches means that all of them are here.
+
+    From here on names are numbers: they are resolved once.
+    """
+    from isthmus.runtime.addresses import Address, Meeting
+
+    if isinstance(places.master, Meeting):
+        return replace(config, secured=True, relay=str(places.master.relay))
+    if isinstance(places.master, Address):
+        secured = not places.master.here and not config.trust_network
+        return replace(config, secured=secured, master=str(places.master))
+    return config
+
+
+def check_backend(config: LauncherConfig, member: "Member") -> None:
+    if config.secured and member.config.backend == "nccl":
+        raise ConfigError(
+            f'replica {member.name} has backend "nccl", which neither encrypts nor authenticates between '
+            "machines; pass --trust-network to all its stages where the network is closed to others, or "
+            "leave `backend` out of the recipe"
+        )
+
+
+def find_master(
+    master: "Place | None", timeout_seconds: float, credentials: "Credentials", stage: int
+) -> None:
     """A later stage looks for stage 0 before it starts anything."""
     from isthmus.runtime.gate import knock
 
+    assert master, "a later stage has a stage 0 elsewhere"
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
-            knock(host, port, credentials, stage)
+            knock(master, credentials, stage)
             return
         except OSError as error:
             if time.monotonic() > deadline:
                 raise Unreachable(
-                    f"replica {credentials.signer.replica}: no stage 0 at {host}:{port} within "
+                    f"replica {credentials.signer.replica}: no stage 0 at {master} within "
                     f"{timeout_seconds:g} s ({error.strerror or 'no answer'}); start it there, or correct "
-                    "--master"
+                    "--master or --relay"
                 ) from None
             time.sleep(0.5)
 

@@ -42,7 +42,10 @@ class LauncherConfig:
     wait_seconds: float = 60.0  # for the master
     link_timeout_seconds: float = 60.0
     stall_seconds: float = 30.0  # a worker that makes no progress for so long is killed
-    trust_network: bool = False
+    relay: str = ""  # HOST:PORT of a relay through which stages meet, in place of the master
+    trust_network: bool = False  # links by gloo or NCCL between machines, too
+    secured: bool = False  # links are made over TLS; the launcher finds out
+    handover: str = ""  # where the launcher hands connections over to its worker
     started: float = field(default_factory=time.time)  # by the wall clock; the log says how long it took
     parent: int = 0  # the process that starts this one, and restarts it; 0: a person does
 

@@ -17,6 +17,8 @@ from torch.distributed import (  # public, but pyright does not see that
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError
 
+from isthmus.runtime.addresses import Address, Place
+from isthmus.runtime.arrivals import Handover
 from isthmus.runtime.gate import LOOPBACK, Gate, Way
 from isthmus.runtime.handshake import LAUNCHERS, WORKERS, Credentials, Purpose
 from isthmus.runtime.process import Log
@@ -28,23 +30,25 @@ MOST_DIGITS = 9  # of a generation's number
 
 
 class StageRendezvous(RendezvousHandler):
-    """Machine `index` of `num_machines`. Machine 0 keeps the store, on loopback, and a gate to it at
-    host:port; the others reach it through that gate. One machine alone needs neither."""
+    """Machine `index` of `num_machines`. Machine 0 keeps the store, on loopback, and a gate to it at `place`;
+    the others reach it through that gate. One machine alone needs neither. Where links are made over TLS, the
+    workers get theirs by `handover`, from this machine's gate; that of a later stage is at `own`."""
 
     def __init__(
         self,
         name: str,
         index: int,
         num_machines: int,
-        host: str,
-        port: int,
+        place: Place | None = None,
         credentials: Credentials | None = None,
         join_seconds: float = 600.0,
         log: Log = lambda text: None,
         waiting: WaitingNotes | None = None,
+        own: Place | None = None,
+        handover: Handover | None = None,
     ) -> None:
         self.name, self.index, self.num_machines = name, index, num_machines
-        self.host, self.port, self.join_seconds = host, port, join_seconds
+        self.place, self.own, self.handover, self.join_seconds = place, own, handover, join_seconds
         self.credentials, self.log, self.waiting = credentials, log, waiting
         self.generation = 0
         self.store: Store | None = None
@@ -66,15 +70,28 @@ class StageRendezvous(RendezvousHandler):
     def _serve(self) -> Store:
         store = self._tcp_store(0, listener=socket.create_server((LOOPBACK, 0)))
         if self.num_machines > 1:
-            assert self.credentials, "machines meet only by the replica's key"
-            if self.gate is None:
-                self.gate = Gate(self.host, self.port, self.credentials, self.log)
-            self.gate.lead(LAUNCHERS, store.port)
+            assert self.place, "several machines meet somewhere"
+            self._open_gate(self.place).lead(LAUNCHERS, store.port)
         return store
+
+    def _open_gate(self, place: Place) -> Gate:
+        assert self.credentials, "machines meet only by the replica's key"
+        if self.gate is None:
+            self.gate = Gate(place, self.credentials, self.log)
+            if self.handover:
+                self.handover.serve(self.gate)
+        return self.gate
 
     def _reach(self) -> Store:
         if self.waiting:
-            self.waiting.wait_for(f"stage 0 at {self.host}:{self.port}: no answer")
+            self.waiting.wait_for(f"stage 0 at {self.place}: no answer")
+        if self.own:
+            try:
+                self._open_gate(self.own)
+            except OSError:  # another process of this machine has the port
+                if not isinstance(self.own, Address):
+                    raise
+                self._open_gate(Address(self.own.host, 0))
         return self._tcp_store(self._way(LAUNCHERS, 0))
 
     def _tcp_store(self, port: int, listener: socket.socket | None = None) -> TCPStore:
@@ -93,11 +110,12 @@ class StageRendezvous(RendezvousHandler):
 
     def _way(self, what: int, generation: int) -> int:
         """A new port on loopback that leads to what stage 0's gate has for us."""
+        assert self.place, "several machines meet somewhere"
         assert self.credentials, "machines meet only by the replica's key"
         if what in self.ways:
             self.ways.pop(what).close()
         purpose = Purpose(what, self.index, generation)
-        self.ways[what] = Way(self.host, self.port, self.credentials, purpose, self.join_seconds, self.log)
+        self.ways[what] = Way(self.place, self.credentials, purpose, self.join_seconds, self.log)
         return self.ways[what].port
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -166,9 +184,9 @@ class StageRendezvous(RendezvousHandler):
 
     def _lost(self, error: RuntimeError) -> RendezvousConnectionError:
         self.store = None
-        address, why = f"{self.host}:{self.port}", str(error).splitlines()[0]
+        why = str(error).splitlines()[0]
         return RendezvousConnectionError(
-            f"replica {self.name}: lost the launcher of stage 0 at {address} ({why})"
+            f"replica {self.name}: lost the launcher of stage 0 at {self.place} ({why})"
         )
 
     def is_closed(self) -> bool:
@@ -186,6 +204,8 @@ class StageRendezvous(RendezvousHandler):
         for way in self.ways.values():
             way.close()
         self.ways.clear()
+        if self.handover:
+            self.handover.close()
         if self.gate:
             self.gate.close()
             self.gate = None

@@ -366,20 +366,27 @@ def build_replica(
             else (replica, control)
         )
     if config.master:
-        address = own_address(config.master, at.rank, config.trust_network)
+        address = own_address(config.master, at.rank)
     credentials = Credentials(run.run_id, load_signer(Path(config.key), member.name))
-    before, after = connect(
-        replica=member.name,
-        stage=at.rank,
-        num_stages=at.size,
-        store=PrefixStore("links", store),
-        address=address,
-        device=device,
-        timeout_seconds=config.link_timeout_seconds,
-        trust_network=config.trust_network,
-        backend=member.config.backend,
-        prove=lambda link: prove_link(link, credentials),
-    )
+    common: dict[str, Any] = {
+        "stage": at.rank,
+        "num_stages": at.size,
+        "store": PrefixStore("links", store),
+        "address": address,
+        "device": device,
+        "timeout_seconds": config.link_timeout_seconds,
+    }
+    if config.secured:
+        from isthmus.runtime.stage_links import connect_as_told
+
+        before, after = connect_as_told(config, credentials, **common)
+    else:
+        before, after = connect(
+            replica=member.name,
+            backend=member.config.backend,
+            prove=lambda link: prove_link(link, credentials),
+            **common,
+        )
     stage = Stage(recipe, member, at.rank, device=device, precision=precision, compiled=compiled)
     return PipelinedReplica(recipe, member, [stage], [(before, after)], batches), control
 
