@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   isthmus plan recipes/demo.toml
   isthmus plan recipes/512m-het-half-k192.toml --tflops 160 --set replicas.edge.link.mbps=100
+  isthmus plan recipes/178m-recommended.toml --tflops 60 --set replicas.edge.link.mbps=100 \\
+      --set replicas.edge.compression=auto --set replicas.edge.wire=auto    the least loss of what fits the link
   isthmus plan recipes/demo.toml --price-per-hour rack=2.5 --price-per-hour edge=0.3 --egress-per-gb 0.09
   isthmus plan recipes/512m-dense.toml --tflops 160 --scale      the same mixture with 8, 64 and 1000 replicas
   isthmus plan --figure utilisation --to utilisation.svg
@@ -34,7 +36,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         "plan",
         help="predict time, bytes, utilisation, memory and money of a recipe, without running it",
         description="Predict what a recipe's run takes on its fleet and links: seconds, utilisation, bytes "
-        "per link, requests, memory per process and money. Nothing is started; no torch is loaded.",
+        "per link, the price of compression in loss, requests, memory per process and money. Nothing is "
+        "started; no torch is loaded.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
