@@ -19,7 +19,7 @@ EPILOG = """examples:
   isthmus plan recipes/demo.toml
   isthmus plan recipes/512m-het-half-k192.toml --tflops 160 --set replicas.edge.link.mbps=100
   isthmus plan recipes/178m-recommended.toml --tflops 60 --set replicas.edge.link.mbps=100 \\
-      --set replicas.edge.compression=auto --set replicas.edge.wire=auto    the least loss of what fits the link
+      --set replicas.edge.compression=auto --set replicas.edge.wire=auto  the least loss of what fits the link
   isthmus plan recipes/demo.toml --price-per-hour rack=2.5 --price-per-hour edge=0.3 --egress-per-gb 0.09
   isthmus plan recipes/512m-dense.toml --tflops 160 --scale      the same mixture with 8, 64 and 1000 replicas
   isthmus plan --figure utilisation --to utilisation.svg
