@@ -25,8 +25,9 @@ FIELDS = (
     "row", "scale", "seed", "digest", "recipe", "commit", "device", "torch", "corpus", "corpus_tokens",
     "parameters", "tokens", "seconds", "tokens_per_second", "curve",
 )  # fmt: skip
-# These do not change what a run computes: its name, the folder of its text, how often it is scored.
-_APART = {"name", "seed", "data.corpus", "data.eval_every", "bucket.norm_limit"}
+# These do not change what a run computes: its name, the folder of its text, how often it is scored; or they
+# follow from other settings.
+_APART = {"name", "seed", "data.corpus", "data.eval_every", "bucket.norm_limit", "model.boundary_tables"}
 # Defaults that have changed since the first lines were written: digests know the value that they had then.
 _FIRST = {"outer.clip": "none"}
 

@@ -112,7 +112,7 @@ def table_of(name: str, book: Book) -> str:
         head += [view, *(["Δ"] * gaps)]
     if table.beside:
         head.append(f"{table.views[-1]}, against {book.row(table.beside).title}")
-    head += [*(BYTES * table.bytes), "tokens", "seeds"]
+    head += [*(column for kind in table.bytes for column in BYTES[kind]), "tokens", "seeds"]
     rows = [head, ["---", *["---:"] * (len(head) - 1)]]
     rows += [_cells(entry, table, book, paper, gaps) for entry in table.shown]
     lines = ["| " + " | ".join(cells) + " |" for cells in rows]
@@ -130,10 +130,10 @@ def _cells(entry: Shown, table: Table, book: Book, paper: bool, gaps: bool) -> l
     if paper:
         cells += [f"{entry.paper:.2f}{small}" if entry.paper else "",
                   f"+{entry.paper_gap:.1f} %" if entry.paper_gap is not None else ""]  # fmt: skip
+    sent = bytes_of(book.recipe(entry.row), table.bytes) if table.bytes else []
     finished, failed = book.finished(entry.row), book.failed(entry.row)
     if not finished:
         rest = len(table.views) * (1 + gaps) + bool(table.beside) + 1
-        sent = bytes_of(book.recipe(entry.row)) if table.bytes else []
         return [*cells, "diverged" if failed else "not run", *[""] * (rest - 2), *sent, "", ""]
     for view in table.views:
         gap = book.gap(entry.row, view, table.against or None)
@@ -141,7 +141,7 @@ def _cells(entry: Shown, table: Table, book: Book, paper: bool, gaps: bool) -> l
     if table.beside:
         gap = book.gap(entry.row, table.views[-1], table.beside)
         cells.append(gap.text(2, "+", " %") if gap else "")
-    cells += bytes_of(book.recipe(entry.row)) if table.bytes else []
+    cells += sent
     seeds = f"{len(finished)}" + (f", {failed} more diverged" if failed else "")
     return [*cells, f"{finished[0]['tokens'] / 1e6:.1f} M", seeds]
 

@@ -12,6 +12,7 @@ from experiments.recommended import recommended
 from experiments.tables import MUON, SEEDS, Row, Scale, Shown, Table, rung
 
 ONE = SEEDS[:1]
+BOTH = ("stages", "replicas")
 
 # Times fewer bytes between stages than bf16 has open -> the wires that are tried beside bf16 in k/d. Of each,
 # k is the largest that fits into the bytes of bf16.
@@ -101,7 +102,11 @@ INNER = (
     Try(keep=256, h=10, seeds=SEEDS),
     Try(keep=256, h=5),
     Try(keep=512, h=15),
-    Try(keep=1024, h=10),
+    # Just below a hundredth of the bytes of averaging at every step:
+    Try(keep=384, h=5),
+    Try(keep=896, h=10),
+    Try(keep=4096, h=15),
+    Try(keep=4096),
     Try(outer_lr=0.8),
     Try(outer_lr=1.25),
     Try(also=("outer.feedback_decay=0.9",), words="feedback 0.9"),
@@ -172,9 +177,9 @@ def search_tables(scale: Scale) -> list[Table]:
     inner = ["adamw", "dense", "diloco", "muon", *(one.name for one in INNER)]
     return [
         Table("recommended", "Recommended settings, and the paper's", tuple(
-            map(Shown, ("dense", "het-8", "recommended", "pp-8", "recommended-pp"))), bytes=True),
+            map(Shown, ("dense", "het-8", "recommended", "pp-8", "recommended-pp"))), bytes=BOTH),
         Table("wire", "Between stages: the same bytes in other ways, all replicas compressed",
-              tuple(map(Shown, wire)), bytes=True, beside="dense", views=("full", "pipelined")),
+              tuple(map(Shown, wire)), bytes=BOTH, beside="dense", views=("full", "pipelined")),
         Table("inner", "Between replicas: what is sent, how often, and what trains inside",
-              tuple(map(Shown, inner)), bytes=True, against="adamw", beside="dense", views=("full",)),
+              tuple(map(Shown, inner)), ("replicas",), ("full",), against="adamw", beside="dense"),
     ]  # fmt: skip

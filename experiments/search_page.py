@@ -3,6 +3,8 @@
 Standard library only.
 """
 
+from collections.abc import Sequence
+
 from experiments.budget import (
     of_every_step,
     open_stage_bytes,
@@ -14,23 +16,27 @@ from experiments.estimates import Book, Estimate
 from experiments.search import FRONTIER, INNER, STEMS, frontier
 from isthmus.config import Recipe
 
-BYTES = ["between stages, bytes a token", "between replicas, bytes a token", "of averaging at every step"]
+BYTES = {  # the columns of what is sent, by kind of link
+    "stages": ["between stages, bytes a token"],
+    "replicas": ["between replicas, bytes a token", "of averaging at every step"],
+}
 NOT_YET = "not run yet"
 PRICES = {8: 2.5, 24: 5.0, 96: 9.0}  # times fewer bytes between stages -> the most percent that it may cost
 BELOW = 3.0  # percent below the paper's uncompressed fleet, of the recommended mixed one
 NEAR, SHARE = 5.0, 1 / 100  # percent above AdamW of every step, with this share of its bytes
 
 
-def bytes_of(recipe: Recipe) -> list[str]:
+def bytes_of(recipe: Recipe, kinds: Sequence[str]) -> list[str]:
     """What a row sends: for a token of a pipelined replica, all its boundaries, both ways; and for a token of
     any replica, up and down."""
     stages, replicas = per_token(recipe)
     less = open_stage_bytes(recipe) / stage_bytes(recipe)
-    return [
-        f"{stages:,.0f}" + (f" ({less:.1f} x less)" if less > 1.005 else ""),
-        f"{replicas:,.1f}" if replicas < 1000 else f"{replicas:,.0f}",
-        _share(of_every_step(recipe)),
-    ]
+    cells = {
+        "stages": [f"{stages:,.0f}" + (f" ({less:.1f} x less)" if less > 1.005 else "")],
+        "replicas": [f"{replicas:,.1f}" if replicas < 1000 else f"{replicas:,.0f}",
+                     _share(of_every_step(recipe))],
+    }  # fmt: skip
+    return [cell for kind in kinds for cell in cells[kind]]
 
 
 def _share(share: float) -> str:

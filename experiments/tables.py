@@ -164,7 +164,7 @@ class Table:
     name: str
     title: str
     shown: tuple[Shown, ...]
-    bytes: bool = False  # shows what each row sends, on both kinds of link
+    bytes: tuple[str, ...] = ()  # shows what each row sends between "stages", between "replicas"
     views: tuple[str, ...] = VIEWS
     against: str = ""  # all are compared with this row instead of each with its own
     beside: str = ""  # and the last of the views with this one's too
