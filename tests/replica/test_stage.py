@@ -7,6 +7,7 @@ import torch
 from small_recipes import pipelined, recipe_text, replicas
 
 from isthmus.config import parse_recipe
+from isthmus.config.fleet import WIRES
 from isthmus.data.corpus import open_corpus
 from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError
@@ -129,10 +130,12 @@ def test_stages_in_one_process_are_the_simulated_replica_in_fp32():
     assert torch.allclose(ours, seen, rtol=1e-5)
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp32"])
-def test_what_crosses_is_rounded_as_the_simulator_rounds_it(wire):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("wire", [wire for wire in WIRES if wire != "fp64"])
+def test_what_crosses_is_rounded_as_the_simulator_rounds_it(wire, optimizer):
     """One micro-batch, so that the two do the same sums: then the roundings are the same ones."""
-    recipe = parse_recipe(RECIPE, [f"replicas.edge.wire={wire}", "inner.micro_batches=1"])
+    settings = [f"replicas.edge.wire={wire}", "inner.micro_batches=1", f"inner.optimizer={optimizer}"]
+    recipe = parse_recipe(RECIPE, settings)
     member = recipe.fleet()[1]
     _, weights = simulated(recipe, member)
     replica = PipelinedReplica.in_one_process(recipe, member, batches_of(recipe), precision="fp64")
