@@ -257,9 +257,9 @@ def test_meetings_differ_by_run_replica_and_stage_and_nobody_without_the_key_com
         Credentials("run", Signer("edge-2", b"k" * 32)),
         Credentials("run-2", Signer("edge", b"k" * 32)),
     ]
-    secrets = {Meeting.of(at, holder, stage).secret for holder in holders for stage in (0, 1)}
+    secrets = {Meeting(at, holder, stage).secret for holder in holders for stage in (0, 1)}
     assert len(secrets) == 8
-    assert Meeting.of(at, holders[0], 0).secret == Meeting.of(at, holders[0], 0).secret
+    assert Meeting(at, holders[0], 0).secret == Meeting(at, holders[0], 0).secret
 
 
 def test_a_port_that_is_taken_and_one_that_is_none_are_one_line(capsys):

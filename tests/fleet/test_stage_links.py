@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] - it is public
 
-from isthmus.errors import RunError
-from isthmus.protocol.trust import Signer
+from isthmus.errors import RunError, Unreachable
+from isthmus.protocol.trust import Signer, save_secret
 from isthmus.replica.links import TensorSpec
 from isthmus.runtime.addresses import Address, Meeting
 from isthmus.runtime.arrivals import Handover, LaunchersGate, OwnGate
-from isthmus.runtime.gate import LOOPBACK, Gate, NotYet, enter
+from isthmus.runtime.gate import LOOPBACK, Gate, NotYet, enter, knock
 from isthmus.runtime.handshake import FORTH, Credentials, Purpose, Stranger
 from isthmus.runtime.relay import Relay
 from isthmus.runtime.stage_links import at_address, at_relay, connect_secured
@@ -51,7 +51,7 @@ class Stages:
         self.at = Address(LOOPBACK, relay.port) if relay else None
         self.gates: dict[int, Gate] = {}
         for stage in range(num_stages - 1):
-            place = Meeting.of(self.at, HOLDER, stage) if self.at else Address(LOOPBACK, 0)
+            place = Meeting(self.at, HOLDER, stage) if self.at else Address(LOOPBACK, 0)
             self.gates[stage] = Gate(place, self.holders.get(stage, HOLDER))
 
     def connect(self, stage: int, join_seconds: float = 30.0):
@@ -191,6 +191,44 @@ def test_a_neighbour_that_trusts_the_network_is_named():
 def test_a_neighbour_that_never_comes_is_named():
     with pytest.raises(RunError, match="replica edge-0: stage 1 did not join within 1 s"):
         Stages(2).connect(0, join_seconds=1.0)
+
+
+@pytest.mark.parametrize("relayed", [False, True], ids=["direct", "through a relay"])
+def test_a_key_that_is_replaced_while_the_gate_stands_is_the_one_it_asks_for(tmp_path, relayed):
+    """As `isthmus rotate` does: the file is replaced, and the launchers go on."""
+    paths = [tmp_path / "gate.key", tmp_path / "guest.key"]
+    for path in paths:
+        save_secret(path, b"k" * 32)
+    first, second = (Credentials("run", HOLDER.signer, path) for path in paths)
+    with ExitStack() as stack:
+        relay = stack.enter_context(a_relay()) if relayed else None
+        at = Address(LOOPBACK, relay.port) if relay else None
+        place = Meeting(at, first, 0) if at else Address(LOOPBACK, 0)
+        gate = Gate(place, first)
+        stack.callback(gate.close)
+        found = Meeting(at, second, 0) if at else gate.place
+        knock(found, second, 1, 20.0)
+        for path in paths:
+            save_secret(tmp_path / "new", b"n" * 32)
+            os.replace(tmp_path / "new", path)
+        assert first.public_key == second.public_key != HOLDER.public_key
+        until(lambda: knocks(found, second))
+        assert not knocks(Meeting(at, HOLDER, 0) if at else gate.place, HOLDER)
+
+
+def knocks(place, holder: Credentials) -> bool:
+    try:
+        knock(place, holder, 1, 1.0)
+    except (Unreachable, OSError):
+        return False
+    return True
+
+
+def until(happened) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 # Strangers

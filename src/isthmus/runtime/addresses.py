@@ -108,15 +108,16 @@ class Meeting:
     """A gate that cannot be reached, and waits at a relay for its guests."""
 
     relay: Address
-    secret: bytes  # what the relay pairs by: only holders of the replica's key know it
+    credentials: Credentials
     stage: int  # whose gate it is
 
-    @classmethod
-    def of(cls, relay: Address, credentials: Credentials, stage: int) -> "Meeting":
-        said = f"{credentials.signer.replica}\0{stage}".encode()
-        # A signature by Ed25519 is the same each time, and without the key nobody can foretell it.
-        signature = credentials.signer.sign("relay meeting", credentials.run_id, said)
-        return cls(relay, hashlib.sha256(signature).digest(), stage)
+    @property
+    def secret(self) -> bytes:
+        """What the relay pairs by: only holders of the replica's key know it. A signature by Ed25519 is the
+        same each time, and without the key nobody can foretell it."""
+        signer = self.credentials.signer
+        said = f"{signer.replica}\0{self.stage}".encode()
+        return hashlib.sha256(signer.sign("relay meeting", self.credentials.run_id, said)).digest()
 
     def __str__(self) -> str:
         return f"relay {self.relay}"
@@ -147,11 +148,16 @@ class WaitingDoor:
     def __init__(self, place: Meeting, pause: Callable[[float], None] = time.sleep) -> None:
         self.place, self.pause = place, pause
         self.link: socket.socket | None = None
+        self.secret = b""
         self.closed = False
 
     def accept(self) -> tuple[socket.socket, str] | None:
         try:
+            if self.link and self.secret != self.place.secret:  # the replica has another key now
+                self.link.close()
+                self.link = None
             if self.link is None:
+                self.secret = self.place.secret
                 self.link = self.place._greet(HOST, DIAL_SECONDS)
                 self.link.settimeout(SWEEP_SECONDS)
             link = self.link

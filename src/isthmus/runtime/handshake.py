@@ -13,9 +13,12 @@ byte on, and later changes some: so TLS follows (`runtime.tls`), except on links
 import os
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from isthmus.protocol.trust import Signer
+from isthmus.errors import ConfigError
+from isthmus.protocol.trust import Signer, load_signer
 
 KIND = "stage handshake"  # of what is signed: no document of a run is of this kind
 MAGIC = b"isthmus-stages/2"
@@ -43,12 +46,24 @@ class Purpose:
     generation: int = 0  # of workers: which start of the replica's workers they belong to
 
 
-@dataclass(frozen=True, slots=True)
 class Credentials:
-    """What all processes of one replica hold, and nobody else."""
+    """What all processes of one replica hold, and nobody else.
 
-    run_id: str
-    signer: Signer
+    `path` is the key's file, where there is one: a key may be replaced while we run.
+    """
+
+    def __init__(self, run_id: str, signer: Signer, path: Path | None = None) -> None:
+        self.run_id, self.path = run_id, path
+        self._signer, self._seen = signer, None if path is None else _state(path)
+
+    @property
+    def signer(self) -> Signer:
+        """The key that the file has now."""
+        if self.path and (now := _state(self.path)) not in (None, self._seen):
+            self._seen = now
+            with suppress(ConfigError):  # half written: the next look finds it whole
+                self._signer = load_signer(self.path, self._signer.replica)
+        return self._signer
 
     @property
     def public_key(self) -> str:
@@ -63,6 +78,15 @@ class Credentials:
 
     def _words(self, part: bytes, said: bytes) -> bytes:
         return part + b"\0" + self.signer.replica.encode() + b"\0" + said
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """Of a file that is replaced, never rewritten."""
+    try:
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns
+    except OSError:
+        return None
 
 
 def fresh_nonce() -> bytes:

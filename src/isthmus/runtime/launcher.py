@@ -61,7 +61,7 @@ def _launch(config: LauncherConfig) -> int:
     for warning in (pin_warning(ledger.signer, key), check_device(config, run.recipe, member)):
         if warning:
             log(warning)
-    credentials = Credentials(run.run_id, ledger.signer)
+    credentials = Credentials(run.run_id, ledger.signer, key)
     places = find_places(config, member, credentials)
     config = secured_if_apart(config, places)
     check_backend(config, member)
@@ -145,7 +145,7 @@ def find_places(config: LauncherConfig, member: "Member", credentials: "Credenti
     if config.relay:
         given = Address.parse(config.relay, "--relay", "192.0.2.10:29520")
         relay = Address(resolve(given.host), given.port)
-        return Places(Meeting.of(relay, credentials, 0), Meeting.of(relay, credentials, config.stage))
+        return Places(Meeting(relay, credentials, 0), Meeting(relay, credentials, config.stage))
     if not config.master:
         raise ConfigError(
             "--stage needs --master HOST:PORT, the address of stage 0, for example 10.0.0.2:29500; or "

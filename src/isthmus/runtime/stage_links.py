@@ -105,7 +105,7 @@ def _understood(said: str, replica: str, stage: int, neighbour: int) -> tuple[in
 
 
 def at_relay(relay: Address, credentials: Credentials) -> Find:
-    return lambda stage, said: Meeting.of(relay, credentials, stage)
+    return lambda stage, said: Meeting(relay, credentials, stage)
 
 
 def at_address(replica: str, master: Place) -> Find:

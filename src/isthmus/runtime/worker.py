@@ -367,7 +367,7 @@ def build_replica(
         )
     if config.master:
         address = own_address(config.master, at.rank)
-    credentials = Credentials(run.run_id, load_signer(Path(config.key), member.name))
+    credentials = Credentials(run.run_id, load_signer(Path(config.key), member.name), Path(config.key))
     common: dict[str, Any] = {
         "stage": at.rank,
         "num_stages": at.size,
