@@ -1,4 +1,4 @@
-"""Four small runs, made once: full, mixed, compressed only, and finished dense."""
+"""Five small runs, made once: full, mixed, compressed only, finished dense, and with learned tables."""
 
 import os
 import tempfile
@@ -40,6 +40,7 @@ FLEETS = {
     "mixed": FULL + EDGE,
     "compressed": EDGE,
     "finished": EDGE + "[finish]\nrounds = 2\n",
+    "learned": EDGE + '[subspace]\nanchor = "learned"\n',
 }
 
 

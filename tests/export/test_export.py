@@ -33,7 +33,9 @@ def our_logits(trained, tokens, member=None):
     model = trained.recipe.model
     boundary_fns = None
     if member:
-        boundary_fns = boundary_functions(trained.recipe, [member], trained.bases, trained.table, len(tokens))
+        boundary_fns = boundary_functions(
+            trained.recipe, [member], trained.bases, trained.table, len(tokens), params=trained.params
+        )
     return forward(trained.params, tokens, model, rope_table(model, tokens.shape[1]), boundary_fns)
 
 
@@ -42,7 +44,7 @@ def their_logits(model, tokens):
     return model.eval()(tokens).logits
 
 
-@pytest.mark.parametrize("name", ["full", "mixed", "compressed", "finished"])
+@pytest.mark.parametrize("name", ["full", "mixed", "compressed", "finished", "learned"])
 def test_transformers_gives_our_logits(runs, folders, name):
     trained = open_trained(str(runs[name]))
     tokens = some_tokens(trained)
@@ -51,7 +53,7 @@ def test_transformers_gives_our_logits(runs, folders, name):
     assert_close(their_logits(model, tokens), our_logits(trained, tokens), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["mixed", "compressed", "finished"])
+@pytest.mark.parametrize("name", ["mixed", "compressed", "finished", "learned"])
 def test_a_folder_that_keeps_its_boundaries_gives_our_pipelined_logits(runs, tmp_path, name):
     done = export(str(runs[name]), tmp_path / "pp", as_="pipelined")
     assert not done.refused

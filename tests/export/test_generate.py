@@ -61,7 +61,9 @@ def test_the_cache_gives_the_logits_of_a_whole_forward(runs, through, monkeypatc
     trained = open_trained(str(runs["mixed"]))
     model, member = trained.recipe.model, pipelined_member(trained.recipe)
     boundary_fns = (
-        boundary_functions(trained.recipe, [member], trained.bases, trained.table) if through else None
+        boundary_functions(trained.recipe, [member], trained.bases, trained.table, params=trained.params)
+        if through
+        else None
     )
     tokens = trained.corpus.validation.slice(0, model.context).tolist()
     decoder = Decoder(trained.params, model, boundary_fns)

@@ -26,7 +26,7 @@ def exported(runs, tmp_path, kind, *options):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["full", "compressed", "finished"])
+@pytest.mark.parametrize("kind", ["full", "compressed", "finished", "learned"])
 def test_the_harness_gets_the_model_of_the_folder_from_our_own_classes_and_runs_none_of_its_code(
     runs, tmp_path, kind
 ):

@@ -40,6 +40,7 @@ FP64 = ["inner.precision=fp64", "outer.values=fp64", "replicas.edge.wire=fp64", 
 AS_SHIPPED = ["outer.values=2bit", "replicas.edge.wire=bf16"]
 BEYOND = ["inner.optimizer=muon", "replicas.edge.wire=int5"]  # what the paper does not have
 PROJECTED = ["subspace.weight_projection=true"]  # Table 5b: what is sent begins at P W
+LEARNED = ["subspace.anchor=learned", "finish.rounds=2", "replicas.edge.wire=fp64"]
 FINISHING = ["finish.rounds=2"]  # round 2 half open, round 3 open
 EXACT = ("activations", "gradients", "tokens", "payload_up", "payload_down")
 
@@ -114,6 +115,12 @@ def beyond(tmp_path_factory: pytest.TempPathFactory) -> Twins:
 
 
 @pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Twins:
+    two = pipelined("edge", count=2, stages=2, compression="1/8", wire="fp32")
+    return run_both(tmp_path_factory.mktemp("learned"), [*FP64[:2], *LEARNED], two)
+
+
+@pytest.fixture(scope="module")
 def as_shipped(tmp_path_factory: pytest.TempPathFactory) -> Twins:
     return run_both(tmp_path_factory.mktemp("as-shipped"), AS_SHIPPED)
 
@@ -141,7 +148,7 @@ def test_a_run_that_ends_with_open_boundaries_scores_alike_with_and_without_them
     assert before["loss_pipelined"] != before["loss_full"]
 
 
-@pytest.mark.parametrize("twins", ["fp64", "beyond"])
+@pytest.mark.parametrize("twins", ["fp64", "beyond", "learned"])
 def test_weights_after_every_round_are_the_simulators_in_float64(request, twins):
     both = request.getfixturevalue(twins)
     assert len(both.real) == len(both.simulated) == ROUNDS
@@ -192,7 +199,7 @@ def test_every_process_reports_the_replayed_anchor_after_every_round(request, tw
     assert [row["anchor"] for row in both.real_rows[1:]] == both.digests
 
 
-@pytest.mark.parametrize("twins", ["fp64", "as_shipped", "finished", "beyond"])
+@pytest.mark.parametrize("twins", ["fp64", "as_shipped", "finished", "beyond", "learned"])
 def test_bytes_that_the_processes_counted_are_those_that_traffic_predicts(request, twins):
     both = request.getfixturevalue(twins)
     counted = totals(both.real_rows)["bytes"]

@@ -1,6 +1,6 @@
 """A model's sizes, and the presets. Standard library only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from isthmus.config.checks import above, within
 from isthmus.errors import ConfigError
@@ -14,6 +14,8 @@ MOST = {
     "ffn": 1 << 19,
     "context": 1 << 22,
 }
+
+TABLES = "boundaries."  # what the names of learned tables begin with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class ModelConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     start: str = ""  # a Hugging Face LLaMA folder to go on from; "": random weights
+    # Learned tables at stage boundaries. A recipe sets it from subspace.anchor; no file states it.
+    boundary_tables: int = field(default=0, metadata={"derived": True})
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -59,12 +63,23 @@ class ModelConfig:
             shapes[f"{block}.feed_forward.w2.weight"] = (d, f)
         shapes["norm.weight"] = (d,)
         shapes["output.weight"] = (self.vocab, d)
+        shapes |= {f"{TABLES}{i}.weight": (self.vocab, d) for i in range(self.boundary_tables)}
         return shapes
+
+    @property
+    def plain(self) -> "ModelConfig":
+        """The LLaMA alone, without learned tables."""
+        return replace(self, boundary_tables=0)
 
     @property
     def num_parameters(self) -> int:
         d, f = self.width, self.ffn
         return 2 * self.vocab * d + self.layers * (4 * d * d + 3 * d * f + 2 * d) + d
+
+    @property
+    def num_stored(self) -> int:
+        """Parameters, and the entries of learned tables: what is trained, sent and saved."""
+        return self.num_parameters + self.boundary_tables * self.vocab * self.width
 
     @property
     def token_bytes(self) -> int:

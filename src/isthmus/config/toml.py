@@ -12,7 +12,7 @@ from typing import Any
 
 from isthmus.config.checks import choice, nearest, short
 from isthmus.config.fleet import AUTO
-from isthmus.config.model import PRESETS
+from isthmus.config.model import PRESETS, ModelConfig
 from isthmus.config.tree import Recipe
 from isthmus.errors import ConfigError
 from isthmus.reading import DOCUMENT_BYTES, read_text
@@ -93,7 +93,7 @@ def _with_preset(model: dict[str, Any]) -> dict[str, Any]:
         return model
     choice("model.preset", name, tuple(PRESETS))
     # A preset gives defaults; a field beside it wins.
-    return dataclasses.asdict(PRESETS[name]) | model
+    return _stated(PRESETS[name]) | model
 
 
 def build_table(cls: type, table: Any, where: str) -> Any:
@@ -101,7 +101,7 @@ def build_table(cls: type, table: Any, where: str) -> Any:
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table, not {_kind(table)}")
     hints = typing.get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]
+    known = [f.name for f in dataclasses.fields(cls) if not f.metadata.get("derived")]
     prefix = f"{where}." if where else ""
     values = {}
     for key, value in table.items():
@@ -195,9 +195,20 @@ def _entry(entries: list[Any], part: str, override: str) -> Any:
     raise ConfigError(f'--set {override}: there is no "{part}"; there is {", ".join(names) or "none"}')
 
 
+def as_tables(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as a file states it, without what follows from it."""
+    return dataclasses.asdict(recipe) | {"model": _stated(recipe.model)}
+
+
+def _stated(model: ModelConfig) -> dict[str, Any]:
+    return {
+        f.name: getattr(model, f.name) for f in dataclasses.fields(model) if not f.metadata.get("derived")
+    }
+
+
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as TOML; `parse_recipe` gives it back unchanged."""
-    table = dataclasses.asdict(recipe)
+    table = as_tables(recipe)
     replicas = table.pop("replicas")
     sections = {key: table.pop(key) for key in list(table) if isinstance(table[key], dict)}
     lines = _lines(table)

@@ -119,6 +119,9 @@ class SubspaceConfig:
     """How pipelined replicas compress (sec. 2.2 and 2.4), with the ablations of Table 5."""
 
     basis: str = "global"  # one U for the run; or "replica", "boundary": one for each
+    anchor: str = (
+        "fixed"  # T_perp alone; or "learned": a table at each boundary, trained and sent with the rest
+    )
     adaptation: bool = True  # eqs. 3-4 after every round; false: T_perp stays at its first value
     weight_projection: bool = False  # Table 5b: compressed W_p1 and W_p2 back onto S after every step
     grassmann_every: int = 0  # Table 5c: inner steps between updates of U; 0: never
@@ -127,6 +130,7 @@ class SubspaceConfig:
 
     def __post_init__(self) -> None:
         choice("subspace.basis", self.basis, ("global", "replica", "boundary"))
+        choice("subspace.anchor", self.anchor, ("fixed", "learned"))
         within("subspace.grassmann_every", self.grassmann_every, 0, 1e12)
         above("subspace.grassmann_lr", self.grassmann_lr, 0, 1e6)
         if self.grassmann_every and self.basis != "global":
@@ -210,6 +214,7 @@ class Recipe:
             )
         self._check_ablations()
         self._check_muon()
+        self._count_tables()
         if self.outer.values == "fp64" and self.inner.precision != "fp64":
             raise ConfigError('outer.values is "fp64"; that is for runs with inner.precision = "fp64"')
 
@@ -224,6 +229,25 @@ class Recipe:
                     f'replica {replica.name}: inner.optimizer "muon" needs whole matrices, and sharding = '
                     '"full" cuts them; use stages, or inner.optimizer = "adamw"'
                 )
+
+    def _count_tables(self) -> None:
+        """Every replica trains the same tables, so all have the same boundaries. In a mixed fleet they do not
+        pay for their bytes (docs/results.md), so full replicas need not know them."""
+        tables = 0
+        if self.subspace.anchor == "learned":
+            for replica in self.replicas:
+                if replica.kind != "pipelined" or replica.compression == "none":
+                    raise ConfigError(
+                        f'replica {replica.name}: subspace.anchor = "learned" is for fleets in which every '
+                        'replica is pipelined and compressed; set "fixed"'
+                    )
+            if len({replica.stages for replica in self.replicas}) > 1:
+                raise ConfigError(
+                    'subspace.anchor = "learned" needs the same number of stages in every replica; set '
+                    '"fixed", or equal stages'
+                )
+            tables = self.replicas[0].stages - 1
+        object.__setattr__(self, "model", replace(self.model, boundary_tables=tables))
 
     def _check_ablations(self) -> None:
         if self.inner.clip_scope == "stage" and self.outer.method == "adamw":

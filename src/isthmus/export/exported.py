@@ -29,6 +29,7 @@ class KeptBoundaries:
     layers: dict[int, int | None]  # layers before the boundary -> which U, None: it is not compressed
     bases: list[Tensor]  # (D, K) each
     table: Tensor | None  # (V, D); None: the embedding
+    learned: dict[int, Tensor]  # layers before the boundary -> its learned table (V, D), where it has one
     wire: str
     open_share: float | None
 
@@ -97,13 +98,17 @@ def _boundaries(config: Mapping[str, Any], model: ModelConfig, extra: Mapping[st
     for basis in bases:
         if basis.ndim != 2 or basis.shape[0] != model.width or not 0 < basis.shape[1] <= model.width:
             raise ValueError("U has another width than the model")
-    if table is not None and tuple(table.shape) != (model.vocab, model.width):
-        raise ValueError("its table has another shape than the embedding")
-    if not all(t.is_floating_point() for t in (*bases, *([table] if table is not None else []))):
-        raise ValueError("U and the table are floating point")
+    learned = {}
+    if config.get("learned_tables", False):  # not in folders that were written before there were any
+        learned = {layer: extra[f"boundary.learned_{i}"] for i, layer in enumerate(layers)}
+    tables = [*learned.values(), *([table] if table is not None else [])]
+    if any(tuple(one.shape) != (model.vocab, model.width) for one in tables):
+        raise ValueError("a table has another shape than the embedding")
+    if not all(t.is_floating_point() for t in (*bases, *tables)):
+        raise ValueError("U and tables are floating point")
     wire, share = config["wire"], config["open_share"]
     if wire not in WIRES:
         raise ValueError(f"wire is {wire!r:.40}")
     if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
         raise ValueError(f"open_share is {share!r:.40}; it is 0 to 1")
-    return KeptBoundaries(layers, bases, table, wire, None if share is None else float(share))
+    return KeptBoundaries(layers, bases, table, learned, wire, None if share is None else float(share))

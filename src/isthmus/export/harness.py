@@ -73,11 +73,13 @@ def build(folder: Path, device: str = "cpu") -> "tuple[PreTrainedModel, PreTrain
             "boundaries": [{"layer": layer, "basis": number} for layer, number in kept.layers.items()],
             "subspace_dims": [basis.shape[1] for basis in kept.bases],
             "frozen_table": kept.table is not None,
+            "learned_tables": bool(kept.learned),
             "wire": kept.wire,
             "open_share": kept.open_share,
         }
         tensors |= {f"boundary.basis_{i}": basis for i, basis in enumerate(kept.bases)}
         tensors |= {"boundary.table": kept.table} if kept.table is not None else {}
+        tensors |= {f"boundary.learned_{i}": one for i, one in enumerate(kept.learned.values())}
         model = IsthmusForCausalLM(IsthmusConfig(**config))
     else:
         model = LlamaForCausalLM(LlamaConfig(**config))

@@ -19,7 +19,7 @@ from isthmus.errors import ConfigError
 from isthmus.export.measure import STORED
 from isthmus.export.source import Trained
 from isthmus.files import sync_folder
-from isthmus.layout.stages import EMBEDDING, boundaries
+from isthmus.layout.stages import EMBEDDING, boundaries, table_name
 from isthmus.model.hf import CONFIG, PIPELINED, WEIGHTS, hf_config, hf_name
 
 MODELING = Path(__file__).with_name("modeling_isthmus.py")
@@ -41,7 +41,8 @@ def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: 
     check_target(folder)
     model, corpus = trained.recipe.model, trained.corpus
     config = hf_config(model, corpus.end_id, dtype)
-    tensors = {hf_name(name): stored(t, STORED[dtype]) for name, t in trained.params.items()}
+    plain = {name: trained.params[name] for name in model.plain.shapes()}
+    tensors = {hf_name(name): stored(t, STORED[dtype]) for name, t in plain.items()}
     if member:
         keys, extra = boundary_parts(trained, member)
         config |= keys
@@ -98,6 +99,9 @@ def boundary_parts(trained: Trained, member: Member) -> tuple[dict[str, Any], di
             number = numbers.setdefault(key, len(numbers))
             tensors[f"boundary.basis_{number}"] = stored(bases.get(member, boundary), torch.float32)
         entries.append({"layer": layer, "basis": number})
+        if recipe.model.boundary_tables:
+            learned = trained.params[table_name(boundary)]
+            tensors[f"boundary.learned_{boundary}"] = stored(learned, torch.float32)
     frozen = member.config.compressed and trained.table is not trained.params[EMBEDDING]
     if frozen:
         tensors["boundary.table"] = stored(trained.table, torch.float32)
@@ -111,6 +115,7 @@ def boundary_parts(trained: Trained, member: Member) -> tuple[dict[str, Any], di
         "boundaries": entries,
         "subspace_dims": [tensors[f"boundary.basis_{i}"].shape[1] for i in range(len(numbers))],
         "frozen_table": frozen,
+        "learned_tables": bool(recipe.model.boundary_tables),
         "wire": member.config.wire,
         "open_share": bases.share.item() if bases.opening else None,
     }

@@ -20,12 +20,13 @@ BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4}
 
 
 class IsthmusConfig(LlamaConfig):
-    """LLaMA's keys and five more.
+    """LLaMA's keys and six more.
 
     boundaries      list of {"layer": number of layers before it, "basis": number of its U, or null}
     subspace_dims   k of each U
     wire            the type of the stream on the link, or its bits
     frozen_table    whether T is a table of its own, not the embedding
+    learned_tables  whether every boundary adds a table that it learned
     open_share      a, the share that passes outside U in a finishing round, or null
     """
 
@@ -34,8 +35,9 @@ class IsthmusConfig(LlamaConfig):
 
 class IsthmusForCausalLM(LlamaForCausalLM):
     """Before layer `layer` the stream x of token t becomes (x - T[t]) U U^T + T[t]: sec. 2.2 of arXiv
-    2601.02360. T is the embedding, or a table of its own where the run froze one. In a run that was opening
-    its boundaries, a share a of what lies outside U passes as well."""
+    2601.02360. T is the embedding, or a table of its own where the run froze one. A boundary may add a row
+    that it learned for the token. In a run that was opening its boundaries, a share a of what lies outside U
+    passes as well, and the learned row fades."""
 
     config_class = IsthmusConfig
 
@@ -46,11 +48,16 @@ class IsthmusForCausalLM(LlamaForCausalLM):
             self.boundary.register_buffer(f"basis_{i}", torch.zeros(config.hidden_size, dim))
         if config.frozen_table:
             self.boundary.register_buffer("table", torch.zeros(config.vocab_size, config.hidden_size))
+        self.learned = getattr(config, "learned_tables", False)
+        for i in range(len(config.boundaries) if self.learned else 0):
+            learned = torch.zeros(config.vocab_size, config.hidden_size)
+            self.boundary.register_buffer(f"learned_{i}", learned)
         self.wire, self.bits = WIRES.get(config.wire), BITS.get(config.wire)
         self.tokens: Tensor | None = None  # (B, L) of the forward under way
         self.model.register_forward_pre_hook(self._remember, with_kwargs=True)
-        for entry in config.boundaries:
-            self.model.layers[entry["layer"]].register_forward_pre_hook(self._boundary_hook(entry["basis"]))
+        for i, entry in enumerate(config.boundaries):
+            hook = self._boundary_hook(i, entry["basis"])
+            self.model.layers[entry["layer"]].register_forward_pre_hook(hook)
         self.post_init()
 
     def _remember(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -58,11 +65,17 @@ class IsthmusForCausalLM(LlamaForCausalLM):
         if self.tokens is None:
             raise ValueError("the boundaries need input_ids; inputs_embeds alone do not say which tokens")
 
-    def _boundary_hook(self, number: int | None):
+    def _boundary_hook(self, boundary: int, number: int | None):
         def hook(_module: nn.Module, args: tuple) -> tuple:
-            return (self._cross(args[0], number), *args[1:])
+            x = self._cross(args[0], number)
+            return (x + self._learned(boundary, x.dtype) if self.learned else x, *args[1:])
 
         return hook
+
+    def _learned(self, boundary: int, dtype: torch.dtype) -> Tensor:  # (B, L, D)
+        assert self.tokens is not None  # set by _remember, before the first layer
+        part = F.embedding(self.tokens, self.boundary.get_buffer(f"learned_{boundary}")).to(dtype)
+        return part if self.config.open_share is None else part * (1 - self.config.open_share)
 
     def _cross(self, x: Tensor, number: int | None) -> Tensor:  # (B, L, D) -> (B, L, D)
         if number is None:

@@ -114,7 +114,9 @@ def from_trained(trained: Trained, as_: str) -> TextGenerator:
         if member is None:
             raise ConfigError(f"{trained.where} has no pipelined replica, so no boundaries; drop --as")
     params = {name: t.to(torch.float32) for name, t in trained.params.items()}
-    boundary_fns = boundary_functions(recipe, [member], trained.bases, trained.table) if member else None
+    boundary_fns = None
+    if member:
+        boundary_fns = boundary_functions(recipe, [member], trained.bases, trained.table, params=params)
     path = corpus.tokenizer_path
     encoder = Encoder(tokenizer_bytes(path), corpus.manifest.end_token, str(path))
     how = f"through the boundaries of {member.name}" if member else "as a plain LLaMA"
@@ -142,6 +144,7 @@ def folder_boundaries(found: ExportedFolder, embedding: Tensor, rows: int = 1) -
     kept = found.boundaries()
     table = embedding if kept.table is None else kept.table.to(embedding.device)
     bases = [basis.to(embedding.device) for basis in kept.bases]
+    tables = {layer: learned.to(embedding.device) for layer, learned in kept.learned.items()}
     functions = {}
     for layer, number in kept.layers.items():
         if number is None:
@@ -151,5 +154,6 @@ def folder_boundaries(found: ExportedFolder, embedding: Tensor, rows: int = 1) -
         else:
             share = torch.tensor(kept.open_share, device=embedding.device)
             boundary = OpeningBoundary(bases[number], table, share)
-        functions[layer] = [(slice(0, rows), boundary_function(boundary, LocalLink(kept.wire)))]
+        learned = tables.get(layer)
+        functions[layer] = [(slice(0, rows), boundary_function(boundary, LocalLink(kept.wire), learned))]
     return functions

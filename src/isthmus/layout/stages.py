@@ -9,8 +9,19 @@ part of a run.
 from functools import cache, lru_cache
 
 from isthmus.config import ModelConfig
+from isthmus.config.model import TABLES
 
 EMBEDDING = "tok_embeddings.weight"
+
+
+def table_name(boundary: int) -> str:
+    """The learned table of this boundary, where subspace.anchor is "learned"."""
+    return f"{TABLES}{boundary}.weight"
+
+
+def is_looked_up(name: str) -> bool:
+    """A table of rows for tokens: nothing is multiplied by it."""
+    return name == EMBEDDING or name.startswith(TABLES)
 
 
 @cache
@@ -36,6 +47,8 @@ def stage_of(name: str, num_layers: int, num_stages: int) -> int:
     """The stage that trains the parameter of this full-model name."""
     if name == EMBEDDING:
         return 0
+    if name.startswith(TABLES):  # with the stage that adds it to what it receives
+        return min(int(name.split(".")[1]) + 1, num_stages - 1)
     if not name.startswith("layers."):
         return num_stages - 1
     layer = int(name.split(".")[1])

@@ -138,7 +138,7 @@ def outer_bytes(recipe: Recipe, member: Member, sizes: tuple[int, ...] | None = 
 def _ring_bytes(recipe: Recipe, num_replicas: int | None = None) -> int:
     """One replica's upload in one ring all-reduce of the gradients: 2 (M-1)/M of them (and as much down)."""
     m = recipe.num_replicas if num_replicas is None else num_replicas
-    return 2 * (m - 1) * recipe.model.num_parameters * GRADIENT_BYTES // m
+    return 2 * (m - 1) * recipe.model.num_stored * GRADIENT_BYTES // m
 
 
 def _in_floats(member: Member) -> Member:

@@ -23,7 +23,9 @@ def first_params(recipe: Recipe, expected: str | None = None) -> dict[str, Tenso
         return init_params(recipe.model, recipe.seed)
     folder = start_folder(recipe)
     check_same(folder, read_config(folder), recipe.model)
-    params = read_params(folder, recipe.model)
+    params = read_params(folder, recipe.model.plain)
+    tables = recipe.model.shapes().keys() - params.keys()
+    params |= init_params(recipe.model, recipe.seed, tables)
     if expected and start_digest(params) != expected:
         raise ConfigError(f"the weights in {folder} are not those that the run began with; put them back")
     return params

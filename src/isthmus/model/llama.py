@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isthmus.config import ModelConfig
+from isthmus.config.model import TABLES
 
 Params = Mapping[str, Tensor]
 Rope = tuple[Tensor, Tensor]  # cos and sin, (L, head_dim) each
@@ -38,6 +39,8 @@ def init_tensor(name: str, shape: Sequence[int], model: ModelConfig, seed: int) 
     """A parameter's first value: a pure function of (seed, name), so a stage draws only its own."""
     if len(shape) == 1:
         return torch.ones(shape)  # norm gains
+    if name.startswith(TABLES):
+        return torch.zeros(tuple(shape))  # a boundary begins as the paper's
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     std = model.init_std
@@ -107,7 +110,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def embed(params: Params, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    table = params["tok_embeddings.weight"]
+    return look_up(params["tok_embeddings.weight"], tokens, dtype)
+
+
+def look_up(table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table (V, D) or (R, V, D), for tokens (B, L) or (R, B, L)."""
     if table.dim() == 3:  # one table for each replica: one lookup in all of them, with shifted ids
         offset = torch.arange(table.shape[0], device=tokens.device) * table.shape[1]
         tokens = tokens + offset.view(-1, *[1] * (tokens.dim() - 1))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config import Recipe, ReplicaConfig, nearest
+from isthmus.config.toml import as_tables
 from isthmus.errors import ConfigError
 from isthmus.printing import visible
 from isthmus.runlog import Row, RunDir, totals
@@ -95,7 +96,7 @@ def differences(recipes: Sequence[Recipe]) -> dict[str, list[str]]:
 
 def flatten(recipe: Recipe) -> dict[str, str]:
     """`outer.keep` -> `32`, `replicas.edge.link.mbps` -> `100`; the name of a run is not a setting."""
-    table = dataclasses.asdict(recipe)
+    table = as_tables(recipe)
     del table["name"]
     table["replicas"] = {replica.pop("name"): replica for replica in table["replicas"]}
     return dict(_leaves(table, ""))

@@ -176,7 +176,7 @@ def snapshot_of(recipe: Recipe) -> tuple[int, int]:
     """Bytes of one anchor in the bucket, and how many a run writes."""
     if not has_bucket(recipe):
         return 0, 0
-    each = _anchor_bytes(recipe, recipe.model.num_parameters)
+    each = _anchor_bytes(recipe, recipe.model.num_stored)
     return each, recipe.outer.rounds // recipe.bucket.anchor_every
 
 

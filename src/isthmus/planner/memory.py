@@ -54,7 +54,7 @@ def state_bytes(recipe: Recipe, precision: str) -> int:
     """One replica at rest: weights, moments, feedback."""
     copies = 2 if recipe.outer.method == "sparseloco" else 1
     shapes = recipe.model.shapes()
-    numbers = copies * recipe.model.num_parameters + num_moments(recipe, shapes)
+    numbers = copies * recipe.model.num_stored + num_moments(recipe, shapes)
     return numbers * MASTER_BYTES[precision]
 
 
@@ -100,7 +100,7 @@ def simulator_bytes(
     recipe: Recipe, precision: str, group: int, grad_accum_steps: int, parked: bool, compiled: bool
 ) -> int:
     """Peak of the simulator on its device."""
-    n, size = recipe.model.num_parameters, MASTER_BYTES[precision]
+    n, size = recipe.model.num_stored, MASTER_BYTES[precision]
     replicas = recipe.num_replicas
     resident = group if parked else replicas
     shared = 1 if recipe.outer.method == "adamw" else resident

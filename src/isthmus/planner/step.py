@@ -11,7 +11,7 @@ from math import prod
 from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
 from isthmus.layout.schedule import Schedule, deep, depths, filled_if_it_pays, in_flight, simulate_schedule
-from isthmus.layout.stages import EMBEDDING, stage_names
+from isthmus.layout.stages import is_looked_up, stage_names
 from isthmus.layout.traffic import micro_batch_bytes
 from isthmus.planner.cost import inner_step_seconds, step_flops
 
@@ -88,7 +88,7 @@ def _work(recipe: Recipe, replica: ReplicaConfig) -> tuple[list[float], list[flo
     once, repeated = [], []
     for names in stage_names(recipe.model, replica.stages):
         # 6 N is dealt by what multiplies: the embedding is a look-up, its share goes to all.
-        own = {name: prod(shapes[name]) for name in names if name != EMBEDDING}
+        own = {name: prod(shapes[name]) for name in names if not is_looked_up(name)}
         layers = sum(number for name, number in own.items() if name.startswith("layers."))
         once.append(float(sum(own.values())))
         repeated.append(FORWARD_SHARE * layers if again else 0.0)

@@ -162,7 +162,9 @@ class Scorer:
         """Appends to `crossing` the energies at each compressed boundary."""
         model, boundary_fns = self.recipe.model, {}
         if member:
-            boundary_fns = boundary_functions(self.recipe, [member], self.bases, table, len(part))
+            boundary_fns = boundary_functions(
+                self.recipe, [member], self.bases, table, len(part), params=weights
+            )
         if member and member.config.compressed and crossing is not None:
             for boundary, edge in enumerate(sorted(boundary_fns)):
                 ((rows, cross),) = boundary_fns[edge]

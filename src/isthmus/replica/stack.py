@@ -57,7 +57,7 @@ class Stack(Trainable):
         """As the boundaries of this round are: compressing, or opening."""
         recipe, members, bases = self.recipe, self.members, self.bases
         rows = recipe.inner.batch // self.grad_accum_steps if self.shared else 1
-        self.boundary_fns = boundary_functions(recipe, members, bases, self.table, rows)
+        self.boundary_fns = boundary_functions(recipe, members, bases, self.table, rows, params=self.leaves)
         self.opening = bases.opening
         self._work = gpu.Replayed(self._step) if self.recorded else self._step
 

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError
-from isthmus.layout.stages import EMBEDDING, boundaries, stage_names
+from isthmus.layout.stages import EMBEDDING, boundaries, stage_names, table_name
 from isthmus.model.llama import Params, embed, head_weights, init_params, init_tensor, rope_table, run_layers
 from isthmus.model.parts import parts
 from isthmus.replica.base import precision_dtypes
 from isthmus.replica.links import TOKEN_TYPES, Frame, TensorSpec
 from isthmus.replica.split_backward import DeferredGradients, DeferredWeight
 from isthmus.replica.trainable import Trainable
-from isthmus.subspace import OpenBoundary, SubspaceBoundary
+from isthmus.subspace import OpenBoundary, SubspaceBoundary, learned_part
 from isthmus.subspace.boundaries import BasisSet
 from isthmus.subspace.wire import wire_of
 
@@ -118,6 +118,9 @@ class Stage(Trainable):
         else:
             leaf = self._received("before", z_in, self.dtype).detach().requires_grad_()
             x = self.before.expand(leaf, inputs)  # (B, L, K) -> (B, L, D)
+            if self.recipe.model.boundary_tables:
+                learned = weights[table_name(self.index - 1)]
+                x = x + learned_part(self.before, learned, inputs, self.dtype)
         layer_params = self._layer_params(micro_batch, weights)
         x = run_layers(layer_params, self.layers, x, model, self.rope, self.parts.layer)
         if self.last:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import Member, Recipe
-from isthmus.layout.stages import EMBEDDING, stage_of
+from isthmus.layout.stages import is_looked_up, stage_of
 from isthmus.model.adam import FusedAdamW
 from isthmus.model.inner import InnerOpt
 from isthmus.subspace.boundaries import BasisSet, projected, projected_names
@@ -61,7 +61,7 @@ class Trainable:
         return {
             name: p.detach().bfloat16().requires_grad_()
             for name, p in self.params.items()
-            if p.dim() == 2 + self.stacked and name != EMBEDDING
+            if p.dim() == 2 + self.stacked and not is_looked_up(name)
         }
 
     def _clip_groups(self) -> Tensor | None:

@@ -181,7 +181,9 @@ class SimulatedFleet:
 
     def _gradient_covariance(self, member: Member, tokens: Tensor) -> Tensor:
         """Sum of g^T g (D, D) over the last boundary of this replica, at the anchor."""
-        boundary_fns = boundary_functions(self.recipe, [member], self.bases, self.table, len(tokens))
+        boundary_fns = boundary_functions(
+            self.recipe, [member], self.bases, self.table, len(tokens), params=self.anchor
+        )
         last = max(boundary_fns)
         rows, inner = boundary_fns[last][0]
         caught: list[Tensor] = []

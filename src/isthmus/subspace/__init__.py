@@ -4,7 +4,7 @@ May import config, layout and model.
 """
 
 from isthmus.subspace.basis import grassmann_step, project, random_basis
-from isthmus.subspace.boundary import OpenBoundary, OpeningBoundary, SubspaceBoundary
+from isthmus.subspace.boundary import OpenBoundary, OpeningBoundary, SubspaceBoundary, learned_part
 from isthmus.subspace.embedding import reproject, split
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "OpeningBoundary",
     "SubspaceBoundary",
     "grassmann_step",
+    "learned_part",
     "project",
     "random_basis",
     "reproject",

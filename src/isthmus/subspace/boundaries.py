@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from isthmus.config import Member, Recipe
-from isthmus.layout.stages import boundaries
+from isthmus.layout.stages import boundaries, table_name
 from isthmus.model.llama import BoundaryFunction
-from isthmus.subspace import OpenBoundary, OpeningBoundary, SubspaceBoundary, random_basis
+from isthmus.subspace import OpenBoundary, OpeningBoundary, SubspaceBoundary, learned_part, random_basis
 from isthmus.subspace.wire import LocalLink
 
 Key = tuple  # equal for boundaries that do the same: the wire, the U, whether they open
@@ -20,11 +20,22 @@ def derived_seed(seed: int, *path: str | int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def boundary_function(boundary: OpenBoundary | SubspaceBoundary, link: LocalLink) -> BoundaryFunction:
-    """compress, link, expand: what happens to the stream between two stages."""
+def boundary_function(
+    boundary: OpenBoundary | SubspaceBoundary,
+    link: LocalLink,
+    table: Tensor | None = None,
+    rows: slice | None = None,
+) -> BoundaryFunction:
+    """compress, link, expand: what happens to the stream between two stages. `table` is a learned one; these
+    `rows` of it are ours, where every replica of a stack has its own."""
 
     def send(x: Tensor, tokens: Tensor) -> Tensor:
-        return boundary.expand(link.carry(boundary.compress(x, tokens)), tokens)
+        x_hat = boundary.expand(link.carry(boundary.compress(x, tokens)), tokens)
+        if table is None:
+            return x_hat
+        # Taken anew in every step: autograd goes back through it.
+        own = table if rows is None else table[rows]
+        return x_hat + learned_part(boundary, own, tokens, x.dtype)
 
     return send
 
@@ -71,10 +82,17 @@ class BasisSet:
 
 
 def boundary_functions(
-    recipe: Recipe, members: Sequence[Member], bases: BasisSet, table: Tensor, rows_each: int = 1
+    recipe: Recipe,
+    members: Sequence[Member],
+    bases: BasisSet,
+    table: Tensor,
+    rows_each: int = 1,
+    *,
+    params: Mapping[str, Tensor],
 ) -> dict[int, list[tuple[slice, BoundaryFunction]]]:
     """For each edge (layers before it), the boundaries there and their rows of the leading axis; neighbours
-    with the same boundary share it. `rows_each` is the number of rows that each member has."""
+    with the same boundary share it. `rows_each` is the number of rows that each member has. Learned tables
+    are among `params`."""
     at: dict[int, list[tuple[slice, Key, Member, int]]] = {}
     for i, member in enumerate(members):
         rows = slice(i * rows_each, (i + 1) * rows_each)
@@ -86,7 +104,10 @@ def boundary_functions(
             else:
                 here.append((rows, key, member, boundary))
     return {
-        edge: [(rows, build(member, boundary, bases, table)) for rows, _, member, boundary in here]
+        edge: [
+            (rows, build(member, boundary, bases, table, params.get(table_name(boundary)), rows))
+            for rows, _, member, boundary in here
+        ]
         for edge, here in at.items()
     }
 
@@ -102,8 +123,13 @@ def forward_key(recipe: Recipe, member: Member, bases: BasisSet) -> Key:
     return tuple((edge, *boundary_key(member, b, bases)) for b, edge in enumerate(edges))
 
 
-def build(member: Member, boundary: int, bases: BasisSet, table: Tensor) -> BoundaryFunction:
-    return boundary_function(bases.boundary(member, boundary, table), LocalLink(member.config.wire))
+def build(
+    member: Member, boundary: int, bases: BasisSet, table: Tensor, learned: Tensor | None, rows: slice
+) -> BoundaryFunction:
+    between, link = bases.boundary(member, boundary, table), LocalLink(member.config.wire)
+    if learned is None or learned.dim() == 2 or rows == slice(0, len(learned)):
+        return boundary_function(between, link, learned)
+    return boundary_function(between, link, learned, rows)
 
 
 def projected_names(recipe: Recipe, member: Member) -> tuple[str, ...]:

@@ -1,7 +1,10 @@
 """A stage boundary: two affine maps with the wire between them."""
 
+import torch
 from torch import Tensor
 from torch.nn.functional import embedding
+
+from isthmus.model.llama import look_up
 
 
 class OpenBoundary:
@@ -54,3 +57,16 @@ class OpeningBoundary(OpenBoundary):
         drift = x - embedding(tokens, self.t_perp).to(x.dtype)  # (B, L, D)
         outside = drift - (drift @ basis) @ basis.mT
         return x - (1 - self.share).to(x.dtype) * outside  # in this form a = 1 is exactly x
+
+
+def learned_part(
+    boundary: OpenBoundary | SubspaceBoundary, table: Tensor, tokens: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """What a learned table (V, D) or (R, V, D) adds to x_hat, where subspace.anchor is "learned".
+
+    The tokens are known on both sides of a link, so what lies outside S and depends on the token alone need
+    not cross it. The paper has T_perp for that; here every boundary learns a table beside it. It is zero at
+    first, and it fades as the boundary opens.
+    """
+    part = look_up(table, tokens, dtype)  # (B, L, D)
+    return part * (1 - boundary.share).to(dtype) if isinstance(boundary, OpeningBoundary) else part
