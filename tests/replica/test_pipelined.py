@@ -15,6 +15,7 @@ from test_stage import FP32, RECIPE, batches_of, relative, simulated, trained
 from isthmus.config import parse_recipe
 from isthmus.errors import RunError
 from isthmus.layout.traffic import inner_step_bytes
+from isthmus.layout.wire import INT_BITS, frame_sizes
 from isthmus.replica.pipelined import FIRST_LOOK, LOOK_EVERY, PipelinedReplica
 from isthmus.replica.process_groups import connect, open_store
 from isthmus.replica.stage import Stage
@@ -252,3 +253,44 @@ def test_a_frame_that_no_stage_sends_stops_the_step_and_names_its_sender(monkeyp
     monkeypatch.setattr(end, "receive", damaged)
     with pytest.raises(RunError, match=f"replica edge: .*{says} a frame that is none of this run"):
         replica.inner_step(1)
+
+
+@pytest.mark.parametrize("wire", INT_BITS)
+@pytest.mark.parametrize("purpose", ["activations", "gradients"])
+def test_a_byte_changed_in_any_part_of_a_frame_is_a_number_or_names_its_sender(monkeypatch, wire, purpose):
+    """Whatever it is changed to: the step ends, or with one line that says who sent what no stage sends."""
+    recipe = parse_recipe(RECIPE, [*FP32, f"replicas.edge.wire={wire}", "replicas.edge.compression=5/32"])
+    replica = PipelinedReplica.in_one_process(recipe, recipe.fleet()[1], batches_of(recipe))
+    forward = purpose == "activations"
+    sender, generator = 0 if forward else 2, torch.Generator().manual_seed(0)
+    end = replica.links[1][0 if forward else 1]
+    receive, spoil = end.receive, []
+    sizes = frame_sizes(INT_BITS[wire], 2, 16, 5, forward)
+
+    def damaged(timeout_seconds=None):
+        first, *rest = receive(timeout_seconds)
+        if spoil and first.dtype == torch.uint8:
+            assert len(first) == sum(sizes)
+            first = first.clone()
+            at, byte = spoil.pop()
+            first[at] = byte
+        return (first, *rest)
+
+    monkeypatch.setattr(end, "receive", damaged)
+    said = set()
+    for part, size in enumerate(sizes):
+        for byte in (0, 127, 128, 255) if size else ():
+            at = sum(sizes[:part]) + int(torch.randint(size, (1,), generator=generator))
+            spoil.append((at, byte))
+            for end_of_link in (end_ for ends in replica.links for end_ in ends if end_):
+                end_of_link.expected.clear()
+                end_of_link.into.clear()
+            try:
+                replica.inner_step(0)
+            except RunError as error:
+                said.add(str(error))
+            assert not spoil
+    assert said == {
+        f"replica edge: stage {sender} sent stage 1 a frame that is none of this run: a number that is not "
+        "finite, or a code outside the wire's"
+    }
