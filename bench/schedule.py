@@ -1,16 +1,20 @@
 """How much of the compute a slow link leaves: our schedule, torch's stock ones, the ceiling, the prediction.
 
     python bench/schedule.py [--ratios 0.2 0.6 0.9] [--micro-batches 16 32] [--latency-ms 20] [--json]
+    python bench/schedule.py --ours isthmus gloo --stock --mbps 100 --stages 2
 
 Four machines in a row, as network namespaces, with rate-limited cables between neighbours, and on each one
 stage whose compute is a fixed wait: nothing else is simulated. Isthmus' stages run `PipelinedReplica` over
-links between processes; torch's run `PipelineStage` with `Schedule1F1B` and `ScheduleGPipe` over gloo, in the
-same processes, on the same cables, with activations of the same size. r is the time of a micro-batch on a
-link, one way and headers included, over its time t on a stage, forward and backward.
+TLS links, and `gloo` over those of --trust-network; torch's run `PipelineStage` with `Schedule1F1B` and
+`ScheduleGPipe` over gloo, in the same processes, on the same cables, with activations of the same size. r is
+the time of a micro-batch on a link, one way and headers included, over its time t on a stage, forward and
+backward. Frames are small and links slow; with --mbps the links have that rate, and micro-batches as many
+sequences as make up r.
 
     ceiling    m / (m + (S-1)(1 + 2(r + latency/t))), which no flush with whole backwards beats
     isthmus    m t / the median inner step, once the depths are chosen from measured times
     split      the same with inner.backward = "split": its backwards are not whole, the ceiling not its own
+    gloo       as isthmus, in the clear
     predicted  the event simulation of the schedule that was executed, in seconds
 
 Needs root and iproute2; with a latency also /dev/net/tun. Exit status 1 where isthmus stays below its share
@@ -51,9 +55,10 @@ link = {{ mbps = {mbps}, latency_ms = {latency_ms} }}
 """
 ROWS = 2  # sequences of a micro-batch
 BURST_BYTES = 3100  # two packets: what a link may send faster than its rate after a pause; a frame has 66,000
+BURST_SECONDS = 5e-4  # of a fast link: the kernel's timers are not finer
 FORWARD = 1 / 3  # share of t
 WARM_UP = 4  # inner steps; the depths are chosen after the third
-OURS = {"isthmus": "whole", "split": "split"}
+OURS = {"isthmus": ("whole", "tls"), "split": ("split", "tls"), "gloo": ("whole", "gloo")}
 STOCK = ("1f1b", "gpipe")
 OFF = 0.10
 
@@ -88,9 +93,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--compute-ms", type=float, default=80.0, help="t: one micro-batch on one stage")
+    parser.add_argument("--mbps", type=float, default=0.0, help="of the links; 0: as slow as r makes them")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="one way, on every cable")
     parser.add_argument("--steps", type=int, default=5, help="inner steps measured, after the warm-up")
-    parser.add_argument("--ours", nargs="+", choices=list(OURS), default=list(OURS))
+    parser.add_argument("--ours", nargs="+", choices=list(OURS), default=["isthmus", "split"])
     parser.add_argument("--stock", nargs="*", choices=STOCK, default=list(STOCK), help="torch's, beside ours")
     parser.add_argument(
         "--restart-when-idle",
@@ -114,14 +120,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             if args.congestion:
                 network.set(name, "net.ipv4.tcp_congestion_control", args.congestion)
         for ratio in args.ratios:
-            mbps = frame_bytes(args.stages) * 8 / (ratio * t) / 1e6
+            rows = ROWS
+            if args.mbps:
+                rows = max(1, round(ratio * t * args.mbps * 1e6 / 8 / (frame_bytes(args.stages) / ROWS)))
+            mbps = frame_bytes(args.stages, rows) * 8 / (ratio * t) / 1e6
             for cable in cables:
-                network.limit(cable, mbps * cable.overhead, BURST_BYTES)
+                burst = max(BURST_BYTES, round(mbps * 1e6 / 8 * BURST_SECONDS))
+                network.limit(cable, mbps * cable.overhead, burst)
             job = {
                 "num_stages": args.stages,
                 "master": cables[0].addresses[0],
                 "t": t,
                 "mbps": mbps,
+                "rows": rows,
                 "latency_ms": args.latency_ms,
                 "micro_batches": args.micro_batches,
                 "ours": args.ours,
@@ -213,24 +224,31 @@ def say(point: dict[str, Any]) -> None:
 
 
 def recipe_of(
-    num_stages: int, m: int, backward: str = "whole", mbps: float = 1.0, latency_ms: float = 0.0
+    num_stages: int,
+    m: int,
+    backward: str = "whole",
+    mbps: float = 1.0,
+    latency_ms: float = 0.0,
+    rows: int = ROWS,
 ) -> Any:
     from isthmus.config import parse_recipe
 
     link = {"mbps": mbps, "latency_ms": latency_ms}
-    return parse_recipe(RECIPE.format(batch=ROWS * m, m=m, stages=num_stages, backward=backward, **link))
+    return parse_recipe(RECIPE.format(batch=rows * m, m=m, stages=num_stages, backward=backward, **link))
 
 
-def frame_bytes(num_stages: int) -> int:
+def frame_bytes(num_stages: int, rows: int = ROWS) -> int:
     """One micro-batch forward, as it crosses a link."""
     from isthmus.layout.traffic import inner_step_bytes
 
-    recipe = recipe_of(num_stages, 1)
+    recipe = recipe_of(num_stages, 1, rows=rows)
     crossing = inner_step_bytes(recipe, recipe.fleet()[0])
     return (crossing["activations"] + crossing["tokens"]) // (num_stages - 1)
 
 
 # From here on: what runs inside a namespace, one process for each stage.
+
+STORES: list[Any] = []
 
 
 def work(job: dict[str, Any]) -> int:
@@ -243,7 +261,7 @@ def work(job: dict[str, Any]) -> int:
         line: dict[str, Any] = {"micro_batches": m, "step_seconds": {}, "predicted_seconds": {}, "depths": {}}
         for name in job["ours"]:
             port += 1
-            for what, value in isthmus(job, m, port, OURS[name]).items():
+            for what, value in isthmus(job, m, port, *OURS[name]).items():
                 line[what][name] = value
         for name in job["stock"]:
             line["step_seconds"][name] = stock.seconds(name, m)
@@ -252,14 +270,13 @@ def work(job: dict[str, Any]) -> int:
     return 0
 
 
-def isthmus(job: dict[str, Any], m: int, port: int, backward: str) -> dict[str, Any]:
+def isthmus(job: dict[str, Any], m: int, port: int, backward: str, transport: str) -> dict[str, Any]:
     """Median seconds of an inner step as stage 0 sees it, from its first forward to its last backward and
     the agreement on the norm; what the event simulation says of the schedule; the most in flight."""
     import torch
 
     from isthmus.layout.schedule import WEIGHT_SHARE, simulate_schedule
     from isthmus.replica.pipelined import PipelinedReplica
-    from isthmus.replica.process_groups import connect, open_store
     from isthmus.replica.stage import Stage
 
     t, back = job["t"], (1 - FORWARD) * job["t"]
@@ -285,8 +302,8 @@ def isthmus(job: dict[str, Any], m: int, port: int, backward: str) -> dict[str, 
         def backward_weight(self, micro_batch: int) -> None:
             time.sleep(WEIGHT_SHARE * back)
 
-        def squared_norm(self) -> float:
-            return 0.0
+        def squared_norm(self) -> torch.Tensor:
+            return torch.zeros(())
 
         def step(self, squared_norm: float, inner_step: int) -> None:
             pass
@@ -295,10 +312,9 @@ def isthmus(job: dict[str, Any], m: int, port: int, backward: str) -> dict[str, 
         def at(self, replica: int, inner_step: int) -> torch.Tensor:
             return torch.zeros(recipe.inner.batch, recipe.model.context + 1, dtype=torch.long)
 
-    recipe = recipe_of(job["num_stages"], m, backward, job["mbps"], job["latency_ms"])
-    member, stage = recipe.fleet()[0], {"replica": "edge", "stage": job["stage"]}
-    store, address = open_store(**stage, master=f"{job['master']}:{port}", session=f"{m} {backward}")
-    links = connect(**stage, num_stages=job["num_stages"], store=store, address=address)
+    recipe = recipe_of(job["num_stages"], m, backward, job["mbps"], job["latency_ms"], job["rows"])
+    member = recipe.fleet()[0]
+    links = connected(job, port, transport)
     tokens = Tokens() if job["stage"] == 0 else None
     replica = PipelinedReplica(recipe, member, [Waiting(recipe, member, job["stage"])], [links], tokens)
     seconds = []
@@ -309,13 +325,37 @@ def isthmus(job: dict[str, Any], m: int, port: int, backward: str) -> dict[str, 
         if abs(loss - 1) > 1e-6:
             raise RuntimeError(f"stage {job['stage']}: the activations came as {loss}, not as 1")
     replica.close()
-    link = frame_bytes(job["num_stages"]) * 8 / (job["mbps"] * 1e6)
+    link = frame_bytes(job["num_stages"], job["rows"]) * 8 / (job["mbps"] * 1e6)
     latency = job["latency_ms"] / 1e3
     return {
         "step_seconds": statistics.median(seconds[WARM_UP:]),
         "predicted_seconds": simulate_schedule(replica.schedule, FORWARD * t, back, link, latency),
         "depths": list(replica.depths),
     }
+
+
+def connected(job: dict[str, Any], port: int, transport: str) -> Any:
+    """This stage's links to the one before it and the one after it."""
+    from isthmus.protocol.trust import Signer
+    from isthmus.replica.process_groups import connect, open_store
+    from isthmus.runtime.addresses import Address
+    from isthmus.runtime.arrivals import OwnGate
+    from isthmus.runtime.gate import Gate
+    from isthmus.runtime.handshake import Credentials
+    from isthmus.runtime.stage_links import at_address, connect_secured
+
+    stage, master = job["stage"], Address(job["master"], port + 1000)
+    store, address = open_store(replica="edge", stage=stage, master=f"{job['master']}:{port}")
+    common: dict[str, Any] = {"stage": stage, "num_stages": job["num_stages"], "store": store}
+    if transport == "gloo":
+        return connect(replica="edge", address=address, **common)
+    key, own = Credentials("bench", Signer("edge", bytes(32))), None
+    if stage < job["num_stages"] - 1:
+        own = OwnGate(Gate(Address(address, 0) if stage else master, key))
+    STORES.append(store)  # stage 0 serves it to those who still join
+    return connect_secured(
+        credentials=key, address=address, arrivals=own, find=at_address("edge", master), **common
+    )
 
 
 class Stock:
@@ -354,7 +394,7 @@ class Stock:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return Wait.apply(x, self.weight)
 
-        elements = frame_bytes(job["num_stages"]) // 2  # the ids travel with them
+        elements = frame_bytes(job["num_stages"], job["rows"]) // 2  # the ids travel with them
         first, last = job["stage"] == 0, job["stage"] == job["num_stages"] - 1
         came, goes = (
             torch.ones(1, elements, dtype=torch.bfloat16, requires_grad=grad) for grad in (not first, True)
