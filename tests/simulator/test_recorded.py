@@ -44,9 +44,10 @@ def run(device: str, *overrides: str) -> tuple[SimulatedFleet, list[dict]]:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("finish", [0, 3])  # rounds that open: other forwards, so another recording
-def test_replayed_steps_train_the_same_model(monkeypatch, finish):
-    overrides = [f"finish.rounds={finish}"]
+# Rounds that open: other forwards, so another recording. A few bits: kernels of our own, forward and back.
+@pytest.mark.parametrize(("finish", "wire"), [(0, "bf16"), (3, "bf16"), (3, "int5")])
+def test_replayed_steps_train_the_same_model(monkeypatch, finish, wire):
+    overrides = [f"finish.rounds={finish}", f"replicas.edge.wire={wire}"]
     recorded, its_scores = run("cuda", *overrides)
     assert recorded.recorded
     assert recorded.stacks[0]._work.graph is not None

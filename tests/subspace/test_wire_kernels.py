@@ -124,3 +124,26 @@ def test_a_link_uses_them_where_a_gpu_can_run_them(monkeypatch):
     assert used == ["encode", "decode", "carried", "carried"]
     link.encode(z.double(), True)  # which they do not take
     assert len(used) == 4
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dim", [24, 13])
+def test_a_graph_holds_them(monkeypatch, dim):
+    """Nothing waits for the device, and other values need no other work."""
+    monkeypatch.setattr(gpu, "usable", lambda device: True)
+    shape, link = (2, 40, dim), IntWire("int5")
+    own = stream(shape, "plain", torch.bfloat16)
+
+    def work():
+        frame = link.encode(own, True)
+        return frame, link.decode(frame, shape, torch.bfloat16, True)[0], LocalLink("int5").carry(own)
+
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = work()
+    own.copy_(stream(shape, "far apart", torch.bfloat16, seed=1))
+    graph.replay()
+    for one, other in zip(recorded, work(), strict=True):
+        assert_same_bits(one, other, dim)
