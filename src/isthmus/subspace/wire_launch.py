@@ -65,6 +65,7 @@ def _round(
             TILE=TOKENS, WIDTH=WIDTH, SPAN=span, BF16=half,
         )  # fmt: skip
     tiles = {"TILE": tile, "GROUPS": groups, "PARTS": PARTS if centred else 0, "BF16": half}
+    tiles["num_warps"] = max(4, groups * GROUP // 1024)  # a wide token is one program's alone
     _run(kernels.largest_kernel, grid, z, sums, largest, length, dim, **tiles)
     _run(
         kernels.round_kernel, grid, z, sums, largest, fractions, frame, out, length, dim,
