@@ -111,7 +111,7 @@ def test_a_round_is_h_steps_and_the_exchange_of_the_slowest():
     ends = edge.exchange.up_seconds + edge.exchange.down_seconds + forecast.closing.seconds
     assert forecast.slowest == "edge"
     assert forecast.round_seconds == pytest.approx(15 * edge.step.seconds + ends)
-    assert forecast.hours * 3600 == pytest.approx(12 * forecast.round_seconds)
+    assert forecast.hours * 3600 == pytest.approx(forecast.rounds * forecast.round_seconds)
     assert forecast.tokens_per_second * forecast.round_seconds == pytest.approx(4 * 15 * 8 * 128)
     assert kind(forecast, "rack").wait_seconds > 0
 
