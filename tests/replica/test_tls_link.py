@@ -169,6 +169,22 @@ def test_the_last_frames_arrive_although_the_sender_closes():
     assert not late.broken
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_frames_of_a_gpu_cross_through_pinned_memory_as_they_were_sent():
+    early, late = tls_pair(device="cuda")
+    late.expect([FORWARD] * 8, ahead=3)
+    with ThreadPoolExecutor(1) as pool:
+        frames = [{name: tensor.cuda() for name, tensor in frame(i).items()} for i in range(8)]
+        sending = pool.submit(lambda: [early.send(each) for each in frames])
+        for i in range(8):
+            stream, tokens = late.receive()
+            assert stream.is_cuda
+            assert torch.equal(stream.cpu(), frame(i)["activations"])
+            assert torch.equal(tokens.cpu(), frame(i)["tokens"])
+        assert all(departure.at > 0 for departure in sending.result())
+    close(early, late)
+
+
 def test_ends_of_different_starts_do_not_meet_in_the_pairs_of_these_tests():
     meeting = Meeting()
     first, second = PairedChannels(meeting, 0).open(True), PairedChannels(meeting, 1).open(False)

@@ -95,7 +95,10 @@ class Meeting:
 
 
 def tls_pair(
-    timeout_seconds: float = 20.0, bytes_of_a_key: int = 2**38, wire: Wire | None = None
+    timeout_seconds: float = 20.0,
+    bytes_of_a_key: int = 2**38,
+    wire: Wire | None = None,
+    device: str = "cpu",
 ) -> tuple[TlsLink, TlsLink]:
     """The earlier stage's end, the later stage's."""
     meeting = Meeting(wire)
@@ -103,7 +106,7 @@ def tls_pair(
         TlsLink(
             PairedChannels(meeting, stage),
             LinkPeers("edge-0", stage, 1 - stage, "10.0.0.7"),
-            torch.device("cpu"),
+            torch.device(device),
             timeout_seconds,
             bytes_of_a_key,
         )
