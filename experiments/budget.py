@@ -20,8 +20,9 @@ def stage_bytes(recipe: Recipe) -> int:
 
 def open_stage_bytes(recipe: Recipe) -> int:
     """The same with nothing compressed, in bf16."""
-    bf16 = [replace(replica, wire="bf16", compression="none") for replica in recipe.replicas]
-    return stage_bytes(replace(recipe, replicas=tuple(bf16)))
+    members = [replace(one, config=replace(one.config, wire="bf16")) for one in recipe.fleet()]
+    each = [sum(inner_step_bytes(recipe, member, recipe.model.width).values()) for member in members]
+    return recipe.outer.inner_steps * max(each)
 
 
 def replica_bytes(recipe: Recipe) -> int:
@@ -38,7 +39,8 @@ def per_token(recipe: Recipe) -> tuple[float, float]:
 
 def of_every_step(recipe: Recipe) -> float:
     """Bytes between replicas as a share of those that averaging fp32 gradients at every step takes."""
-    return replica_bytes(recipe) / dense_round_bytes(recipe)["replicas"]
+    plain = recipe.model.num_parameters / recipe.model.num_stored  # without learned tables
+    return replica_bytes(recipe) / (dense_round_bytes(recipe)["replicas"] * plain)
 
 
 @lru_cache(maxsize=256)

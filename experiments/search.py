@@ -30,6 +30,13 @@ FRONTIER = {
 MATTERS = {(8, "bf16"), (8, "int5"), (24, "bf16"), (24, "int4"), (96, "bf16"), (96, "int4")}
 
 
+# Learned tables at the boundaries, by times fewer bytes between stages: the wire. They are sent between
+# replicas with the rest. EVEN_KEEP of 4096 in 2 bits, tables counted, take no more bytes than the paper's 32
+# in fp32 do without tables.
+ANCHORS = {8: "int5", 24: "int4", 96: "int4"}
+EVEN_KEEP = 72
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Try:
     """One way to train between two exchanges and to exchange, nothing compressed between stages."""
@@ -103,8 +110,8 @@ INNER = (
     Try(keep=256, h=5),
     Try(keep=512, h=15),
     # Just below a hundredth of the bytes of averaging at every step:
-    Try(keep=384, h=5),
-    Try(keep=896, h=10),
+    Try(keep=384, h=5, also=("inner.lr=0.004",), words="lr 0.004", seeds=SEEDS),
+    Try(keep=896, h=10, also=("inner.lr=0.004",), words="lr 0.004"),
     Try(keep=4096, h=15),
     Try(keep=4096),
     Try(outer_lr=0.8),
@@ -157,6 +164,30 @@ def frontier(scale: Scale, stem: str, factor: int) -> list[str]:
     return [frontier_name(stem, factor, wire) for wire in wires]
 
 
+def anchors(scale: Scale, factor: int) -> list[str]:
+    """The row with learned anchors that sends no more than those of `frontier`, on either kind of link."""
+    names = [f"{frontier_name('muon-', factor, ANCHORS[factor])}-anchors-even"] if factor in ANCHORS else []
+    return [name for name in names if ratio_at(scale, factor, ANCHORS[factor])]
+
+
+def anchor_rows(scale: Scale) -> list[Row]:
+    """With Muon inside, all compressed, a table at each boundary: at the same keep, and at the same bytes."""
+    rows = []
+    for factor, wire in ANCHORS.items():
+        name = frontier_name("muon-", factor, wire)
+        fixed = next((row for row in frontier_rows(scale) if row.name == name), None)
+        if fixed is None:
+            continue
+        learned = (*fixed.settings, "subspace.anchor=learned")
+        even = (*learned, f"outer.keep={EVEN_KEEP}")
+        rows += [
+            Row(f"{name}-anchors", f"{fixed.title}, learned anchors", "pp", learned, "muon", "muon", ONE),
+            Row(f"{name}-anchors-even", f"{fixed.title}, learned anchors, {EVEN_KEEP} of 4096", "pp", even,
+                "muon", "muon", SEEDS),
+        ]  # fmt: skip
+    return rows
+
+
 def recommended_rows(scale: Scale) -> list[Row]:
     ours = recommended(scale.model)
     return [
@@ -167,7 +198,8 @@ def recommended_rows(scale: Scale) -> list[Row]:
 
 def search_rows(scale: Scale) -> list[Row]:
     muon = Row("muon", "SparseLoCo, Muon inside, 128 of 4096 in 2bit", "dense", MUON, "dense", "muon")
-    return [muon, *frontier_rows(scale), *(one.row(scale) for one in INNER), *recommended_rows(scale)]
+    inner = [one.row(scale) for one in INNER]
+    return [muon, *frontier_rows(scale), *inner, *anchor_rows(scale), *recommended_rows(scale)]
 
 
 def search_tables(scale: Scale) -> list[Table]:
@@ -175,6 +207,9 @@ def search_tables(scale: Scale) -> list[Table]:
     for factor in FRONTIER:
         wire += [name for stem in STEMS for name in frontier(scale, stem, factor)]
     inner = ["adamw", "dense", "diloco", "muon", *(one.name for one in INNER)]
+    learned = ["muon"]
+    for row in anchor_rows(scale):
+        learned += [row.name.partition("-anchors")[0], row.name]
     return [
         Table("recommended", "Recommended settings, and the paper's", tuple(
             map(Shown, ("dense", "het-8", "recommended", "pp-8", "recommended-pp"))), bytes=BOTH),
@@ -182,4 +217,6 @@ def search_tables(scale: Scale) -> list[Table]:
               tuple(map(Shown, wire)), bytes=BOTH, beside="dense", views=("full", "pipelined")),
         Table("inner", "Between replicas: what is sent, how often, and what trains inside",
               tuple(map(Shown, inner)), ("replicas",), ("full",), against="adamw", beside="dense"),
+        Table("anchors", "Learned anchors at the boundaries, all replicas compressed",
+              tuple(map(Shown, dict.fromkeys(learned))), BOTH, ("full", "pipelined"), beside="dense"),
     ]  # fmt: skip

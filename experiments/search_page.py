@@ -13,7 +13,7 @@ from experiments.budget import (
     stage_bytes,
 )
 from experiments.estimates import Book, Estimate
-from experiments.search import FRONTIER, INNER, STEMS, frontier
+from experiments.search import FRONTIER, INNER, STEMS, anchors, frontier
 from isthmus.config import Recipe
 
 BYTES = {  # the columns of what is sent, by kind of link
@@ -46,7 +46,8 @@ def _share(share: float) -> str:
 def frontier_table(book: Book) -> str:
     """By bytes between stages: bf16 in k/d beside the best of few bits, with either InnerOpt."""
     head = ["fewer bytes between stages", "bf16 in k/d, AdamW inside: the paper", "few bits, AdamW inside",
-            "bf16 in k/d, Muon inside", "few bits, Muon inside", "the last, against SparseLoCo"]  # fmt: skip
+            "bf16 in k/d, Muon inside", "few bits, Muon inside", "and learned anchors, the same bytes",
+            "the best, against SparseLoCo"]  # fmt: skip
     rows = [head, ["---:"] * len(head)]
     for factor in FRONTIER:
         cells = [f"{factor} x"]
@@ -55,7 +56,10 @@ def frontier_table(book: Book) -> str:
             names = frontier(book.scale, stem, factor)
             few = best(book, names[1:])
             cells += [_gap(book, names[0]) if names else "", _gap(book, few, sent=True) or NOT_YET]
-        rows.append([*cells, _gap(book, few, "dense")])
+        learned = anchors(book.scale, factor)
+        tried = [name for name in (few, *learned) if name]
+        cells.append(_gap(book, learned[0] if learned else None))
+        rows.append([*cells, _gap(book, best(book, tried), "dense")])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
@@ -78,7 +82,8 @@ def _gap(book: Book, name: str | None, against: str | None = None, sent: bool = 
 
 def _sent(book: Book, name: str) -> str:
     edge = book.recipe(name).replicas[-1]
-    return f"{edge.wire} in {edge.ratio or 'all'}"
+    learned = ", learned anchors" * (book.recipe(name).subspace.anchor == "learned")
+    return f"{edge.wire} in {edge.ratio or 'all'}{learned}"
 
 
 def claims(book: Book) -> str:
@@ -96,7 +101,7 @@ def _verdict(found: Estimate, most: float) -> str:
 def _price(book: Book, factor: int, most: float) -> str:
     """Of the fleet with Muon inside, against itself uncompressed; AdamW and the paper's way beside it."""
     what = f"All compressed, {factor} x fewer bytes between stages, Muon inside: "
-    name = best(book, frontier(book.scale, "muon-", factor)[1:])
+    name = best(book, [*frontier(book.scale, "muon-", factor)[1:], *anchors(book.scale, factor)])
     gap = book.gap(name, "mixed") if name else None
     adamw = best(book, frontier(book.scale, "", factor)[1:])
     beside = f" AdamW inside: {_gap(book, adamw, sent=True) or NOT_YET}"

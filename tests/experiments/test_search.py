@@ -15,7 +15,7 @@ from experiments.catalog import home_of, rows_of, tables_of
 from experiments.estimates import Book
 from experiments.plots import draw_all
 from experiments.render import render
-from experiments.search import FRONTIER, INNER, STEMS, Try, frontier
+from experiments.search import ANCHORS, FRONTIER, INNER, STEMS, Try, frontier
 from experiments.search_page import claims, frontier_table
 from experiments.tables import SCALES, SEEDS, Row, pick_scale, recipe_of
 from experiments.work import all_runs, pick_tables
@@ -122,7 +122,7 @@ def test_while_nothing_is_run_the_page_says_so_and_draws_nothing(tmp_path):
     text = claims(book)
     assert text.count("not run yet, wanted: at most") == 5
     assert "reached" not in text
-    assert frontier_table(book).count("not run yet") == 4 * len(FRONTIER)
+    assert frontier_table(book).count("not run yet") == 4 * len(FRONTIER) + len(ANCHORS)
     assert "results-frontier.svg" not in [path.name for path in draw_all(book, tmp_path)]
     inner, wire = (render(f"{{{{table {name}}}}}", book) for name in ("inner", "wire"))
     assert "between replicas, bytes a token" in inner
@@ -160,17 +160,36 @@ def test_the_recommended_fleet_is_compared_with_the_papers_uncompressed_one_and_
 
 
 def test_the_distance_to_averaging_at_every_step_is_of_a_row_with_a_hundredth_of_the_bytes():
-    shares = {one: of_every_step(recipe(one.name)) for one in INNER}
-    few, many = Try(keep=896, h=10), Try(method="diloco", seeds=SEEDS)
-    assert 1 / 110 < shares[few] <= 1 / 100 < shares[many]
-    lines = [*seeds("adamw", 4.0), *seeds("muon", 4.4), *seeds(many.name, 3.9), *seeds(few.name, 4.1)]
+    shares = {one.name: of_every_step(recipe(one.name)) for one in INNER if one.inner == "muon"}
+    few = next(name for name, share in shares.items() if 1 / 120 < share <= 1 / 100)
+    assert 1 / 100 < shares["muon-diloco"] < shares["muon-step"] == 1
+    lines = [*seeds("adamw", 4.0), *seeds("muon", 4.4), *seeds("muon-diloco", 3.9), *seeds(few, 4.1)]
     found = claim(lines, "averaged at every step: SparseLoCo")
-    assert (
-        f"{few.title}, with 1/104 of the bytes: +2.50 % (one seed), wanted: at most +5 %: reached." in found
-    )
+    sent = f"{ROWS[few].title}, with 1/{1 / shares[few]:.0f} of the bytes"
+    assert f"{sent}: +2.50 % (one seed), wanted: at most +5 %: reached." in found
     assert "+10.00 % (one seed), wanted: at most +5 %: **not reached**" in claim(
         lines[:2], "step: SparseLoCo"
     )
+
+
+def test_learned_anchors_are_compared_at_the_same_bytes_between_replicas():
+    for factor, wire in ANCHORS.items():
+        fixed, learned, even = (
+            recipe(f"muon-pp-{factor}-{wire}{end}") for end in ("", "-anchors", "-anchors-even")
+        )
+        assert stage_bytes(fixed) == stage_bytes(learned) == stage_bytes(even)
+        assert (
+            0.85 * replica_bytes(fixed) < replica_bytes(even) <= replica_bytes(fixed) < replica_bytes(learned)
+        )
+
+
+def test_learned_anchors_count_where_they_send_no_more():
+    base = [*seeds("dense", 4.0), *seeds("muon", 3.0), *seeds("muon-pp-24-int4", 3.3)]
+    assert "int4 in 61/384, +10.00 % (one seed)" in claim(base, "24 x fewer")
+    more = [*base, *seeds("muon-pp-24-int4-anchors", 3.03), *seeds("muon-pp-24-int4-anchors-even", 3.06)]
+    assert "int4 in 61/384, learned anchors, +2.00 % (one seed)" in claim(more, "24 x fewer")
+    [row] = [row for row in frontier_table(Book(more, SCALE)).splitlines() if row.startswith("| 24 x")]
+    assert "| +10.00 % (int4 in 61/384) | +2.00 % | -23.50 % |" in row
 
 
 def test_rows_that_matter_have_three_seeds():
