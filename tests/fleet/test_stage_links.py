@@ -129,10 +129,12 @@ def test_behind_a_relay_no_stage_listens():
 
 
 def test_a_connection_is_handed_over_by_the_launcher_to_the_worker_that_came_last(tmp_path):
-    gate, handover = Gate(Address(LOOPBACK, 0), HOLDER), Handover()
+    folder = tmp_path / ("long" * 30) / "handover"
+    Handover(folder)  # of a launcher that was killed
+    gate, handover = Gate(Address(LOOPBACK, 0), HOLDER), Handover(folder)
     handover.serve(gate)
-    assert os.stat(handover.path.parent).st_mode & 0o77 == 0  # nobody else enters
-    old, new = LaunchersGate(str(handover.path)), LaunchersGate(str(handover.path))
+    assert os.stat(folder).st_mode & 0o77 == 0  # nobody else enters
+    old, new = LaunchersGate(str(folder)), LaunchersGate(str(folder))
     assert new.address == str(gate.place)
     with pytest.raises(NotYet):  # of the start before
         enter(gate.place, HOLDER, Purpose(FORTH, 1, old.session))
@@ -158,7 +160,9 @@ def test_a_connection_is_handed_over_by_the_launcher_to_the_worker_that_came_las
     close(links)
     handover.close()
     gate.close()
-    assert not handover.path.parent.exists()
+    assert not folder.exists()
+    with pytest.raises(RunError, match="the launcher of this machine does not answer"):
+        LaunchersGate(str(folder))
 
 
 @pytest.mark.parametrize("side", [0, 1])

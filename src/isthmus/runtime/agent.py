@@ -127,8 +127,9 @@ class _AgentThread(threading.Thread):
         super().__init__(daemon=True, name="agent")
         # All stages but the last have a gate, at which the next one comes.
         gated = config.secured and config.stage is not None and config.stage < num_workers - 1
-        handover = Handover() if gated else None
-        config = replace(config, handover=str(handover.path) if handover else "")
+        folder = Path(config.work_dir) / f"{config.launcher_name}.handover"
+        handover = Handover(folder) if gated else None
+        config = replace(config, handover=str(folder) if gated else "")
         self.config, self.num_workers, self.restarts = config, num_workers, restarts
         self.last = last
         num_machines = 1 if config.stage is None else num_workers
@@ -153,6 +154,7 @@ class _AgentThread(threading.Thread):
         if self.last:
             self.restarts.pause(*self.last)
             if self.restarts.leaving.is_set():
+                self.rendezvous.shutdown()
                 return
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we log restarts ourselves
         # The agent keeps a folder for every start of every worker; in the system's folder they would pile up.

@@ -7,11 +7,12 @@ launcher.
 
 import os
 import queue
+import shutil
 import socket
 import struct
-import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -68,19 +69,20 @@ class OwnGate:
 
 
 class LaunchersGate:
-    """The gate is in the launcher, which serves it at this path (`Handover`)."""
+    """The gate is in the launcher, which serves it in this folder (`Handover`)."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, folder: str) -> None:
         self.session = new_session()
         self.link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self.link.settimeout(REGISTER_SECONDS)
-            self.link.connect(path)
+            with _path_in(Path(folder)) as path:
+                self.link.connect(path)
             self.link.sendall(SESSION.pack(self.session))
             self.address = self.link.recv(MOST_ADDRESS_BYTES).decode()
         except OSError as error:
             self.link.close()
-            raise RunError(f"the launcher of this machine does not answer at {path}: {error}") from None
+            raise RunError(f"the launcher of this machine does not answer in {folder}: {error}") from None
         self.link.settimeout(None)
 
     def next(self) -> tuple[socket.socket, Purpose]:
@@ -98,10 +100,13 @@ class LaunchersGate:
 class Handover:
     """The launcher's side: the worker that came last gets those who come for it."""
 
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="isthmus-")) / "gate"  # its folder is its owner's alone
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.rmtree(folder, ignore_errors=True)  # of a launcher that was killed
+        folder.mkdir(mode=0o700, parents=True)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.listener.bind(str(self.path))
+        with _path_in(folder) as path:
+            self.listener.bind(path)
         self.listener.listen()
 
     def serve(self, gate: Gate) -> None:
@@ -110,9 +115,7 @@ class Handover:
     def close(self) -> None:
         shut(self.listener, socket.SHUT_RDWR)
         self.listener.close()
-        with suppress(OSError):
-            self.path.unlink()
-            self.path.parent.rmdir()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _serve(self, gate: Gate) -> None:
         with suppress(OSError):
@@ -123,6 +126,16 @@ class Handover:
                     (session,) = SESSION.unpack(worker.recv(SESSION.size))
                     gate.hand_over((FORTH, BACK), _Worker(worker).take, session)
                     worker.sendall(str(gate.place).encode())
+
+
+@contextmanager
+def _path_in(folder: Path) -> Iterator[str]:
+    """Of the socket there. The kernel takes 107 characters at most, and folders have longer names."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/gate"
+    finally:
+        os.close(descriptor)
 
 
 class _Worker:
