@@ -132,6 +132,10 @@ def render(args: argparse.Namespace, scale: Scale) -> int:
 
         for path in write_page(args.results, args.docs, scale):
             print(path)
+        if scale.name == DEFAULT_SCALE and args.results.resolve() == Path("results").resolve():
+            from experiments.prices import write_prices
+
+            print(write_prices(results.read(args.results, scale)))
     return 0
 
 

@@ -1,9 +1,7 @@
 """planner/loss_prices.toml from results/: what each wire and k/d cost, where all replicas are pipelined.
 
-    python -m experiments.prices
-
-A price compares runs that differ in wire and k/d alone, seed by seed. What results/ has no lines for stays as
-it is in the file. Standard library only.
+`isthmus reproduce --render` writes it. A price compares runs that differ in wire and k/d alone, seed by seed.
+What results/ has no lines for stays as it is in the file. Standard library only.
 """
 
 import re
@@ -15,8 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
 
-from experiments.lines import Line, digest, read
-from experiments.tables import DEFAULT_SCALE, SCALES
+from experiments.lines import Line, digest
 from isthmus.config import Recipe, SubspaceConfig, parse_recipe
 from isthmus.files import replace_file
 from isthmus.planner.loss_price import FILE
@@ -93,5 +90,6 @@ def _rows(points: Mapping[str, Entry]) -> list[str]:
     ]
 
 
-if __name__ == "__main__":
-    replace_file(FILE, merged(FILE.read_text(encoding="utf-8"), read(Path("results"), SCALES[DEFAULT_SCALE])))
+def write_prices(lines: Sequence[Line], file: Path = FILE) -> Path:
+    replace_file(file, merged(file.read_text(encoding="utf-8"), lines))
+    return file

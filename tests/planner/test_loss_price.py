@@ -35,7 +35,7 @@ def test_the_file_says_what_the_lines_in_results_say():
     lines = read(RESULTS, SCALES["12m"])
     text = FILE.read_text(encoding="utf-8")
     assert from_lines(lines)["adamw"]["bf16", "1/8"]["seeds"] >= 3
-    assert merged(text, lines) == text, "results/ has changed: run `python -m experiments.prices`"
+    assert merged(text, lines) == text, "results/ has changed: run `isthmus reproduce --render`"
     assert {line["parameters"] for line in lines} == {tables()["adamw"].parameters}
 
 
