@@ -294,3 +294,26 @@ def test_a_byte_changed_in_any_part_of_a_frame_is_a_number_or_names_its_sender(m
         f"replica edge: stage {sender} sent stage 1 a frame that is none of this run: a number that is not "
         "finite, or a code outside the wire's"
     }
+
+
+@pytest.mark.parametrize("wire", ["int5", "bf16"])
+@pytest.mark.parametrize(("side", "number"), [("before", 0), ("after", 2)])
+def test_a_frame_of_another_size_or_type_names_its_sender(wire, side, number):
+    recipe = parse_recipe(RECIPE, [*FP32, f"replicas.edge.wire={wire}"])
+    stage = Stage(recipe, recipe.fleet()[1], 1)
+    tokens = torch.zeros(2, 17, dtype=torch.long)
+    (forward, _), (back,) = stage.frames()
+    fine, grad = (torch.zeros(spec.shape, dtype=spec.dtype) for spec in (forward, back))
+
+    def receive(frame):
+        stage.begin_step()
+        stage.forward(0, tokens, frame if side == "before" else fine)
+        stage.backward(0, grad if side == "before" else frame)
+
+    data = fine if side == "before" else grad
+    receive(data)
+    for bad in (data[1:], data[:0], torch.cat([data, data]), data.double()):
+        with pytest.raises(
+            RunError, match=f"replica edge: stage {number} sent stage 1 .* it has [0-9,]+ bytes"
+        ):
+            receive(bad)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isthmus.config import Member, Recipe
 from isthmus.data.tokens import Batches
-from isthmus.errors import ConfigError, RunError
+from isthmus.errors import ConfigError
 from isthmus.layout.schedule import (
     Action,
     Backward,
@@ -325,7 +325,7 @@ class _StageStep:
         ).tolist()  # the device is waited for once
         for side, fine in zip(sides, sound, strict=True):
             if not fine:
-                self._refuse(side)
+                raise self.stage.refusal(side, "a number that is not finite, or a code outside the wire's")
         # On a GPU the host only launches the work, and the clock knows how long it took.
         seconds = self.clock.lap() if self.clock.on_cuda else self.compute_seconds
         compute = seconds / self.num_micro_batches
@@ -341,14 +341,6 @@ class _StageStep:
         self.totals = share
         if self.before:
             self.before.send({"control": share})
-
-    def _refuse(self, side: str) -> None:
-        index = self.stage.index
-        neighbour = index - 1 if side == "before" else index + 1
-        raise RunError(
-            f"replica {self.stage.member.name}: stage {neighbour} sent stage {index} a frame that is none of "
-            "this run: a number that is not finite, or a code outside the wire's"
-        )
 
     def send_totals(self) -> None:
         if self.before:

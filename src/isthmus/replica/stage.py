@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import Member, Recipe
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, RunError
 from isthmus.layout.stages import EMBEDDING, boundaries, stage_names, table_name
 from isthmus.model.llama import Params, embed, head_weights, init_params, init_tensor, rope_table, run_layers
 from isthmus.model.parts import parts
@@ -102,10 +102,19 @@ class Stage(Trainable):
 
     def _received(self, side: str, data: Tensor, dtype: torch.dtype) -> Tensor:
         """A frame from the stage "before" or "after" as a stream (B, L, K)."""
-        z, sound = self.wire.decode(data, self._stream_shape(), dtype, centred=side == "before")
+        shape, centred = self._stream_shape(), side == "before"
+        if (tuple(data.shape), data.dtype) != self.wire.spec(shape, centred):
+            raise self.refusal(side, f"it has {data.nbytes:,} bytes and not those of this wire")
+        z, sound = self.wire.decode(data, shape, dtype, centred)
         if sound is not None:
             self.sound[side] = sound & self.sound.get(side, sound)
         return z
+
+    def refusal(self, side: str, why: str) -> RunError:
+        """Of a frame from the stage "before" or "after"."""
+        neighbour = self.index - 1 if side == "before" else self.index + 1
+        who = f"replica {self.member.name}: stage {neighbour} sent stage {self.index}"
+        return RunError(f"{who} a frame that is none of this run: {why}")
 
     def forward(self, micro_batch: int, tokens: Tensor, z_in: Tensor | None = None) -> Tensor:
         """tokens (B, L + 1) and z_in (B, L, K), which the first stage has not -> z_out (B, L, K), both as on
