@@ -1,88 +1,35 @@
-"""Who belongs to a run may change, at the edge of a round: invited, admitted, revoked, with another key."""
+"""Who belongs to a run may change, at the edge of a round: admitted, revoked, other keys, longer runs."""
 
+import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from little import RECIPE, Little, Replica, apply, closes, give
+from little import RECIPE, Replica, apply, closes, give
 from little import hasty as hasty
+from owned import MORE, Owned, settled
 
-from isthmus.protocol.access import OWNER_KEY, check_owner
-from isthmus.protocol.changes import Changes, order
-from isthmus.protocol.invitations import invitation_key, request_key
-from isthmus.protocol.membership import current_keys, table_of
-from isthmus.protocol.trust import INVITED, Signer, new_secret
-from isthmus.store import open_store
+from isthmus.config import parse_recipe
+from isthmus.errors import ConfigError, RunStopped
+from isthmus.layout.learning_rate import learning_rate
+from isthmus.protocol.access import check_owner
+from isthmus.protocol.chain import manifest_key
+from isthmus.protocol.changes import Changes, document
+from isthmus.protocol.closer import Closer
+from isthmus.protocol.invitations import request_key
+from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.membership import MOST_BYTES, advance, current_keys, extended, membership_key
+from isthmus.protocol.replay import Replay
+from isthmus.protocol.trust import INVITED, Refused, Signer, canonical, new_secret
 
 pytestmark = pytest.mark.usefixtures("hasty")
-MORE = RECIPE.replace("rounds = 6", "rounds = 30")
 
 
-class Owned(Little):
-    """A little run, its owner, and what newcomers do."""
-
-    def __init__(self, url: str, folder: Path, recipe: str = MORE, closers: Any = None) -> None:
-        super().__init__(url, folder, recipe, closers)
-        self.owner = check_owner(self.run, self.keys / OWNER_KEY)
-        self.store = open_store(url)
-        self.newcomers: dict[str, Signer] = {}
-
-    def invite(self, name: str, like: str = "a", **changed: Any) -> Signer:
-        """The one-time key."""
-        once = Signer(INVITED, new_secret())
-        config = next(m.config for m in self.run.recipe.fleet() if m.name == like)
-        body = {
-            "name": name,
-            "table": table_of(config),
-            "key": once.public_key,
-            "expires": int(time.time()) + 3600,
-            "after": self.ledger().membership.look().number,
-            "closes": 0,
-        } | changed
-        self.store.put(invitation_key(once.public_key), self.owner.seal("invitation", self.run.run_id, body))
-        return once
-
-    def ask(self, name: str, once: Signer, secret: bytes | None = None) -> Signer:
-        """The newcomer's own key, which it names in its request."""
-        own = Signer(name, secret or new_secret())
-        sealed = once.seal("request", self.run.run_id, {"name": name, "key": own.public_key})
-        self.store.create(request_key(once.public_key), sealed)
-        self.newcomers[name] = own
-        return own
-
-    def newcomer(self, name: str) -> Replica:
-        replica = Replica(self.url, name, self.newcomers[name])
-        replica.ledger.membership.look()
-        return replica
-
-    def order(self, **changes: Any) -> int:
-        return order(self.ledger().membership, self.owner, time.time(), Changes(**changes)).number
-
-    def rotate(self, name: str) -> Signer:
-        old, new = self.newcomers.get(name) or self.signer(name), Signer(name, new_secret())
-        body = {"name": name, "key": new.public_key, "old": old.public_key}
-        self.store.create(request_key(old.public_key), old.seal("rotation", self.run.run_id, body))
-        self.newcomers[name] = new
-        return new
-
-
-def catch_up(newcomer: Replica, last: int) -> None:
-    for t in range(1, last + 1):
-        newcomer.apply(t, newcomer.exchange.closed(t))
-
-
-def names(owned: Owned, round_number: int) -> list[str]:
-    return [member.name for member in owned.ledger().at(round_number).recipe.fleet()]
-
-
-def settled(round_number: int, closer: Replica, *givers: Replica) -> None:
-    """A round as its closer settles it, and all of them apply it."""
-    for each in givers:
-        each.beat()
-    give(round_number, *givers)
-    assert closes(closer, round_number)
-    apply(round_number, *givers)
+@pytest.fixture
+def owned(folder_url: str, tmp_path: Path) -> Owned:
+    return Owned(folder_url, tmp_path, closers=["a"])
 
 
 # Admission
@@ -93,16 +40,630 @@ def test_who_is_invited_comes_in_at_the_edge_of_a_round_and_counts_in_the_next(a
     a, b, c = owned.replicas()
     settled(1, a, a, b, c)
     owned.ask("d", owned.invite("d"))
-    assert owned.ledger().manifest(1).next_epoch == 0
     settled(2, a, a, b, c)
     manifest = owned.ledger().manifest(2)
     assert (manifest.epoch, manifest.next_epoch) == (0, 1)
-    assert (names(owned, 2), names(owned, 3)) == (["a", "b", "c"], ["a", "b", "c", "d"])
-    d = owned.newcomer("d")
-    catch_up(d, 2)
+    assert (owned.members(2), owned.members(3)) == (["a", "b", "c"], ["a", "b", "c", "d"])
+    d = owned.comes("d", 2)
     settled(3, a, a, b, c, d)
-    manifest = owned.ledger().manifest(3)
-    assert [entry.replica for entry in manifest.entries] == ["a", "b", "c", "d"]
+    assert [entry.replica for entry in owned.ledger().manifest(3).entries] == ["a", "b", "c", "d"]
     assert len({each.exchange.anchor for each in (a, b, c, d)}) == 1
-    assert "d is admitted, from the next round on" in " ".join(a.said)
-    assert current_keys(a.ledger)["d"] == d.ledger.signer.public_key
+    assert "d is admitted, from the next round on" in a.said
+    assert current_keys(a.ledger)["d"] == owned.own["d"].public_key
+
+
+def test_before_its_first_round_a_newcomer_does_not_count_and_is_not_awaited(owned):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    owned.ask("d", owned.invite("d"))
+    settled(2, a, a, b, c)
+    assert "d" not in owned.ledger().manifest(2).members
+    give(3, a, b, c)
+    assert closes(a, 3)
+
+
+def test_a_reader_that_begins_in_the_middle_knows_who_belonged_to_it(owned):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    owned.ask("d", owned.invite("d"))
+    settled(2, a, a, b, c)
+    d = owned.comes("d", 2)
+    for t in (3, 4):
+        settled(t, a, a, b, c, d)
+    late = owned.ledger()
+    assert late.manifest(4).entry("d")
+    assert late.run.keys.keys() == {"a", "b", "c", "d"}
+    replay = Replay(owned.ledger())
+    while replay.step():
+        pass
+    assert (replay.round, replay.digest()) == (4, a.exchange.anchor)
+
+
+def test_a_newcomer_may_be_of_a_kind_that_the_recipe_lacks(owned):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    table = {"kind": "pipelined", "stages": 2, "compression": "1/4", "wire": "int8", "link": {"mbps": 40.0}}
+    owned.ask("attic", owned.invite("attic", table=table))
+    settled(2, a, a, b, c)
+    config = owned.epoch.run.recipe.fleet()[-1].config
+    assert (config.name, config.stages, config.compression, config.wire) == ("attic", 2, "1/4", "int8")
+    assert config.link.mbps == 40
+
+
+def test_a_newcomer_may_close_if_its_invitation_says_so(owned):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    owned.ask("d", owned.invite("d", closes=1))
+    settled(2, a, a, b, c)
+    d = owned.comes("d", 2)
+    d.exchange.closer = Closer(d.ledger, d.exchange.reader, d.said.append)
+    assert d.exchange.closer.may_close(3)
+    assert not d.exchange.closer.may_close(2)
+
+
+def test_a_round_asks_two_things_more_of_the_store_where_nothing_changes(owned):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    before = dict(a.ledger.store.requests)
+    a.exchange.closer.requests.take(time.time)
+    after = a.ledger.store.requests
+    assert {verb: n - before[verb] for verb, n in after.items() if n != before[verb]} == {"get": 1, "list": 1}
+
+
+# Revocation
+
+
+def test_who_is_revoked_counts_no_more_from_the_next_round_on(owned):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    owned.order(revoked=["b"])
+    settled(2, a, a, b, c)  # it had begun
+    manifest = owned.ledger().manifest(2)
+    assert manifest.entry("b")
+    assert "b" not in manifest.members
+    give(3, a, b, c)
+    assert closes(a, 3)
+    manifest = owned.ledger().manifest(3)
+    assert [entry.replica for entry in manifest.entries] == ["a", "c"]
+    assert not manifest.refused  # nobody looks at what it sends
+    assert owned.members(3) == ["a", "c"]
+
+
+def test_a_revoked_closer_cannot_close(folder_url, tmp_path):
+    owned = Owned(folder_url, tmp_path, closers=["a", "b"])
+    a, b, c = owned.replicas()
+    settled(1, b, a, b, c)
+    owned.order(revoked=["b"])
+    settled(2, a, a, b, c)
+    give(3, a, c)
+    assert not closes(b, 3)
+    forged = b.ledger.signer.seal("manifest", owned.run.run_id, {"round": 3, "epoch": 1, "next_epoch": 1})
+    owned.store.put(manifest_key(3), forged)
+    with pytest.raises(RunStopped, match=r"manifest 3 .* signed by a stranger"):
+        owned.ledger().manifest(3)
+
+
+def test_the_last_closer_and_the_last_replica_stay(owned):
+    with pytest.raises(ConfigError, match="closers are not replicas of the run"):
+        owned.order(revoked=["a"])
+    owned.order(closers=["b"])
+    owned.order(revoked=["a", "c"])
+    with pytest.raises(ConfigError, match="b is the last replica"):
+        owned.order(revoked=["b"])
+    assert list(owned.epoch.run.keys) == ["b"]
+
+
+def test_a_revoked_name_can_be_invited_again_but_not_by_an_older_invitation(owned):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    first = owned.invite("b")  # refused anyway: the name is taken
+    owned.order(revoked=["b"])
+    owned.ask("b", first)
+    settled(2, a, a, b, c)
+    assert owned.epoch.number == 1
+    assert "b was revoked after it was invited" in " ".join(a.said)
+    owned.ask("b", owned.invite("b"))
+    give(3, a, c)
+    assert closes(a, 3)
+    assert owned.members(4) == ["a", "c", "b"]
+
+
+def test_who_was_revoked_has_no_say_on_anchors(folder_url, tmp_path):
+    """Two of four are revoked: anchors are believed at once, and not ten rounds later."""
+    four = MORE + '[[replicas]]\nname = "d"\n'
+    owned = Owned(folder_url, tmp_path, four, closers=["a"])
+    a, b, c, d = owned.replicas()
+    settled(1, a, a, b, c, d)
+    owned.order(revoked=["c", "d"])
+    settled(2, a, a, b, c, d)
+    for t in (3, 4, 5):
+        settled(t, a, a, b)
+    assert owned.ledger().believed_anchors(1) == [4]
+
+
+# Rotation
+
+
+def test_a_rotated_key_counts_from_the_next_round_on_and_the_old_one_no_more(any_store_url, tmp_path):
+    owned = Owned(any_store_url, tmp_path, closers=["a"])
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    old, new = owned.rotate("b")
+    settled(2, a, a, b, c)
+    b.ledger.sign_as(old)
+    give(3, a, b, c)
+    assert closes(a, 3)
+    apply(3, a, b, c)
+    assert "does not carry b's signature" in dict(owned.ledger().manifest(3).refused)["b"]
+    b.ledger.sign_as(new)
+    settled(4, a, a, b, c)
+    assert owned.ledger().manifest(4).entry("b")
+    assert "b has another key, from the next round on" in a.said
+
+
+def test_a_closer_goes_on_closing_with_its_new_key(owned):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    _, new = owned.rotate("a")
+    settled(2, a, a, b, c)
+    a.ledger.sign_as(new)
+    settled(3, a, a, b, c)
+    assert owned.ledger().manifest(3).closer == "a"
+    assert owned.ledger().read_anchor(2, [0])[0] == owned.ledger().manifest(3).anchor
+
+
+# From which round on
+
+
+def test_an_epoch_that_is_written_while_a_round_closes_holds_one_round_later(owned, monkeypatch):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    take = a.exchange.closer.requests.take
+
+    def late(now: Callable[[], float]) -> Any:
+        taken = take(now)
+        owned.order(revoked=["b"])
+        return taken
+
+    with monkeypatch.context() as patch:
+        patch.setattr(a.exchange.closer.requests, "take", late)
+        settled(2, a, a, b, c)
+    assert owned.ledger().manifest(2).next_epoch == 0
+    settled(3, a, a, b, c)
+    assert owned.ledger().manifest(3).entry("b")
+    assert owned.members(4) == ["a", "c"]
+
+
+def resealed(owned: Owned, round_number: int, **changed: Any) -> None:
+    """Another manifest in the place of one, by its closer."""
+    body = json.loads(owned.store.get(manifest_key(round_number), max_bytes=1 << 22))["body"] | changed
+    owned.store.put(manifest_key(round_number), owned.signer("a").seal("manifest", owned.run.run_id, body))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"epoch": 0}, "closed under epoch 0, and its round is in 1"),
+        ({"epoch": 2, "next_epoch": 2}, "membership document 2 is gone"),
+        ({"next_epoch": 0}, "goes back from epoch 1 to 0"),
+        ({"membership": "0" * 64}, "another membership document 1"),
+        ({"dealt": 8}, "says that 8 batches were dealt"),
+        ({"epoch": -1}, "epoch is not a whole number"),
+        ({"next_epoch": True}, "next_epoch is not a whole number"),
+    ],
+)
+def test_a_manifest_of_another_epoch_stops_the_run(owned, changed, says):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    owned.order(revoked=["b"])
+    settled(2, a, a, b, c)
+    settled(3, a, a, c)
+    assert owned.ledger().manifest(3).dealt == 8  # 3 + 3 + 2
+    resealed(owned, 3, **({"dealt": 9} if changed == {"dealt": 8} else changed))
+    with pytest.raises(RunStopped, match=says.replace("8 b", "9 b")):
+        owned.ledger().manifest(3)
+
+
+def test_a_chain_that_was_replaced_is_found_by_the_manifests(owned):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    owned.order(revoked=["b"])
+    settled(2, a, a, b, c)
+    sealed = document(
+        Ledger(owned.store, owned.run).membership.newest, owned.owner, time.time(), Changes(revoked=["c"])
+    )
+    owned.store.put(membership_key(1), sealed)
+    with pytest.raises(RunStopped, match="another membership document 1 than the bucket's"):
+        owned.ledger().manifest(2)
+
+
+# Hostile documents
+
+
+def admitted(owned: Owned, **changed: Any) -> tuple[Signer, Changes]:
+    """(the one-time key, the admission of d) with whatever is `changed` in its invitation."""
+    once = Signer(INVITED, new_secret())
+    by = changed.pop("by", owned.owner)
+    invitation = by.seal("invitation", owned.run.run_id, owned.invitation("d", once, **changed))
+    key = changed.get("own", Signer("d", new_secret()).public_key)
+    request = once.seal("request", owned.run.run_id, {"name": "d", "key": key})
+    pair = {"invitation": json.loads(invitation), "request": json.loads(request)}
+    return once, Changes(admitted=[pair])
+
+
+def sealed_by(owned: Owned, writer: Signer, changes: Changes = Changes(), **body: Any) -> bytes:  # noqa: B008
+    """A document that nobody has checked."""
+    epoch = owned.epoch
+    plain = {
+        "number": epoch.number + 1,
+        "previous": epoch.digest,
+        "written": int(time.time()),
+        "admitted": list(changes.admitted),
+        "rotated": list(changes.rotated),
+        "revoked": list(changes.revoked),
+        "closers": list(changes.closers),
+        "rounds": changes.rounds,
+    }
+    return writer.seal("membership", owned.run.run_id, plain | body)
+
+
+def by_nobody(owned: Owned) -> bytes:
+    return sealed_by(owned, Signer("@owner", new_secret()), Changes(revoked=["b"]))
+
+
+def by_a_contributor(owned: Owned) -> bytes:
+    return sealed_by(owned, owned.signer("c"), admitted(owned)[1])
+
+
+def a_closers_order(owned: Owned) -> bytes:
+    return sealed_by(owned, owned.signer("a"), Changes(revoked=["b"]))
+
+
+def of_another_chain(owned: Owned) -> bytes:
+    return sealed_by(owned, owned.owner, Changes(revoked=["b"]), previous="0" * 64)
+
+
+def out_of_turn(owned: Owned) -> bytes:
+    return sealed_by(owned, owned.owner, Changes(revoked=["b"]), number=2)
+
+
+def of_nothing(owned: Owned) -> bytes:
+    return sealed_by(owned, owned.signer("a"))
+
+
+def too_long(owned: Owned) -> bytes:
+    return sealed_by(owned, owned.owner, Changes(revoked=["b"]), more="x" * MOST_BYTES)
+
+
+def not_json(owned: Owned) -> bytes:
+    return b"\xff" * 100
+
+
+def an_invitation_of_a_closer(owned: Owned) -> bytes:
+    return sealed_by(owned, owned.signer("a"), admitted(owned, by=Signer("@owner", new_secret()))[1])
+
+
+def expired(owned: Owned) -> bytes:
+    return sealed_by(owned, owned.signer("a"), admitted(owned, expires=int(time.time()) - 60)[1])
+
+
+def a_name_that_is_taken(owned: Owned) -> bytes:
+    once = Signer(INVITED, new_secret())
+    invitation = owned.owner.seal("invitation", owned.run.run_id, owned.invitation("b", once))
+    request = once.seal("request", owned.run.run_id, {"name": "b", "key": "1" * 64})
+    pair = {"invitation": json.loads(invitation), "request": json.loads(request)}
+    return sealed_by(owned, owned.signer("a"), Changes(admitted=[pair]))
+
+
+def a_key_that_was_used(owned: Owned) -> bytes:
+    return sealed_by(owned, owned.signer("a"), admitted(owned, own=owned.run.keys["b"])[1])
+
+
+def a_request_by_another_key(owned: Owned) -> bytes:
+    _, one = admitted(owned)
+    _, other = admitted(owned)
+    pair = {"invitation": one.admitted[0]["invitation"], "request": other.admitted[0]["request"]}
+    return sealed_by(owned, owned.signer("a"), Changes(admitted=[pair]))
+
+
+def two_for_one_name(owned: Owned) -> bytes:
+    both = [*admitted(owned)[1].admitted, *admitted(owned)[1].admitted]
+    return sealed_by(owned, owned.signer("a"), Changes(admitted=both))
+
+
+def a_kind_that_does_not_fit(owned: Owned) -> bytes:
+    table = {"kind": "pipelined", "stages": 99}
+    return sealed_by(owned, owned.signer("a"), admitted(owned, table=table)[1])
+
+
+def an_odd_kind(owned: Owned) -> bytes:
+    return sealed_by(owned, owned.signer("a"), admitted(owned, table={"kind": 7})[1])
+
+
+def a_rotation_by_another(owned: Owned) -> bytes:
+    body = {"name": "b", "key": "1" * 64, "old": owned.run.keys["b"]}
+    rotation = json.loads(owned.signer("c").seal("rotation", owned.run.run_id, body))
+    return sealed_by(owned, owned.signer("a"), Changes(rotated=[rotation]))
+
+
+def a_shorter_run(owned: Owned) -> bytes:
+    return sealed_by(owned, owned.owner, Changes(rounds=3))
+
+
+def closers_who_are_strangers(owned: Owned) -> bytes:
+    return sealed_by(owned, owned.owner, Changes(closers=["z"]))
+
+
+HOSTILE = {
+    by_nobody: "does not carry @owner's signature",
+    by_a_contributor: "signed by a stranger",
+    a_closers_order: "a changes what only the owner may",
+    of_another_chain: "does not follow membership document 0",
+    out_of_turn: "does not follow membership document 0",
+    of_nothing: "changes nothing",
+    too_long: "at most 262144",
+    not_json: "not signed",
+    an_invitation_of_a_closer: "does not carry @owner's signature",
+    expired: "the invitation of d had expired",
+    a_name_that_is_taken: "there is a replica b already",
+    a_key_that_was_used: "the key that d names was used before",
+    a_request_by_another_key: "does not carry @invited's signature",
+    two_for_one_name: "there is a replica d already",
+    a_kind_that_does_not_fit: "updates of this run are not cut for that|stages for 2 layers",
+    an_odd_kind: "replica.kind is",
+    a_rotation_by_another: "c speaks of the key of b",
+    a_shorter_run: "not later",
+    closers_who_are_strangers: "closers are not replicas of the run",
+}
+
+
+@pytest.mark.parametrize(("made", "says"), HOSTILE.items(), ids=[made.__name__ for made in HOSTILE])
+def test_a_document_that_breaks_a_rule_is_none_and_the_owners_next_one_replaces_it(owned, made, says):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    sealed = made(owned)
+    with pytest.raises(Refused, match=says):
+        advance(owned.epoch, sealed)
+    owned.store.put(membership_key(1), sealed)
+    settled(2, a, a, b, c)
+    assert owned.ledger().manifest(2).next_epoch == 0
+    assert any("membership document 1" in words for words in a.said)
+    owned.order(revoked=["c"])
+    settled(3, a, a, b, c)
+    assert owned.members(4) == ["a", "b"]
+
+
+def test_an_invitation_is_used_once_also_after_its_replica_was_revoked(owned):
+    _, changes = admitted(owned)
+    owned.store.put(membership_key(1), document(owned.epoch, owned.signer("a"), time.time(), changes))
+    owned.order(revoked=["d"])
+    with pytest.raises(Refused, match="was used before"):
+        document(owned.epoch, owned.signer("a"), time.time(), changes)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b'{"replica": "@invited"}', b"[" * 5000])
+def test_a_junk_request_is_read_once_and_stops_nobody(owned, data):
+    a, b, c = owned.replicas()
+    owned.store.put(request_key("5" * 64), data)
+    owned.store.put("requests/readme", data)
+    owned.ask("d", owned.invite("d"))
+    settled(1, a, a, b, c)
+    settled(2, a, a, b, c)
+    assert sum("does not count" in words for words in a.said) == 1
+    assert owned.members(2) == ["a", "b", "c", "d"]
+
+
+def test_a_run_without_an_owner_does_not_change(owned):
+    body = json.loads(owned.store.get("run.json", max_bytes=1 << 20))
+    del body["owner"]
+    owned.store.put("run.json", canonical(body))
+    ledger = Ledger(owned.store, _read(owned))
+    with pytest.raises(ConfigError, match="this run has no owner"):
+        check_owner(ledger.run, owned.keys / "run.owner.key")
+    assert ledger.membership.look().number == 0
+    assert ledger.store.requests.get("get", 0) == owned.store.requests.get("get", 0)
+
+
+def _read(owned: Owned) -> Any:
+    from isthmus.protocol.ledger import read_run
+
+    return read_run(owned.store)
+
+
+# The order of the data
+
+
+def places(ledger: Ledger, round_number: int) -> list[int]:
+    """Every place in the run's order that somebody takes in a round."""
+    found = []
+    for member in ledger.at(round_number).recipe.fleet():
+        deal = ledger.deal(round_number, member.name)
+        assert deal
+        assert deal.first_step == (round_number - 1) * deal.num_steps
+        found += [deal.place(deal.first_step + h) for h in range(deal.num_steps)]
+    return found
+
+
+def test_no_batch_comes_twice_and_none_is_skipped_over_joins_revocations_and_rotations(folder_url, tmp_path):
+    owned = Owned(folder_url, tmp_path, MORE.replace("inner_steps = 1", "inner_steps = 4"), closers=["a"])
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    owned.ask("d", owned.invite("d"))
+    settled(2, a, a, b, c)
+    d = owned.comes("d", 2)
+    owned.order(revoked=["b"])
+    settled(3, a, a, b, c, d)
+    _, new = owned.rotate("c")
+    owned.ask("e", owned.invite("e"))
+    settled(4, a, a, c, d)
+    c.ledger.sign_as(new)
+    settled(5, a, a, c, d)  # e is absent: its share stays unread
+    e = owned.comes("e", 5)
+    settled(6, a, a, c, d, e)
+    ledger = owned.ledger()
+    assert [len(owned.members(t)) for t in range(1, 8)] == [3, 3, 4, 3, 4, 4, 4]
+    dealt = [place for t in range(1, 7) for place in places(ledger, t)]
+    assert sorted(dealt) == list(range(4 * (3 + 3 + 4 + 3 + 4 + 4)))
+    assert ledger.manifest(6).dealt == len(dealt)
+
+
+def test_a_fleet_that_does_not_change_reads_in_the_order_that_runs_always_had(owned):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    settled(2, a, a, b, c)
+    for t in (1, 2, 3):
+        for i, name in enumerate("abc"):
+            deal = a.ledger.deal(t, name)
+            assert deal.place(t - 1) == (t - 1) * 3 + i
+
+
+# Longer runs
+
+
+def test_a_finished_run_goes_on_after_it_was_extended(folder_url, tmp_path):
+    owned = Owned(folder_url, tmp_path, RECIPE.replace("rounds = 6", "rounds = 2"), closers=["a"])
+    a, b, c = owned.replicas()
+    for t in (1, 2):
+        settled(t, a, a, b, c)
+    assert owned.ledger().manifest(3) is None
+    owned.order(revoked=["c"])
+    owned.order(rounds=4)
+    for each in (a, b):
+        each.ledger.membership.look()
+    settled(3, a, a, b)
+    settled(4, a, a, b)
+    reader = owned.ledger()
+    reader.membership.look()
+    assert [reader.manifest(t).epoch for t in (2, 3, 4)] == [0, 2, 2]
+    assert reader.last_round() == 4
+    assert reader.manifest(5) is None
+
+
+def test_a_longer_run_keeps_the_schedule_and_ends_at_the_final_learning_rate():
+    recipe = parse_recipe(MORE, ["inner.warmup_steps=5"])
+    longer = extended(recipe, 60)
+    for step in range(longer.num_inner_steps):
+        was = learning_rate(min(step, recipe.num_inner_steps), recipe.inner, recipe.num_inner_steps)
+        assert learning_rate(step, longer.inner, longer.num_inner_steps) == was
+    again = extended(longer, 90)
+    assert again.inner == longer.inner
+
+
+# Kills: whatever dies where, the run has one history and the change comes
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def struck(replica: Replica, prefix: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first write below `prefix` kills its writer, before it or after it."""
+    store, create = replica.ledger.store, replica.ledger.store.create
+
+    def deadly(key: str, data: bytes, **more: Any) -> bool:
+        if key.startswith(prefix) and not after:
+            raise Killed
+        made = create(key, data, **more)
+        if key.startswith(prefix):
+            raise Killed
+        return made
+
+    monkeypatch.setattr(store, "create", deadly)
+
+
+def admission(owned: Owned) -> None:
+    owned.ask("d", owned.invite("d"))
+
+
+def revocation(owned: Owned) -> None:
+    owned.order(revoked=["c"])
+
+
+def rotation(owned: Owned) -> None:
+    owned.rotate("c")
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("change", "prefix"),
+    [
+        (admission, "membership/"),
+        (admission, "manifests/"),
+        (rotation, "membership/"),
+        (rotation, "manifests/"),
+        (revocation, "manifests/"),  # its document is the owner's: see the next test
+    ],
+)
+def test_a_closer_killed_at_any_step_of_a_change_costs_nothing(
+    folder_url, tmp_path, change, prefix, after, monkeypatch
+):
+    owned = Owned(folder_url, tmp_path, closers=["a", "b"])
+    a, b, c = owned.replicas()
+    settled(1, b, a, b, c)
+    change(owned)
+    give(2, a, b, c)
+    for each in (a, b, c):
+        each.beat()
+    with monkeypatch.context() as patch:
+        struck(a, prefix, after, patch)
+        with pytest.raises(Killed):
+            closes(a, 2)
+    again = owned.comes("a", 1)  # its next start, and the other closer meanwhile
+    again.beat()
+    if owned.ledger().manifest(2) is None:
+        patience = b.exchange.closer
+        patience.next_look = patience.closable_since = -1e9
+        assert closes(again, 2)
+    apply(2, again, b, c)
+    manifest, epoch = owned.ledger().manifest(2), owned.epoch
+    assert (manifest.epoch, manifest.next_epoch, epoch.number) == (0, 1, 1)
+    givers = {
+        admission: lambda: [again, b, c, owned.comes("d", 2)],
+        revocation: lambda: [again, b],
+        rotation: lambda: [again, b, c],
+    }[change]()
+    if change is rotation:
+        c.ledger.sign_as(owned.own["c"])
+    settled(3, b, *givers)
+    assert [entry.replica for entry in owned.ledger().manifest(3).entries] == [each.name for each in givers]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_an_owner_killed_at_an_order_gives_it_again(owned, after, monkeypatch):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    ledger = owned.ledger()
+    create = type(ledger.store).create
+
+    def deadly(store: Any, key: str, data: bytes, **more: Any) -> bool:
+        if not after:
+            raise Killed
+        create(store, key, data, **more)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(ledger.store), "create", deadly)
+        with pytest.raises(Killed):
+            owned.order(revoked=["c"])
+    owned.order(revoked=["c"])
+    settled(2, a, a, b, c)
+    assert owned.members(3) == ["a", "b"]
+
+
+def test_two_who_write_the_next_document_at_once_are_both_heard(racing_store_url, tmp_path):
+    owned = Owned(racing_store_url, tmp_path, closers=["a"])
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    owned.ask("d", owned.invite("d"))
+    write = a.exchange.closer.requests._write
+
+    def beaten(*args: Any) -> None:
+        owned.order(revoked=["c"])
+        write(*args)
+
+    a.exchange.closer.requests._write = beaten
+    settled(2, a, a, b, c)
+    del a.exchange.closer.requests._write
+    assert owned.members(3) == ["a", "b"]
+    settled(3, a, a, b)
+    assert owned.members(4) == ["a", "b", "d"]

@@ -92,9 +92,9 @@ class Epochs:
             return self.membership.newest
         try:
             body = json.loads(data)["body"]
-            check(body, {"epoch": EPOCH, "next_epoch": EPOCH})
         except (ValueError, RecursionError, KeyError, TypeError):
             raise Refused("the manifest is not signed: it is not a document of ours") from None
+        check(body, {"epoch": EPOCH, "next_epoch": EPOCH})
         self.membership.epoch(body["next_epoch"])
         return self.membership.epoch(body["epoch"])
 

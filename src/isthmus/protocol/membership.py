@@ -151,10 +151,11 @@ def _admit(epoch: Epoch, pair: Mapping[str, Any], now: int) -> Epoch:
     if key in epoch.used:
         raise Refused(f"the key that {name} names was used before")
     config = replica_config(name, invitation["table"])
+    recipe = _checked(run.recipe, (*run.recipe.replicas, config))  # first: the cut is for sound numbers
     check_fits(run, config)
     run = _changed(
         epoch,
-        recipe=_checked(run.recipe, (*run.recipe.replicas, config)),
+        recipe=recipe,
         keys={**run.keys, name: key},
         closers=(*run.closers, name) if invitation["closes"] else run.closers,
     )
