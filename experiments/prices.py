@@ -16,51 +16,64 @@ from statistics import fmean
 from experiments.lines import Line, digest
 from isthmus.config import Recipe, SubspaceConfig, parse_recipe
 from isthmus.files import replace_file
-from isthmus.planner.loss_price import FILE
+from isthmus.planner.loss_price import FILE, LEARNED
 
 OPEN = ("bf16", "none")
 Entry = dict[str, float | int]  # percent, seeds
-Points = dict[tuple[str, str], Entry]  # by wire and k/d
+Pair = tuple[str, str]  # wire and k/d
+Points = dict[Pair, Entry]
+ByPair = dict[Pair, dict[int, float]]  # losses by seed
 
 
 def measured(lines: Sequence[Line]) -> dict[str, Points]:
-    """By InnerOpt, from the settings under which the most pairs were measured."""
-    losses: dict[tuple[str, str], dict[tuple[str, str], dict[int, float]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
+    """By InnerOpt, from the settings under which the most pairs were measured.
+
+    With learned anchors they are compared with the same open boundaries: fewer entries are kept then, so that
+    tables and all take the bytes of fixed anchors.
+    """
+    losses: dict[str, dict[str, ByPair]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for line in lines:
         recipe = parse_recipe(line["recipe"])
         if not line.get("failed") and _plainly_pipelined(recipe):
-            group = (recipe.inner.optimizer, digest(_opened(recipe)))
-            losses[group][_pair(recipe)][line["seed"]] = line["loss_pipelined"]
+            learned = LEARNED if recipe.subspace.anchor == "learned" else ""
+            group = losses[f"{recipe.inner.optimizer}{learned}"][digest(_opened(recipe))]
+            group[_pair(recipe)][line["seed"]] = line["loss_pipelined"]
     found: dict[str, Points] = {}
-    for (optimizer, _), by_pair in losses.items():
-        points = dict(_prices(by_pair))
-        if len(points) > max(1, len(found.get(optimizer, ()))):
-            found[optimizer] = points
+    opened: dict[str, Mapping[int, float]] = {}
+    for name in sorted(losses):  # fixed anchors before learned ones
+        groups = losses[name].values()
+        given = opened.get(name.removesuffix(LEARNED), {}) if name.endswith(LEARNED) else None
+        priced = [(dict(_prices(group, given)), group) for group in groups]
+        points, group = max(priced, key=lambda each: (len(each[0]), _num_seeds(each[0])))
+        if points and (given or len(points) > 1):
+            found[name], opened[name] = points, group.get(OPEN, {})
     return found
+
+
+def _num_seeds(points: Points) -> float:
+    return sum(entry["seeds"] for entry in points.values())
 
 
 def _plainly_pipelined(recipe: Recipe) -> bool:
     """Every replica in stages, and nothing else about boundaries changed: no ablation, no finish."""
-    plain = recipe.subspace == SubspaceConfig() and not recipe.finish.rounds
-    return plain and len(recipe.replicas) == 1 and recipe.replicas[0].stages > 1
+    plain = SubspaceConfig(anchor=recipe.subspace.anchor)
+    one = len(recipe.replicas) == 1 and recipe.replicas[0].stages > 1
+    return one and recipe.subspace == plain and not recipe.finish.rounds
 
 
 def _opened(recipe: Recipe) -> Recipe:
     wire, compression = OPEN
-    return replace(recipe, replicas=(replace(recipe.replicas[0], wire=wire, compression=compression),))
+    replica = replace(recipe.replicas[0], wire=wire, compression=compression)
+    return replace(recipe, subspace=SubspaceConfig(), replicas=(replica,))
 
 
-def _pair(recipe: Recipe) -> tuple[str, str]:
+def _pair(recipe: Recipe) -> Pair:
     replica = recipe.replicas[0]
     return replica.wire, "none" if replica.ratio is None else str(replica.ratio)
 
 
-def _prices(
-    by_pair: Mapping[tuple[str, str], Mapping[int, float]],
-) -> Iterator[tuple[tuple[str, str], Entry]]:
-    opened = by_pair.get(OPEN, {})
+def _prices(by_pair: ByPair, given: Mapping[int, float] | None) -> Iterator[tuple[Pair, Entry]]:
+    opened = by_pair.get(OPEN, {}) if given is None else given
     for pair, losses in by_pair.items():
         if shared := losses.keys() & opened.keys():
             ratio = fmean(losses[seed] for seed in shared) / fmean(opened[seed] for seed in shared)

@@ -186,6 +186,17 @@ def test_the_plan_shows_the_pair_and_its_expected_price(capsys, tmp_path):
     )
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_with_learned_anchors_no_boundary_is_opened(optimizer):
+    settings = ['subspace.anchor="learned"', f"inner.optimizer={optimizer}"]
+    for mbps in (5, 50, 100000):
+        recipe = parse_recipe(TEXT, [*settings, f"replicas.edge.link.mbps={mbps}"])
+        resolved, (chosen,) = resolve(recipe)
+        assert resolved.replicas[0].compressed
+        assert predict(resolved).kinds[0].loss_price == chosen.rung.price
+    assert (chosen.wire, chosen.compression) == ("bf16", "1")
+
+
 def test_an_open_boundary_of_few_bits_has_a_price_and_one_of_bf16_has_none():
     def loss_price(wire):
         recipe = parse_recipe(TEXT, ["replicas.edge.compression=none", f"replicas.edge.wire={wire}"])

@@ -74,6 +74,15 @@ def test_a_price_compares_runs_that_differ_in_wire_and_k_alone_seed_by_seed():
     assert merged(text, lines) == text
 
 
+def test_learned_anchors_are_compared_with_the_open_fleet_of_fixed_ones():
+    """They keep fewer entries, so that both kinds of link carry no more bytes."""
+    learned = '[subspace]\nanchor = "learned"\n[outer]\nkeep = 72\n'
+    lines = [line("int4", "1/4", 0, 4.4, learned), line("bf16", "none", 0, 4.0), line("int4", "1/4", 0, 4.8)]
+    found = from_lines(lines)
+    assert found["adamw"]["int4", "1/4"]["percent"] == 20
+    assert found["adamw-learned"] == {("int4", "1/4"): {"percent": 10.0, "seeds": 1}}
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_was_measured_is_given_back_and_nothing_between_overshoots(wire):
     for k, percent in known(wire):
@@ -134,15 +143,25 @@ def test_an_optimiser_that_was_hardly_measured_borrows_from_adamw(monkeypatch):
     few = {"bf16": {"none": 0.0, "1/8": 1.0}, "int4": {"1/4": 1.0}}
     many = {"bf16": {f"1/{n}": float(n) for n in range(1, FEW + 1)}}
     adamw = tables()["adamw"]
-    for percents, own in ((few, False), (many, True)):
-        monkeypatch.setattr(
-            loss_price,
-            "tables",
-            lambda percents=percents: {"adamw": adamw, "muon": Measured("muon", 12, percents)},
-        )
-        assert measured("muon").optimizer == ("muon" if own else "adamw")
-        assert price_of("muon", "bf16", "1/4").optimizer == ("muon" if own else "adamw")
+    for percents, own in ((few, "adamw"), (many, "muon")):
+        found = {"adamw": adamw, "muon": Measured("muon", 12, percents, adamw)}
+        monkeypatch.setattr(loss_price, "tables", lambda found=found: found)
+        assert measured("muon").name == own
+        assert price_of("muon", "bf16", "1/4").optimizer == own
         assert price_of("muon", "int5", "1/4").optimizer == "adamw"  # not measured with Muon in either
+        assert set(measured("muon").wires) == set(WIRES)
+
+
+def test_learned_anchors_have_prices_of_their_own_and_rest_on_fixed_ones(monkeypatch):
+    adamw = Measured("adamw", 12, {"bf16": {"none": 0.0, "1/4": 2.0, "1/16": 6.0}})
+    learned = Measured("adamw-learned", 12, {"int4": {"1/4": 1.0}}, adamw)
+    monkeypatch.setattr(loss_price, "tables", lambda: {"adamw": adamw, "adamw-learned": learned})
+    price = price_of("adamw", "int4", "1/4", "learned")
+    assert (price.percent, price.learned) == (1, True)
+    assert price.text(12).endswith("with AdamW and learned anchors")
+    assert price_of("adamw", "int4", "1/8", "learned").percent == pytest.approx(3)  # it follows bf16
+    assert price_of("adamw", "bf16", "1/4", "learned") == price_of("adamw", "bf16", "1/4")
+    assert measured("adamw", "learned").wires == ("bf16", "int4")
 
 
 def test_the_words_say_what_was_measured_and_where():

@@ -16,7 +16,7 @@ from isthmus.config import AUTO, Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
 from isthmus.layout.traffic import micro_batch_bytes
 from isthmus.planner.fit import MemoryPick, choose
-from isthmus.planner.loss_price import BASES, LossPrice, measured, price_of
+from isthmus.planner.loss_price import BASES, LossPrice, Measured, measured
 from isthmus.planner.step import compute_of, steady_pace
 
 BUSY = 0.95
@@ -161,23 +161,25 @@ def pick(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> Pick:
 def rungs(recipe: Recipe, replica: ReplicaConfig, tflops: float) -> list[Rung]:
     """All that "auto" may become on this replica's link, the most bytes first, as far as the model's width
     has dimensions for it."""
-    micro_batches, optimizer = recipe.inner.micro_batches, recipe.inner.optimizer
+    micro_batches = recipe.inner.micro_batches
+    known, anchor = measured(recipe.inner.optimizer, recipe.subspace.anchor), recipe.subspace.anchor
     compute = compute_of(recipe, replica, tflops)
     each = tuple(seconds / micro_batches for seconds in compute.stage_seconds_per_step)
     found = []
-    for wire, compression in _pairs(optimizer, replica):
+    for wire, compression in _pairs(known, replica, anchor):
         if compression != "none" and recipe.model.width * Fraction(compression) < 1:
             continue
         member = Member(0, replica.name, replace(replica, compression=compression, wire=wire))
         link = micro_batch_bytes(recipe, member)[0] * 8 / (replica.link.mbps * 1e6)
-        found.append(Rung(wire, compression, price_of(optimizer, wire, compression), link, each))
+        found.append(Rung(wire, compression, known.price(wire, compression), link, each))
     return sorted(found, key=lambda rung: -rung.link_seconds)
 
 
-def _pairs(optimizer: str, replica: ReplicaConfig) -> list[tuple[str, str]]:
-    known = measured(optimizer)
-    wires = tuple(known.percents) if replica.wire == AUTO else (replica.wire,)
+def _pairs(known: Measured, replica: ReplicaConfig, anchor: str) -> list[tuple[str, str]]:
+    wires = known.wires if replica.wire == AUTO else (replica.wire,)
     if replica.compression != AUTO:
         return [(wire, replica.compression) for wire in wires]
-    # At k = d few bits are turned by U all the same, unless an open boundary was measured with them.
-    return [(wire, k) for wire in wires for k in ("none" if known.opens(wire) else "1", *LADDER)]
+    # At k = d few bits are turned by U all the same, unless an open boundary was measured with them. Where
+    # anchors are learned, no boundary may be open.
+    first = {wire: "none" if anchor == "fixed" and known.opens(wire) else "1" for wire in wires}
+    return [(wire, k) for wire in wires for k in (first[wire], *LADDER)]

@@ -18,6 +18,7 @@ from isthmus.layout.wire import FLOAT_BYTES
 
 FILE = Path(__file__).with_name("loss_prices.toml")
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
+LEARNED = "-learned"  # after the name of an InnerOpt: prices with subspace.anchor = "learned"
 FEW = 6  # fewer measurements with an InnerOpt make no curve: those with AdamW are taken
 SAME_SIZE = 1.25  # a model within this factor of the measured one is of its size
 BASES = MEASURED, BETWEEN, MILDER, BEYOND = "measured", "between", "milder", "beyond"  # best known first
@@ -31,6 +32,7 @@ class LossPrice:
     # "measured"; "between" measured points; "milder" than all of them, so at most this; "beyond" them.
     basis: str
     optimizer: str  # the InnerOpt of the measurements
+    learned: bool  # whether they were made with learned anchors
     parameters: int  # of the model that was measured
 
     @property
@@ -49,7 +51,7 @@ class LossPrice:
         }[self.basis]
         text = (
             f"expected price {self.short} of loss, {where} at {self.parameters / 1e6:.0f} M parameters "
-            f"with {NAMES[self.optimizer]}"
+            f"with {NAMES[self.optimizer]}{' and learned anchors' * self.learned}"
         )
         if abs(log(num_parameters / self.parameters)) < log(SAME_SIZE):
             return text
@@ -58,11 +60,38 @@ class LossPrice:
 
 @dataclass(frozen=True)
 class Measured:
-    """All measurements with one InnerOpt."""
+    """All measurements with one InnerOpt, with fixed anchors or with learned ones."""
 
-    optimizer: str
+    name: str
     parameters: int
     percents: Mapping[str, Mapping[str, float]]  # wire -> compression -> percent
+    base: "Measured | None" = None  # that has the wires which are not here
+
+    @property
+    def wires(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*(self.base.wires if self.base else ()), *self.percents]))
+
+    def opens(self, wire: str) -> bool:
+        """May an open boundary be taken for granted on this wire? Without U, few bits are another thing."""
+        return wire in FLOAT_BYTES or "none" in self._of(wire).percents.get(wire, {})
+
+    def price(self, wire: str, compression: str) -> LossPrice:
+        known = "bf16" if wire in FLOAT_BYTES else wire
+        own = self._of(known)
+        if compression in own.percents[known]:
+            percent, basis = own.percents[known][compression], MEASURED
+        else:
+            percent, basis = own._at(known, _ratio(compression))
+        return LossPrice(
+            percent=percent,
+            basis=basis,
+            optimizer=own.name.removesuffix(LEARNED),
+            learned=own.name.endswith(LEARNED),
+            parameters=own.parameters,
+        )
+
+    def _of(self, wire: str) -> "Measured":
+        return self if wire in self.percents or self.base is None else self.base._of(wire)
 
     @cached_property
     def curves(self) -> dict[str, list[tuple[Fraction, float]]]:
@@ -73,21 +102,6 @@ class Measured:
             ordered = sorted(points.items(), key=lambda each: each[0] != "none")
             curves[wire] = sorted({_ratio(k): percent for k, percent in ordered}.items())
         return curves
-
-    def has(self, wire: str) -> bool:
-        return wire in FLOAT_BYTES or wire in self.percents
-
-    def opens(self, wire: str) -> bool:
-        """May an open boundary be taken for granted on this wire? Without U, few bits are another thing."""
-        return wire in FLOAT_BYTES or "none" in self.percents.get(wire, {})
-
-    def price(self, wire: str, compression: str) -> LossPrice:
-        known = "bf16" if wire in FLOAT_BYTES else wire
-        if compression in self.percents[known]:
-            percent, basis = self.percents[known][compression], MEASURED
-        else:
-            percent, basis = self._at(known, _ratio(compression))
-        return LossPrice(percent=percent, basis=basis, optimizer=self.optimizer, parameters=self.parameters)
 
     def _at(self, wire: str, ratio: Fraction) -> tuple[float, str]:
         points = self.curves[wire]
@@ -103,15 +117,18 @@ class Measured:
             slopes = [(dear - cheap) / log(high / low) for (low, dear), (high, cheap) in pairwise(points)]
             return dearest + max(slopes, default=0.0) * log(least / ratio), BEYOND
         # Fewer dimensions cost what they cost in bf16.
-        return dearest + self._at("bf16", ratio)[0] - self._at("bf16", least)[0], BEYOND
+        bf16 = self._of("bf16")
+        return dearest + bf16._at("bf16", ratio)[0] - bf16._at("bf16", least)[0], BEYOND
 
 
 def _ratio(compression: str) -> Fraction:
     return Fraction(1) if compression == "none" else Fraction(compression)
 
 
-def measured(optimizer: str) -> Measured:
-    """With this InnerOpt, or with AdamW where it was hardly measured."""
+def measured(optimizer: str, anchor: str = "fixed") -> Measured:
+    """With this InnerOpt and these anchors; where they were hardly measured, with fixed anchors or AdamW."""
+    if anchor == "learned" and (learned := tables().get(f"{optimizer}{LEARNED}")):
+        return learned
     own = tables().get(optimizer)
     if own is not None and sum(map(len, own.percents.values())) >= FEW:
         return own
@@ -120,19 +137,21 @@ def measured(optimizer: str) -> Measured:
 
 @lru_cache(maxsize=1)
 def tables() -> dict[str, Measured]:
-    """By InnerOpt."""
+    """By InnerOpt, with LEARNED behind it where anchors were learned."""
     table = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    return {
-        name: Measured(
-            name,
-            table["parameters"],
-            {wire: {k: entry["percent"] for k, entry in points.items()} for wire, points in wires.items()},
-        )
-        for name, wires in table.items()
-        if isinstance(wires, dict)
-    }
+    found: dict[str, Measured] = {}
+    # AdamW was measured most and fixed anchors before learned ones: the others rest on them.
+    names = sorted(
+        (key for key in table if isinstance(table[key], dict)), key=lambda key: (key != "adamw", key)
+    )
+    for name in names:
+        percents = {
+            w: {k: each["percent"] for k, each in points.items()} for w, points in table[name].items()
+        }
+        base = found.get(name.removesuffix(LEARNED), found.get("adamw"))
+        found[name] = Measured(name, table["parameters"], percents, base)
+    return found
 
 
-def price_of(optimizer: str, wire: str, compression: str) -> LossPrice:
-    own = measured(optimizer)
-    return (own if own.has(wire) else tables()["adamw"]).price(wire, compression)
+def price_of(optimizer: str, wire: str, compression: str, anchor: str = "fixed") -> LossPrice:
+    return measured(optimizer, anchor).price(wire, compression)

@@ -318,7 +318,7 @@ def _kind(
 def _loss_price(recipe: Recipe, replica: ReplicaConfig) -> LossPrice | None:
     if replica.stages == 1 or (not replica.compressed and replica.wire in FLOAT_BYTES):
         return None
-    return price_of(recipe.inner.optimizer, replica.wire, replica.compression)
+    return price_of(recipe.inner.optimizer, replica.wire, replica.compression, recipe.subspace.anchor)
 
 
 def _requests(recipe: Recipe, kinds: tuple[KindForecast, ...], round_seconds: float) -> dict[str, int]:
