@@ -319,7 +319,11 @@ def as_it_is(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "options", "says"),
     [
-        (finished, [], f"run is finished: all of its {ROUNDS} rounds are done"),
+        (
+            finished,
+            [],
+            f"run is finished: all of its {ROUNDS} rounds are done; `isthmus extend run --rounds N` adds",
+        ),
         (
             simulated,
             [],
@@ -331,7 +335,8 @@ def as_it_is(folder: Path) -> None:
         (of_another_recipe, [], "run/recipe.toml is not the recipe that "),
         (no_folder, [], "run does not exist; give the folder of a run"),
         (as_it_is, ["again.toml"], "give a recipe to start a run, or --resume RUN"),
-        (as_it_is, ["--set", "outer.rounds=9"], "--set and --run are for a new one"),
+        (as_it_is, ["--set", "outer.rounds=9"], "`isthmus extend run` adds rounds"),
+        (as_it_is, ["--set", "outer.keep=9"], "--set and --run are for a new one"),
         (as_it_is, ["--device", "tpu"], "auto, cpu, cuda"),
     ],
 )

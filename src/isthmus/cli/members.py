@@ -3,11 +3,12 @@
 import argparse
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from isthmus.cli.invite import add_owner
 from isthmus.errors import ConfigError
+from isthmus.runlog import RunDir
 
 if TYPE_CHECKING:
     from isthmus.protocol.ledger import Ledger
@@ -180,19 +181,27 @@ def table(found: MembersReport) -> str:
 
 
 def extend(args: argparse.Namespace) -> int:
-    from isthmus.protocol.access import open_as_owner
+    from isthmus.protocol.access import is_run_dir, open_as_owner
     from isthmus.protocol.changes import Changes, order
 
     if args.rounds < 1:
         raise ConfigError(f"--rounds is {args.rounds}; it says how many more, 1 at least")
     ledger, owner = open_as_owner(args.url, args.key)
-    recipe = ledger.run.recipe
-    rounds = recipe.outer.rounds + args.rounds
-    epoch = order(ledger.membership, owner, time.time(), Changes(rounds=rounds))
-    lr = recipe.inner.lr * recipe.inner.final_lr
+    recipe, epoch = ledger.run.recipe, ledger.membership.newest
+    folder = RunDir.open(args.url) if is_run_dir(args.url) else None
+    if folder and folder.recipe.outer.rounds < recipe.outer.rounds:
+        recipe = folder.recipe  # an `extend` that was killed: the bucket knows, the folder does not
+    else:
+        changes = Changes(rounds=recipe.outer.rounds + args.rounds)
+        epoch = order(ledger.membership, owner, time.time(), changes)
+    longer = epoch.run.recipe
+    if folder:
+        folder.continue_with(replace(folder.recipe, outer=longer.outer, inner=longer.inner))
     print(
-        f'"{recipe.name}" goes on from {recipe.outer.rounds} to {rounds} rounds (epoch {epoch.number}). The '
-        f"learning rate keeps its schedule: after inner step {epoch.run.recipe.inner.schedule_steps} it is "
-        f"{lr:g}."
+        f'"{recipe.name}" goes on from {recipe.outer.rounds} to {longer.outer.rounds} rounds (epoch '
+        f"{epoch.number}). The learning rate keeps its schedule: after inner step "
+        f"{longer.inner.schedule_steps} it is {longer.inner.lr * longer.inner.final_lr:g}."
     )
+    how = f"isthmus train --resume {args.url}" if folder else f"isthmus join {args.url} --replica NAME"
+    print(f"Where a replica has ended, start it again: {how}")
     return 0

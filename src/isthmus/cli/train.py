@@ -42,6 +42,10 @@ def train(args: argparse.Namespace) -> int:
     """Run or resume, then print what happened, and how to go on with a run that was interrupted."""
     if bool(args.recipe) == bool(args.resume):
         raise ConfigError("give a recipe to start a run, or --resume RUN to go on with one")
+    if args.resume and any(override.startswith("outer.rounds=") for override in args.set):
+        raise ConfigError(
+            f"--resume goes on with the run as it was; `isthmus extend {args.resume}` adds rounds"
+        )
     if args.resume and (args.set or args.run_dir):
         raise ConfigError("--resume goes on with the run as it was; --set and --run are for a new one")
     recipe = args.recipe and load_recipe(args.recipe, args.set)

@@ -30,9 +30,13 @@ def bucket_to_read(run: RunDir, typed: str) -> str:
     return address
 
 
+def is_run_dir(url: str) -> bool:
+    return "://" not in url and Path(url, "recipe.toml").is_file()
+
+
 def open_ledger(url: str) -> Ledger:
     """The ledger in a bucket, given by its URL or by the run directory of `train`."""
-    if "://" not in url and Path(url, "recipe.toml").is_file():
+    if is_run_dir(url):
         run = RunDir.open(url)
         if not run.recipe.bucket.url and not (run.path / "bucket").is_dir():
             words = f"`isthmus report {url}` tells what came of it"
@@ -74,8 +78,7 @@ def open_as(store: Store, replica: str, key: str = "") -> tuple[Ledger, Path]:
 def open_as_owner(url: str, key: str = "") -> tuple[Ledger, Signer]:
     """The run as its owner sees it, with the owner's key."""
     ledger = open_ledger(url)
-    inside = "://" not in url and Path(url, "recipe.toml").is_file()
-    folder = Path(url, "keys") if inside else Path("keys") / ledger.run.recipe.name
+    folder = Path(url, "keys") if is_run_dir(url) else Path("keys") / ledger.run.recipe.name
     return ledger, check_owner(ledger.run, Path(key) if key else folder / OWNER_KEY)
 
 

@@ -47,7 +47,7 @@ class Chain(Epochs):
         if signer:
             check_pinned(run.digest, signer)
         super().__init__(store, run)
-        self._signer, first = signer, self.membership.newest.run.recipe
+        self._signer, first = signer, self.membership.epochs[0].run.recipe
         self.shards = shards(first)  # whoever comes later, the cut stays
         self.sizes = shard_bytes(first)
         self.manifests: dict[int, Manifest] = {}  # those read last; each was checked against the one before

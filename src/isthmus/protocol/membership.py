@@ -48,7 +48,8 @@ class Membership:
     """The chain as far as it was read; epochs are kept, a document is read once."""
 
     def __init__(self, store: Store, run: RunInfo) -> None:
-        run = run.first or run
+        """Where `run` is a later epoch, the documents up to it are read when they are first needed."""
+        self.wanted, run = run.epoch, run.first or run
         self.store, self.owner = store, run.owner
         self.epochs = [Epoch.first(run)]
         self.names = frozenset(run.keys)  # of all epochs that were read
@@ -56,6 +57,9 @@ class Membership:
 
     @property
     def newest(self) -> Epoch:
+        if len(self.epochs) <= self.wanted:
+            wanted, self.wanted = self.wanted, 0
+            self.epoch(wanted)
         return self.epochs[-1]
 
     def epoch(self, number: int) -> Epoch:

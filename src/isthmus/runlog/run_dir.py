@@ -140,6 +140,11 @@ class RunDir:
     def update_about(self, **facts: Any) -> None:
         replace_file(self.about_path, _json({**self.about, **facts}, indent=2) + "\n")
 
+    def continue_with(self, recipe: Recipe) -> None:
+        """The run has got more rounds: it can be resumed."""
+        replace_file(self.recipe_path, dump_recipe(recipe))
+        self.update_about(status="interrupted")
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row; when this returns, the row survives a kill and a power cut."""
         line = _json(dict(row)).encode() + b"\n"

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -50,7 +51,8 @@ def check_resumable(run: RunDir) -> None:
         hint = f"; go on with `isthmus simulate --resume {run.path}`" if run.state_path.exists() else ""
         raise ConfigError(f"{run.path} is not a run of `isthmus train`{hint}")
     if about.get("status") == "finished":
-        raise ConfigError(f"{run.path} is finished: all of its {rounds} rounds are done")
+        words = f"`isthmus extend {run.path} --rounds N` adds some"
+        raise ConfigError(f"{run.path} is finished: all of its {rounds} rounds are done; {words}")
 
 
 def checked_ledger(run: RunDir, supervisor: LocalSupervisor) -> Ledger:
@@ -61,7 +63,8 @@ def checked_ledger(run: RunDir, supervisor: LocalSupervisor) -> Ledger:
         raise ConfigError(f"{run.path} cannot be resumed: {error}") from None
     for name in dict.fromkeys(launcher.member.name for launcher in supervisor.launchers):
         check_key(ledger.run, name, keys_of(run) / f"{name}.key")
-    if dump_recipe(ledger.run.recipe) != dump_recipe(run.recipe):
+    there = ledger.run.first or ledger.run  # others may have come since, on machines of their own
+    if dump_recipe(replace(ledger.run.recipe, replicas=there.recipe.replicas)) != dump_recipe(run.recipe):
         raise ConfigError(
             f"{run.recipe_path} is not the recipe that {supervisor.url} has of this run; "
             "put it back as it was"

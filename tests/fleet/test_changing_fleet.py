@@ -1,0 +1,209 @@
+"""A fleet of real processes that changes while it trains: invited, rotated, revoked; and a longer run."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faults import kills
+from returning import Seat, seat, small
+
+from isthmus.cli.main import main
+from isthmus.config import dump_recipe
+from isthmus.errors import RunStopped
+from isthmus.protocol import closer
+from isthmus.protocol.access import OWNER_KEY, check_owner, open_ledger
+from isthmus.protocol.changes import Changes, order
+from isthmus.runlog import RunDir
+from isthmus.runtime.create import create
+from isthmus.runtime.place import Place
+from isthmus.runtime.recovery import Recovery
+
+LIMIT_SECONDS = 240.0
+
+
+class Friends:
+    """Machines of their own: each has a folder with its key and its state."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.url = folder, str(folder / "bucket")
+        self.running: dict[str, subprocess.Popen] = {}
+        self.owner = str(folder / "keys" / OWNER_KEY)
+
+    def key(self, name: str) -> Path:
+        return self.folder / "keys" / f"{name}.key"
+
+    def join(self, name: str, *words: str) -> None:
+        options = ["--key", str(self.key(name)), "--work", str(self.folder / "work" / name)]
+        command = [sys.executable, "-m", "isthmus.cli.main", "join", self.url, *words, *options]
+        with open(self.log_of(name), "ab") as log:
+            self.running[name] = subprocess.Popen(
+                [*command, "--threads", "1", "--device", "cpu"],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def log_of(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def wait_for(self, name: str, pattern: str) -> re.Match[str]:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not (found := re.search(pattern, self.log_of(name).read_text())):
+            assert time.monotonic() < deadline, f"no {pattern!r} in {self.log_of(name).read_text()}"
+            time.sleep(0.1)
+        return found
+
+    def anchors(self) -> dict[int, set[str]]:
+        """Round -> every digest that any of them has said of it."""
+        said: dict[int, set[str]] = {}
+        for log in self.folder.glob("*.log"):
+            for t, digest in re.findall(r"round (\d+): anchor (\w+)", log.read_text()):
+                said.setdefault(int(t), set()).add(digest)
+        return said
+
+
+@pytest.fixture
+def friends(tmp_path: Path) -> Iterator[Friends]:
+    create(small(rounds=100_000, precision="fp32"), str(tmp_path / "bucket"), tmp_path / "keys")
+    fleet = Friends(tmp_path)
+    yield fleet
+    for process in fleet.running.values():
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    assert kills.check_left_over(tmp_path) == []
+
+
+def test_a_fleet_of_two_invites_one_rotates_one_revokes_one_and_keeps_one_model(friends, capsys):
+    for name in ("rack-0", "rack-1"):
+        friends.join(name, "--replica", name)
+    friends.wait_for("rack-0", r"round [1-9]\d*: anchor")
+
+    assert main(["invite", friends.url, "--replica", "new", "--like", "rack", "--key", friends.owner]) == 0
+    token = capsys.readouterr().out.strip()
+    friends.join("new", "--token", token)
+    first = int(friends.wait_for("new", r"fresh optimiser(?:.|\n)*?round (\d+): anchor")[1])
+    friends.wait_for("new", rf"round {first + 3}: anchor")
+
+    key = friends.key("rack-1")
+    old = key.read_bytes()
+    assert main(["rotate", friends.url, "rack-1", "--key", str(key)]) == 0
+    changed = int(friends.wait_for("rack-1", r"round (\d+): from here on we sign with our new key")[1])
+    friends.wait_for("rack-1", rf"round {changed + 1}: anchor")
+    assert key.read_bytes() != old
+
+    assert main(["revoke", friends.url, "new", "--key", friends.owner]) == 0
+    assert friends.running["new"].wait(LIMIT_SECONDS) == 1
+    ended = friends.wait_for(
+        "new", r"isthmus: replica new was revoked .*: it is no member from round (\d+) on\n"
+    )
+    friends.wait_for("rack-0", rf"round {int(ended[1]) + 1}: anchor")
+
+    for name in ("rack-0", "rack-1"):
+        friends.running[name].send_signal(signal.SIGINT)
+    assert [friends.running[name].wait(LIMIT_SECONDS) for name in ("rack-0", "rack-1")] == [0, 0]
+    assert all(len(digests) == 1 for digests in friends.anchors().values())
+
+    capsys.readouterr()
+    assert main(["members", friends.url, "--json"]) == 0
+    members = {m["replica"]: m for m in json.loads(capsys.readouterr().out)["members"]}
+    assert members["new"]["state"] == "revoked"
+    assert members["new"]["given"] >= 3
+    assert members["new"]["until_round"] == int(ended[1]) - 1
+    assert members["rack-1"]["refused"] == 0
+    assert main(["ledger", "verify", friends.url]) == 0
+
+    friends.key("rack-1").write_bytes(old)
+    assert main(["leave", friends.url, "--replica", "rack-1", "--key", str(key)]) == 2
+    assert "is not the key of replica rack-1" in capsys.readouterr().err
+
+
+# One process, so that each edge is looked at
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch) -> Seat:
+    monkeypatch.setattr(closer, "STEP_IN_SECONDS", 0.0)
+    return seat(small(full=2, rounds=3, quorum=1, deadline_seconds=0.01), tmp_path, "rack-0")
+
+
+def owners(alone: Seat, **changes) -> None:
+    ledger = open_ledger(str(alone.folder / "bucket"))
+    owner = check_owner(ledger.run, alone.folder / "keys" / OWNER_KEY)
+    order(ledger.membership, owner, time.time(), Changes(**changes))
+
+
+def test_a_replica_that_was_revoked_ends_with_one_line_at_the_edge(alone):
+    def strike(fleet):
+        take = fleet.exchange.closer.requests.take
+
+        def revoked(now):
+            if fleet.exchange.closer.round == 2:
+                owners(alone, revoked=["rack-0"])
+            return take(now)
+
+        fleet.exchange.closer.requests.take = revoked
+
+    said = "replica rack-0 was revoked by the run's owner .epoch 1.: it is no member from round 3 on"
+    with pytest.raises(RunStopped, match=said):
+        alone.run(3, strike)
+
+
+def test_who_is_not_a_member_yet_trains_nothing_and_goes_on_when_it_is(alone):
+    fleet = alone.come()
+    Recovery(fleet).resume()
+    epoch = fleet.ledger.membership.epochs[0]
+
+    class Later(Place):
+        def enter(self, round_number: int) -> bool:
+            return round_number > 1 and super().enter(round_number)
+
+    fleet.place = Later(fleet.ledger)
+    assert fleet.train_round(0, lambda h: None) == []
+    assert fleet.step_count == 0
+    assert epoch.number == 0
+
+
+def test_a_longer_run_goes_on_where_it_ended(alone):
+    first = alone.run(3)
+    assert first.ledger.last_round() == 3
+    owners(alone, rounds=5)
+    ledger = open_ledger(str(alone.folder / "bucket"))
+    longer = Seat(ledger.run.recipe, alone.folder, alone.name)
+    come = longer.come
+
+    def looked():
+        fleet = come()
+        fleet.ledger.membership.look()
+        return fleet
+
+    longer.come = looked
+    longer.run(5)
+    assert [sorted(longer.anchors())[-1], open_ledger(ledger.store.url).last_round()] == [5, 5]
+    assert "back with the state of round 3" in longer.said
+
+
+def test_extend_and_resume_go_on_with_a_run_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("r.toml").write_text(dump_recipe(small(full=1, rounds=2, precision="fp32")))
+    assert main(["train", "r.toml", "--run", "run", "--quiet", "--device", "cpu"]) == 0
+    shutil.copytree("run", "killed")
+    assert main(["extend", "run", "--rounds", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "goes on from 2 to 4 rounds (epoch 1)" in out
+    assert "after inner step 6 it is" in out
+    assert main(["train", "--resume", "run", "--quiet", "--device", "cpu"]) == 0
+    assert [row.round for row in RunDir.open("run").rows()] == [0, 1, 2, 3, 4]
+    # Killed between bucket and folder: the same command finishes it.
+    shutil.rmtree("killed/bucket")
+    shutil.copytree("run/bucket", "killed/bucket")
+    assert main(["extend", "killed", "--rounds", "2"]) == 0
+    assert "goes on from 2 to 4 rounds (epoch 1)" in capsys.readouterr().out
