@@ -72,7 +72,7 @@ def test_a_token_is_good_for_one_machine(owned, capsys):
         ask_to_join("bucket", token, "two/d.key", wait=waits)
     a, b, c = owned.replicas()
     settled(1, a, a, b, c)
-    with pytest.raises(ConfigError, match="its key is not two/d.key"):
+    with pytest.raises(ConfigError, match=r"its key is not two/d\.key"):
         ask_to_join("bucket", token, "two/d.key", wait=waits)
 
 
