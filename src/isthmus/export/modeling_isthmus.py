@@ -101,8 +101,8 @@ def carried(z: Tensor, bits: int) -> Tensor:
     """z (..., L, K) rounded to a few bits: each sequence's mean is kept, and the rest of a token is a whole
     number of its step, which is the sequence's largest one over a power of 2^(1/8)."""
     most, x = 2 ** (bits - 1) - 1, z if z.dtype == torch.float64 else z.float()
-    mean = (z.sum(-2, keepdim=True, dtype=torch.float64) / z.shape[-2]).float().bfloat16().to(x.dtype)
-    needed = (x - mean).abs().amax(-1, keepdim=True) / most
+    mean = (z.sum(-2, keepdim=True, dtype=torch.float64) * (1 / z.shape[-2])).float().bfloat16().to(x.dtype)
+    needed = (x - mean).abs().amax(-1, keepdim=True) * (1 / most)
     top = needed.amax(-2, keepdim=True).float().to(x.dtype)
     fractions = torch.exp2(torch.arange(256, dtype=torch.float64, device=z.device) / -8).float().to(x.dtype)
     below = torch.bucketize(-(needed / top).nan_to_num(1.0), -fractions, right=True) - 1

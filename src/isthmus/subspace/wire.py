@@ -60,9 +60,11 @@ def rounded(z: Tensor, bits: int, centred: bool) -> Rounded:
     """z (..., L, K) to codes of so many bits, to nearest."""
     most = largest_code(bits)
     x = z if z.dtype == torch.float64 else z.float()
-    mean = (z.sum(-2, dtype=torch.float64) / z.shape[-2]).float().bfloat16() if centred else None
+    mean = (z.sum(-2, dtype=torch.float64) * (1 / z.shape[-2])).float().bfloat16() if centred else None
     rest = x if mean is None else x - mean[..., None, :].to(x.dtype)
-    needed = rest.abs().amax(-1) / most  # (..., L)
+    needed = rest.abs().amax(-1) * (
+        1 / most
+    )  # (..., L); on a GPU torch divides by a number so, elsewhere not
     top = needed.amax(-1).float()
     share = (needed / top[..., None].to(x.dtype)).nan_to_num(1.0)  # nan where all is 0
     # The last fraction that is not below the share: a smaller step would cut off the largest value.

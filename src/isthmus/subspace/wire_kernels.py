@@ -75,7 +75,7 @@ def _rest(
         total = tl.load(sums + row * PARTS * dim + at, mask=at < dim, other=0.0)
         for part in tl.static_range(1, PARTS):
             total += tl.load(sums + (row * PARTS + part) * dim + at, mask=at < dim, other=0.0)
-        mean = _from_bf16(_to_bf16((total / length).to(tl.float32)))
+        mean = _from_bf16(_to_bf16((total * (tl.full((), 1.0, tl.float64) / length)).to(tl.float32)))
         return tl.where(there, x - mean, 0.0), mean, where, there
     else:
         return x, tl.zeros((1, GROUPS, 8), tl.float32), where, there
@@ -124,9 +124,9 @@ def round_kernel(
     rest, mean, where, there = _rest(z, sums, row, length, dim, TILE, GROUPS, PARTS, BF16)
     tile = tl.arange(0, TILES)
     peak = tl.max(tl.load(largest + row * tiles + tile, mask=tile < tiles, other=0), 0)
-    top = tl.div_rn(peak.to(tl.float32, bitcast=True), tl.full((), MOST, tl.float32))
+    top = peak.to(tl.float32, bitcast=True) * (1.0 / MOST)
     bits = tl.max(tl.max(tl.abs(rest).to(tl.int32, bitcast=True), 2), 1)  # (TILE,)
-    needed = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full((TILE,), MOST, tl.float32))
+    needed = bits.to(tl.float32, bitcast=True) * (1.0 / MOST)
     share = tl.div_rn(needed, tl.broadcast_to(top, (TILE,)))
     # The last of the descending fractions that is not below the share; for nan the first.
     steps = tl.zeros((TILE,), tl.int32)
