@@ -4,7 +4,7 @@ May import nothing else; standard library only.
 """
 
 from isthmus.config.checks import nearest
-from isthmus.config.fleet import AUTO, BucketConfig, LinkConfig, Member, ReplicaConfig
+from isthmus.config.fleet import AUTO, BucketConfig, LinkConfig, Member, ReplicaConfig, ScoreConfig
 from isthmus.config.model import PRESETS, ModelConfig
 from isthmus.config.toml import build_table, dump_recipe, load_recipe, parse_recipe, read_toml, toml_line
 from isthmus.config.tree import (
@@ -29,6 +29,7 @@ __all__ = [
     "OuterConfig",
     "Recipe",
     "ReplicaConfig",
+    "ScoreConfig",
     "SubspaceConfig",
     "build_table",
     "dump_recipe",

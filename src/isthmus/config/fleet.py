@@ -164,6 +164,22 @@ class BucketConfig:
         within("bucket.sign_agreement", self.sign_agreement, 0, 0.5)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreConfig:
+    """How closers judge updates by what they do to held-out text (docs/protocol.md, Scores)."""
+
+    batches: int = 2  # of inner.batch held-out sequences, for each update that is scored; 0: none is
+    bound: float = 0.02  # nats; an update that makes the held-out loss worse by more is refused
+    probation: int = 1  # rounds in which a newcomer's updates must pass before they count; 0: none
+    sample: int = 2  # updates of others that are scored in each round
+
+    def __post_init__(self) -> None:
+        within("score.batches", self.batches, 0, 1e6)
+        above("score.bound", self.bound, 0, 1e6)
+        within("score.probation", self.probation, 0, 1e6)
+        within("score.sample", self.sample, 0, MOST_REPLICAS)
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One replica of the fleet: its number in the run and what it is."""

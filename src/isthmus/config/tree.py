@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from isthmus.config.checks import above, choice, name_of, short, within
-from isthmus.config.fleet import MOST_REPLICAS, BucketConfig, Member, ReplicaConfig
+from isthmus.config.fleet import MOST_REPLICAS, BucketConfig, Member, ReplicaConfig, ScoreConfig
 from isthmus.config.model import ModelConfig
 from isthmus.errors import ConfigError
 
@@ -164,6 +164,7 @@ class Recipe:
     subspace: SubspaceConfig = field(default_factory=SubspaceConfig)
     finish: FinishConfig = field(default_factory=FinishConfig)
     bucket: BucketConfig = field(default_factory=BucketConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
     replicas: tuple[ReplicaConfig, ...]
 
     def __post_init__(self) -> None:

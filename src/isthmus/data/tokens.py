@@ -13,7 +13,7 @@ from isthmus.data.order import Permutation
 from isthmus.errors import ConfigError
 from isthmus.layout.deal import Deal
 
-__all__ = ["Batches", "Corpus", "TokenView", "open_corpus", "validation_batches"]
+__all__ = ["Batches", "Corpus", "TokenView", "drawn_batches", "open_corpus", "validation_batches"]
 
 
 class Batches:
@@ -96,6 +96,21 @@ def validation_batches(corpus: Corpus, batch: int, context: int, num_batches: in
     count = batch * num_batches
     starts = np.arange(count, dtype=np.int64) * num_sequences // count * context
     return list(torch.from_numpy(view.windows(starts, context + 1)).split(batch))
+
+
+def drawn_batches(view: TokenView, batch: int, context: int, num_batches: int, draw: bytes) -> list[Tensor]:
+    """Windows of a split that `draw` chooses, none of them twice: each (B, L + 1) int64.
+
+    A small split gives fewer.
+    """
+    num_sequences = num_windows(view, context)
+    if num_sequences < 1:
+        raise ConfigError(f"the {view.name} part has {len(view):,} tokens, too few for one window")
+    chosen = Permutation(num_sequences, int.from_bytes(draw), 0)(
+        np.arange(min(batch * num_batches, num_sequences))
+    )
+    windows = torch.from_numpy(view.windows(np.sort(chosen) * context, context + 1))
+    return list(windows.split(batch))
 
 
 def num_windows(view: TokenView, context: int) -> int:

@@ -1,4 +1,4 @@
 """One replica: full, pipelined or stacked; its stages, the links between them, its process groups.
 
-May import config, layout, runlog, data, model and subspace.
+May import config, layout, runlog, data, model, subspace and outer.
 """
