@@ -23,6 +23,7 @@ from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.membership import MOST_BYTES, advance, current_keys, extended, membership_key
 from isthmus.protocol.replay import Replay
 from isthmus.protocol.trust import INVITED, Refused, Signer, canonical, new_secret
+from isthmus.store import StoreError
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -88,6 +89,43 @@ def test_a_newcomer_may_be_of_a_kind_that_the_recipe_lacks(owned):
     config = owned.epoch.run.recipe.fleet()[-1].config
     assert (config.name, config.stages, config.compression, config.wire) == ("attic", 2, "1/4", "int8")
     assert config.link.mbps == 40
+
+
+def test_a_fleet_of_full_replicas_has_room_for_stages_where_init_made_it(tmp_path):
+    full = MORE.split("[[replicas]]")[0] + '[[replicas]]\nname = "a"\n'
+    stages = {"kind": "pipelined", "stages": 2}
+    tight = Owned(str(tmp_path / "tight"), tmp_path / "1", full)
+    (a,) = tight.replicas()
+    tight.ask("d", tight.invite("d", table=stages))
+    settled(1, a, a)
+    assert tight.epoch.number == 0
+    assert "the updates of this run are not cut for that" in " ".join(a.said)
+    wide = Owned(str(tmp_path / "wide"), tmp_path / "2", full, room=[2])
+    (a,) = wide.replicas()
+    assert len(a.ledger.shards) == 3
+    wide.ask("d", wide.invite("d", table=stages))
+    settled(1, a, a)
+    d = wide.comes("d", 1)
+    settled(2, a, a, d)
+    assert [entry.replica for entry in wide.ledger().manifest(2).entries] == ["a", "d"]
+
+
+def test_a_closer_that_may_not_write_the_document_still_closes(owned, monkeypatch):
+    a, b, c = owned.replicas()
+    owned.ask("d", owned.invite("d"))
+    create = a.ledger.store.create
+
+    def denied(key: str, data: bytes, **more: Any) -> bool:
+        if key.startswith("membership/"):
+            raise StoreError("permission denied", "denied")
+        return create(key, data, **more)
+
+    monkeypatch.setattr(a.ledger.store, "create", denied)
+    settled(1, a, a, b, c)
+    settled(2, a, a, b, c)
+    assert [words for words in a.said if "permission denied" in words] == [
+        "nobody is admitted here: permission denied"
+    ]
 
 
 def test_a_newcomer_may_close_if_its_invitation_says_so(owned):

@@ -173,12 +173,18 @@ class Little:
     """A run in a store, with its keys on disk."""
 
     def __init__(
-        self, url: str, folder: Path, recipe: str = RECIPE, closers: Sequence[str] | None = None
+        self,
+        url: str,
+        folder: Path,
+        recipe: str = RECIPE,
+        closers: Sequence[str] | None = None,
+        room: Sequence[int] = (),
     ) -> None:
         self.url, self.keys = url, folder / "keys"
         parsed = parse_recipe(recipe)
         full_first = sorted(parsed.fleet(), key=lambda member: member.config.parts > 1)
-        self.run = create(parsed, url, self.keys, closers or [member.name for member in full_first])
+        closers = closers or [member.name for member in full_first]
+        self.run = create(parsed, url, self.keys, closers, room=room)
         self.names = [member.name for member in self.run.recipe.fleet()]
 
     def signer(self, name: str) -> Signer:

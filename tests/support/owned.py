@@ -19,9 +19,14 @@ MORE = RECIPE.replace("rounds = 6", "rounds = 30")
 
 class Owned(Little):
     def __init__(
-        self, url: str, folder: Path, recipe: str = MORE, closers: Sequence[str] | None = None
+        self,
+        url: str,
+        folder: Path,
+        recipe: str = MORE,
+        closers: Sequence[str] | None = None,
+        room: Sequence[int] = (),
     ) -> None:
-        super().__init__(url, folder, recipe, closers)
+        super().__init__(url, folder, recipe, closers, room)
         self.owner = check_owner(self.run, self.keys / OWNER_KEY)
         self.store = open_store(url)
         self.own: dict[str, Signer] = {}  # keys that were made after `init`

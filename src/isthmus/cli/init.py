@@ -36,7 +36,14 @@ def register(commands: argparse._SubParsersAction) -> None:
         metavar="NAMES",
         help="replicas that may close rounds, by commas (default: the first two, full ones first)",
     )
+    room = "numbers of stages that replicas invited later may have, beside the recipe's, by commas: updates "
+    room += "are cut for them from the start, into a few more objects"
+    parser.add_argument("--room", metavar="STAGES", type=_numbers, default=(), help=room)
     parser.set_defaults(run=init)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(sorted({int(number) for number in text.split(",")}))
 
 
 def init(args: argparse.Namespace) -> int:
@@ -47,7 +54,7 @@ def init(args: argparse.Namespace) -> int:
     keys = Path(args.keys or Path("keys") / recipe.name)
     closers = list(dict.fromkeys(name.strip() for name in args.closers.split(","))) if args.closers else None
     check_keys_folder(keys)
-    run = create(recipe, args.url, keys, closers)
+    run = create(recipe, args.url, keys, closers, room=args.room)
     print(f'The run "{recipe.name}" ({run.run_id}) is in {args.url}; its keys are in {keys}.')
     for pick in picks:
         print(pick.reason, file=sys.stderr)

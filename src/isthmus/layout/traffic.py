@@ -39,13 +39,13 @@ def _shards(model: ModelConfig, stages: frozenset[int]) -> tuple[tuple[str, ...]
     return tuple(tuple(names) for names in parts.values())
 
 
-def shard_bytes(recipe: Recipe) -> tuple[int, ...]:
+def shard_bytes(recipe: Recipe, also: Iterable[int] = ()) -> tuple[int, ...]:
     """The packed size of each shard of one replica's update, exactly as the codec writes it."""
     shapes, outer = recipe.model.shapes(), recipe.outer
     keep, values = codec_settings(recipe)
     return tuple(
         packed_many_bytes({name: shapes[name] for name in names}, outer.chunk_side, keep, values)
-        for names in shards(recipe)
+        for names in shards(recipe, also)
     )
 
 

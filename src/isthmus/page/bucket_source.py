@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from isthmus.config import Recipe
 from isthmus.errors import ConfigError, RunError
 from isthmus.page.read import FolderBucket, resolved_recipe
 from isthmus.page.source import Raw, SeenHeartbeat, Settled
@@ -66,10 +67,9 @@ class BucketReader:
     """
 
     def __init__(self, ledger: Ledger, wall: Callable[[], float] = time.time) -> None:
-        self.ledger, self.recipe, self.wall = ledger, ledger.run.recipe, wall
+        self.ledger, self.wall = ledger, wall
         self.older = Ledger(ledger.store, ledger.run)  # each keeps only what it read last
         self.run_id = ledger.run.run_id
-        self.names = [member.name for member in self.recipe.fleet()]
         self.first = self.done = 0  # the oldest and the newest manifest that were read, and all between
         self.before = ""  # digest of the manifest before them
         self.newest = 0  # the newest that is known to be there
@@ -82,6 +82,15 @@ class BucketReader:
         self.late: set[tuple[int, str]] = set()
         self.judged: set[int] = set()
         self.fault = self.older_fault = ""
+
+    @property
+    def recipe(self) -> Recipe:
+        """As the newest epoch that was read has it: replicas may come and go."""
+        return self.ledger.run.recipe
+
+    @property
+    def names(self) -> list[str]:
+        return [member.name for member in self.recipe.fleet()]
 
     @property
     def unread(self) -> int:
@@ -115,6 +124,8 @@ class BucketReader:
     def _advance(self, claims: list[int], deadline: float) -> None:
         """Read the newest rounds, then those that are settled since; what there is no time for comes next
         time."""
+        if self.done >= self.recipe.outer.rounds:
+            self.ledger.membership.look()  # it may have got more rounds
         if self.newest <= self.done:
             self.newest = self.ledger.last_round(claims)
         started = self.done

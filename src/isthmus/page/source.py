@@ -171,18 +171,19 @@ class BucketSource:
     """A bucket alone: rounds, members and training losses; held-out losses are not measured there."""
 
     def __init__(self, reader: "BucketReader", where: str) -> None:
-        self.reader, self.where, self.recipe = reader, where, reader.recipe
+        self.reader, self.where = reader, where
         self.rows: list[Row] = []
 
     def look(self, budget_seconds: float = 2.0) -> Raw:
-        raw = Raw(self.recipe, {}, [], self.where, has_bucket=True)
+        raw = Raw(self.reader.recipe, {}, [], self.where, has_bucket=True)
         self.reader.look(raw, budget_seconds)
+        raw.recipe = self.reader.recipe
         if len(self.reader.rows) > len(self.rows):  # settled rounds stay as they are
             self.rows = self.reader.all_rows()
         raw.rows = self.rows
         gone = [seen.heartbeat.gone for seen in raw.heartbeats.values()]
         status = "running"
-        if max(raw.settled, default=0) >= self.recipe.outer.rounds:
+        if max(raw.settled, default=0) >= raw.recipe.outer.rounds:
             status = "finished"
         elif gone and all(gone):
             status = "interrupted"

@@ -47,9 +47,9 @@ class Chain(Epochs):
         if signer:
             check_pinned(run.digest, signer)
         super().__init__(store, run)
-        self._signer, first = signer, self.membership.epochs[0].run.recipe
-        self.shards = shards(first)  # whoever comes later, the cut stays
-        self.sizes = shard_bytes(first)
+        self._signer, first = signer, self.membership.epochs[0].run
+        self.shards = shards(first.recipe, first.room)  # whoever comes later, the cut stays
+        self.sizes = shard_bytes(first.recipe, first.room)
         self.manifests: dict[int, Manifest] = {}  # those read last; each was checked against the one before
         self.chain: dict[int, str] = {0: run.digest}  # digests of manifests; run.json stands for 0
         self.newest = 0  # a settled round; there may be later ones

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isthmus.config import Recipe
+from isthmus.config.fleet import MOST_STAGES
 from isthmus.protocol.schema import (
     HASH,
     HASH_OR_NONE,
@@ -26,11 +27,13 @@ from isthmus.runlog.facts import Facts
 
 MOST_REPLICAS = 4096  # of a run
 MOST_ROUNDS = 10**6
+MOST_ROOM = 16  # numbers of stages, beside those of the recipe, that updates are cut for
 MOST_SHARDS = 4096  # of an update
 MOST_EPOCHS = 10_000  # changes of a run's membership
 MOST_CHANGES = 16  # replicas that one of them admits, or whose keys it replaces
 MOST_UNIX_SECONDS = 2**40
 MOST_REASON = 300  # characters of why an update was refused
+MOST_SCORE = 1e6  # nats
 ROUND = Whole(0, MOST_ROUNDS)
 EPOCH = Whole(0, MOST_EPOCHS)
 RUN = {
@@ -44,6 +47,7 @@ RUN = {
     "commits_in_manifests": Optional(Whole(0, 1)),
     "commits_by_round": Optional(Whole(0, 1)),
     "owner": Optional(HASH_OR_NONE),
+    "room": Optional(Many(Whole(2, MOST_STAGES), MOST_ROOM)),
 }
 UPDATE = {
     "replica": NAME,
@@ -65,6 +69,8 @@ MANIFEST = {
     "next_epoch": Optional(EPOCH),
     "membership": Optional(HASH_OR_NONE),
     "dealt": Optional(Whole(0, 2**60)),
+    "scores": Optional(Many(Row((NAME, Number(-MOST_SCORE, MOST_SCORE))), MOST_REPLICAS)),
+    "probation": Optional(Table(Whole(0, MOST_ROUNDS), MOST_REPLICAS)),
 }
 MEMBERSHIP = {
     "number": EPOCH,
@@ -106,6 +112,7 @@ class RunInfo:
     commits_in_manifests: bool = False  # nothing counts without its author's commit; not in runs up to 0.2
     commits_by_round: bool = False  # in commits/<t>/, where one listing finds them all; not in runs up to 0.2
     owner: str = ""  # public key of who may change the membership; older runs have none, and do not change
+    room: tuple[int, ...] = ()  # numbers of stages that later replicas may have, beside those of the recipe
     epoch: int = 0  # of the membership; run.json is 0
     first: "RunInfo | None" = None  # epoch 0, where this is a later one
 
@@ -162,6 +169,8 @@ class Manifest:
     next_epoch: int = 0  # in the round after it
     membership: str = ""  # digest of that epoch's document, in runs that have an owner
     dealt: int = 0  # batches of the run's order that were dealt up to this round, read or not; in such runs
+    scores: tuple[tuple[str, float], ...] = ()  # (replica, score) of the updates that the closer scored
+    probation: Mapping[str, int] = field(default_factory=dict)  # of the next round: replica -> rounds passed
 
     def to_dict(self, previous: str) -> dict[str, Any]:
         """The body that is signed; `previous` is the digest of the manifest before."""
@@ -178,6 +187,8 @@ class Manifest:
             "next_epoch": self.next_epoch,
             "membership": self.membership,
             "dealt": self.dealt,
+            "scores": [[name, score] for name, score in self.scores],
+            "probation": dict(self.probation),
         }
 
     @classmethod
@@ -199,6 +210,8 @@ class Manifest:
             next_epoch=body.get("next_epoch", 0),
             membership=body.get("membership", ""),
             dealt=body.get("dealt", 0),
+            scores=tuple((name, float(score)) for name, score in body.get("scores", ())),
+            probation=dict(body.get("probation", {})),
         )
 
     def entry(self, replica: str) -> Entry | None:

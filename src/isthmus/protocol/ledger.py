@@ -49,6 +49,7 @@ def run_document(
     corpus: str = "",
     start: str = "",
     owner: str = "",
+    room: Sequence[int] = (),
 ) -> bytes:
     """run.json of a new run. Its sha256 is in every key file, so it is made before it is written. `owner` is
     the public key by which the membership can change."""
@@ -63,6 +64,7 @@ def run_document(
         "commits_in_manifests": 1,
         "commits_by_round": 1,
         "owner": owner,
+        "room": list(room),
     }
     return canonical(body)
 
@@ -100,6 +102,8 @@ def parse_run(data: bytes) -> RunInfo:
         recipe = parse_recipe(body["recipe"])
         if keys.keys() != {member.name for member in recipe.fleet()}:
             raise Refused("its keys are not those of the recipe's replicas")
+        if any(stages > recipe.model.layers for stages in body.get("room", ())):
+            raise Refused("it has room for more stages than the model has layers")
         if len(set(closers)) < len(closers) or not set(closers) <= keys.keys():
             raise Refused("its closers are not replicas of the recipe, once each")
     except Refused as reason:
@@ -117,6 +121,7 @@ def parse_run(data: bytes) -> RunInfo:
         commits_in_manifests=bool(body.get("commits_in_manifests", 0)),
         commits_by_round=bool(body.get("commits_by_round", 0)),
         owner=body.get("owner", ""),
+        room=tuple(body.get("room", ())),
     )
 
 

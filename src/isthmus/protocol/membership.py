@@ -246,10 +246,10 @@ def check_fits(run: RunInfo, config: ReplicaConfig) -> None:
     """Every update of a run is cut alike, as its first recipe says: Refused where a newcomer's stages would
     need a finer cut."""
     recipe = (run.first or run).recipe
-    if shards(recipe, [config.parts]) != shards(recipe):
+    if shards(recipe, [*run.room, config.parts]) != shards(recipe, run.room):
         raise Refused(
             f"{config.name} has {config.parts} stages, and the updates of this run are not cut for that: it "
-            "may have as many as a replica of the first recipe has, or be a full one"
+            "may have as many as a replica of the first recipe has or `init --room` said, or be a full one"
         )
 
 

@@ -35,12 +35,13 @@ def create(
     keys_dir: Path,
     closers: Sequence[str] | None = None,
     first: Mapping[str, Tensor] | None = None,
+    room: Sequence[int] = (),
 ) -> RunInfo:
     """Write run.json into the bucket, and one private key per replica and the owner's to this disk.
 
     Where the recipe starts from a folder, theta^(0) goes into the bucket and its digest into run.json: a
     machine that joins needs no folder, and cannot start from other weights. `first` has these weights where
-    the caller has read them already.
+    the caller has read them already. `room`: numbers of stages that replicas which come later may have.
 
     run.json comes last, and makes the run: a kill before it leaves no run, and after it all is there but for
     the name of the keys' folder, which the next `init` sets right.
@@ -51,6 +52,9 @@ def create(
     for name in closers or ():
         if name not in names:
             raise ConfigError(f'closer "{name}" is not a replica of this recipe; there is {", ".join(names)}')
+    for stages in room:
+        if not 2 <= stages <= recipe.model.layers:
+            raise ConfigError(f"--room is for {stages} stages; this model has {recipe.model.layers} layers")
     if keys_dir.exists() and any(keys_dir.iterdir()):
         raise ConfigError(f"{keys_dir} already holds keys; give --keys another folder")
     try:
@@ -70,10 +74,10 @@ def create(
     if first:
         master_dtype = torch.float64 if recipe.inner.precision == "fp64" else torch.float32
         anchor = {name: tensor.to(master_dtype) for name, tensor in first.items()}
-        start = anchor_digest([shard_digest(anchor, names) for names in shards(recipe)])
+        start = anchor_digest([shard_digest(anchor, names) for names in shards(recipe, room)])
     owner = new_secret()
     document = run_document(
-        recipe, public, closers, text.sha256 if text else "", start, Signer(OWNER, owner).public_key
+        recipe, public, closers, text.sha256 if text else "", start, Signer(OWNER, owner).public_key, room
     )
     run = parse_run(document)
     there = _fresh_folder(keys_dir)
