@@ -1,7 +1,10 @@
 """A link over TLS: frames arrive as they were sent, both ways at once, and whatever else comes has a name."""
 
+import os
 import socket
 import struct
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -167,6 +170,27 @@ def test_the_last_frames_arrive_although_the_sender_closes():
         closing.result()
     assert not early.broken
     assert not late.broken
+
+
+ENDING = """
+import sys, torch
+from tls_pairs import tls_pair
+from isthmus.replica.links import TensorSpec
+early, late = tls_pair()
+late.expect([(TensorSpec("control", (2**20,), torch.uint8),)] * 9, 9)
+for i in range(9):
+    early.send({"control": torch.zeros(2**20, dtype=torch.uint8)})
+    late.receive() if i < 5 else None
+sys.exit(75)
+"""
+
+
+def test_a_process_that_ends_in_the_middle_of_a_step_ends_with_its_own_status():
+    """And is not aborted by a thread that still frees what it sent: a launcher would call that a crash."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    assert done.returncode == 75
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

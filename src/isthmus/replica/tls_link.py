@@ -22,6 +22,7 @@ from isthmus.errors import RunError
 from isthmus.replica.links import LINK_PURPOSES, Departure, Frame, HostCopies, LinkPeers, TensorSpec
 
 HEADER = struct.Struct(">QQ")  # the frame's number, from 0; its bytes. 16 bytes: what follows is aligned
+CLOSE_SECONDS = 5.0  # for the threads to end
 MOST_BYTES_OF_A_KEY = 2**38  # 2^24 full records: AES-GCM is safe for some more (RFC 8446, 5.5)
 
 
@@ -52,17 +53,24 @@ class TlsLink:
         self.device = device
         self.counts: dict[str, int] = dict.fromkeys(LINK_PURPOSES, 0)
         self.expected: deque[Frame] = deque()
+        # Tensors are freed by the thread that calls us: freed in another one while Python ends, a tensor
+        # would abort the process.
         self.posted: deque[tuple[Tensor, Frame]] = deque()  # what the receiving thread fills, in this order
         self.num_arrived = 0  # of those posted
         self.outbox: deque[tuple[Tensor, Callable[[], None] | None, Departure]] = deque()
+        self.num_gone = 0  # of those in the outbox
         self.ahead, self.closed = 1, False
         self.fault: RunError | None = None
         self.changed = threading.Condition()
         self.links: dict[bool, ssl.SSLSocket] = {}
         for outward in (True, False):
             self.links[outward] = channels.open(outward)
-        for outward, frames in ((True, self._send_frames), (False, self._receive_frames)):
-            threading.Thread(target=self._run, args=(outward, frames), daemon=True, name="tls").start()
+        self.threads = [
+            threading.Thread(target=self._run, args=(outward, frames), daemon=True, name="tls")
+            for outward, frames in ((True, self._send_frames), (False, self._receive_frames))
+        ]
+        for thread in self.threads:
+            thread.start()
 
     def expect(self, frames: Sequence[Frame], ahead: int) -> None:
         self.expected.extend(frames)
@@ -79,18 +87,26 @@ class TlsLink:
 
     def send(self, frame: Mapping[str, Tensor]) -> Departure:
         late = self.peers.stuck(self.timeout_seconds)
-        self._wait(lambda: not self.fault and len(self.outbox) < self.ahead, self.timeout_seconds, late)
+        self._wait(lambda: not self.fault and self.num_waiting < self.ahead, self.timeout_seconds, late)
         sizes = {purpose: tensor.numel() * tensor.element_size() for purpose, tensor in frame.items()}
         buffer, departure = self.copies.buffer(HEADER.size + sum(sizes.values())), Departure()
         copied = self.copies.out(frame, buffer[HEADER.size :])
         if copied is None:
             departure.now()
         with self.changed:
+            while self.num_gone:
+                self.outbox.popleft()
+                self.num_gone -= 1
             self.outbox.append((buffer, copied, departure))
             self.changed.notify_all()
         for purpose, size in sizes.items():
             self.counts[purpose] += size
         return departure
+
+    @property
+    def num_waiting(self) -> int:
+        """Frames that are not sent yet."""
+        return len(self.outbox) - self.num_gone
 
     def receive(self, timeout_seconds: float | None = None) -> tuple[Tensor, ...]:
         seconds = timeout_seconds or self.timeout_seconds
@@ -128,13 +144,15 @@ class TlsLink:
                 self.send({"control": torch.zeros(1, dtype=torch.uint8, device=self.device)})
                 self.receive()
                 late = self.peers.stuck(self.timeout_seconds)
-                self._wait(lambda: not self.outbox, self.timeout_seconds, late)
+                self._wait(lambda: not self.num_waiting, self.timeout_seconds, late)
         with self.changed:
             self.closed = True
             self.changed.notify_all()
         for link in self.links.values():
             cut(link)
         self.channels.close()
+        for thread in self.threads:
+            thread.join(CLOSE_SECONDS)
 
     # The two threads. Each is the only one that uses its connection.
 
@@ -151,35 +169,45 @@ class TlsLink:
 
     def _send_frames(self) -> None:
         number = sent = 0
-        while self._next(lambda: self.outbox):
-            buffer, copied, departure = self.outbox[0]
-            if copied:
-                copied()
-                departure.now()
-            data = bytes_of(buffer)
-            HEADER.pack_into(data, 0, number, len(data) - HEADER.size)
-            self.links[True].sendall(data)
-            number, sent = number + 1, self._renewed(True, sent + len(data))
+        while self._next(lambda: self.num_waiting):
+            sent = self._renewed(True, sent + self._send_frame(number))
+            number += 1
             with self.changed:
-                self.outbox.popleft()
+                self.num_gone += 1
                 self.changed.notify_all()
+
+    def _send_frame(self, number: int) -> int:
+        with self.changed:
+            buffer, copied, departure = self.outbox[self.num_gone]
+        if copied:
+            copied()
+            departure.now()
+        data = bytes_of(buffer)
+        HEADER.pack_into(data, 0, number, len(data) - HEADER.size)
+        self.links[True].sendall(data)
+        return len(data)
 
     def _receive_frames(self) -> None:
         number = came = 0
         while self._next(lambda: len(self.posted) > self.num_arrived):
-            buffer, _ = self.posted[self.num_arrived]
-            data, at = bytes_of(buffer), 0
-            while at < len(data):
-                got = self.links[False].recv_into(data[at:])
-                if not got:
-                    raise ConnectionResetError("closed")
-                if at < HEADER.size <= at + got:
-                    self._check(HEADER.unpack_from(data), (number, len(data) - HEADER.size))
-                at += got
-            number, came = number + 1, self._renewed(False, came + len(data))
+            came = self._renewed(False, came + self._receive_frame(number))
+            number += 1
             with self.changed:
                 self.num_arrived += 1
                 self.changed.notify_all()
+
+    def _receive_frame(self, number: int) -> int:
+        with self.changed:
+            buffer, _ = self.posted[self.num_arrived]
+        data, at = bytes_of(buffer), 0
+        while at < len(data):
+            got = self.links[False].recv_into(data[at:])
+            if not got:
+                raise ConnectionResetError("closed")
+            if at < HEADER.size <= at + got:
+                self._check(HEADER.unpack_from(data), (number, len(data) - HEADER.size))
+            at += got
+        return at
 
     def _next(self, happened: Callable[[], object]) -> bool:
         with self.changed:
