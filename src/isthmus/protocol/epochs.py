@@ -5,6 +5,7 @@ from which round on an epoch holds, and every member knows its round's epoch bef
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 from isthmus.layout.deal import Deal
@@ -63,6 +64,15 @@ class Epochs:
             (round_number - 1) * steps, steps, before.dealt if before else 0, len(names), names.index(replica)
         )
 
+    def on_probation(self, round_number: int) -> dict[str, int]:
+        """Whose updates to a round are only judged: replica -> rounds in which one passed. By the manifest
+        before it; who came with an epoch that it does not name comes to it new."""
+        before = self.manifest(round_number - 1) if round_number > 1 else None
+        if before is None:
+            return {}
+        now = self.epoch_of(round_number)
+        return _probation(before.probation, self.membership.epoch(before.next_epoch), now)
+
     # Of a manifest
 
     def in_epoch(self, manifest: Manifest) -> Manifest:
@@ -78,6 +88,7 @@ class Epochs:
             membership=following.digest,
             dealt=self._dealt(manifest.round, now.run, self.known(manifest.round - 1)),
             members=tuple(name for name in manifest.members if name in following.run.keys),
+            probation=_probation(manifest.probation, now, following),
         )
 
     def _dealt(self, round_number: int, run: RunInfo, before: Manifest | None) -> int:
@@ -115,3 +126,23 @@ class Epochs:
             raise Refused(f"it is closed under epoch {manifest.epoch}, and its round is in {epoch.number}")
         if manifest.dealt != self._dealt(manifest.round, epoch.run, before):
             raise Refused(f"it says that {manifest.dealt} batches were dealt")
+
+
+def has_probation(run: RunInfo) -> bool:
+    """Is there probation in this run? Only where some closer has the whole model, and can score."""
+    score = run.recipe.score
+    whole = {member.name for member in run.recipe.fleet() if member.config.parts == 1}
+    return score.batches > 0 and score.probation > 0 and bool(whole & set(run.closers))
+
+
+def _probation(so_far: Mapping[str, int], before: Epoch, after: Epoch) -> dict[str, int]:
+    """With those who came since `before`, or came back: a name that was revoked meanwhile is a newcomer's."""
+    if not has_probation(after.run):
+        return {}
+    keys, needed = after.run.keys, after.run.recipe.score.probation
+    new = [n for n in keys if n not in before.run.keys or after.ended.get(n, -1) > before.number]
+    return {
+        name: passed
+        for name, passed in {**so_far, **dict.fromkeys(new, 0)}.items()
+        if name in keys and passed < needed
+    }
