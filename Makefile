@@ -8,7 +8,7 @@ TRITON := $(VENV)/triton
 .PHONY: demo check test bench clean
 
 demo: $(READY)
-	$(BIN)/isthmus train recipes/demo.toml
+	$(BIN)/isthmus train demo
 
 # Lint, types, and the tests of the method and of the protocol: a minute and a half on two cores.
 METHOD := tests/layout tests/model tests/outer tests/sparse tests/subspace tests/protocol tests/test_config.py \

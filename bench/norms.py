@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--events", nargs="+", default=events)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--at", type=int, default=6)
-    parser.add_argument("--recipe", default="recipes/demo-paper.toml")
+    parser.add_argument("--recipe", default="demo-paper")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--norms", action="store_true", help="every norm of every round too")
     parser.add_argument("--device", default="auto")

@@ -13,6 +13,7 @@ import pytest
 
 from isthmus.cli.main import build_parser
 from isthmus.config import PRESETS, Recipe, load_recipe, parse_recipe
+from isthmus.config.shipped import shipped_names
 from isthmus.protocol.documents import (
     INVITATION,
     MEMBERSHIP,
@@ -37,7 +38,7 @@ PAGES = pytest.mark.parametrize(
     [README, CONTRIBUTING, ARCHITECTURE, METHOD, OPERATE, PROTOCOL, PLAN, SECURITY, USE, WATCH],
     ids=lambda page: page.name,
 )
-OURS = ("src/", "tests/", "docs/", "recipes/", "bench/", "experiments/")
+OURS = ("src/", "tests/", "docs/", "bench/", "experiments/")
 
 
 @cache
@@ -155,19 +156,21 @@ def test_every_command_that_is_shown_is_one_that_isthmus_takes(page):
         shown = shown.replace(section(page, "What it does not do yet"), "")
     for _, *arguments in commands(shown):
         args = parsed(arguments if len(arguments) > 1 else [*arguments, "--help"])  # `isthmus join` in prose
-        if args and args.command == "simulate" and args.recipe:
-            load_recipe(ROOT / args.recipe, args.set)
+        if args and getattr(args, "recipe", None) in shipped_names():
+            load_recipe(args.recipe, args.set)
 
 
 def test_every_setting_that_is_shown_fits_a_recipe():
-    table = section(README, "The paper's tables")
+    table, found = section(README, "The paper's tables"), 0
     for row in re.findall(r"^\| .+", table, re.MULTILINE):
-        recipes = re.findall(r"recipes/[\w-]+\.toml", row) or ["recipes/512m-het-half-k192.toml"]
-        for recipe in recipes:
-            load_recipe(ROOT / recipe, re.findall(r"--set (\S+?)[`\s]", row))
+        names = re.findall(r"`(\d+m-[\w-]+)`", row)
+        found += len(names)
+        for name in names or ["512m-het-half-k192"]:
+            load_recipe(name, re.findall(r"--set (\S+?)[`\s]", row))
+    assert found > 10
     for setting in re.findall(r"`--set (\S+)`", text(README).replace(table, "")):
         if setting != "KEY=VALUE":
-            load_recipe(ROOT / "recipes" / "demo.toml", [setting])
+            load_recipe("demo", [setting])
 
 
 def recipe_block():
@@ -209,7 +212,7 @@ def test_the_readmes_presets_are_the_presets():
 
 
 def test_every_field_of_a_row_and_every_purpose_of_bytes_is_explained():
-    row = Row.untrained(load_recipe(ROOT / "recipes" / "demo.toml"), None, 0.0)
+    row = Row.untrained(load_recipe("demo"), None, 0.0)
     explained = set(re.findall(r"`(\w+)`", section(README, "The commands")))
     assert row.keys() | row["bytes"].keys() | row["dense_bytes"].keys() <= explained
 

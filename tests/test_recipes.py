@@ -2,16 +2,15 @@
 
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
 from experiments.recommended import SETTINGS, recommended
 from isthmus.config import load_recipe
+from isthmus.config.shipped import shipped_names
 from isthmus.layout.traffic import REPLICA_PURPOSES, STAGE_PURPOSES, round_bytes
 from isthmus.layout.wire import INT_BITS
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 # The paper quantises nothing between replicas (Table 9), which our 10m recipe does.
 PAIRS = {
     "demo": ("demo-paper", ()),
@@ -24,14 +23,14 @@ each_pair = pytest.mark.parametrize("name", PAIRS)
 
 def pair(name):
     paper, overrides = PAIRS[name]
-    return load_recipe(RECIPES / f"{name}.toml"), load_recipe(RECIPES / f"{paper}.toml", overrides)
+    return load_recipe(name), load_recipe(paper, overrides)
 
 
 def test_every_recommended_recipe_has_its_pair():
-    files = {path.stem for path in RECIPES.glob("*.toml")}
+    files = set(shipped_names())
     assert {name for name in files if name.endswith("-recommended")} | {"demo"} == set(PAIRS)
     assert {paper for paper, _ in PAIRS.values()} <= files
-    assert {load_recipe(RECIPES / f"{name}.toml").name for name in files} == files
+    assert {load_recipe(name).name for name in files} == files
 
 
 @each_pair
@@ -66,4 +65,4 @@ def test_the_settings_are_those_of_the_recommended_row(name):
     own, _ = pair(name)
     wanted = [setting for setting in recommended(own.model) if name != "demo" or "outer.keep" not in setting]
     assert len(wanted) >= len(SETTINGS) + 1
-    assert load_recipe(RECIPES / f"{name}.toml", wanted) == own
+    assert load_recipe(name, wanted) == own

@@ -17,7 +17,7 @@ BUILD = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
 
 def test_the_wheel_has_the_data_files_and_no_experiments(tmp_path):
     pytest.importorskip("setuptools", "77")
-    for name in ("src", "experiments", "recipes"):
+    for name in ("src", "experiments"):
         shutil.copytree(
             ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
         )
@@ -33,7 +33,7 @@ def test_the_wheel_has_the_data_files_and_no_experiments(tmp_path):
     wanted = [path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert {f"isthmus/{path.relative_to(package).as_posix()}" for path in wanted} <= names
     assert "isthmus/py.typed" in names
-    assert not [name for name in names if name.startswith(("experiments", "tests", "recipes"))]
+    assert not [name for name in names if name.startswith(("experiments", "tests"))]
 
 
 @pytest.mark.parametrize("arguments", [["reproduce", "1", "--dry-run"], ["plan", "--figure", "wallclock"]])

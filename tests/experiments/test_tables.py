@@ -1,7 +1,6 @@
 """The lists of rows: they are recipes, at the paper's scale the paper's, and a digest tells them apart."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from experiments.tables import SCALES, pick_scale, recipe_of
 from experiments.work import all_runs, jobs_of, next_job, pick_tables
 from isthmus.config import load_recipe
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 SCALE = pick_scale("12m")
 
 
@@ -44,7 +42,7 @@ def test_every_table_shows_rows_that_are_recipes_and_every_row_is_shown(scale):
 def test_at_the_papers_scale_the_rows_are_the_recipes_of_the_paper(row, file, overrides):
     scale = pick_scale("512m")
     ours = recipe_of(rows_of(scale)[row], scale, 0, "corpus/", scale.lr)
-    papers = load_recipe(RECIPES / f"{file}.toml", overrides)
+    papers = load_recipe(file, overrides)
     assert dataclasses.replace(ours, name=papers.name) == papers
 
 

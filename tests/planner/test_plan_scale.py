@@ -13,7 +13,7 @@ from isthmus.layout.traffic import shard_bytes
 from isthmus.planner.scale import aggregate_ratio, expected_union, pays_from, scale, with_replicas
 
 ROOT = Path(__file__).parents[2]
-MIXED = ROOT / "recipes" / "512m-het-half-k192.toml"
+MIXED = "512m-het-half-k192"
 RECIPE = load_recipe(MIXED, ["outer.values=2bit"])
 MACHINES = ROOT / "docs" / "machines.toml"
 PAID = {"rack": 2.5, "edge": 0.3}

@@ -241,7 +241,7 @@ def test_every_section_of_the_base_is_kept():
         "seed=5",
         "subspace.grassmann_every=500",
     )
-    given = load_recipe(ROOT / "recipes" / "178m-pp-k128.toml", settings)
+    given = load_recipe("178m-pp-k128", settings)
     found = suggest(given, load_machines(EXAMPLE))
     check(found)
     again = parse_recipe(recipe_text(found, "x"))
@@ -259,8 +259,8 @@ def run(capsys, *arguments):
 
 def test_a_recipe_as_base_keeps_its_model_and_optimisers(capsys, tmp_path):
     to = tmp_path / "mine.toml"
-    run(capsys, "--suggest", EXAMPLE, ROOT / "recipes" / "10m-het-half-k32.toml", "--to", to)
-    given, found = load_recipe(ROOT / "recipes" / "10m-het-half-k32.toml"), load_recipe(to)
+    run(capsys, "--suggest", EXAMPLE, "10m-het-half-k32", "--to", to)
+    given, found = load_recipe("10m-het-half-k32"), load_recipe(to)
     assert (given.model, given.data, given.seed) == (found.model, found.data, found.seed)
     assert (given.inner.lr, given.outer.keep) == (found.inner.lr, found.outer.keep)
     with pytest.raises(ConfigError, match="exists"):
@@ -300,7 +300,7 @@ def test_a_wrong_list_of_machines_is_one_line(tmp_path, text, words):
         (["--suggest", "none.toml"], "cannot read the machines"),
         (["--suggest", EXAMPLE, "--preset", "17m"], "did you mean"),
         (["--suggest", EXAMPLE, "--scale"], "on their own"),
-        (["--suggest", EXAMPLE, ROOT / "recipes" / "demo.toml", "--preset", "nano"], "drop one"),
+        (["--suggest", EXAMPLE, "demo", "--preset", "nano"], "drop one"),
         (["--preset", "nano"], "give a recipe to plan"),
         (["--suggest", EXAMPLE, "--to", "no/such/folder.toml"], "make it first"),
         (["--suggest", EXAMPLE, "--set", "outer.method=adamw"], "is about rounds"),

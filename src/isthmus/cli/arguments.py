@@ -2,10 +2,12 @@
 
 import argparse
 
+RECIPE = "a recipe file (TOML), or the name of one that ships (isthmus new --list)"
+
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """RECIPE, which may be left out, and --set."""
-    parser.add_argument("recipe", nargs="?", help="a recipe file (TOML)")
+    parser.add_argument("recipe", nargs="?", help=RECIPE)
     add_set(parser)
 
 

@@ -5,14 +5,14 @@ import os
 import sys
 from pathlib import Path
 
-from isthmus.cli.arguments import add_set
+from isthmus.cli.arguments import RECIPE, add_set
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import resolve
 
 EPILOG = """examples:
-  isthmus init recipes/demo.toml s3://my-runs/first
-  isthmus init recipes/demo.toml /mnt/shared/first        a folder serves where all machines see it
+  isthmus init demo s3://my-runs/first
+  isthmus init demo /mnt/shared/first              a folder serves where all machines see it
 then, on each machine, with its key copied there:
   isthmus join s3://my-runs/first --replica rack-0 --key rack-0.key
 """
@@ -27,7 +27,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", help="a recipe file (TOML)")
+    parser.add_argument("recipe", help=RECIPE)
     parser.add_argument("url", help="s3://bucket/prefix, or a folder")
     add_set(parser)
     parser.add_argument("--keys", metavar="DIR", help="where the private keys go (default: keys/NAME)")

@@ -35,8 +35,8 @@ from isthmus.errors import ConfigError, Elsewhere, RunError
 from isthmus.printing import guarded_streams, visible
 
 EPILOG = """where to begin:
-  isthmus train recipes/demo.toml       a small fleet as real processes, on text that ships with the package
-  isthmus plan recipes/demo.toml        its time and bytes on its fleet and links, without running it
+  isthmus train demo                    a small fleet as real processes, on text that ships with the package
+  isthmus plan demo                     its time and bytes on its fleet and links, without running it
   isthmus COMMAND --help                options and examples of one command
 """
 

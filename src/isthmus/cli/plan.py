@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from isthmus.planner.plan import Prices
 
 EPILOG = """examples:
-  isthmus plan recipes/demo.toml
-  isthmus plan recipes/512m-het-half-k192.toml --tflops 160 --set replicas.edge.link.mbps=100
-  isthmus plan recipes/178m-recommended.toml --tflops 60 --set replicas.edge.link.mbps=100 \\
+  isthmus plan demo
+  isthmus plan 512m-het-half-k192 --tflops 160 --set replicas.edge.link.mbps=100
+  isthmus plan 178m-recommended --tflops 60 --set replicas.edge.link.mbps=100 \\
       --set replicas.edge.compression=auto --set replicas.edge.wire=auto  the least loss of what fits the link
-  isthmus plan recipes/demo.toml --price-per-hour rack=2.5 --price-per-hour edge=0.3 --egress-per-gb 0.09
-  isthmus plan recipes/512m-dense.toml --tflops 160 --scale      the same mixture with 8, 64 and 1000 replicas
+  isthmus plan demo --price-per-hour rack=2.5 --price-per-hour edge=0.3 --egress-per-gb 0.09
+  isthmus plan 512m-dense --tflops 160 --scale      the same mixture with 8, 64 and 1000 replicas
   isthmus plan --figure utilisation --to utilisation.svg
   isthmus plan --suggest docs/machines.toml --preset 178m        from a list of machines to a recipe
-  isthmus plan --suggest docs/machines.toml recipes/512m-dense.toml --set inner.batch=8 --to mine.toml
+  isthmus plan --suggest docs/machines.toml 512m-dense --set inner.batch=8 --to mine.toml
 """
 BASE = 'name = "suggested"\n[model]\npreset = "{preset}"\n[[replicas]]\nname = "none"\n'
 PRICES = ("price_per_hour", "egress_per_gb", "put_per_million", "get_per_million")

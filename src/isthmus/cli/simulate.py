@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from isthmus.simulator.run import Results
 
 EPILOG = """examples:
-  isthmus simulate recipes/demo.toml
-  isthmus simulate recipes/demo.toml --set outer.keep=64 --set replicas.edge.compression=1/32
-  isthmus simulate recipes/demo.toml --run runs/h50 --set outer.inner_steps=50
+  isthmus simulate demo
+  isthmus simulate demo --set outer.keep=64 --set replicas.edge.compression=1/32
+  isthmus simulate demo --run runs/h50 --set outer.inner_steps=50
   isthmus simulate --resume runs/h50            after a stop or a kill
   isthmus compare runs/demo runs/h50            then look at what changed
 """

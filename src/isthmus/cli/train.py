@@ -10,8 +10,8 @@ from isthmus.runlog import RunDir
 from isthmus.runtime.failure import told_in_one_line
 
 EPILOG = """examples:
-  isthmus train recipes/demo.toml
-  isthmus train recipes/demo.toml --set outer.rounds=40 --run runs/long
+  isthmus train demo
+  isthmus train demo --set outer.rounds=40 --run runs/long
   isthmus status runs/long                      while it runs, from another terminal
   isthmus train --resume runs/long              after Ctrl-C, a kill or a reboot
 Ctrl-C leaves at the end of the round, a second Ctrl-C stops now.

@@ -13,6 +13,7 @@ from typing import Any
 from isthmus.config.checks import choice, nearest, short
 from isthmus.config.fleet import AUTO
 from isthmus.config.model import PRESETS, ModelConfig
+from isthmus.config.shipped import find_recipe
 from isthmus.config.tree import Recipe
 from isthmus.errors import ConfigError
 from isthmus.reading import DOCUMENT_BYTES, read_text
@@ -22,10 +23,10 @@ MOST_TABLES = 8192  # of one kind
 MOST_CHARACTERS = 4096  # of one value: the longest path that a system takes
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file and apply `key=value` overrides such as `outer.keep=64` or
-    `replicas.edge.count=2`."""
-    return _overridden(read_toml(path, "the recipe"), overrides)
+def load_recipe(given: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, by file or by the name of one that ships, and apply `key=value` overrides such as
+    `outer.keep=64` or `replicas.edge.count=2`."""
+    return parse_recipe(find_recipe(given), overrides, str(given))
 
 
 def parse_recipe(text: str, overrides: Sequence[str] = (), source: str = "recipe") -> Recipe:
