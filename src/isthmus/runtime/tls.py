@@ -149,7 +149,8 @@ def _readable(data: bytes) -> Iterator[str]:
             yield file.name
         return
     descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
+    try:
+        os.write(descriptor, data)  # memory takes it whole
         yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
