@@ -12,7 +12,8 @@ from corpus_texts import contents, json_lines, make_texts
 
 from isthmus.data import limits, parquet
 from isthmus.data.corpus import open_corpus
-from isthmus.data.readers import find_files, parse_row
+from isthmus.data.finding import find_files
+from isthmus.data.readers import parse_row
 from isthmus.data.tokenizer import Encoder
 from isthmus.errors import ConfigError
 
@@ -24,7 +25,7 @@ MIB = 1 << 20
 READ = """
 import resource, sys
 from pathlib import Path
-from isthmus.data.readers import find_files
+from isthmus.data.finding import find_files
 from isthmus.errors import ConfigError
 held = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) << 10
 resource.setrlimit(resource.RLIMIT_AS, (held + (900 << 20),) * 2)

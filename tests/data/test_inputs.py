@@ -9,7 +9,8 @@ import pytest
 from corpus_texts import contents, json_lines, make_texts, pack, write_format
 
 from isthmus.data import streams
-from isthmus.data.readers import END_OF_TEXT, FORMATS, cut, find_files, split_text
+from isthmus.data.finding import find_files
+from isthmus.data.readers import END_OF_TEXT, FORMATS, cut, split_text
 from isthmus.errors import ConfigError
 
 TEXTS = make_texts(60)

@@ -23,7 +23,7 @@ def json_lines(texts: list[str], field: str = "text") -> bytes:
 def write_format(folder: Path, ending: str, texts: list[str], stem: str = "part") -> Path:
     """The texts as one file `stem + ending`, or as one small .txt each."""
     path = folder / f"{stem}{ending}"
-    if ending.startswith(".txt"):
+    if ending.startswith((".txt", ".md")):
         path = folder / stem
         path.mkdir(parents=True)
         for number, text in enumerate(texts):

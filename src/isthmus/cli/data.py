@@ -22,10 +22,13 @@ examples:
   isthmus data prepare --hf allenai/c4:en --split train --limit-bytes 200_000_000 --to corpus/
       streamed from the Hugging Face hub (pip install 'isthmus[hf]')
 
-inputs: .txt  .jsonl  .parquet, and .txt/.jsonl/.json compressed as .gz or .zst (.json.gz means JSON lines).
+inputs: .txt  .md  .jsonl  .parquet, and .txt/.jsonl/.json packed as .gz or .zst (.json.gz means JSON lines).
   A line or a row is one document, its text in the field --text-field. A .txt is one document; a long one is
   cut at blank lines about every 32,000 characters, or where it says <|endoftext|>. A document has at most
   64 MiB, a line of JSON 80 MiB; what decompresses to more than 250 times its size is refused.
+  Of a folder, hidden files and other kinds are left out and counted, as is a README.md beside data.
+  Every file is looked at first (its first MiB of text), and all bad ones are one list. With --skip-bad a bad
+  line of JSON is left out, other files from their fault on, and files without anything good altogether.
 
 A killed run is continued by the same command. Name the folder in a recipe:  [data] corpus = "corpus/"
 """
@@ -74,6 +77,14 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="field of the text (default text)"
     )
+    parser.add_argument(
+        "--encoding", metavar="NAME", help="of text files that are not UTF-8, such as cp1252 or utf-16"
+    )
+    parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="leave out what cannot be read, and say at the end what it was",
+    )
     parser.add_argument("--limit-bytes", type=int, metavar="N", help="stop after N bytes of text")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the hash that holds documents out (default 0)"
@@ -104,9 +115,11 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def prepare(args: argparse.Namespace) -> int:
     """Make a corpus, or continue one."""
+    from isthmus.data.finding import LeftOut, find_files
+    from isthmus.data.limits import BadFiles
     from isthmus.data.prepare import PrepareConfig, prepare
     from isthmus.data.progress import on_stderr
-    from isthmus.data.readers import find_files
+    from isthmus.data.streams import UTF_8, checked_encoding
 
     if not args.inputs and not args.hf:
         raise ConfigError("no INPUT; give text files or folders before the options, or a dataset by --hf")
@@ -124,24 +137,34 @@ def prepare(args: argparse.Namespace) -> int:
         seed=args.seed,
         shard_tokens=args.shard_tokens,
     )
-    validation = find_files(args.validation_from or [])
-    if args.hf:
-        from isthmus.data.hub import HubDataset
-
-        inputs = [HubDataset(args.hf, args.split or "train")]
-    else:
-        # A folder may hold its own validation files; they are not trained on.
-        inputs = find_files(args.inputs, leave_out=validation)
-    progress = on_stderr()
+    encoding = checked_encoding(args.encoding) if args.encoding else UTF_8
+    left_out = LeftOut()
     try:
-        manifest, is_new = prepare(inputs, validation, args.to, config, args.overwrite, progress)
-    except OSError as error:
-        raise RunError(f"{error}; what is done is kept, and the same command continues") from error
-    except KeyboardInterrupt:
-        progress.note("what is done is kept, and the same command continues")
+        validation = find_files(args.validation_from or [], encoding=encoding, left_out=left_out)
+        if args.hf:
+            from isthmus.data.hub import HubDataset
+
+            inputs = [HubDataset(args.hf, args.split or "train")]
+        else:
+            # A folder may hold its own validation files; they are not trained on.
+            inputs = find_files(args.inputs, validation, encoding, left_out)
+        progress = on_stderr()
+        try:
+            manifest, is_new = prepare(
+                inputs, validation, args.to, config, args.overwrite, progress, args.skip_bad
+            )
+        except OSError as error:
+            raise RunError(f"{error}; what is done is kept, and the same command continues") from error
+        except KeyboardInterrupt:
+            progress.note("what is done is kept, and the same command continues")
+            raise
+        finally:
+            progress.close()
+    except BadFiles as bad:
+        print(*bad.reasons, sep="\n", file=sys.stderr)
         raise
-    finally:
-        progress.close()
+    if left_out.counts:
+        print(f"left out: {left_out}", file=sys.stderr)
     if not is_new:
         print(f"{args.to} already holds this corpus; nothing to do", file=sys.stderr)
     print(manifest.to_json() if args.json else table(manifest), end="")

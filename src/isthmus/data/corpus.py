@@ -159,7 +159,7 @@ def map_split(folder: Path, name: str, manifest: Manifest) -> TokenView:
 @cache
 def open_builtin() -> Corpus:
     """The sample that comes with Isthmus, encoded in memory once per process, which takes half a second."""
-    from isthmus.data.readers import find_files
+    from isthmus.data.finding import find_files
     from isthmus.data.tokenizer import Encoder
 
     data = (BUILTIN_FOLDER / TOKENIZER).read_bytes()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from isthmus import reading
-from isthmus.data.limits import MAX_DOCUMENT_BYTES, missing_field
+from isthmus.data.limits import MAX_DOCUMENT_BYTES, BadFile, NeedsPackage, missing_field
 from isthmus.errors import ConfigError, RunError
 
 WORKER = Path(__file__).with_name("parquet_worker.py")
@@ -109,7 +109,7 @@ def parquet_texts(path: Path, field: str) -> Iterator[tuple[list[str | None], fl
     """Batches of texts, each with the share of the rows that have been read."""
     reading.stat_regular(path)
     if find_spec("pyarrow") is None or (worker := _running()).absent:
-        raise ConfigError(f"reading {path} needs pyarrow: pip install pyarrow")
+        raise NeedsPackage(f"reading {path} needs pyarrow: pip install pyarrow")
     about = _checked(worker.ask({"open": str(path.absolute()), "field": field}), path, field)
     worker.current = mine = worker.current + 1
     num_rows = max(1, int(about["num_rows"]))
@@ -122,7 +122,7 @@ def parquet_texts(path: Path, field: str) -> Iterator[tuple[list[str | None], fl
             texts = list(worker.texts(found["sizes"]))
         except UnicodeDecodeError as error:
             _stop()
-            raise ConfigError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from None
+            raise BadFile(f"{path} is not UTF-8 text ({error.reason}); convert it first") from None
         except (ValueError, TypeError, KeyError) as error:
             _stop()
             raise ConfigError(f"{path} cannot be read: {error}") from None
@@ -140,9 +140,9 @@ def _checked(found: dict[str, Any], path: Path, field: str) -> dict[str, Any]:
             f"{MAX_DOCUMENT_BYTES >> 20} MiB"
         )
     if "missing" in found:
-        raise ConfigError(missing_field(str(path), field, found["missing"]))
+        raise BadFile(missing_field(str(path), field, found["missing"]))
     if "damaged" in found:
-        raise ConfigError(f"{path} is not a whole parquet file ({found['damaged']})")
+        raise BadFile(f"{path} is not a whole parquet file ({found['damaged']})")
     if "error" in found:
-        raise ConfigError(f"{path}: {found['error']}")
+        raise BadFile(f"{path}: {found['error']}")
     return found

@@ -19,6 +19,7 @@ from isthmus.data.manifest import JOURNAL, MANIFEST, TOKENIZER, VERSION, Manifes
 from isthmus.data.progress import Progress
 from isthmus.data.readers import Source
 from isthmus.data.shards import ShardWriter
+from isthmus.data.survey import survey
 from isthmus.data.tokenizer import MIN_VOCAB, Encoder, read_tokenizer, sample, train_tokenizer
 from isthmus.data.tokenizer_file import tokenizer_bytes
 from isthmus.errors import ConfigError
@@ -61,12 +62,17 @@ def prepare(
     config: PrepareConfig,
     overwrite: bool = False,
     progress: Progress | None = None,
+    skip_bad: bool = False,
 ) -> tuple[Manifest, bool]:
     """Make the corpus in `folder`, or continue it. Returns (manifest, False) where it was already there.
 
-    Bad input takes its shards with it. After a kill or a full disk the same call continues.
+    Bad input takes its shards with it. After a kill or a full disk the same call continues. With `skip_bad`
+    the corpus is that of the files which can be read.
     """
+    progress = progress or Progress()
     given = read_tokenizer(config.tokenizer) if config.tokenizer else None
+    found = survey(inputs, validation, config.text_field, skip_bad)
+    inputs, validation = found.inputs, found.validation
     arguments = {
         "vocab": None if given else config.vocab,
         "tokenizer": hashlib.sha256(given).hexdigest() if given else None,
@@ -87,10 +93,10 @@ def prepare(
         if (done := finished(folder, fingerprint, overwrite)) is not None:
             (folder / JOURNAL).unlink(missing_ok=True)
             return done, False
-        check_first_documents(order)
         if overwrite:
             clear(folder)
-        work = Work(order, folder, config, fingerprint, progress or Progress())
+        work = Work(order, folder, config, fingerprint, progress)
+        is_continued = work.journal.position != START
         try:
             encoder = work.encoder(given)
             writers = work.encode(encoder)
@@ -111,16 +117,9 @@ def prepare(
         )
         replace_file(folder / MANIFEST, manifest.to_json())
         (folder / JOURNAL).unlink()
+    for line in found.notes(is_continued):
+        progress.note(line)
     return manifest, True
-
-
-def check_first_documents(order: DocumentOrder) -> None:
-    """Most faults (a wrong field, a wrong format) show in the first document, before anything is written."""
-    if not order.inputs:
-        raise ConfigError("there are no files left to train on besides those of --validation-from")
-    found = [next(iter(source.documents(order.text_field)), None) for source in order.sources[:1024]]
-    if len(order.sources) <= 1024 and not any(found):
-        raise ConfigError("the given files hold no documents; they are empty")
 
 
 class Work:

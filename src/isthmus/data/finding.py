@@ -1,0 +1,125 @@
+"""Which files of the given folders are text, and what is left out of them, by kind."""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from isthmus.data.limits import BadFiles
+from isthmus.data.readers import FORMATS, TextFile, format_of
+from isthmus.data.streams import UTF_8
+from isthmus.errors import ConfigError
+
+# What would take a file of another kind.
+CURES = {
+    ".csv": "write them as .jsonl or .parquet",
+    ".tsv": "write them as .jsonl or .parquet",
+    ".json": "one object in each line: name them .jsonl",
+    ".html": "save their text as .txt",
+    ".htm": "save their text as .txt",
+    ".xml": "save their text as .txt",
+    ".pdf": "save their text as .txt",
+    ".epub": "save their text as .txt",
+    ".docx": "save their text as .txt",
+    ".rst": "plain text: name them .txt",
+    ".tex": "plain text: name them .txt",
+    ".log": "plain text: name them .txt",
+    ".text": "plain text: name them .txt",
+    "": "if they are plain text, name them .txt",
+    ".zip": "unpack them",
+    ".tar": "unpack them",
+    ".gz": "unpack them",
+    ".zst": "unpack them",
+    ".bz2": "unpack them",
+    ".xz": "unpack them",
+}
+MOST_KINDS = 8
+HIDDEN = "hidden"
+README = "README.md beside data"
+
+
+class LeftOut:
+    """How many files of a folder are not read, by the ending of their names."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def add(self, path: Path) -> None:
+        self.counts[path.suffix.lower()[:20]] += 1
+
+    def __str__(self) -> str:
+        """One line, the most frequent first."""
+        ordered = sorted(self.counts.items(), key=lambda found: (-found[1], found[0]))
+        parts = []
+        for kind, count in ordered[:MOST_KINDS]:
+            cure = f" ({CURES[kind]})" if kind in CURES else ""
+            parts.append(f"{count:,} {kind or 'without an ending'}{cure}")
+        more = sum(count for _, count in ordered[MOST_KINDS:])
+        return ", ".join([*parts, *([f"{more:,} of other kinds"] if more else [])])
+
+
+def find_files(
+    inputs: Iterable[str | Path],
+    leave_out: Iterable[TextFile] = (),
+    encoding: str = UTF_8,
+    left_out: LeftOut | None = None,
+) -> list[TextFile]:
+    """The text files among `inputs`: files as given, folders walked in the order of their names.
+
+    What cannot be taken is one list: BadFiles where it is more than one.
+    """
+    skipped = {file.path.resolve() for file in leave_out}
+    left_out = left_out or LeftOut()
+    found: dict[Path, TextFile] = {}
+    faults: list[str] = []
+    for given in map(Path, inputs):
+        try:
+            for path, name in named_files(given, left_out):
+                resolved = path.resolve()
+                if resolved in found:
+                    faults.append(f"{path} is given twice; its documents would be seen twice")
+                elif resolved not in skipped:
+                    found[resolved] = TextFile(path, name, encoding)
+        except ConfigError as error:
+            faults.append(str(error))
+    if len(faults) > 1:
+        raise BadFiles(faults, f"{len(faults)} of the given inputs cannot be taken; see the lines above")
+    if faults:
+        raise ConfigError(faults[0])
+    return list(found.values())
+
+
+def named_files(given: Path, left_out: LeftOut) -> list[tuple[Path, str]]:
+    """(path, its name in the manifest) of one file, or of each text file in a folder."""
+    endings = " ".join(FORMATS)
+    if given.is_dir():
+        here = LeftOut()
+        inside = text_files(given, here)
+        left_out.counts += here.counts
+        if not inside:
+            holds = f" (it holds {here})" if here.counts else ""
+            raise ConfigError(f"{given} holds no text files{holds}; expected names that end in {endings}")
+        root = given.resolve()
+        return [(path, f"{root.name}/{path.relative_to(given).as_posix()}") for path in inside]
+    if not given.exists():
+        raise ConfigError(f"{given} does not exist; give a folder, or a file that ends in {endings}")
+    if format_of(given) is None:
+        raise ConfigError(f"{given} has an unknown ending; expected one of {endings}")
+    return [(given, given.name)]
+
+
+def text_files(folder: Path, left_out: LeftOut) -> list[Path]:
+    inside = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            left_out.counts[HIDDEN] += 1
+        elif format_of(path) is None:
+            left_out.add(path)
+        else:
+            inside.append(path)
+    # Collections on the hub come with a README.md: of data it is the description, and no document.
+    if any(FORMATS[format_of(path) or ""] != ".txt" for path in inside):
+        readmes = {path for path in inside if path.name.lower() == "readme.md"}
+        left_out.counts[README] += len(readmes)
+        left_out.counts += Counter()  # without zeros
+        inside = [path for path in inside if path not in readmes]
+    return inside

@@ -1,0 +1,243 @@
+"""Inputs as people have them: bad files are one list, what is not read is counted, marks are no text."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from corpus_texts import contents, json_lines, make_texts, write_format
+
+from isthmus.data.corpus import BUILTIN_FOLDER, open_corpus
+from isthmus.data.finding import find_files
+from isthmus.errors import ConfigError
+
+SMALL = ("--vocab", "300", "--validation", "0.1")
+LATIN = "Größe, naïve, café. " * 20
+
+
+def texts_in(path: Path) -> list[str]:
+    return list(find_files([path])[0].documents("text"))
+
+
+def good_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for number, ending in enumerate((".txt", ".jsonl", ".jsonl.gz", ".parquet")):
+        write_format(folder, ending, make_texts(60, seed=number), f"good{number}")
+    return folder
+
+
+def add_bad_files(folder: Path) -> dict[str, str]:
+    """Names, and what is said of each."""
+    whole = gzip.compress(json_lines(make_texts(50)))
+    bad = {
+        "latin.txt": (LATIN.encode("cp1252"), "is not UTF-8 text"),
+        "cut.txt.gz": (whole[:40], "cannot be read to its end"),
+        "packed.jsonl.gz": (b"these bytes are not gzip", "cannot be read to its end"),
+        "zstd.jsonl.zst": (b"these bytes are not zstd", "cannot be read to its end"),
+        "field.jsonl": (json_lines(["a"], field="content"), "name the one with the text by --text-field"),
+        "rows.parquet": (b"PAR1", "is not a whole parquet file"),
+    }
+    for name, (data, _) in bad.items():
+        (folder / name).write_bytes(data)
+    return {name: said for name, (_, said) in bad.items()}
+
+
+def test_all_bad_files_are_one_list_and_nothing_is_written(tmp_path, isthmus):
+    folder = good_folder(tmp_path / "in")
+    bad = add_bad_files(folder)
+    status, out, err = isthmus("data", "prepare", folder, "--to", tmp_path / "corpus", *SMALL)
+    assert (status, out) == (2, "")
+    *lines, last = err.splitlines()
+    assert len(lines) == len(bad)
+    for name, said in bad.items():
+        assert [said in line for line in lines if name in line] == [True]
+    assert last.startswith(f"isthmus: {len(bad)} of 69 files cannot be read")
+    assert "--skip-bad" in last
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_skip_bad_makes_the_corpus_of_the_good_files_and_says_what_it_left_out(tmp_path, isthmus):
+    good, mixed = good_folder(tmp_path / "a" / "in"), good_folder(tmp_path / "b" / "in")
+    bad = add_bad_files(mixed)
+    assert isthmus("data", "prepare", good, "--to", tmp_path / "good", *SMALL)[0] == 0
+    status, _, err = isthmus("data", "prepare", mixed, "--to", tmp_path / "mixed", *SMALL, "--skip-bad")
+    assert status == 0
+    assert f"left out {len(bad)} files that cannot be read" in err
+    assert all(name in err for name in bad)
+    assert contents(tmp_path / "mixed") == contents(tmp_path / "good")
+    # Again: the same files are left out, so that it is the same corpus.
+    assert "already" in isthmus("data", "prepare", mixed, "--to", tmp_path / "mixed", *SMALL, "--skip-bad")[2]
+
+
+def test_with_skip_bad_a_bad_line_is_left_out_and_the_others_are_kept(tmp_path, isthmus):
+    texts = make_texts(120)
+    rows = json_lines(texts).splitlines(keepends=True)
+    good, mixed = tmp_path / "good.jsonl", tmp_path / "mixed.jsonl"
+    good.write_bytes(b"".join(rows))
+    mixed.write_bytes(b"{early\n" + b"".join(rows[:70]) + b'{"text": 5}\n' + b"".join(rows[70:]) + b"late\n")
+    for path, more in ((good, ()), (mixed, ("--skip-bad",))):
+        status, _, err = isthmus("data", "prepare", path, "--to", tmp_path / path.stem, *SMALL, *more)
+        assert status == 0
+    assert "3 faults" in err
+    assert all(f"mixed.jsonl, line {number}: " in err for number in (1, 72, 123))
+    shards = [
+        {name: data for name, data in contents(tmp_path / stem).items() if name.endswith(".bin")}
+        for stem in ("good", "mixed")
+    ]
+    assert shards[0] == shards[1]
+
+
+def test_with_skip_bad_a_text_that_breaks_late_is_kept_up_to_there(tmp_path, monkeypatch, isthmus):
+    """Also where it is continued: what is left out is the same at every reading."""
+    monkeypatch.setattr("isthmus.data.survey.HEAD_BYTES", 1000)
+    texts = make_texts(4000)
+    data = gzip.compress(json_lines(texts))
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes(data[:-2000])
+    command = ("data", "prepare", path, "--skip-bad", *SMALL, "--to")
+    status, _, err = isthmus(*command, tmp_path / "whole")
+    assert status == 0
+    assert "cannot be read to its end" in err
+    manifest = open_corpus(tmp_path / "whole").manifest
+    assert 1000 < manifest.train.documents + manifest.validation.documents < 4000
+
+    monkeypatch.setattr("isthmus.data.documents.BATCH_DOCUMENTS", 500)
+    monkeypatch.setattr("isthmus.data.prepare.CHECKPOINT_TEXT_BYTES", 1)
+    fault = lambda **_: (_ for _ in ()).throw(OSError(28, "disk full"))  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr("isthmus.data.prepare.Manifest", fault)
+        assert isthmus(*command, tmp_path / "killed")[0] == 1
+    assert isthmus(*command, tmp_path / "killed")[0] == 0
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_without_skip_bad_a_late_fault_ends_the_preparation_by_name(tmp_path, monkeypatch, isthmus):
+    monkeypatch.setattr("isthmus.data.survey.HEAD_BYTES", 100)
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(json_lines(make_texts(100)) + b"late\n")
+    status, _, err = isthmus("data", "prepare", path, "--to", tmp_path / "corpus", *SMALL)
+    assert status == 2
+    assert f"{path}, line 101: not JSON" in err
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_nothing_good_is_an_error_with_skip_bad_too(tmp_path, isthmus):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(LATIN.encode("cp1252"))
+    paths = (tmp_path / "a.txt", tmp_path / "b.txt")
+    status, _, err = isthmus("data", "prepare", *paths, "--to", tmp_path / "corpus", "--skip-bad")
+    assert status == 2
+    assert "none of the files that were given can be read" in err
+
+
+def test_every_wrong_name_is_listed(tmp_path, isthmus):
+    (tmp_path / "a.csv").write_text("a,b")
+    paths = (tmp_path / "a.csv", tmp_path / "none.txt", tmp_path / "none.jsonl")
+    status, _, err = isthmus("data", "prepare", *paths, "--to", tmp_path / "corpus", "--skip-bad")
+    assert status == 2
+    assert err.count("\n") == 4
+    assert all(path.name in err for path in paths)
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-16-le"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_texts_that_are_not_utf8_are_read_by_encoding_and_the_others_as_ever(
+    kind, encoding, tmp_path, isthmus
+):
+    texts = [f"{number} {LATIN}" for number in range(40)]
+    for name, codec in (("ours", "utf-8"), ("theirs", encoding)):
+        (tmp_path / name / "in").mkdir(parents=True)
+        for number, text in enumerate(texts):
+            codec_here = codec if number % 2 else "utf-8"
+            data = json.dumps({"text": text}, ensure_ascii=False) + "\n" if kind == "jsonl" else text
+            (tmp_path / name / "in" / f"{number:02d}.{kind}").write_bytes(data.encode(codec_here))
+        more = ("--encoding", encoding) if name == "theirs" else ()
+        folder = tmp_path / name
+        assert isthmus("data", "prepare", folder / "in", "--to", folder / "corpus", *SMALL, *more)[0] == 0
+    ours, theirs = (open_corpus(tmp_path / name / "corpus") for name in ("ours", "theirs"))
+    assert ours.sha256 == theirs.sha256
+    # Other inputs: they are told apart although their corpora are equal.
+    assert ours.manifest.fingerprint != theirs.manifest.fingerprint
+    assert [source.get("encoding") for source in theirs.manifest.sources[:2]] == [None, encoding]
+
+
+@pytest.mark.parametrize("name", ["nonsense", "hex", "rot13"])
+def test_an_encoding_that_is_none_is_one_line(name, tmp_path, isthmus):
+    (tmp_path / "a.txt").write_text("a")
+    status, _, err = isthmus(
+        "data", "prepare", tmp_path / "a.txt", "--to", tmp_path / "c", "--encoding", name
+    )
+    assert status == 2
+    assert (
+        err
+        == f"isthmus: --encoding is '{name}'; it must be one that Python knows, such as cp1252 or utf-16\n"
+    )
+
+
+def test_a_byte_order_mark_is_no_text_and_makes_another_fingerprint(tmp_path):
+    (tmp_path / "plain.txt").write_text("a text")
+    (tmp_path / "marked.txt").write_text("a text", encoding="utf-8-sig")
+    (tmp_path / "packed.txt.gz").write_bytes(gzip.compress("a text".encode("utf-8-sig")))
+    (tmp_path / "marked.jsonl").write_text('{"text": "a text"}\n', encoding="utf-8-sig")
+    for name in ("plain.txt", "marked.txt", "packed.txt.gz", "marked.jsonl"):
+        assert texts_in(tmp_path / name) == ["a text"]
+    marks = [file.describe().get("mark") for file in find_files([tmp_path])]
+    # marked.jsonl, marked.txt, packed.txt.gz, plain.txt: only texts were read otherwise before.
+    assert marks == [None, "left out", "left out", None]
+
+
+def test_hidden_files_and_other_kinds_in_a_folder_are_left_out_and_counted(tmp_path, isthmus):
+    folder = good_folder(tmp_path / "in")
+    for name in ("._a.txt", ".git/config.txt", "b/.c/d.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("hidden words")
+    for name in ("a.csv", "b.CSV", "c.html", "LICENSE"):
+        (folder / name).write_text("other words")
+    status, _, err = isthmus("data", "prepare", folder, "--to", tmp_path / "corpus", *SMALL)
+    assert status == 0
+    [line] = [line for line in err.splitlines() if line.startswith("left out")]
+    for part in (
+        "3 hidden",
+        "2 .csv (write them as .jsonl or .parquet)",
+        "1 .html (save their text as .txt)",
+    ):
+        assert part in line
+    names = {source["name"] for source in open_corpus(tmp_path / "corpus").manifest.sources}
+    assert len(names) == 63
+    assert not any("/." in name for name in names)
+    # A hidden file that is named is wanted.
+    assert texts_in(folder / "._a.txt") == ["hidden words"]
+
+
+def test_markdown_is_plain_text_and_the_readme_of_data_is_not_a_document(tmp_path):
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "guide.md"):
+        (tmp_path / "docs" / name).write_text(f"# {name}\n")
+    (tmp_path / "docs" / "a.txt").write_text("a")
+    assert [file.path.name for file in find_files([tmp_path / "docs"])] == ["README.md", "a.txt", "guide.md"]
+    assert texts_in(tmp_path / "docs" / "guide.md") == ["# guide.md\n"]
+    (tmp_path / "docs" / "b.jsonl").write_text('{"text": "b"}\n')
+    assert [file.path.name for file in find_files([tmp_path / "docs"])] == ["a.txt", "b.jsonl", "guide.md"]
+
+
+def test_a_folder_of_other_kinds_says_what_would_take_them(tmp_path):
+    (tmp_path / "a.csv").write_text("a,b")
+    with pytest.raises(ConfigError, match=r"holds 1 \.csv \(write them as \.jsonl or \.parquet\)"):
+        find_files([tmp_path])
+
+
+def test_the_inputs_of_older_versions_give_the_same_corpus(tmp_path, isthmus):
+    """Recorded with version 0.2 before files were surveyed: runs and results refer to these digests."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(json_lines(make_texts(300)))
+    (folder / "b.txt").write_bytes("\n\n".join(make_texts(900, seed=1)).encode())
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "c.jsonl").write_bytes(b"\xef\xbb\xbf" + json_lines(make_texts(30, seed=2)))
+    given = ("--tokenizer", BUILTIN_FOLDER / "tokenizer.json", "--validation", 0.05)
+    status, _, err = isthmus("data", "prepare", folder, "--to", tmp_path / "corpus", *given)
+    assert status == 0
+    assert "1 file without any text: in/empty.txt" in err
+    corpus = open_corpus(tmp_path / "corpus")
+    assert corpus.manifest.fingerprint == "636d2a165f705a01dc8a95d6460841afd2003a1728197645fbde2ba79ba09570"
+    assert corpus.sha256 == "7eee0f6aa4eed7d3497c61c9dcfeb8d0ba290fb725d1f103a52a95f9ecf18943"
