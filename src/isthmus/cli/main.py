@@ -20,6 +20,7 @@ from isthmus.cli import (
     join,
     ledger,
     members,
+    new,
     plan,
     relay,
     report,
@@ -37,6 +38,7 @@ from isthmus.printing import guarded_streams, visible
 EPILOG = """where to begin:
   isthmus train demo                    a small fleet as real processes, on text that ships with the package
   isthmus plan demo                     its time and bytes on its fleet and links, without running it
+  isthmus new mine.toml                 a recipe of your own, from one that ships
   isthmus COMMAND --help                options and examples of one command
 """
 
@@ -66,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"isthmus {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
+        new,
         plan,
         doctor,
         simulate,

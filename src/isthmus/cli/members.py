@@ -2,13 +2,15 @@
 
 import argparse
 import json
+import shlex
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from isthmus.cli.invite import add_owner
+from isthmus.config import Recipe
 from isthmus.errors import ConfigError
-from isthmus.runlog import RunDir
+from isthmus.runlog import REAL, RunDir
 
 if TYPE_CHECKING:
     from isthmus.protocol.ledger import Ledger
@@ -67,12 +69,13 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="let a run go on for more rounds",
         description="Add rounds to a run, be it finished or not. The learning rate keeps its schedule: after "
         "its end the further rounds run at inner.final_lr. Needs the owner's key. Then start the replicas "
-        "again: `isthmus join`, or `isthmus train --resume` for a run directory.",
+        "again: `isthmus join`, or `isthmus train --resume` for a run directory. A simulated run needs no "
+        "key, and goes on by `isthmus simulate --resume`.",
         epilog="examples:\n  isthmus extend s3://my-runs/first --rounds 40\n"
         "  isthmus extend runs/demo --rounds 40\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    longer.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
+    longer.add_argument("url", help="the run's bucket, or a run directory")
     longer.add_argument("--rounds", type=int, required=True, help="how many more")
     add_owner(longer)
     longer.set_defaults(run=extend)
@@ -186,6 +189,8 @@ def extend(args: argparse.Namespace) -> int:
 
     if args.rounds < 1:
         raise ConfigError(f"--rounds is {args.rounds}; it says how many more, 1 at least")
+    if is_run_dir(args.url) and RunDir.open(args.url).about.get("mode") != REAL:
+        return extend_simulated(RunDir.open(args.url), args.rounds)
     ledger, owner = open_as_owner(args.url, args.key)
     recipe, epoch = ledger.run.recipe, ledger.membership.newest
     folder = RunDir.open(args.url) if is_run_dir(args.url) else None
@@ -197,11 +202,33 @@ def extend(args: argparse.Namespace) -> int:
     longer = epoch.run.recipe
     if folder:
         folder.continue_with(replace(folder.recipe, outer=longer.outer, inner=longer.inner))
-    print(
-        f'"{recipe.name}" goes on from {recipe.outer.rounds} to {longer.outer.rounds} rounds (epoch '
-        f"{epoch.number}). The learning rate keeps its schedule: after inner step "
-        f"{longer.inner.schedule_steps} it is {longer.inner.lr * longer.inner.final_lr:g}."
-    )
+    print(f"{_goes_on(recipe, longer)} (epoch {epoch.number}). {_schedule(longer)}")
     how = f"isthmus train --resume {args.url}" if folder else f"isthmus join {args.url} --replica NAME"
     print(f"Where a replica has ended, start it again: {how}")
     return 0
+
+
+def extend_simulated(run: RunDir, rounds: int) -> int:
+    """A simulated run has no bucket and no owner: its recipe is all that changes."""
+    from isthmus.protocol.membership import extended
+    from isthmus.protocol.trust import Refused
+
+    recipe = run.recipe
+    try:
+        longer = extended(recipe, recipe.outer.rounds + rounds)
+    except Refused as error:  # too many
+        raise ConfigError(str(error)) from None
+    run.continue_with(longer)
+    print(f"{_goes_on(recipe, longer)}. {_schedule(longer)}")
+    print(f"Go on with: isthmus simulate --resume {shlex.quote(str(run.path))}")
+    return 0
+
+
+def _goes_on(recipe: Recipe, longer: Recipe) -> str:
+    return f'"{recipe.name}" goes on from {recipe.outer.rounds} to {longer.outer.rounds} rounds'
+
+
+def _schedule(longer: Recipe) -> str:
+    inner = longer.inner
+    last = f"after inner step {inner.schedule_steps} it is {inner.lr * inner.final_lr:g}"
+    return f"The learning rate keeps its schedule: {last}."

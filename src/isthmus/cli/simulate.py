@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.cli.arguments import add_recipe, add_run
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
-from isthmus.runlog import finite, summary
+from isthmus.runlog import RunDir, finite, summary
 
 if TYPE_CHECKING:
     from isthmus.simulator.run import Results
@@ -82,4 +83,18 @@ def print_results(results: "Results", as_json: bool) -> int:
     else:
         print("\n".join(summary(results.run_dir)))
         print(f"Report: {Path(results.run_dir) / 'report.html'}")
+        run = RunDir.open(results.run_dir)
+        if run.about.get("status") == "finished":
+            print("\n".join(next_steps(run)))
     return 0
+
+
+def next_steps(run: RunDir) -> list[str]:
+    """What can be done with a finished run, to be copied into a shell."""
+    path, to = shlex.quote(str(run.path)), shlex.quote(f"{run.path.name}-hf")
+    return [
+        f'Text from it: isthmus generate {path} "It was the"',
+        f"To share it:  isthmus export {path} --to hf {to}",
+        f"Its page:     isthmus watch {path}; for more rounds: isthmus extend {path} --rounds "
+        f"{run.recipe.outer.rounds}",
+    ]
