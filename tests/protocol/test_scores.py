@@ -99,6 +99,12 @@ def test_a_newcomer_that_does_not_pass_begins_anew_unless_nobody_could_score_it(
     assert scores.next_probation(refused) == {"e": 1 if score is None else 0}
 
 
+def test_where_the_others_do_harm_too_a_newcomer_passes():
+    """A run that overfits must not keep newcomers out for ever."""
+    scores = scores_of(dict.fromkeys(NAMES, 0.1), {"e": 0})
+    assert judged(scores).refused == {"e": "on probation: passed 1 of 1 rounds"}
+
+
 def test_newcomers_get_nobody_refused():
     """Three of five on probation send norms of a hundred: the two others are no minority."""
     scores = scores_of(dict.fromkeys(NAMES, -0.1), dict.fromkeys("cde", 0))

@@ -56,6 +56,8 @@ keep = 8
 [bucket]
 anchor_every = 2
 heartbeat_seconds = 5
+[score]
+batches = 0
 [[replicas]]
 name = "a"
 [[replicas]]

@@ -52,5 +52,15 @@ def take_seat(recipe: Recipe, folder: Path, member) -> Trainer:
     work = folder / "work" / member.name
     control, name = SingleProcess(), os.urandom(8).hex()
     return Trainer(
-        recipe, member, replica, ledger, control, cpu, work, name, lambda text: None, background=False
+        recipe,
+        member,
+        replica,
+        ledger,
+        control,
+        cpu,
+        work,
+        name,
+        lambda text: None,
+        background=False,
+        held_out=corpus.validation,
     )

@@ -15,8 +15,9 @@ from isthmus.protocol.changes import Requests
 from isthmus.protocol.ledger import Entry, Ledger, Manifest
 from isthmus.protocol.members import Members
 from isthmus.protocol.presence import Presence
+from isthmus.protocol.scores import has_passed
 from isthmus.protocol.shards import ShardReader
-from isthmus.protocol.verdicts import Verdicts
+from isthmus.protocol.verdicts import ScoreUpdate, Verdicts
 
 CLOSING_ANSWERS = 9  # one after another, from the last commit to the manifest
 FEW = 8  # an eighth of the members
@@ -33,13 +34,15 @@ class Closer:
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         replayed: Callable[[int], str] = lambda round_number: "",
+        score: ScoreUpdate | None = None,
     ) -> None:
-        """`replayed` gives the digest of theta^(t) from the bucket alone, or "" where that cannot be had."""
+        """`replayed` gives the digest of theta^(t) from the bucket alone, or "" where that cannot be had.
+        `score` gives an update's score, where this process has what that takes."""
         self.ledger, self.log, self.clock, self.replayed = ledger, log, clock, replayed
         self.recipe = ledger.run.recipe
         self.own = ledger.signer.replica
         self.presence, self.members = Presence(ledger, clock), Members(ledger)
-        self.verdicts, self.requests = Verdicts(ledger, reader), Requests(ledger, log)
+        self.verdicts, self.requests = Verdicts(ledger, reader, score, log), Requests(ledger, log)
         self.names = self.members.names
         self.round = 0
         self.closable_since: float | None = None
@@ -139,8 +142,10 @@ class Closer:
 
     @property
     def _step_in_seconds(self) -> float:
-        """Of each place in line. With a slow store the first is not late, it waits for its answers."""
-        return max(STEP_IN_SECONDS, CLOSING_ANSWERS * self.ledger.store.answer_seconds)
+        """Of each place in line. With a slow store the first is not late, it waits for its answers; and it
+        scores, which takes it about as long as it took us."""
+        answers = CLOSING_ANSWERS * self.ledger.store.answer_seconds
+        return max(STEP_IN_SECONDS, answers) + 2 * self.verdicts.last_score_seconds
 
     def _settle(
         self, anchor: str, members: Sequence[str], accepted: Mapping[str, Entry], refused: Mapping[str, str]
@@ -149,7 +154,8 @@ class Closer:
         missing = [name for name in members if name not in accepted and name not in refused]
         alive = self.presence.alive_of(missing, self.round)
         self.requests.take(self.presence.store_now)
-        following = self._next_members(accepted, alive)
+        passed = {name for name, reason in refused.items() if has_passed(reason)}
+        following = self._next_members({*accepted, *passed}, alive)
         seconds = self.presence.store_now() - self.presence.opened(self.round)
         manifest = Manifest(
             round=self.round,
@@ -159,6 +165,8 @@ class Closer:
             members=following,
             deadline_seconds=self.members.next_deadline(self.round, None if alive else seconds),
             seconds=round(seconds, 3),
+            scores=self.verdicts.scores.listed(self.names),
+            probation=self.verdicts.scores.next_probation(refused),
         )
         if not self.ledger.create_manifest(manifest):
             self.beaten = True

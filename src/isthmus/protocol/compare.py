@@ -38,6 +38,6 @@ def compare(
     for name in new:
         beside = compare_signs({n: signs[n] for n in (*kept, name)}, limits.sign_agreement)
         beside |= compare_norms({**kept, name: norms[name]}, before, limits.norm_limit).refused
-        refused[name] = beside.get(name) or scores.of_newcomer(name)
+        refused[name] = beside.get(name) or scores.of_newcomer(name, list(kept))
     notes = [note for note in (by_score.note, by_norm.note) if note]
     return Judged(refused, "; ".join(notes))

@@ -48,6 +48,7 @@ RUN = {
     "commits_by_round": Optional(Whole(0, 1)),
     "owner": Optional(HASH_OR_NONE),
     "room": Optional(Many(Whole(2, MOST_STAGES), MOST_ROOM)),
+    "scores": Optional(Whole(0, 1)),
 }
 UPDATE = {
     "replica": NAME,
@@ -113,6 +114,7 @@ class RunInfo:
     commits_by_round: bool = False  # in commits/<t>/, where one listing finds them all; not in runs up to 0.2
     owner: str = ""  # public key of who may change the membership; older runs have none, and do not change
     room: tuple[int, ...] = ()  # numbers of stages that later replicas may have, beside those of the recipe
+    scores: bool = False  # updates are scored, as the recipe says; not in runs that were made before that
     epoch: int = 0  # of the membership; run.json is 0
     first: "RunInfo | None" = None  # epoch 0, where this is a later one
 

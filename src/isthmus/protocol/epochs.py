@@ -132,7 +132,7 @@ def has_probation(run: RunInfo) -> bool:
     """Is there probation in this run? Only where some closer has the whole model, and can score."""
     score = run.recipe.score
     whole = {member.name for member in run.recipe.fleet() if member.config.parts == 1}
-    return score.batches > 0 and score.probation > 0 and bool(whole & set(run.closers))
+    return run.scores and score.batches > 0 and score.probation > 0 and bool(whole & set(run.closers))
 
 
 def _probation(so_far: Mapping[str, int], before: Epoch, after: Epoch) -> dict[str, int]:

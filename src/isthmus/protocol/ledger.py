@@ -63,6 +63,7 @@ def run_document(
         "start": start,
         "commits_in_manifests": 1,
         "commits_by_round": 1,
+        "scores": 1,
         "owner": owner,
         "room": list(room),
     }
@@ -122,6 +123,7 @@ def parse_run(data: bytes) -> RunInfo:
         commits_by_round=bool(body.get("commits_by_round", 0)),
         owner=body.get("owner", ""),
         room=tuple(body.get("room", ())),
+        scores=bool(body.get("scores", 0)),
     )
 
 

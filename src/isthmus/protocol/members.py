@@ -5,6 +5,7 @@ import statistics
 from isthmus.config import Recipe
 from isthmus.layout.traffic import inner_step_bytes
 from isthmus.protocol.ledger import Ledger, Manifest
+from isthmus.protocol.scores import has_passed
 
 FIRST_DEADLINE_SECONDS = 600.0  # of round 1: nobody knows yet how long a round takes
 LATE_ROUNDS = 4  # so many rounds back, a late commit says that a replica delivers again
@@ -23,6 +24,11 @@ def opening_seconds(recipe: Recipe) -> float:
             more = (sent[1] - sent[0]) / links * (1 + 2 * links / recipe.inner.micro_batches)
             most = max(most, recipe.outer.inner_steps * more * 8 / (usual.config.link.mbps * 1e6))
     return most
+
+
+def _delivered(manifest: Manifest, name: str) -> bool:
+    """Did it count, or pass on probation?"""
+    return manifest.entry(name) is not None or has_passed(dict(manifest.refused).get(name, ""))
 
 
 class Members:
@@ -46,7 +52,8 @@ class Members:
     def missed(self, name: str, last: int, counted: bool | None = None) -> list[int]:
         """The rounds up to `last` that waited for a replica in vain since it last counted, newest first.
 
-        Only what counts is a delivery: an update that is refused could come just before every deadline.
+        Only what counts, or passes on probation, is a delivery: an update that is refused could come just
+        before every deadline.
         `counted` says it of round `last`, where that is still open.
         """
         rounds: list[int] = []
@@ -54,7 +61,7 @@ class Members:
             manifest = self.ledger.manifests.get(t)
             if manifest is None and (t < last or counted is None):
                 break
-            if counted if manifest is None else manifest.entry(name):
+            if counted if manifest is None else _delivered(manifest, name):
                 break
             if t > 1 and t - 1 not in self.ledger.manifests:
                 break  # nobody here knows whom it waited for

@@ -94,12 +94,13 @@ class RoundScores:
             )
         return Judged({name: harmful(self.of(name) or 0.0, bound) for name in over})
 
-    def of_newcomer(self, name: str) -> str:
-        """Why an update on probation, with which nothing else is wrong, does not count in this round."""
+    def of_newcomer(self, name: str, others: Collection[str]) -> str:
+        """Why an update on probation, with which nothing else is wrong, does not count in this round. Where
+        half of the others' do harm too, it is no worse than they."""
         score = self.of(name)
         if score is None:
             return _NOT_SCORED
-        if score > self.settings.bound:
+        if score > self.settings.bound and 2 * sum(map(self._is_over, others)) < len(others):
             return harmful(score, self.settings.bound)
         return f"on probation: passed {self.probation[name] + 1} of {self.settings.probation} rounds"
 

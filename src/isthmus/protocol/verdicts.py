@@ -1,6 +1,8 @@
 """A closer's judgement of the updates to one round: each commit is read when it is new, and judged once."""
 
-from collections.abc import Collection, Iterable, Mapping
+import hashlib
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -8,14 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from isthmus.config import ScoreConfig
 from isthmus.errors import RunError
 from isthmus.printing import visible
+from isthmus.protocol.compare import compare
 from isthmus.protocol.documents import MOST_REASON
 from isthmus.protocol.judge import judge
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
-from isthmus.protocol.norms import compare_norms
+from isthmus.protocol.scores import RoundScores
 from isthmus.protocol.shards import ShardReader
-from isthmus.protocol.signs import SignReader, compare_signs
+from isthmus.protocol.signs import SignReader
 from isthmus.protocol.trust import OtherAnchor, Refused, sha256
 from isthmus.sparse import SparseChunks
 from isthmus.store import StoreRefused, Unreadable
@@ -26,7 +30,12 @@ if TYPE_CHECKING:
 
 MOST_AT_ONCE, FEWEST_AT_ONCE = 64, 4  # requests of the one closer that works
 BYTES_AT_ONCE = 1 << 28  # of shards that are being read
+NO_SCORES = ScoreConfig(batches=0)
 MOST_VERDICTS = 3  # on commits of one replica in a round, of which all but the last were refused
+
+
+# The score of a replica's update to a round, from the round's draw and its shards (`replica.usefulness`).
+ScoreUpdate = Callable[[str, int, bytes, Mapping[int, bytes]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +54,16 @@ class Verdict:
 class Verdicts:
     """Commits that were found, and what came of them. `begin` is called for each round."""
 
-    def __init__(self, ledger: Ledger, reader: ShardReader) -> None:
-        self.ledger, self.reader = ledger, reader
+    def __init__(
+        self,
+        ledger: Ledger,
+        reader: ShardReader,
+        score: ScoreUpdate | None = None,
+        log: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        """`score` None: this closer has not the whole model, or no text."""
+        self.ledger, self.reader, self.score, self.log = ledger, reader, score, log
+        self.score_seconds = self.last_score_seconds = 0.0  # in this round, and in the last that had any
         self.recipe, self.own = ledger.run.recipe, ledger.signer.replica
         self.sign_reader, self.signs = SignReader(self.recipe), dict[str, Tensor]()  # of those who are good
         self.num_replicas = self.recipe.num_replicas
@@ -63,6 +80,33 @@ class Verdicts:
         self.read: dict[str, Info] = {}  # as listed when it was read
         self.given: dict[str, Verdict] = {}  # by replica
         self.signs.clear()
+        self.last_score_seconds, self.score_seconds = self.score_seconds or self.last_score_seconds, 0.0
+        self.scores = self._round_scores(round_number)
+
+    def _round_scores(self, round_number: int) -> RoundScores:
+        """Ed25519 is deterministic: a closer that starts again draws the same, and nobody else can."""
+        if round_number == 0:
+            return RoundScores(NO_SCORES, (), {}, b"", lambda name: None)
+        run = self.ledger.at(round_number)
+        signature = self.ledger.signer.sign("score", run.run_id, round_number.to_bytes(8))
+        draw, probation = hashlib.sha256(signature).digest(), self.ledger.on_probation(round_number)
+        settings = run.recipe.score if run.scores else NO_SCORES
+        return RoundScores(settings, run.keys, probation, draw, partial(self._score, draw))
+
+    def _score(self, draw: bytes, name: str) -> float | None:
+        entry = self.good().get(name)
+        if entry is None or self.score is None:
+            return None
+        shards = {shard.index: self.reader.judged(name, self.round, shard) for shard in entry.shards}
+        began = time.monotonic()
+        try:
+            return self.score(name, self.round, draw, shards)
+        except RuntimeError as error:  # torch's: most often there is no memory for it
+            self.log(f"round {self.round}: updates are not scored here: {visible(str(error))[:MOST_REASON]}")
+            self.score = None
+            return None
+        finally:
+            self.score_seconds += time.monotonic() - began
 
     @property
     def there(self) -> set[str]:
@@ -146,6 +190,8 @@ class Verdicts:
             missing[name].discard(index)
             if not missing[name]:
                 self._decide(name, anchor, found.pop(name))
+                if name in self.good() and self.scores.wants(name):
+                    self.scores.of(name)  # now, while others are still awaited
         return bool(wanted)
 
     def _to_judge(self, name: str, data: bytes) -> bool:
@@ -189,11 +235,10 @@ class Verdicts:
         """(accepted, refused with the reason) of all that was judged."""
         good = self.good()
         refused = {name: printable(str(reason)) for name, reason in self.refused().items()}
-        # Norms last: a reader, who sees only what is listed, compares them again and must come to the same.
-        refused |= compare_signs({name: self.signs[name] for name in good}, self.recipe.bucket.sign_agreement)
         before = {entry.replica: entry.norm for entry in previous.entries} if previous else {}
-        norms = {name: entry.norm for name, entry in good.items() if name not in refused}
-        compared = compare_norms(norms, before, self.recipe.bucket.norm_limit)
+        norms = {name: entry.norm for name, entry in good.items()}
+        signs = {name: self.signs[name] for name in good}
+        compared = compare(signs, norms, before, self.scores, self.recipe.bucket)
         self.note = compared.note
         refused |= compared.refused
         return {name: entry for name, entry in good.items() if name not in refused}, refused

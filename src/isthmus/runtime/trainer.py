@@ -16,6 +16,7 @@ from torch import Tensor
 
 from isthmus import gpu
 from isthmus.config import Member, Recipe
+from isthmus.data.corpus import TokenView
 from isthmus.errors import ConfigError, RunError
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.digest import shard_digests
@@ -30,6 +31,7 @@ from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.patience import Patience
 from isthmus.protocol.replay import digest_from_bucket
 from isthmus.protocol.retention import Retention
+from isthmus.protocol.scores import is_spent
 from isthmus.protocol.shards import ShardReader, unpack_shards
 from isthmus.protocol.trust import Refused
 from isthmus.replica.base import Replica
@@ -42,6 +44,7 @@ from isthmus.runtime.middle import PARAMS, Middle
 from isthmus.runtime.own_record import REFUSALS, OwnRecord
 from isthmus.runtime.place import Place
 from isthmus.runtime.private_state import PrivateState, Update
+from isthmus.runtime.update_scores import UpdateScores
 from isthmus.store import StoreError
 from isthmus.subspace.boundaries import BasisSet, as_sent
 
@@ -85,9 +88,12 @@ class Trainer:
         background: bool = True,
         patience: Patience | None = None,
         place: Place | None = None,
+        held_out: TokenView | None = None,
+        stream_dtype: torch.dtype | None = None,
     ) -> None:
         """`save_seconds` as in PrivateState. Without `background` everything happens in the calling thread,
-        for tests that put a kill exactly where it hurts."""
+        for tests that put a kill exactly where it hurts. With `held_out` a closer that has the whole model
+        scores updates, in `stream_dtype`."""
         self.recipe, self.member, self.replica, self.ledger = recipe, member, replica, ledger
         self.control, self.device, self.log = control, device, log
         self.background = background
@@ -116,7 +122,11 @@ class Trainer:
         closes = control.rank == 0 and (bool(ledger.run.owner) or member.name in ledger.run.closers)
         # A pipelined replica may have no room for the whole model.
         replayed = partial(digest_from_bucket, ledger) if member.config.parts == 1 else lambda t: ""
-        closer = Closer(ledger, reader, log, replayed=replayed) if closes else None
+        score = None
+        if held_out is not None and len(self.reads) == len(ledger.shards) and recipe.score.batches:
+            dtype = stream_dtype or master_dtype
+            score = UpdateScores(recipe, ledger, self.anchor, self.outer.codec, held_out, dtype)
+        closer = Closer(ledger, reader, log, replayed=replayed, score=score) if closes else None
         self.patience = patience or Patience(log)
         self.record = OwnRecord(ledger, member.name, log)
         self.exchange = LedgerExchange(
@@ -318,6 +328,10 @@ class Trainer:
         if pending is None:
             self.record.applied(manifest)
         if pending is None or self.exchange.counts_in(manifest, pending):
+            return
+        reason = dict(manifest.refused).get(self.member.name, "")
+        if is_spent(reason):
+            self.log(f"round {round_number} does not count our update, and it is not sent again: {reason}")
             return
         sent = unpack_shards(self.ledger, pending.shards, self.outer.codec.unpack_many)
         self.outer.take_back(sent, self.feedback)

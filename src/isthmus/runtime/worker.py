@@ -89,11 +89,12 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         how = device, compiles(config, device)
         threading.Thread(target=warm_up, args=how, daemon=True, name="warm-up").start()
 
-    from isthmus.data.tokens import Batches
+    from isthmus.data.tokens import Batches, num_windows
     from isthmus.outer.rounds import run_rounds
     from isthmus.protocol.access import find_member, open_as
     from isthmus.protocol.patience import LeftWaiting, Patience
     from isthmus.protocol.rescue import LedPast
+    from isthmus.replica.base import precision_dtypes
     from isthmus.replica.control_group import any_true
     from isthmus.replica.full import FullReplica
     from isthmus.replica.leader import LeaderReplica, follow_leader
@@ -116,10 +117,11 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     whole = member.config.kind == "full"
     if whole and at.size > 1 and device.type == "cuda" and device.index is None:
         device = torch.device("cuda", at.rank)
-    precision, batches = pick_precision(recipe, device), None
+    precision, batches, held_out = pick_precision(recipe, device), None, None
     if whole or at.rank == 0:
-        train, inner = checked_corpus(recipe).train, recipe.inner
-        batches = Batches(train, recipe.seed, recipe.num_replicas, inner.batch, recipe.model.context)
+        corpus, inner = checked_corpus(recipe), recipe.inner
+        batches = Batches(corpus.train, recipe.seed, recipe.num_replicas, inner.batch, recipe.model.context)
+        held_out = corpus.validation if num_windows(corpus.validation, recipe.model.context) else None
     try:
         replica, control = build_replica(config, run, member, at, batches, device, precision)
     except Unreachable as error:  # neighbours that are not there yet, a port in use: worth another start
@@ -149,6 +151,8 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         save_seconds=config.save_seconds,
         patience=Patience(log, Path(config.work_dir) / NOTE, request),
         place=Place(ledger, log, key, deal),
+        held_out=held_out,
+        stream_dtype=precision_dtypes(precision)[1],
     )
     heartbeats = HeartbeatThread(trainer, incarnation, recipe.bucket.heartbeat_seconds)
 
