@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 PREPARE_EXAMPLES = """\
 examples:
   isthmus data prepare books/ --to corpus/
-      every text file under books/; 1 % of the documents is held out for validation
+      every text file under books/; 1 % of the documents is held out for validation, more of a small text
   isthmus data prepare train-*.jsonl.zst --validation-from validation.jsonl.zst --to corpus/ --vocab 32768
       JSON lines as DCLM ships them, with a validation file of their own
   isthmus data prepare c4-train.*.json.gz --to corpus/ --tokenizer tokenizer.json --limit-bytes 2_000_000_000
@@ -69,7 +69,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--validation",
         type=float,
         metavar="SHARE",
-        help="share of the documents to hold out, chosen by a hash of their text (default 0.01)",
+        help="share of the documents to hold out, chosen by a hash of their text "
+        "(default 0.01, and up to 0.1 where that is less than a recipe scores)",
     )
     held_out.add_argument(
         "--validation-from", nargs="+", metavar="PATH", help="take the held-out documents from these files"
@@ -131,7 +132,7 @@ def prepare(args: argparse.Namespace) -> int:
         vocab=8192 if args.vocab is None else args.vocab,
         tokenizer=args.tokenizer,
         end_token=args.end_token,
-        validation=0.01 if args.validation is None else args.validation,
+        validation=args.validation,
         text_field=args.text_field,
         limit_bytes=args.limit_bytes,
         seed=args.seed,

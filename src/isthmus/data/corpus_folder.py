@@ -66,6 +66,14 @@ def _state(fields: Any, split: str) -> ShardState | None:
     return ShardState(shards, *(whole(fields, key) for key in ("open_tokens", "open_documents", "bytes")))
 
 
+def fingerprint_in(folder: Path) -> str | None:
+    """Of the corpus that lies there, whole or unfinished."""
+    if (folder / MANIFEST).exists():
+        return read_manifest(folder).fingerprint
+    journal = Journal.read(folder)
+    return journal.fingerprint if journal else None
+
+
 def finished(folder: Path, fingerprint: str, overwrite: bool) -> Manifest | None:
     """The corpus that is already there, made by the same arguments; ConfigError where something else is."""
     if overwrite and is_ours(folder):

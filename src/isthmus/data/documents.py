@@ -51,11 +51,12 @@ class DocumentOrder:
 
     def split_of(self, text: bytes) -> str:
         """The split of an input document, by a hash of its text: all copies land on the same side."""
-        if self.validation:
-            return "train"
+        return "validation" if not self.validation and self.draw(text) < self.share * 2**64 else "train"
+
+    def draw(self, text: bytes) -> int:
+        """64 bits; a share holds out the documents below it, and a larger share holds out these too."""
         salt = self.seed.to_bytes(16, "little", signed=True)
-        digest = hashlib.blake2b(text, digest_size=8, salt=salt).digest()
-        return "validation" if int.from_bytes(digest, "little") < self.share * 2**64 else "train"
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8, salt=salt).digest(), "little")
 
     def after(self, start: Position) -> Iterator[Document]:
         """Every document after `start`. Those before it in the same file are read again, but not encoded."""

@@ -10,11 +10,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isthmus.data.corpus_folder import Journal, clear, finished, locked
+from isthmus.data.corpus_folder import Journal, clear, fingerprint_in, finished, locked
 from isthmus.data.documents import START, DocumentOrder, Position, batches, read_ahead
+from isthmus.data.held_out import SHARE, enough_share, is_surely_enough, wanted_tokens
 from isthmus.data.manifest import JOURNAL, MANIFEST, TOKENIZER, VERSION, Manifest, file_sha256
 from isthmus.data.progress import Progress
 from isthmus.data.readers import Source
@@ -36,7 +37,9 @@ class PrepareConfig:
     vocab: int = 8192
     tokenizer: Path | None = None  # a tokenizer.json instead of training one
     end_token: str | None = None
-    validation: float = 0.01  # share of documents held out; unused where validation files are given
+    # Share of documents held out; unused where validation files are given. None: 1 %, or more where that is
+    # less than a recipe scores.
+    validation: float | None = None
     text_field: str = "text"
     limit_bytes: int | None = None
     seed: int = 0
@@ -47,7 +50,7 @@ class PrepareConfig:
             raise ConfigError(
                 f"--vocab is {self.vocab}; it must be {MIN_VOCAB} (256 bytes and <|endoftext|>) to {1 << 20}"
             )
-        if not 0 < self.validation <= 0.5:
+        if self.validation is not None and not 0 < self.validation <= 0.5:
             raise ConfigError(f"--validation is {self.validation:g}; hold out a share above 0, up to 0.5")
         if self.limit_bytes is not None and self.limit_bytes < 1:
             raise ConfigError(f"--limit-bytes is {self.limit_bytes}; it must be at least 1")
@@ -73,26 +76,26 @@ def prepare(
     given = read_tokenizer(config.tokenizer) if config.tokenizer else None
     found = survey(inputs, validation, config.text_field, skip_bad)
     inputs, validation = found.inputs, found.validation
-    arguments = {
-        "vocab": None if given else config.vocab,
-        "tokenizer": hashlib.sha256(given).hexdigest() if given else None,
-        "end_token": config.end_token,
-        "validation": [source.describe() for source in validation] or config.validation,
-        "text_field": config.text_field,
-        "limit_bytes": config.limit_bytes,
-        "seed": config.seed,
-        "shard_tokens": config.shard_tokens,
-    }
-    sources = [source.describe() for source in inputs]
-    identity = json.dumps([VERSION, sources, arguments], sort_keys=True)
-    fingerprint = hashlib.sha256(identity.encode()).hexdigest()
     order = DocumentOrder(
-        inputs, validation, config.validation, config.seed, config.text_field, config.limit_bytes
+        inputs, validation, config.validation or SHARE, config.seed, config.text_field, config.limit_bytes
     )
+    vocab = Encoder(given, config.end_token).vocab_size if given else config.vocab
+    wanted = wanted_tokens(vocab)
     with locked(folder):
+        sources, arguments, fingerprint = identity(order, config, given)
+        # What an older version made, or began, with 1 % stays as it is.
+        is_ours = not overwrite and fingerprint_in(folder) == fingerprint
+        if config.validation is None and not (validation or is_ours or is_surely_enough(order, wanted)):
+            order = replace(order, share=enough_share(order, wanted))
+            sources, arguments, fingerprint = identity(order, config, given)
         if (done := finished(folder, fingerprint, overwrite)) is not None:
             (folder / JOURNAL).unlink(missing_ok=True)
             return done, False
+        if order.share != (config.validation or SHARE):
+            progress.note(
+                f"1 % of the documents is too little to score: {order.share:.0%} are held out "
+                f"(--validation {SHARE:g} for 1 %)"
+            )
         if overwrite:
             clear(folder)
         work = Work(order, folder, config, fingerprint, progress)
@@ -119,7 +122,31 @@ def prepare(
         (folder / JOURNAL).unlink()
     for line in found.notes(is_continued):
         progress.note(line)
+    if (tokens := manifest.validation.tokens) < wanted:
+        progress.note(
+            f"{tokens:,} tokens are held out; a recipe of this vocabulary scores {wanted:,} by default: "
+            "hold out more by --validation or --validation-from, or lower data.eval_batches"
+        )
     return manifest, True
+
+
+def identity(
+    order: DocumentOrder, config: PrepareConfig, given: bytes | None
+) -> tuple[list[dict], dict, str]:
+    """Sources and arguments as the manifest has them, and their fingerprint: it names one corpus for good."""
+    arguments = {
+        "vocab": None if given else config.vocab,
+        "tokenizer": hashlib.sha256(given).hexdigest() if given else None,
+        "end_token": config.end_token,
+        "validation": [source.describe() for source in order.validation] or order.share,
+        "text_field": config.text_field,
+        "limit_bytes": config.limit_bytes,
+        "seed": config.seed,
+        "shard_tokens": config.shard_tokens,
+    }
+    sources = [source.describe() for source in order.inputs]
+    text = json.dumps([VERSION, sources, arguments], sort_keys=True)
+    return sources, arguments, hashlib.sha256(text.encode()).hexdigest()
 
 
 class Work:
@@ -225,7 +252,7 @@ class Work:
                 better = "larger" if split == "validation" else "smaller"
                 raise ConfigError(
                     f"none of {total} documents fell to the {split} part by --validation "
-                    f"{self.config.validation:g}; choose a {better} share, such as 0.1, or give "
+                    f"{self.order.share:g}; choose a {better} share, such as 0.1, or give "
                     "--validation-from FILE"
                 )
 

@@ -13,7 +13,15 @@ from isthmus.data.order import Permutation
 from isthmus.errors import ConfigError
 from isthmus.layout.deal import Deal
 
-__all__ = ["Batches", "Corpus", "TokenView", "drawn_batches", "open_corpus", "validation_batches"]
+__all__ = [
+    "Batches",
+    "Corpus",
+    "TokenView",
+    "drawn_batches",
+    "few_held_out",
+    "open_corpus",
+    "validation_batches",
+]
 
 
 class Batches:
@@ -92,10 +100,28 @@ def validation_batches(corpus: Corpus, batch: int, context: int, num_batches: in
             "hold out more text, or lower context"
         )
     batch = min(batch, num_sequences)
-    num_batches = max(1, min(num_batches, num_sequences // batch))
-    count = batch * num_batches
+    count = num_scored(view, batch, context, num_batches)
     starts = np.arange(count, dtype=np.int64) * num_sequences // count * context
     return list(torch.from_numpy(view.windows(starts, context + 1)).split(batch))
+
+
+def num_scored(view: TokenView, batch: int, context: int, num_batches: int) -> int:
+    """How many windows `validation_batches` gives, in whole batches where there is one."""
+    num_sequences = num_windows(view, context)
+    batch = min(batch, num_sequences)
+    return batch * max(1, min(num_batches, num_sequences // max(batch, 1)))
+
+
+def few_held_out(corpus: Corpus, batch: int, context: int, num_batches: int) -> str | None:
+    """The line for a run whose corpus holds out less than its recipe asks for."""
+    found = num_scored(corpus.validation, batch, context, num_batches) * context
+    wanted = num_batches * batch * context
+    if found >= wanted:
+        return None
+    return (
+        f"{corpus.name} holds out {len(corpus.validation):,} tokens: losses are over {found:,}, not the "
+        f"{wanted:,} of data.eval_batches x inner.batch x context; a larger --validation gives more"
+    )
 
 
 def drawn_batches(view: TokenView, batch: int, context: int, num_batches: int, draw: bytes) -> list[Tensor]:

@@ -31,6 +31,7 @@ from isthmus.runtime.recorder import Recorder, Scoring
 from isthmus.runtime.resume import StartingHeartbeats, check_resumable, checked_ledger, keys_of, lock_run
 from isthmus.runtime.scoring import places
 from isthmus.runtime.supervisor import LocalSupervisor
+from isthmus.simulator.picks import held_out_note
 from isthmus.simulator.run import Results, about_run, checked_corpus, pick_device, pick_precision
 from isthmus.store.objects import open_store
 
@@ -119,6 +120,8 @@ def _run(
             view.note(f"{run.path}: {fleet}, bucket {supervisor.url}{resumed}")
             for reason in about.get("auto", ()):
                 view.note(reason)
+            if note := held_out_note(recipe, corpus):
+                view.note(note)
             where = places(device, pick_precision(recipe, device))
             recorder = Recorder(ledger, corpus, run, view, pause, where)
             with Scoring(recorder) as scoring:

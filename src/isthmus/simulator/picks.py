@@ -7,7 +7,7 @@ import torch
 
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus, open_corpus
-from isthmus.data.tokens import Batches, validation_batches
+from isthmus.data.tokens import Batches, few_held_out, validation_batches
 from isthmus.errors import ConfigError
 
 
@@ -49,3 +49,8 @@ def checked_corpus(recipe: Recipe) -> Corpus:
     Batches(corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context)
     validation_batches(corpus, recipe.inner.batch, recipe.model.context, 1)
     return corpus
+
+
+def held_out_note(recipe: Recipe, corpus: Corpus) -> str | None:
+    """One line where the corpus holds out less than the recipe scores."""
+    return few_held_out(corpus, recipe.inner.batch, recipe.model.context, recipe.data.eval_batches)

@@ -26,7 +26,7 @@ from isthmus.runlog import REAL, About, Row, RunDir, next_run_dir
 from isthmus.runlog.live import open_view
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
-from isthmus.simulator.picks import checked_corpus, pick_device, pick_precision
+from isthmus.simulator.picks import checked_corpus, held_out_note, pick_device, pick_precision
 from isthmus.simulator.rounds import Saver, simulate_rounds
 
 
@@ -172,6 +172,8 @@ def _run(
             view.note(f"{run.path}: {how} on {setup['device']}, {setup['precision']}")
             for reason in about.get("auto", ()):
                 view.note(reason)
+            if note := held_out_note(recipe, corpus):
+                view.note(note)
             passes = fleet.batches.passes(recipe.num_inner_steps)
             if passes > 4:
                 view.note(f"the run reads its text {passes:.1f} times over; more text would serve it better")
