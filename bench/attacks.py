@@ -4,15 +4,16 @@
     .venv/bin/python bench/attacks.py --fleet 8 --seeds 0 1 2    # one of eight, means of three seeds
     .venv/bin/python bench/attacks.py --real --kinds flip        # real processes over a folder as the bucket
 
-The bad one has a valid key, and sends well-formed updates whose norm is just under the limit. "before" is the
-recipe with outer.clip = "none", bucket.norm_limit = 20 and bucket.sign_agreement = 0; "clip" only leaves the
-signs alone; "now" has the defaults. `honest` is the same fleet
-with nobody bad: the cost of an attack is the difference to honest "before". The simulator averages and
-refuses by the code of the real fleet (`outer/aggregate.py`, `protocol/norms.py`). Prints one JSON line for
-each run.
+The bad one has a valid key, and sends well-formed updates whose norm is just under the limit (`--usual`: that
+of an honest one). "before" is the recipe with outer.clip = "none", bucket.norm_limit = 20,
+bucket.sign_agreement = 0 and score.batches = 0; "clip" leaves signs and scores alone, "signs" only the
+scores; "score" leaves the signs alone; "now" has the defaults. `honest` is the same fleet with nobody bad:
+the cost of an attack is the difference to it under the first setting. The simulator averages and refuses by
+the code of the real fleet (`outer/aggregate.py`, `protocol/compare.py`). Prints one JSON line for each run.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
@@ -30,8 +31,10 @@ from isthmus.config import Recipe, load_recipe
 from isthmus.data.corpus import open_corpus
 from isthmus.outer.codec import codec_for
 from isthmus.outer.exchange import Contribution
-from isthmus.protocol.norms import compare_norms
-from isthmus.protocol.signs import SignReader, compare_signs
+from isthmus.protocol.compare import compare
+from isthmus.protocol.scores import RoundScores
+from isthmus.protocol.signs import SignReader
+from isthmus.replica.usefulness import UpdateScorer
 from isthmus.runlog import Row
 from isthmus.runlog.live import open_view
 from isthmus.simulator.exchange import LocalExchange
@@ -41,9 +44,16 @@ from isthmus.simulator.run import pick_device, pick_plan, pick_precision
 from isthmus.sparse import Bundle
 
 HERE = Path(__file__).resolve().parent
-DEMO = HERE.parent / "recipes" / "demo-paper.toml"
-OLD = ['outer.clip="none"', "bucket.norm_limit=20", "bucket.sign_agreement=0"]
-SETTINGS = {"before": OLD, "clip": ["bucket.sign_agreement=0"], "now": []}
+DEMO = "demo-paper"
+NO_SIGNS, NO_SCORE = "bucket.sign_agreement=0", "score.batches=0"
+SETTINGS = {
+    "before": ['outer.clip="none"', "bucket.norm_limit=20", NO_SIGNS, NO_SCORE],
+    "clip": [NO_SIGNS, NO_SCORE],
+    "signs": [NO_SCORE],
+    "score": [NO_SIGNS],
+    "now": [],
+}
+LONG = ("norms", "scores")  # of a line: not printed
 TINY = {"tiny": 1e-3, "empty": 1e-9}  # kinds of their own: an honest update, scaled
 
 
@@ -67,12 +77,19 @@ def recipe_for(args: argparse.Namespace, seed: int, setting: str) -> Recipe:
 class HostileExchange(LocalExchange):
     """The exchange of a simulated fleet in which one is bad, and updates are refused as a closer does."""
 
-    def __init__(self, recipe: Recipe, fleet: SimulatedFleet, bad: str, kind: str) -> None:
+    def __init__(
+        self, recipe: Recipe, fleet: SimulatedFleet, bad: str, kind: str, usual: bool = False
+    ) -> None:
         super().__init__(recipe)
+        self.usual = usual  # the bad one's norm is its own, and not just under the limit
         self.recipe, self.fleet, self.bad, self.kind = recipe, fleet, bad, kind
         outer = recipe.outer
         self.codec = codec_for(fleet.device, outer.chunk_side, outer.keep, outer.values)
         self.signs = SignReader(recipe)
+        held_out = open_corpus(recipe.data.corpus).validation
+        self.scorer = UpdateScorer(recipe, held_out, self.codec, fleet.device, fleet.dtype)
+        self.probation: dict[str, int] = {}
+        self.scores: list[dict[str, float]] = []
         self.before: dict[str, float] = {}
         self.norms: list[dict[str, float]] = []
         self.refused: list[str] = []
@@ -85,6 +102,7 @@ class HostileExchange(LocalExchange):
             # Just under the limit: of the median of all, the bad one counted as the largest.
             norm = 0.98 * self.recipe.bucket.norm_limit * honest[len(norms) // 2]
             norm = norms[self.bad] * TINY[self.kind] if self.kind in TINY else norm
+            norm = norms[self.bad] if self.usual else norm
             others = [bundle for name, bundle in sent.items() if name != self.bad]
             kind = "shrink" if self.kind in TINY else self.kind
             sent[self.bad] = forged(self.codec, kind, sent[self.bad], others, norm, round_number)
@@ -93,9 +111,17 @@ class HostileExchange(LocalExchange):
                 self._packed(each, sent[each.replica]) if each.replica == self.bad else each for each in own
             ]
         signs = {name: self.signs.read(bundle) for name, bundle in sent.items()}
-        refused = compare_signs(signs, self.recipe.bucket.sign_agreement)
-        rest = {name: norm for name, norm in norms.items() if name not in refused}
-        refused |= compare_norms(rest, self.before, self.recipe.bucket.norm_limit).refused
+        draw = hashlib.sha256(f"{self.recipe.seed} {round_number}".encode()).digest()
+        self.scorer.begin(self.fleet.anchor, round_number, draw)
+        members = {member.name: member for member in self.recipe.fleet()}
+
+        def score(name: str) -> float:
+            return self.scorer.score(sent[name], members[name])
+
+        scores = RoundScores(self.recipe.score, norms, self.probation, draw, score)
+        refused = compare(signs, norms, self.before, scores, self.recipe.bucket).refused
+        self.scores.append(dict(scores.listed(norms)))
+        self.probation = scores.next_probation(refused)
         self.refused += [f"{round_number} {name}" for name in refused]
         self.norms.append(norms)
         self.before = {name: norm for name, norm in norms.items() if name not in refused}
@@ -119,25 +145,27 @@ class Rows(list[Row]):
     """Where the rounds' rows go."""
 
 
-def simulated(recipe: Recipe, kind: str, bad: str, device: str) -> dict[str, Any]:
+def simulated(recipe: Recipe, kind: str, bad: str, args: argparse.Namespace) -> dict[str, Any]:
+    device: str = args.device
     where = pick_device(device)
     precision, corpus = pick_precision(recipe, where), open_corpus(recipe.data.corpus)
     plan = pick_plan(recipe, where, precision, compiled=False)
     fleet = SimulatedFleet(recipe, corpus, where, precision, plan, compiled=False)
-    exchange, rows = HostileExchange(recipe, fleet, bad, kind), Rows()
+    exchange, rows = HostileExchange(recipe, fleet, bad, kind, args.usual), Rows()
     with open_view(recipe, 0, recipe.outer.rounds, rows=[], quiet=True) as view:
         simulate_rounds(recipe, fleet, exchange, rows, view)
     spread = [max(norms.values()) / statistics.median_high(norms.values()) for norms in exchange.norms]
     return _losses(rows[-1]) | {
         "refused": exchange.refused,
         "largest_over_median": round(max(spread), 2),
+        "scores": exchange.scores,
         "norms": [{name: float(f"{norm:.4g}") for name, norm in norms.items()} for norms in exchange.norms],
     }
 
 
-def real(recipe: Recipe, kind: str, bad: str, device: str) -> dict[str, Any]:
+def real(recipe: Recipe, kind: str, bad: str, args: argparse.Namespace) -> dict[str, Any]:
     """`isthmus train`: launchers and workers as `join` starts them, over a folder as the bucket."""
-    scale = TINY.get(kind, BELOW * recipe.bucket.norm_limit)
+    scale = TINY.get(kind, 1.0 if args.usual else BELOW * recipe.bucket.norm_limit)
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="attack-") as folder:
         from isthmus.config import dump_recipe
@@ -152,7 +180,7 @@ def real(recipe: Recipe, kind: str, bad: str, device: str) -> dict[str, Any]:
             environment[BAD] = f"{bad}:{'shrink' if kind in TINY else kind}:{scale}"
         command = [sys.executable, "-m", "isthmus", "train", str(path), "--run", str(run_dir)]
         done = subprocess.run(
-            [*command, "--device", device], env=environment, capture_output=True, text=True, check=False
+            [*command, "--device", args.device], env=environment, capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise SystemExit(f"{kind}: {done.stderr[-2000:]}")
@@ -176,14 +204,16 @@ def _read(run_dir: Path) -> dict[str, Any]:
 
     run = RunDir.open(run_dir)
     ledger = open_ledger(str(run_dir / "bucket"))
-    refused, norms = [], []
+    refused, norms, scores = [], [], []
     for t in range(1, run.recipe.outer.rounds + 1):
         manifest = ledger.manifest(t)
         assert manifest is not None
         norms.append({entry.replica: float(f"{entry.norm:.4g}") for entry in manifest.entries})
         refused += [f"{t} {name}" for name, _ in manifest.refused]
+        scores.append(dict(manifest.scores))
     spread = [max(each.values()) / statistics.median_high(each.values()) for each in norms]
-    found = {"refused": refused, "largest_over_median": round(max(spread), 2), "norms": norms}
+    found = {"refused": refused, "largest_over_median": round(max(spread), 2)}
+    found |= {"norms": norms, "scores": scores}
     return _losses(run.rows()[-1]) | found
 
 
@@ -201,7 +231,7 @@ def runs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for setting in args.settings:
                 recipe, began = recipe_for(args, seed, setting), time.monotonic()
                 engine = real if args.real else simulated
-                found = engine(recipe, kind, args.bad or last_full(recipe), args.device)
+                found = engine(recipe, kind, args.bad or last_full(recipe), args)
                 about = {"kind": kind, "setting": setting, "fleet": args.fleet, "seed": seed}
                 about |= {"engine": engine.__name__, "seconds": round(time.monotonic() - began, 1)}
                 yield about | found
@@ -240,9 +270,10 @@ def main() -> None:
     every = ["honest", *(kind for kind in KINDS if kind != "shrink"), *TINY]
     parser.add_argument("--kinds", nargs="+", choices=every, default=every)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--usual", action="store_true", help="the bad one's norm is an honest one's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--recipe", default=str(DEMO))
+    parser.add_argument("--recipe", default=DEMO)
     parser.add_argument("--corpus", default="builtin:sample")
     parser.add_argument("--compression", default="1/8")
     parser.add_argument("--eval-batches", type=int, default=16)
@@ -260,7 +291,7 @@ def main() -> None:
     lines = []
     for line in runs(args):
         lines.append(line)
-        print(json.dumps({key: value for key, value in line.items() if key != "norms"}), flush=True)
+        print(json.dumps({key: value for key, value in line.items() if key not in LONG}), flush=True)
         if args.to:
             with open(args.to, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

@@ -9,6 +9,8 @@ from little import RECIPE, Replica, closes, give
 from little import hasty as hasty
 from owned import MORE, Owned, settled
 
+from isthmus.cli.main import main
+from isthmus.cli.members import gather, table
 from isthmus.protocol.chain import manifest_key
 from isthmus.protocol.ledger import Manifest, parse_run
 from isthmus.protocol.replay import Replay
@@ -58,7 +60,7 @@ def test_who_does_harm_is_refused_and_the_manifest_says_all_scores(any_store_url
     settled(1, a, a, b, c)
     manifest = owned.ledger().manifest(1)
     assert listed(manifest) == ["a", "c"]
-    assert manifest.refused == (("b", "it makes the held-out loss worse by 0.5, over 0.02"),)
+    assert manifest.refused == (("b", "it makes the held-out loss worse by 0.5, over 0.03"),)
     assert manifest.scores == (("a", -0.1), ("b", 0.5), ("c", -0.1))
     assert sorted(judge.asked) == ["a", "b", "c"], "each once"
     assert manifest.probation == {"b": 0}
@@ -206,3 +208,19 @@ def test_nothing_is_scored_where_the_recipe_says_so(folder_url: str, tmp_path: P
     give(1, a, b, c)
     assert closes(a, 1)
     assert judge.asked == []
+
+
+def test_members_and_ledger_show_tell_what_each_replica_is_worth(
+    owned: Owned, capsys: pytest.CaptureFixture[str]
+):
+    a, b, c = owned.replicas()
+    judge = Judge(a, b=-0.3)
+    settled(1, a, a, b, c)
+    judge.given["b"] = 0.5
+    settled(2, a, a, b, c)
+    lines = {line.replica: line for line in gather(owned.ledger()).members}
+    assert (lines["b"].scored, lines["b"].score) == (2, pytest.approx(0.1))
+    assert (lines["b"].refused, lines["b"].probation, lines["a"].probation) == (1, True, False)
+    assert "+0.1000  on probation" in table(gather(owned.ledger()))
+    assert main(["ledger", "show", owned.url]) == 0
+    assert "scores  a -0.1000  b +0.5000  c -0.1000" in capsys.readouterr().out

@@ -31,11 +31,11 @@ def judged(scores: RoundScores, norms: Mapping[str, float] | None = None) -> Jud
 
 def test_who_does_harm_is_refused_and_the_reason_says_how_much():
     refused = judged(scores_of({"a": -0.1, "b": 0.3, "c": -0.2})).refused
-    assert refused == {"b": "it makes the held-out loss worse by 0.3, over 0.02"}
+    assert refused == {"b": "it makes the held-out loss worse by 0.3, over 0.03"}
 
 
 def test_harm_within_the_bound_counts():
-    given = {"a": 0.02, "b": -0.1, "c": 0.0}
+    given = {"a": 0.03, "b": -0.1, "c": 0.0}
     assert judged(scores_of(given)).refused == {}
     assert judged(scores_of(given, bound=0.01)).refused.keys() == {"a"}
 

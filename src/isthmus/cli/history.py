@@ -50,7 +50,7 @@ def show(args: argparse.Namespace) -> int:
         print(json.dumps(list(rows), indent=2))
         return 0
     name, run_id = ledger.run.recipe.name, ledger.run.run_id
-    print(f'run "{name}" ({run_id}), {last} round{"s" * (last != 1)}; norm by contributor')
+    print(f'run "{name}" ({run_id}), {last} round{"s" * (last != 1)}; norm by contributor, scores in nats')
     for decision in ledger.repairs.decisions():
         print(visible(f"{decision}: nothing of that is applied"))
     for row in rows:
@@ -59,6 +59,9 @@ def show(args: argparse.Namespace) -> int:
             f"{row['round']:>5}  {row['seconds']:7.1f} s  {row['payload_bytes'] / 1e6:8.2f} MB  closed by "
             f"{row['closer']:<12} {norms}"
         )
+        if row["scores"]:
+            scores = "  ".join(f"{name} {score:+.4f}" for name, score in row["scores"].items())
+            print(f"       scores  {scores}")
         for name, reason in row["refused"].items():
             print(f"       refused {name}: {visible(reason)}")
     if first > 1 and args.start is None:
@@ -73,6 +76,8 @@ def row_of(ledger: "Ledger", manifest: "Manifest") -> dict[str, Any]:
         "closer": manifest.closer,
         "contributors": {entry.replica: round(entry.norm, 6) for entry in manifest.entries},
         "refused": dict(manifest.refused),
+        "scores": dict(manifest.scores),
+        "probation": dict(manifest.probation),
         "payload_bytes": sum(shard.size for entry in manifest.entries for shard in entry.shards),
         "anchor_before": manifest.anchor,
         "void": ledger.repairs.is_void(manifest.round),

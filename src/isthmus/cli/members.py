@@ -13,7 +13,9 @@ from isthmus.errors import ConfigError
 from isthmus.runlog import REAL, RunDir
 
 if TYPE_CHECKING:
-    from isthmus.protocol.ledger import Ledger
+    from collections.abc import Sequence
+
+    from isthmus.protocol.ledger import Ledger, Manifest
 
 RECENT = 200  # rounds whose manifests are read
 
@@ -31,6 +33,9 @@ class MemberLine:
     until_round: int | None  # the last, where it was revoked
     given: int  # rounds that counted it, of those that were read
     refused: int  # rounds that refused it
+    scored: int  # rounds in which its update was scored
+    score: float | None  # their mean, nats of held-out loss; below zero it helps
+    probation: bool  # its updates do not count yet
     key: str
 
 
@@ -125,6 +130,9 @@ def gather(ledger: "Ledger", now: float | None = None) -> MembersReport:
                 until_round=None,
                 given=sum(manifest.entry(member.name) is not None for manifest in read),
                 refused=sum(member.name in dict(manifest.refused) for manifest in read),
+                scored=len(scores := scores_of(read, member.name)),
+                score=sum(scores) / len(scores) if scores else None,
+                probation=bool(read) and member.name in read[-1].probation,
                 key=epoch.run.keys[member.name],
             )
         for name in [name for name in lines if name not in epoch.run.keys]:
@@ -143,6 +151,11 @@ def gather(ledger: "Ledger", now: float | None = None) -> MembersReport:
         members=list(lines.values()),
         note=ledger.membership.odd,
     )
+
+
+def scores_of(manifests: "Sequence[Manifest]", replica: str) -> list[float]:
+    """Of a replica's updates that closers have scored."""
+    return [score for manifest in manifests for name, score in manifest.scores if name == replica]
 
 
 def _first_rounds(ledger: "Ledger", last: int) -> dict[int, int]:
@@ -166,16 +179,18 @@ def table(found: MembersReport) -> str:
     span = f"rounds {found.counted_from} to {found.round}" if found.round else "no round yet"
     lines = [
         f'run "{found.run}" ({found.run_id}): epoch {found.epoch}, {found.round} of {found.rounds} rounds',
-        f"{'replica':<18}{'kind':<11}{'closes':<8}{'state':<14}{'since':>7}{'until':>7}{'given':>7}{'refused':>9}",
+        f"{'replica':<18}{'kind':<11}{'closes':<8}{'state':<14}{'since':>7}{'until':>7}{'given':>7}{'refused':>9}"
+        f"{'scored':>8}{'score':>9}",
     ]
     for m in found.members:
         kind = m.kind if m.stages == 1 else f"{m.stages} stages"
         until = "-" if m.until_round is None else str(m.until_round)
         lines.append(
             f"{m.replica:<18}{kind:<11}{'yes' if m.closes else '-':<8}{m.state:<14}{m.since_round:>7}"
-            f"{until:>7}{m.given:>7}{m.refused:>9}"
+            f"{until:>7}{m.given:>7}{m.refused:>9}{m.scored:>8}"
+            f"{'-' if m.score is None else f'{m.score:+.4f}':>9}{'  on probation' if m.probation else ''}"
         )
-    lines.append(f"given and refused are of {span}")
+    lines.append(f"given, refused and scores (mean nats of held-out loss; below 0 helps) are of {span}")
     if found.written > found.epoch:
         lines.append(f"epoch {found.written} is written; a closer takes it up when it settles the open round")
     if found.note:

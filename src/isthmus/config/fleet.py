@@ -169,7 +169,7 @@ class ScoreConfig:
     """How closers judge updates by what they do to held-out text (docs/protocol.md, Scores)."""
 
     batches: int = 2  # of inner.batch held-out sequences, for each update that is scored; 0: none is
-    bound: float = 0.02  # nats; an update that makes the held-out loss worse by more is refused
+    bound: float = 0.03  # nats; an update that makes the held-out loss worse by more is refused
     probation: int = 1  # rounds in which a newcomer's updates must pass before they count; 0: none
     sample: int = 2  # updates of others that are scored in each round
 
