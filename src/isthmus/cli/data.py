@@ -59,7 +59,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--vocab", type=int, metavar="N", help="train a byte-level BPE of N tokens (default 8192)"
     )
     vocabulary.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="use this tokenizer.json instead of training one"
+        "--tokenizer", type=Path, metavar="FILE", help="use this tokenizer.json, or that of a folder"
     )
     parser.add_argument(
         "--end-token", metavar="TOKEN", help="what ends a document (default: <|endoftext|>, </s> or the like)"

@@ -68,6 +68,11 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> str:
 def read_tokenizer(path: Path) -> bytes:
     """The bytes of a tokenizer.json (or of the one in a folder), checked to be a tokenizer."""
     path = path / "tokenizer.json" if path.is_dir() else path
+    if path.suffix == ".model":
+        raise ConfigError(
+            f"{path} is a SentencePiece model; give a tokenizer.json of it: transformers writes one by "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)"
+        )
     data = tokenizer_bytes(path)
     load(data, str(path))
     return data
