@@ -119,7 +119,7 @@ def test_every_way_not_to_contribute_has_its_word():
         1: Settled(1, names, {}, names, 1.0),
         2: Settled(2, ("rack-0",), {"rack-1": "its norm is far too large"}, names, 1.0),
         3: Settled(3, ("rack-0", "rack-1"), {}, ("rack-0", "rack-1"), 1.0),
-        4: Settled(4, ("rack-0", "rack-1"), {}, names, 1.0),
+        4: Settled(4, ("rack-0", "rack-1"), {}, names, 1.0, {"rack-0": -0.01}),
     }
     raw = raw_of(settled=settled, late=frozenset({(4, "edge")}), delivered=("rack-0",))
     table = grid(raw)
@@ -131,6 +131,10 @@ def test_every_way_not_to_contribute_has_its_word():
         "edge": ["counted", "missing", "away", "late", "awaited"],
     }
     assert table["rows"][1]["cells"][1][1] == "its norm is far too large"
+    assert [row["cells"][3][1] for row in table["rows"][:2]] == [
+        "alone it moves the held-out loss by -0.0100",
+        "",
+    ]
     assert [row["counted"] for row in table["rows"]] == [4, 3, 1]
 
 

@@ -210,7 +210,7 @@ def test_nothing_is_scored_where_the_recipe_says_so(folder_url: str, tmp_path: P
     assert judge.asked == []
 
 
-def test_members_and_ledger_show_tell_what_each_replica_is_worth(
+def test_members_status_and_ledger_show_tell_what_each_replica_is_worth(
     owned: Owned, capsys: pytest.CaptureFixture[str]
 ):
     a, b, c = owned.replicas()
@@ -224,3 +224,5 @@ def test_members_and_ledger_show_tell_what_each_replica_is_worth(
     assert "+0.1000  on probation" in table(gather(owned.ledger()))
     assert main(["ledger", "show", owned.url]) == 0
     assert "scores  a -0.1000  b +0.5000  c -0.1000" in capsys.readouterr().out
+    assert main(["status", owned.url]) == 0
+    assert "round 2 scored a -0.1000, b +0.5000, c -0.1000 (nats" in capsys.readouterr().out

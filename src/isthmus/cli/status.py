@@ -43,6 +43,7 @@ class RunStatus:
     refused: dict[str, str]
     awaited: list[str]
     members: list[MemberStatus]
+    scores: dict[str, float]  # of updates that the last closer scored: nats each adds to the held-out loss
     clock_behind_seconds: float = 0.0  # this machine's, as far as the newest heartbeat shows it
 
 
@@ -123,6 +124,7 @@ def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus
         refused=dict(manifest.refused) if manifest else {},
         awaited=[] if over else awaited,
         members=members,
+        scores=dict(manifest.scores) if manifest else {},
         clock_behind_seconds=newest - now,
     )
 
@@ -160,6 +162,9 @@ def table(found: RunStatus) -> str:
         )
     if found.awaited:
         lines.append(f"round {found.round + 1} waits for {', '.join(found.awaited)}")
+    if found.scores:
+        said = ", ".join(f"{name} {score:+.4f}" for name, score in found.scores.items())
+        lines.append(f"round {found.round} scored {said} (nats of held-out loss; below 0 helps)")
     for name, reason in found.refused.items():
         lines.append(f"round {found.round} refused {name}: {visible(reason)}")
     return "\n".join(lines)

@@ -163,6 +163,7 @@ class BucketReader:
             {text(name, 80): text(reason) for name, reason in manifest.refused},
             before.members if before else tuple(self.names),
             manifest.seconds if math.isfinite(manifest.seconds) else 0.0,
+            {text(name, 80): score for name, score in manifest.scores},
         )
         row = Row.from_manifest(self.recipe, manifest, 0)
         self.rows[manifest.round] = clean_rows([row], self.recipe)[0][0]

@@ -96,4 +96,6 @@ def _words(raw: Raw, t: int, row: Row | None, names: list[str]) -> dict[str, tup
             words[name] = ("away", "it was not a member of this round")
     who, refused = _took_part(one or row or Row(round=t), names)
     words |= {name: ("refused", reason) for name, reason in refused.items()}
-    return words | dict.fromkeys(who, ("counted", ""))
+    scores = one.scores if one else {}
+    said = {name: f"alone it moves the held-out loss by {score:+.4f}" for name, score in scores.items()}
+    return words | {name: ("counted", said.get(name, "")) for name in who}

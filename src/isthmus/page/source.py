@@ -48,6 +48,7 @@ class Settled:
     refused: dict[str, str]
     expected: tuple[str, ...]
     seconds: float
+    scores: dict[str, float] = field(default_factory=dict)  # nats an update adds to the held-out loss
 
 
 @dataclass(slots=True)
