@@ -55,7 +55,12 @@ def register(commands: argparse._SubParsersAction) -> None:
         "on all interfaces. It authenticates nobody, so end it when you are done",
     )
     parser.add_argument(
-        "--seconds", type=float, default=4.0, metavar="X", help="duration of each measurement (default: 4)"
+        "--seconds",
+        type=float,
+        default=4.0,
+        metavar="X",
+        help="duration of each measurement (default: 4); one of "
+        "training goes on to five inner steps, and three times as long at most",
     )
     parser.add_argument(
         "--preset",
@@ -149,6 +154,8 @@ def text(found: "Survey") -> str:
         lines.append(f"  {'ok  ' if check.ok else 'FAIL'}  {check.name}: {check.words}")
         if not check.ok:
             lines.append(f"        do: {check.cure}")
+        if check.warning:
+            lines.append(f"        warning: {check.warning}")
     if not any(check.name == "clock" for check in found.checks):
         lines.append("  -     clock: compared with a bucket's where its URL is given")
     lines += ["", *roles(found), "", f"Role: {found.role}."]

@@ -1,4 +1,4 @@
-"""What a check is, what is measured, and how a rate is. Standard library only."""
+"""What a check is, and what is measured of a link. Standard library only."""
 
 import time
 from collections.abc import Callable
@@ -17,6 +17,7 @@ class Check:
     ok: bool
     words: str
     cure: str = ""
+    warning: str = ""  # of one that passed: why its figure may be wrong
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -31,20 +32,6 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     available_bytes: int  # that training may use
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRate:
-    """What one device trains at, in one precision."""
-
-    device: str  # "cpu", "cuda:0"
-    precision: str
-    preset: str
-    sequences: int
-    steps: int
-    step_seconds: float  # median
-    tflops: float  # 6 N per token
-    tokens_per_second: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

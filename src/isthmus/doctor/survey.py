@@ -6,9 +6,10 @@ from typing import Any
 
 from isthmus.config import PRESETS
 from isthmus.doctor import machine
-from isthmus.doctor.checks import Check, Gpu, LinkRate, Say, TrainingRate
+from isthmus.doctor.checks import Check, Gpu, LinkRate, Say
 from isthmus.doctor.peer import check_peer
 from isthmus.doctor.role import Fit, fits, least_bytes, role
+from isthmus.planner.rate import TrainingRate
 
 CPU_PRESET, GPU_PRESET = "10m", "178m"
 PAYS = 1.1  # bf16 on a CPU is recommended where it is this many times as fast
@@ -24,7 +25,8 @@ class NamedRate(TrainingRate):
 
     @property
     def source(self) -> str:
-        return f"{self.name}, {self.precision}, measured with {self.preset}"
+        doubt = ", too low perhaps: see the warning" if self.warning else ""
+        return f"{self.name}, {self.precision}, measured with {self.preset}{doubt}"
 
 
 @dataclass(slots=True)
@@ -165,10 +167,11 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
         found.rates.append(NamedRate(**asdict(rate), name=name))
         words = (
             f"{device} {precision}: {rate.tflops:.3g} TFLOP/s, {rate.tokens_per_second:,.0f} tokens/s of "
-            f"{model} ({rate.steps} inner steps on {rate.sequences} x {PRESETS[model].context} tokens, "
-            f"{rate.step_seconds:.3g} s each)"
+            f"{model} on {rate.sequences} x {PRESETS[model].context} tokens ({rate.sample})"
         )
-        found.checks.append(Check(name="training", ok=True, words=words, facts=asdict(rate)))
+        found.checks.append(
+            Check(name="training", ok=True, words=words, warning=rate.warning, facts=asdict(rate))
+        )
     return done
 
 

@@ -1,0 +1,104 @@
+"""A measured training rate, and how far it can be trusted."""
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+FEWEST_STEPS = 5  # from which a median says something
+BUSY_SHARE = 0.25  # of the cores that a measurement wants: others took more, so the rate is not the machine's
+WIDE = 2.0  # slowest over fastest step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRate:
+    """What one device trains at, in one precision, and what the measurement was made of."""
+
+    device: str  # "cpu", "cuda:0"
+    precision: str
+    preset: str
+    sequences: int
+    steps: int  # that were timed
+    step_seconds: float  # their median
+    fastest_seconds: float
+    slowest_seconds: float
+    tflops: float  # 6 N per token
+    tokens_per_second: float
+    threads: int = 1  # of the CPU
+    load: float | None = None  # the load average of the minute before; None: the system does not say
+    others_cores: float | None = None  # cores that other programs used meanwhile
+    host_cores: int = 1
+
+    @property
+    def busy(self) -> bool:
+        """Did other programs take cores that the CPU's threads wanted? A GPU needs one to launch."""
+        if self.others_cores is None:
+            return False
+        return self.others_cores > self.host_cores - self.threads + BUSY_SHARE * self.threads
+
+    @property
+    def sample(self) -> str:
+        """`12 inner steps, 0.031 to 0.044 s each; load average 0.3, others used 0.1 of 2 cores`."""
+        if self.steps > 1:
+            times = (
+                f"{self.steps} inner steps, {self.fastest_seconds:.3g} to {self.slowest_seconds:.3g} s each"
+            )
+        else:
+            times = f"1 inner step of {self.step_seconds:.3g} s"
+        load = "" if self.load is None else f"; load average {self.load:.1f}"
+        if self.others_cores is not None:
+            load += f"{',' if load else ';'} others used {self.others_cores:.1f} of {self.host_cores} cores"
+        return times + load
+
+    @property
+    def warning(self) -> str:
+        """Why the machine may be faster than this, or nothing."""
+        found = []
+        if self.busy:
+            found.append("the machine is busy")
+        if self.steps < FEWEST_STEPS:
+            found.append(f"only {self.steps} step{'s' * (self.steps > 1)} fitted into the time")
+        elif self.slowest_seconds > WIDE * self.fastest_seconds and not self.busy:
+            found.append(
+                f"the slowest step took {self.slowest_seconds / self.fastest_seconds:.1f} x the fastest"
+            )
+        if not found:
+            return ""
+        cure = (
+            "measure again when it is idle"
+            if self.busy
+            else "measure again with --seconds 20 or a smaller --preset"
+        )
+        return f"{' and '.join(found)}: the rate may be too low; {cure}"
+
+
+class Cores:
+    """How many cores other programs use between two looks. Linux says; elsewhere it is not known."""
+
+    def __init__(self) -> None:
+        self.load, self.host_cores = load_average(), os.cpu_count() or 1
+        self.began = self._look()
+
+    def others(self) -> float | None:
+        """Since this was made, on average."""
+        now = self._look()
+        if self.began is None or now is None or now[0] <= self.began[0]:
+            return None
+        wall, busy, own = (b - a for a, b in zip(self.began, now, strict=True))
+        return max(0.0, (busy - own) / wall)
+
+    def _look(self) -> tuple[float, float, float] | None:
+        """(seconds on the clock, core-seconds that all programs used, and this one)."""
+        with suppress(OSError, ValueError, IndexError, AttributeError):
+            with open("/proc/stat", encoding="ascii") as file:
+                ticks = [int(n) for n in file.readline().split()[1:9]]
+            used = sum(ticks) - ticks[3] - ticks[4]  # less idle, and waiting for disks
+            return time.perf_counter(), used / os.sysconf("SC_CLK_TCK"), time.process_time()
+        return None
+
+
+def load_average() -> float | None:
+    """Of the last minute."""
+    with suppress(OSError, AttributeError):
+        return os.getloadavg()[0]
+    return None
