@@ -4,11 +4,11 @@ import base64
 import hashlib
 import json
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
+from isthmus.page import parts
 from isthmus.page.source import RunSource
 from isthmus.page.state import State, StateBuilder
 from isthmus.runlog import RunDir
@@ -33,10 +33,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 def inlined(state: State) -> str:
     """page.html with its style, its script and `state` in it; a policy allows these and no other."""
-    page = files("isthmus.page")
-    html, css, js, icon = (
-        (page / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js", "icon.svg")
-    )
+    html, css, js, icon = parts.html(), parts.style(), parts.script(), parts.icon()
     icon_url = f"data:image/svg+xml;base64,{base64.b64encode(icon.encode()).decode()}"
     policy = (
         f"default-src 'none'; script-src {_hash(js)}; style-src {_hash(css)}; img-src data:; "

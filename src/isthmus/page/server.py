@@ -1,4 +1,4 @@
-"""The page's server: four files of the package, /state and /metrics; GET and HEAD, and nothing else."""
+"""The page's server: its own four files, /state and /metrics; GET and HEAD, and nothing else."""
 
 import hashlib
 import ipaddress
@@ -9,13 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
 from typing import Any
 
 from isthmus import __version__
 from isthmus.crowd import Crowd
 from isthmus.errors import ConfigError
-from isthmus.page import prometheus
+from isthmus.page import parts, prometheus
 from isthmus.page.source import BucketSource, RunSource
 from isthmus.page.state import State, StateBuilder
 from isthmus.page.tensorboard import EventWriter
@@ -191,12 +190,11 @@ class Server(ThreadingHTTPServer):
         self.watcher, self.host = watcher, host
         self.crowd = Crowd(MOST_CONNECTIONS, MOST_OF_ONE, clock)
         self.local = is_loopback(str(self.server_address[0]))
-        page = files("isthmus.page")
         self.pages = {
-            "/": ("text/html; charset=utf-8", (page / "page.html").read_bytes()),
-            "/page.js": ("text/javascript; charset=utf-8", (page / "page.js").read_bytes()),
-            "/page.css": ("text/css; charset=utf-8", (page / "page.css").read_bytes()),
-            "/icon.svg": ("image/svg+xml", (page / "icon.svg").read_bytes()),
+            "/": ("text/html; charset=utf-8", parts.html().encode()),
+            "/page.js": ("text/javascript; charset=utf-8", parts.script().encode()),
+            "/page.css": ("text/css; charset=utf-8", parts.style().encode()),
+            "/icon.svg": ("image/svg+xml", parts.icon().encode()),
         }
 
     @property
