@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "isthmus"
 # A package may import those before it, and the small modules at the root that belong to everybody.
 ROOT = ("crowd", "errors", "files", "gpu", "printing", "reading")
 ORDER = (
-    "config", "layout", "planner", "runlog", "data", "model", "subspace", "sparse", "outer", "replica",
-    "store", "protocol", "page", "simulator", "runtime", "doctor", "export", "cli",
+    "config", "layout", "planner", "runlog", "store", "data", "model", "subspace", "sparse", "outer",
+    "replica", "protocol", "page", "simulator", "runtime", "doctor", "export", "cli",
 )  # fmt: skip
 STANDARD_LIBRARY_ONLY = ("config", "layout", "planner")
 

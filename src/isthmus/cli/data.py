@@ -35,8 +35,19 @@ A killed run is continued by the same command. Name the folder in a recipe:  [da
 SHOW_EXAMPLES = """\
 examples:
   isthmus data show corpus/              sizes, vocabulary, sources
+  isthmus data show s3://my-runs/corpus  the same of one in a bucket
   isthmus data show corpus/ --verify     also read every shard and compare its sha256
   isthmus data show builtin:sample       the small corpus that comes with Isthmus
+"""
+PUSH_EXAMPLES = """\
+examples:
+  isthmus data push corpus/ s3://my-runs/corpus
+then, in the recipe:  [data] corpus = "s3://my-runs/corpus"
+
+Whoever needs the text fetches it from there by itself: `simulate`, `train`, `join`, `export`. Copies lie in
+~/.cache/isthmus (or ISTHMUS_CACHE). Every file is checked by its sha256 before it is used, and a run fixes
+that of the manifest. Credentials are those for a run's bucket. A killed upload is continued by the same
+command; a corpus that is there is never replaced.
 """
 
 
@@ -59,7 +70,10 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--vocab", type=int, metavar="N", help="train a byte-level BPE of N tokens (default 8192)"
     )
     vocabulary.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="use this tokenizer.json, or that of a folder"
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="use this tokenizer.json (Hugging Face) or tokenizer.model (SentencePiece), or that of a folder",
     )
     parser.add_argument(
         "--end-token", metavar="TOKEN", help="what ends a document (default: <|endoftext|>, </s> or the like)"
@@ -108,10 +122,21 @@ def register(commands: argparse._SubParsersAction) -> None:
         epilog=SHOW_EXAMPLES,
         formatter_class=raw,
     )
-    parser.add_argument("corpus", metavar="DIR", help="a prepared folder, or builtin:sample")
+    parser.add_argument("corpus", metavar="DIR", help="a prepared folder, a URL of one, or builtin:sample")
     parser.add_argument("--verify", action="store_true", help="compare every file with its sha256")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     parser.set_defaults(run=show)
+
+    parser = parts.add_parser(
+        "push",
+        help="put a corpus into a bucket, for others to fetch",
+        description="Upload a prepared corpus, so that a recipe can name it by its URL.",
+        epilog=PUSH_EXAMPLES,
+        formatter_class=raw,
+    )
+    parser.add_argument("corpus", metavar="DIR", help="a prepared folder")
+    parser.add_argument("url", metavar="URL", help="where to: s3://bucket/prefix, or file:///folder")
+    parser.set_defaults(run=push_corpus)
 
 
 def prepare(args: argparse.Namespace) -> int:
@@ -186,6 +211,26 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
+def push_corpus(args: argparse.Namespace) -> int:
+    """Upload a corpus, or go on with it."""
+    from isthmus.data.progress import on_stderr
+    from isthmus.data.push import push
+
+    progress = on_stderr()
+    try:
+        corpus, sent = push(args.corpus, args.url, progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            "interrupted; what was uploaded stays, and the same command continues"
+        ) from None
+    finally:
+        progress.close()
+    done = f"{sent / 1e6:,.1f} MB sent" if sent else "it was there already"
+    print(f"{args.corpus} is at {args.url} ({done}), sha256 {corpus.sha256}")
+    print(f'use it in a recipe:  [data] corpus = "{args.url}"')
+    return 0
+
+
 def table(manifest: "Manifest") -> str:
     rows = [["", "tokens", "documents", "text bytes", "bytes/token", "shards"]]
     for name, split in (("train", manifest.train), ("validation", manifest.validation)):
@@ -199,6 +244,7 @@ def table(manifest: "Manifest") -> str:
     tail = [
         f"vocabulary {manifest.vocab_size:,} ({manifest.dtype}), documents end in {end}"
         f" = {manifest.end_id}, tokenizer sha256 {manifest.tokenizer_sha256[:12]}",
+        f"corpus sha256 {manifest.tokens_sha256}",
         f"from {', '.join(shown[:4])}{more}",
     ]
     return "\n".join([*lines, *tail]) + "\n"

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -69,8 +70,15 @@ class Corpus:
     name: str
     folder: Path
     manifest: Manifest
-    train: TokenView
-    validation: TokenView
+    split: Callable[[str], TokenView]  # of a corpus at a URL: fetched when it is asked for
+
+    @cached_property
+    def train(self) -> TokenView:
+        return self.split("train")
+
+    @cached_property
+    def validation(self) -> TokenView:
+        return self.split("validation")
 
     @property
     def vocab_size(self) -> int:
@@ -97,8 +105,7 @@ class Corpus:
     @cached_property
     def sha256(self) -> str:
         """One digest for tokenizer and tokens: two machines that agree on it train on the same data."""
-        parts = [self.tokenizer_sha256, *(shard.sha256 for shard in self.manifest.shards)]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return self.manifest.tokens_sha256
 
     def verify(self) -> None:
         """Compare every file with its sha256 in the manifest; ConfigError names the first that differs."""
@@ -106,6 +113,8 @@ class Corpus:
             raise ConfigError(f"{self.tokenizer_path} differs from its sha256; prepare or copy it again")
         if self.name == BUILTIN:
             return  # its tokens have just been made in memory
+        for name in ("train", "validation"):
+            self.split(name)  # of a corpus at a URL: which must be here
         for shard in self.manifest.shards:
             if file_sha256(self.folder / shard.name) != shard.sha256:
                 raise ConfigError(
@@ -113,12 +122,18 @@ class Corpus:
                 )
 
 
-def open_corpus(spec: str | Path) -> Corpus:
-    """Open a prepared folder or "builtin:sample"; sizes are checked here, contents by Corpus.verify()."""
+def open_corpus(spec: str | Path, manifest_sha256: str = "") -> Corpus:
+    """Open a prepared folder, a URL of one, or "builtin:sample".
+
+    Of a folder sizes are checked here, contents by Corpus.verify(). What is fetched from a URL is checked by
+    its hash first; `manifest_sha256` says which corpus must be there, where a run has fixed it.
+    """
     if str(spec) == BUILTIN:
         return open_builtin()
     if str(spec).startswith("builtin:"):
         raise ConfigError(f"there is no corpus {spec!r}; the one that comes with Isthmus is {BUILTIN!r}")
+    if is_url(str(spec)):
+        return open_remote(str(spec), manifest_sha256)
     folder = Path(spec).expanduser()
     manifest = read_manifest(folder)
     try:
@@ -127,13 +142,24 @@ def open_corpus(spec: str | Path) -> Corpus:
         raise ConfigError(
             f"{folder / TOKENIZER} is missing; copy the whole corpus, or prepare it again"
         ) from None
-    return Corpus(
-        name=folder.resolve().name,
-        folder=folder,
-        manifest=manifest,
-        train=map_split(folder, "train", manifest),
-        validation=map_split(folder, "validation", manifest),
-    )
+    views = {name: map_split(folder, name, manifest) for name in ("train", "validation")}
+    return Corpus(folder.resolve().name, folder, manifest, views.__getitem__)
+
+
+def open_remote(url: str, manifest_sha256: str) -> Corpus:
+    from isthmus.data.fetch import Copy  # which loads obstore: most corpora are folders
+
+    copy = Copy.of(url, manifest_sha256)
+
+    def split(name: str) -> TokenView:
+        copy.fetch(name)
+        return map_split(copy.folder, name, copy.manifest)
+
+    return Corpus(url.rstrip("/").rpartition("/")[2], copy.folder, copy.manifest, split)
+
+
+def is_url(spec: str) -> bool:
+    return "://" in spec
 
 
 def map_split(folder: Path, name: str, manifest: Manifest) -> TokenView:
@@ -186,4 +212,4 @@ def open_builtin() -> Corpus:
         arguments={},
         fingerprint=BUILTIN,
     )
-    return Corpus(BUILTIN, BUILTIN_FOLDER, manifest, **views)
+    return Corpus(BUILTIN, BUILTIN_FOLDER, manifest, views.__getitem__)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,25 @@ class Manifest:
     sources: list[dict]
     arguments: dict
     fingerprint: str  # of sources and arguments: equal fingerprints mean equal corpora
+    digest: str = ""  # sha256 of the file that this was read from
 
     @property
     def shards(self) -> list[Shard]:
         return [*self.train.shards, *self.validation.shards]
 
+    @property
+    def tokens_sha256(self) -> str:
+        """One digest for tokenizer and tokens: two machines that agree on it train on the same data."""
+        parts = [self.tokenizer_sha256, *(shard.sha256 for shard in self.shards)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, "version": VERSION} | asdict(self), indent=1) + "\n"
+        fields = {"format": FORMAT, "version": VERSION} | asdict(self)
+        del fields["digest"]
+        return json.dumps(fields, indent=1) + "\n"
+
+    def shard_bytes(self, shard: Shard) -> int:
+        return shard.tokens * ID_BYTES[self.dtype]
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -88,25 +100,35 @@ def read_manifest(folder: Path) -> Manifest:
             ' or use "builtin:sample"'
         )
     try:
-        fields = read_fields(path)
+        data = reading.read_bytes(path, MAX_JSON_BYTES)
     except FileNotFoundError:  # a link that leads nowhere
         raise ConfigError(f"{path} leads nowhere; prepare the corpus again") from None
+    return parse_manifest(data, str(path))
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in these bytes, from a folder or a bucket."""
+    fields = parse_fields(data, where)
     kind, version = fields.pop("format", None), fields.pop("version", None)
     if kind != FORMAT:
-        raise ConfigError(f"{path} is not the manifest of an Isthmus corpus; prepare it again")
+        raise ConfigError(f"{where} is not the manifest of an Isthmus corpus; prepare it again")
     if version != VERSION:
-        raise ConfigError(f"{path} is {kind} {version!s:.20}; this Isthmus reads {FORMAT} {VERSION}")
+        raise ConfigError(f"{where} is {kind} {version!s:.20}; this Isthmus reads {FORMAT} {VERSION}")
     try:
-        return checked(fields)
+        return replace(checked(fields), digest=hashlib.sha256(data).hexdigest())
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is damaged ({error!s:.200}); prepare the corpus again") from error
+        raise ConfigError(f"{where} is damaged ({error!s:.200}); prepare the corpus again") from error
 
 
 def read_fields(path: Path) -> dict[str, Any]:
     """A JSON object of a bounded size."""
-    fields = reading.read_json(path, MAX_JSON_BYTES)
+    return parse_fields(reading.read_bytes(path, MAX_JSON_BYTES), str(path))
+
+
+def parse_fields(data: bytes, where: str) -> dict[str, Any]:
+    fields = reading.parse_json(data, where)
     if not isinstance(fields, dict):
-        raise ConfigError(f"{path} is not a JSON object; prepare the corpus again")
+        raise ConfigError(f"{where} is not a JSON object; prepare the corpus again")
     return fields
 
 

@@ -1,0 +1,258 @@
+"""A corpus at a URL: fetched once, in parts, believed by its hash only, continued after a kill."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from corpus_texts import json_lines, make_texts
+
+from isthmus.data import fetch
+from isthmus.data.corpus import open_corpus
+from isthmus.data.fetch import Copy
+from isthmus.data.push import push
+from isthmus.errors import ConfigError
+from isthmus.store import Store
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "corpora"
+
+
+def make(folder: Path, isthmus, seed: int = 0) -> Path:
+    source = folder.with_suffix(".jsonl")
+    source.write_bytes(json_lines(make_texts(120)))
+    arguments = ("--validation", 0.2, "--vocab", 300, "--shard-tokens", 1000, "--seed", seed)
+    assert isthmus("data", "prepare", source, "--to", folder, *arguments)[0] == 0
+    return folder
+
+
+@pytest.fixture
+def prepared(tmp_path, isthmus) -> Path:
+    return make(tmp_path / "corpus", isthmus)
+
+
+@pytest.fixture
+def bucket(tmp_path) -> Path:
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def url(prepared, bucket) -> str:
+    push(str(prepared), f"file://{bucket}")
+    return f"file://{bucket}"
+
+
+def digest(folder: Path) -> str:
+    return open_corpus(folder).manifest.digest
+
+
+def gets(monkeypatch) -> list[str]:
+    """The names of all objects that are read from now on."""
+    names, get = [], Store.get
+    monkeypatch.setattr(
+        Store, "get", lambda self, key, **options: names.append(key) or get(self, key, **options)
+    )
+    return names
+
+
+def test_what_was_pushed_is_fetched_bit_for_bit(prepared, any_store_url, isthmus, tmp_path, monkeypatch):
+    where = any_store_url if "://" in any_store_url else f"file://{any_store_url}"
+    status, out, err = isthmus("data", "push", prepared, where)
+    assert status == 0, err
+    assert open_corpus(prepared).sha256 in out
+    fetched, whole = open_corpus(where), open_corpus(prepared)
+    assert fetched.manifest == whole.manifest
+    for name in ("train", "validation"):
+        ours, theirs = getattr(fetched, name), getattr(whole, name)
+        assert (ours.slice(0, len(ours)) == theirs.slice(0, len(theirs))).all()
+    fetched.verify()
+    status, out, err = isthmus("data", "push", prepared, where)
+    assert (status, "it was there already" in out) == (0, True)
+    assert isthmus("data", "show", where, "--verify")[0] == 0
+
+
+def test_only_the_parts_that_are_used_are_fetched_and_once(url, monkeypatch):
+    names = gets(monkeypatch)
+    corpus = open_corpus(url)
+    assert names == ["manifest.json", "tokenizer.json"]
+    assert len(corpus.validation)
+    assert {name.partition("-")[0] for name in names[2:]} == {"validation"}
+    assert len(corpus.train)
+    names.clear()
+    again = open_corpus(url, corpus.manifest.digest)  # a run that has fixed it asks nobody
+    assert len(again.train) + len(again.validation) == len(corpus.train) + len(corpus.validation)
+    assert names == []
+
+
+def test_a_fetch_that_was_killed_goes_on_with_what_is_missing(url, monkeypatch):
+    copy, taken = Copy.of(url), []
+
+    def killed(folder: Path, data: bytes) -> None:
+        if len(taken) == 2:
+            raise KeyboardInterrupt
+        taken.append(folder.name)
+        written(folder, data)
+
+    written = fetch.replace_file
+    monkeypatch.setattr(fetch, "AT_ONCE", 1)
+    monkeypatch.setattr(fetch, "replace_file", killed)
+    with pytest.raises(KeyboardInterrupt, match="the same command continues"):
+        copy.fetch("train")
+    monkeypatch.setattr(fetch, "replace_file", written)
+    names = gets(monkeypatch)
+    copy.fetch("train")
+    assert len(taken) == 2
+    assert not set(taken) & set(names)
+    assert len(taken) + len(names) == len(copy.manifest.train.shards)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "train-00001.bin", "validation-00000.bin"])
+def test_a_changed_file_is_refused_and_never_gets_its_name(url, bucket, cache, name):
+    data = bytearray((bucket / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (bucket / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"{name} is not what its manifest says"):
+        open_corpus(url).verify()
+    assert not list(cache.glob(f"*/{name}"))
+
+
+def test_a_file_longer_than_the_manifest_says_is_not_downloaded(url, bucket):
+    with open(bucket / "train-00000.bin", "ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match=r"train-00000\.bin is not what its manifest says"):
+        open_corpus(url).verify()
+
+
+def test_another_corpus_at_the_url_of_a_run_is_refused(url, bucket, prepared, tmp_path, isthmus):
+    fixed = digest(prepared)
+    other = make(tmp_path / "other", isthmus, seed=1)
+    for path in other.iterdir():
+        (bucket / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(ConfigError, match="is not the one of this run"):
+        open_corpus(url, fixed)
+    assert open_corpus(url).manifest.digest == digest(other)
+
+
+def test_a_hostile_manifest_is_one_line(url, bucket):
+    fields = json.loads((bucket / "manifest.json").read_bytes())
+    for change, says in (
+        ({"dtype": "object"}, "token ids are uint16 or uint32"),
+        ({"train": fields["train"] | {"shards": [{"name": "../x"}]}}, "a shard is named"),
+        ({"format": "other"}, "is not the manifest of an Isthmus corpus"),
+    ):
+        (bucket / "manifest.json").write_text(json.dumps(fields | change))
+        with pytest.raises(ConfigError, match=says):
+            open_corpus(url)
+    huge = [fields["train"]["shards"][0] | {"tokens": 1 << 40}]
+    changed = {"train": fields["train"] | {"shards": huge, "tokens": 1 << 40}}
+    (bucket / "manifest.json").write_text(json.dumps(fields | changed))
+    with pytest.raises(ConfigError, match=r"at most 1,073,741,824 are fetched"):
+        open_corpus(url)
+
+
+def test_a_planted_link_in_the_cache_leads_nowhere(url, cache, prepared, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    folder = cache / digest(prepared)
+    folder.mkdir(parents=True, mode=0o700)
+    cache.chmod(0o700)
+    for name in ("manifest.json", "tokenizer.json", "train-00000.bin"):
+        (folder / name).symlink_to(victim)
+    open_corpus(url).verify()
+    assert victim.read_bytes() == b"mine"
+    assert not any(path.is_symlink() for path in folder.iterdir())
+
+
+def as_a_link(folder: Path, elsewhere: Path) -> None:
+    elsewhere.mkdir()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.symlink_to(elsewhere)
+
+
+def open_to_others(folder: Path, elsewhere: Path) -> None:
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+
+
+@pytest.mark.parametrize("planted", [as_a_link, open_to_others])
+def test_a_cache_that_others_could_fill_is_not_used(url, cache, prepared, tmp_path, planted):
+    for number, folder in enumerate((cache / digest(prepared), cache)):
+        if folder == cache:
+            os.rename(cache, tmp_path / "old")
+        else:
+            cache.mkdir(parents=True, mode=0o700)
+        planted(folder, tmp_path / f"elsewhere-{number}")
+        with pytest.raises(ConfigError, match="is a link, or others may write to it"):
+            open_corpus(url)
+
+
+def test_a_disk_without_room_is_said_before_anything_is_fetched(url, monkeypatch):
+    corpus = open_corpus(url)
+    monkeypatch.setattr(fetch, "ROOM_BYTES", 1 << 60)
+    names = gets(monkeypatch)
+    with pytest.raises(ConfigError, match=r"needs 0\.00 GB more in .*set ISTHMUS_CACHE"):
+        _ = corpus.train
+    assert names == []
+
+
+def test_an_upload_that_was_killed_goes_on_and_is_no_corpus_before_its_end(prepared, bucket, monkeypatch):
+    url, put = f"file://{bucket}", Store.put
+
+    def killed(self, key: str, data: bytes, **options) -> None:
+        if key == "train-00002.bin":
+            raise KeyboardInterrupt
+        put(self, key, data, **options)
+
+    monkeypatch.setattr(Store, "put", killed)
+    with pytest.raises(KeyboardInterrupt):
+        push(str(prepared), url)
+    with pytest.raises(ConfigError, match="is not all there yet; type its `isthmus data push` again"):
+        open_corpus(url)
+    sent = []
+    monkeypatch.setattr(
+        Store, "put", lambda self, key, data, **o: sent.append(key) or put(self, key, data, **o)
+    )
+    push(str(prepared), url)
+    assert "train-00002.bin" in sent
+    assert not {"train-00000.bin", "train-00001.bin"} & set(sent)
+    open_corpus(url).verify()
+    assert not (bucket / "pushing.json").exists()
+
+
+def test_two_corpora_never_mix_at_one_url(url, prepared, bucket, tmp_path, isthmus):
+    other = make(tmp_path / "other", isthmus, seed=1)
+    status, _, err = isthmus("data", "push", other, url)
+    assert (status, "holds another corpus, which runs may use; give another URL" in err) == (2, True)
+    os.rename(bucket / "manifest.json", bucket / "pushing.json")  # of an upload that never ended
+    status, _, err = isthmus("data", "push", other, url)
+    assert (status, "another corpus is being uploaded to" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("builtin:sample", "file:///tmp/x"), "comes with Isthmus"),
+        (("file:///tmp/x", "file:///tmp/y"), "push takes a prepared folder and then a URL"),
+        (("corpus", "elsewhere"), "push takes a prepared folder and then a URL"),
+        (("nowhere", "file:///tmp/x"), "there is no corpus in nowhere"),
+    ],
+)
+def test_wrong_words_to_push_are_one_line(isthmus, words, says):
+    status, _, err = isthmus("data", "push", *words)
+    assert (status, err.count("\n")) == (2, 1)
+    assert says in err
+
+
+def test_an_absent_corpus_says_how_to_upload_one(tmp_path, bucket):
+    bucket.mkdir()
+    with pytest.raises(
+        ConfigError, match=f"there is no corpus at {bucket}; upload one by `isthmus data push"
+    ):
+        open_corpus(f"file://{bucket}")
+    with pytest.raises(ConfigError, match="no such folder on this machine"):
+        open_corpus(f"file://{tmp_path / 'none'}")
+    with pytest.raises(ConfigError, match="is not a store"):
+        open_corpus("https://example.org/corpus")
