@@ -82,7 +82,7 @@ def test_only_the_parts_that_are_used_are_fetched_and_once(url, monkeypatch):
     assert {name.partition("-")[0] for name in names[2:]} == {"validation"}
     assert len(corpus.train)
     names.clear()
-    again = open_corpus(url, corpus.manifest.digest)  # a run that has fixed it asks nobody
+    again = open_corpus(f"{url}#{corpus.manifest.digest}")  # a run that has fixed it asks nobody
     assert len(again.train) + len(again.validation) == len(corpus.train) + len(corpus.validation)
     assert names == []
 
@@ -132,7 +132,7 @@ def test_another_corpus_at_the_url_of_a_run_is_refused(url, bucket, prepared, tm
     for path in other.iterdir():
         (bucket / path.name).write_bytes(path.read_bytes())
     with pytest.raises(ConfigError, match="is not the one of this run"):
-        open_corpus(url, fixed)
+        open_corpus(f"{url}#{fixed}")
     assert open_corpus(url).manifest.digest == digest(other)
 
 

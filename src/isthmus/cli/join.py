@@ -40,6 +40,8 @@ def register(commands: argparse._SubParsersAction) -> None:
     relays = "in place of --master, where stages cannot reach each other: where `isthmus relay` runs"
     add("--relay", default="", metavar="HOST:PORT", help=relays)
     add("--work", dest="work_dir", default="", metavar="DIR", help="private state (default: work/RUN/NAME)")
+    texts = "the run's text on this machine, or its URL, if not where the recipe says"
+    add("--corpus", default="", metavar="DIR", help=texts)
     add("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     threads = "CPU threads of each process (default: torch's)"
     add("--threads", dest="num_threads", type=int, default=0, metavar="THREADS", help=threads)

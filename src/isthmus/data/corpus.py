@@ -10,7 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from isthmus import reading
-from isthmus.data.manifest import TOKENIZER, Manifest, Shard, Split, file_sha256, read_manifest, shard_name
+from isthmus.data.manifest import (
+    SHA256,
+    TOKENIZER,
+    Manifest,
+    Shard,
+    Split,
+    file_sha256,
+    read_manifest,
+    shard_name,
+)
 from isthmus.errors import ConfigError
 
 BUILTIN = "builtin:sample"
@@ -122,18 +131,18 @@ class Corpus:
                 )
 
 
-def open_corpus(spec: str | Path, manifest_sha256: str = "") -> Corpus:
+def open_corpus(spec: str | Path) -> Corpus:
     """Open a prepared folder, a URL of one, or "builtin:sample".
 
     Of a folder sizes are checked here, contents by Corpus.verify(). What is fetched from a URL is checked by
-    its hash first; `manifest_sha256` says which corpus must be there, where a run has fixed it.
+    its hash first; URL#SHA256 says of which manifest, and so which corpus must be there.
     """
     if str(spec) == BUILTIN:
         return open_builtin()
     if str(spec).startswith("builtin:"):
         raise ConfigError(f"there is no corpus {spec!r}; the one that comes with Isthmus is {BUILTIN!r}")
     if is_url(str(spec)):
-        return open_remote(str(spec), manifest_sha256)
+        return open_remote(str(spec))
     folder = Path(spec).expanduser()
     manifest = read_manifest(folder)
     try:
@@ -146,9 +155,15 @@ def open_corpus(spec: str | Path, manifest_sha256: str = "") -> Corpus:
     return Corpus(folder.resolve().name, folder, manifest, views.__getitem__)
 
 
-def open_remote(url: str, manifest_sha256: str) -> Corpus:
+def open_remote(spec: str) -> Corpus:
     from isthmus.data.fetch import Copy  # which loads obstore: most corpora are folders
 
+    url, mark, manifest_sha256 = spec.partition("#")
+    if mark and not SHA256.fullmatch(manifest_sha256):
+        raise ConfigError(
+            f"{spec} does not end in the sha256 of a manifest; write the URL alone, or 64 hexadecimal digits "
+            "after #"
+        )
     copy = Copy.of(url, manifest_sha256)
 
     def split(name: str) -> TokenView:
@@ -160,6 +175,11 @@ def open_remote(url: str, manifest_sha256: str) -> Corpus:
 
 def is_url(spec: str) -> bool:
     return "://" in spec
+
+
+def pinned(spec: str, corpus: Corpus) -> str:
+    """The same corpus, and no other that somebody may put there later."""
+    return f"{spec}#{corpus.manifest.digest}" if is_url(spec) and "#" not in spec else spec
 
 
 def map_split(folder: Path, name: str, manifest: Manifest) -> TokenView:

@@ -4,6 +4,8 @@ import contextlib
 from pathlib import Path
 
 from isthmus.config import Recipe
+from isthmus.data.corpus import is_url
+from isthmus.data.manifest import MANIFEST
 from isthmus.errors import ConfigError
 from isthmus.protocol.heartbeat import silent_after
 from isthmus.protocol.ledger import Ledger, RunInfo
@@ -30,12 +32,19 @@ def check_start(ledger: Ledger) -> None:
         )
 
 
-def check_corpus(run: RunInfo) -> None:
-    """The text on this machine fits the model, and is the text of the run."""
-    corpus = checked_corpus(run.recipe)
+def check_corpus(run: RunInfo, elsewhere: str = "") -> None:
+    """The text on this machine fits the model, and is the text of the run. One at a URL is fetched."""
+    spec = elsewhere or run.recipe.data.corpus
+    known = f" of sha256 {run.corpus}" if run.corpus else ""
+    if not is_url(spec) and not spec.startswith("builtin:") and not Path(spec, MANIFEST).exists():
+        raise ConfigError(
+            f"there is no corpus in {spec} on this machine; this run's is the one{known}: copy its folder "
+            "here, or give --corpus the folder or URL where it is"
+        )
+    corpus = checked_corpus(run.recipe, elsewhere)
     if run.corpus and corpus.sha256 != run.corpus:
         raise ConfigError(
-            f"the corpus {run.recipe.data.corpus} here is not the one this run began with; copy that one, or "
+            f"the corpus {spec} here is not the one this run began with,{known}; copy that one, or "
             "prepare it again from the same files with the same options"
         )
 

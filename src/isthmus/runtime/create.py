@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import Recipe
-from isthmus.data.corpus import open_corpus
+from isthmus.data.corpus import is_url, open_corpus
 from isthmus.errors import ConfigError
 from isthmus.files import sync_folder
 from isthmus.layout.traffic import shards
@@ -23,6 +23,7 @@ from isthmus.protocol.access import OWNER_KEY, check_key, check_owner
 from isthmus.protocol.ledger import Ledger, RunInfo, create_run, parse_run, read_run, run_document
 from isthmus.protocol.trust import OWNER, Signer, new_secret, save_secret
 from isthmus.runtime.checks import check_trainable
+from isthmus.simulator.picks import with_pin
 from isthmus.store import Store, StoreError
 from isthmus.store.objects import open_store
 
@@ -59,8 +60,11 @@ def create(
         raise ConfigError(f"{keys_dir} already holds keys; give --keys another folder")
     try:
         text = open_corpus(recipe.data.corpus)
-    except ConfigError:  # the text need not be where `init` runs
+    except ConfigError:  # a folder need not be where `init` runs
+        if is_url(recipe.data.corpus):
+            raise
         text = None
+    recipe = with_pin(recipe, text) if text else recipe
     first = first or checked_first(recipe, text)
     store = open_store(url)
     store.probe()

@@ -67,7 +67,7 @@ def _launch(config: LauncherConfig) -> int:
     check_backend(config, member)
     work = Path(config.work_dir or Path("work") / run.recipe.name / member.name).resolve()
     if leads:
-        check_corpus(run)
+        check_corpus(run, config.corpus)
         if not config.parent:
             check_not_taken(ledger, member.name, work)
     else:

@@ -33,6 +33,7 @@ class LauncherConfig:
     replica: str
     key: str = ""  # default: keys/RUN/NAME.key
     work_dir: str = ""  # default: work/RUN/NAME
+    corpus: str = ""  # the run's text, if not where its recipe says
     device: str = "auto"
     num_threads: int = 0  # 0: as many as torch takes
     compiled: bool | None = None  # None: on a GPU

@@ -31,7 +31,7 @@ from isthmus.runtime.recorder import Recorder, Scoring
 from isthmus.runtime.resume import StartingHeartbeats, check_resumable, checked_ledger, keys_of, lock_run
 from isthmus.runtime.scoring import places
 from isthmus.runtime.supervisor import LocalSupervisor
-from isthmus.simulator.picks import held_out_note
+from isthmus.simulator.picks import held_out_note, with_pin
 from isthmus.simulator.run import Results, about_run, checked_corpus, pick_device, pick_precision
 from isthmus.store.objects import open_store
 
@@ -55,6 +55,7 @@ def train(
     if used.type == "cuda" and (warning := check_fits(recipe, recipe.fleet(), *device_memory(used))):
         print(f"isthmus: {warning}", file=sys.stderr)
     corpus = checked_corpus(recipe)
+    recipe = with_pin(recipe, corpus)
     first = checked_first(recipe, corpus)
     about = about_run(recipe, picks, corpus, first, used, pick_precision(recipe, used)) | About(
         mode=REAL,

@@ -119,7 +119,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         device = torch.device("cuda", at.rank)
     precision, batches, held_out = pick_precision(recipe, device), None, None
     if whole or at.rank == 0:
-        corpus, inner = checked_corpus(recipe), recipe.inner
+        corpus, inner = checked_corpus(recipe, config.corpus), recipe.inner
         batches = Batches(corpus.train, recipe.seed, recipe.num_replicas, inner.batch, recipe.model.context)
         held_out = corpus.validation if num_windows(corpus.validation, recipe.model.context) else None
     try:

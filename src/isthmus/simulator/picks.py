@@ -3,10 +3,12 @@
 A worker that starts again waits for what is imported here, so it is little.
 """
 
+from dataclasses import replace
+
 import torch
 
 from isthmus.config import Recipe
-from isthmus.data.corpus import Corpus, open_corpus
+from isthmus.data.corpus import Corpus, open_corpus, pinned
 from isthmus.data.tokens import Batches, few_held_out, validation_batches
 from isthmus.errors import ConfigError
 
@@ -36,9 +38,10 @@ def pick_precision(recipe: Recipe, device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
-def checked_corpus(recipe: Recipe) -> Corpus:
-    """The corpus, its vocabulary and length checked against the model and the batch."""
-    corpus = open_corpus(recipe.data.corpus)
+def checked_corpus(recipe: Recipe, elsewhere: str = "") -> Corpus:
+    """The corpus, its vocabulary and length checked against the model and the batch. `elsewhere`: where it
+    is on this machine, if not where the recipe says."""
+    corpus = open_corpus(elsewhere or recipe.data.corpus)
     if corpus.vocab_size > recipe.model.vocab:
         raise ConfigError(
             f"the tokenizer of {recipe.data.corpus} has {corpus.vocab_size} tokens, the model "
@@ -49,6 +52,11 @@ def checked_corpus(recipe: Recipe) -> Corpus:
     Batches(corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context)
     validation_batches(corpus, recipe.inner.batch, recipe.model.context, 1)
     return corpus
+
+
+def with_pin(recipe: Recipe, corpus: Corpus) -> Recipe:
+    """The recipe of a run that begins: a corpus at a URL is this one from here on."""
+    return replace(recipe, data=replace(recipe.data, corpus=pinned(recipe.data.corpus, corpus)))
 
 
 def held_out_note(recipe: Recipe, corpus: Corpus) -> str | None:

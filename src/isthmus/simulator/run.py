@@ -26,7 +26,7 @@ from isthmus.runlog import REAL, About, Row, RunDir, next_run_dir
 from isthmus.runlog.live import open_view
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
-from isthmus.simulator.picks import checked_corpus, held_out_note, pick_device, pick_precision
+from isthmus.simulator.picks import checked_corpus, held_out_note, pick_device, pick_precision, with_pin
 from isthmus.simulator.rounds import Saver, simulate_rounds
 
 
@@ -67,6 +67,7 @@ def simulate(
     recipe, picks = resolve(recipe)
     where, precision = pick_device(device), pick_precision(recipe, pick_device(device))
     corpus = checked_corpus(recipe)
+    recipe = with_pin(recipe, corpus)
     first = checked_first(recipe, corpus)
     compiled = where.type == "cuda" if compiled is None else compiled
     plan = pick_plan(recipe, where, precision, compiled, mode)
