@@ -120,7 +120,7 @@ def calibrate(args: argparse.Namespace) -> float:
 
 
 def rate_of(recipe: Recipe, measured: Measured) -> float:
-    return step_flops(recipe) / sum(measured.stage_seconds) / 1e12
+    return step_flops(recipe, recipe.replicas[0]) / sum(measured.stage_seconds) / 1e12
 
 
 def recipe_text(

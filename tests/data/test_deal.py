@@ -17,20 +17,20 @@ def view():
 
 def test_dealt_as_ever_a_batch_is_the_same(view):
     plain, dealt = (Batches(view, 0, 3, 2, 16) for _ in range(2))
-    dealt.deal(Deal(first_step=8, num_steps=4, first=24, shares=3, share=1))
+    dealt.deal(Deal(first_step=8, num_steps=4, first=48, each=6, offset=2, batch=2))
     for step in range(8, 12):
         assert torch.equal(dealt.at(99, step), plain.at(1, step))
 
 
 def test_a_place_in_the_order_has_one_batch_whoever_reads_it(view):
     wide, narrow = Batches(view, 0, 3, 2, 16), Batches(view, 0, 1, 2, 16)
-    wide.deal(Deal(first_step=0, num_steps=2, first=10, shares=5, share=4))
+    wide.deal(Deal(first_step=0, num_steps=2, first=20, each=10, offset=8, batch=2))
     assert torch.equal(wide.at(0, 1), narrow.at(0, 10 + 5 + 4))
 
 
 def test_nothing_is_read_before_its_round_is_dealt(view):
     batches = Batches(view, 0, 3, 2, 16)
-    batches.deal(Deal(first_step=4, num_steps=4, first=0, shares=1, share=0))
+    batches.deal(Deal(first_step=4, num_steps=4, first=0, each=2, offset=0, batch=2))
     for step in (3, 8):
         with pytest.raises(LookupError, match=f"inner step {step} is not of the round"):
             batches.at(0, step)
@@ -79,6 +79,6 @@ def test_the_other_processes_of_a_full_replica_are_dealt_the_same(view):
 
     first, second = (Batches(view, 0, 3, 2, 16) for _ in range(2))
     leader = LeaderReplica(Replica(), Control(), first)
-    leader.deal(Deal(first_step=3, num_steps=3, first=11, shares=4, share=2))
+    leader.deal(Deal(first_step=3, num_steps=3, first=22, each=8, offset=4, batch=2))
     follow_leader(Replica(), Told(), second)
     assert torch.equal(first.at(0, 5), second.at(0, 5))

@@ -38,7 +38,7 @@ def test_a_full_replica_fits_exactly_where_the_plan_says_so(available, precision
             (process,) = predict(parse_recipe(text)).kinds[0].memory
             assert (process["total"] <= available) == (batch <= fit.full_batch), (fit.preset, batch)
         recipe = parse_recipe(RECIPE.format(preset=fit.preset, batch=32, precision=precision))
-        assert fit.round_seconds == pytest.approx(50 * step_flops(recipe) / 2e12)
+        assert fit.round_seconds == pytest.approx(50 * step_flops(recipe, recipe.replicas[0]) / 2e12)
 
 
 def test_more_memory_never_means_more_stages_and_a_stage_fits_where_it_is_said():

@@ -1,9 +1,12 @@
 """The mean over replicas in eq. 2 of arXiv 2601.02360."""
 
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from isthmus.outer import aggregate, aggregate_many
@@ -20,8 +23,9 @@ def replicas(num: int, kind: str = "2bit", keep: int = 200) -> list[dict]:
     ]
 
 
-def slow_mean(items: list[torch.Tensor], how: str, clip: bool) -> torch.Tensor:
-    """Entry by entry, in Python floats."""
+def slow_mean(items: list[torch.Tensor], how: str, clip: bool, weights: Sequence[int] = ()) -> torch.Tensor:
+    """Entry by entry, in Python floats: sum of w f x over the sum of w of those that count."""
+    weights = weights or [1] * len(items)
     factors = [1.0] * len(items)
     if clip:
         norms = [sum(x * x for x in item.flatten().tolist()) ** 0.5 for item in items]
@@ -30,8 +34,8 @@ def slow_mean(items: list[torch.Tensor], how: str, clip: bool) -> torch.Tensor:
     rows = zip(*(item.double().flatten().tolist() for item in items), strict=True)
     means = []
     for row in rows:
-        number = sum(x != 0 for x in row) if how == "contributors" else len(row)
-        means.append(sum(f * x for f, x in zip(factors, row, strict=True)) / max(1, number))
+        number = sum(w for w, x in zip(weights, row, strict=True) if x != 0 or how == "all")
+        means.append(sum(w * f * x for w, f, x in zip(weights, factors, row, strict=True)) / max(1, number))
     return torch.tensor(means, dtype=torch.float64).view(items[0].shape)
 
 
@@ -50,6 +54,41 @@ def test_mean_agrees_with_plain_arithmetic(how, clip, num):
         payload if i % 2 else item for i, (payload, item) in enumerate(zip(payloads, decoded, strict=True))
     ]
     assert_close(aggregate(mixed, how, clip), expected)
+
+
+@given(
+    weights=st.lists(st.integers(1, 1 << 20), min_size=1, max_size=6),
+    how=st.sampled_from(["contributors", "all"]),
+    clip=st.sampled_from([None, "median"]),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=30)
+def test_a_weighted_mean_agrees_with_plain_arithmetic(weights, how, clip, seed):
+    random, codec = torch.Generator().manual_seed(seed), TopK(side=8, keep=9, values="fp64")
+    draws = (torch.randn(16, 11, dtype=torch.float64, generator=random) for _ in weights)
+    dense = [draw * (m + 1) for m, draw in enumerate(draws)]
+    payloads = [codec.encode(item) for item in dense]
+    decoded = [codec.decode(payload) for payload in payloads]
+    expected = slow_mean(decoded, how, clip == "median", weights)
+    assert_close(aggregate(payloads, how, clip, weights), expected)
+    assert_close(aggregate(decoded, how, clip, weights), expected)
+
+
+@given(weight=st.integers(1, 1 << 20), how=st.sampled_from(["contributors", "all"]))
+@settings(deadline=None, max_examples=10)
+def test_equal_weights_are_the_plain_mean_to_the_bit(weight, how):
+    for sent in (replicas(3), replicas(1)):
+        for clip in (None, "median"):
+            plain, weighed = (aggregate_many(sent, how, clip, w) for w in (None, [weight] * len(sent)))
+            assert all(torch.equal(plain[name], weighed[name]) for name in SHAPES)
+
+
+def test_a_replica_of_twice_the_batch_counts_as_two():
+    one, two = replicas(2)
+    for how in ("contributors", "all"):
+        twice, weighed = aggregate_many([one, two, two], how), aggregate_many([one, two], how, None, [1, 2])
+        for name in SHAPES:
+            assert_close(twice[name], weighed[name], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("how", ["contributors", "all"])

@@ -518,7 +518,9 @@ def places(ledger: Ledger, round_number: int) -> list[int]:
         deal = ledger.deal(round_number, member.name)
         assert deal
         assert deal.first_step == (round_number - 1) * deal.num_steps
-        found += [deal.place(deal.first_step + h) for h in range(deal.num_steps)]
+        for h in range(deal.num_steps):
+            place = deal.place(deal.first_step + h)
+            found += range(place, place + deal.batch)
     return found
 
 
@@ -532,7 +534,7 @@ def test_no_batch_comes_twice_and_none_is_skipped_over_joins_revocations_and_rot
     owned.order(revoked=["b"])
     settled(3, a, a, b, c, d)
     _, new = owned.rotate("c")
-    owned.ask("e", owned.invite("e"))
+    owned.ask("e", owned.invite("e", table={"kind": "full", "batch": 3}))
     settled(4, a, a, c, d)
     c.ledger.sign_as(new)
     settled(5, a, a, c, d)  # e is absent: its share stays unread
@@ -541,8 +543,10 @@ def test_no_batch_comes_twice_and_none_is_skipped_over_joins_revocations_and_rot
     ledger = owned.ledger()
     assert [len(owned.members(t)) for t in range(1, 8)] == [3, 3, 4, 3, 4, 4, 4]
     dealt = [place for t in range(1, 7) for place in places(ledger, t)]
-    assert sorted(dealt) == list(range(4 * (3 + 3 + 4 + 3 + 4 + 4)))
-    assert ledger.manifest(6).dealt == len(dealt)
+    assert sorted(dealt) == list(range(4 * (4 * (3 + 3 + 4 + 3 + 3 + 3) + 3 + 3)))
+    last = ledger.manifest(6)
+    assert 4 * last.dealt + last.dealt_rest == len(dealt)
+    assert [ledger.manifest(t).dealt_rest for t in (4, 5, 6)] == [0, 0, 0]  # 4 steps of 3 are 3 batches of 4
 
 
 def test_a_fleet_that_does_not_change_reads_in_the_order_that_runs_always_had(owned):
@@ -552,7 +556,7 @@ def test_a_fleet_that_does_not_change_reads_in_the_order_that_runs_always_had(ow
     for t in (1, 2, 3):
         for i, name in enumerate("abc"):
             deal = a.ledger.deal(t, name)
-            assert deal.place(t - 1) == (t - 1) * 3 + i
+            assert deal.place(t - 1) == ((t - 1) * 3 + i) * deal.batch
 
 
 # Longer runs

@@ -114,7 +114,7 @@ def test_identical_replicas_make_both_aggregations_agree(corpus):
     for how in ("contributors", "all"):
         _, fleet = build(corpus, FULL, f"outer.aggregation={how}")
         first = fleet.batches.at(0, 0)
-        fleet.batches.stacked = lambda step, first=first: torch.stack([first] * 2)
+        fleet.batches.stacked = lambda step, replicas, first=first: torch.stack([first] * 2)
         for t in range(2):
             fleet.apply(t + 1, fleet.train_round(t, lambda h: None))
         anchors.append(fleet.anchor)

@@ -10,6 +10,8 @@ from isthmus.errors import ConfigError
 MOST_REPLICAS = 4096  # of a run
 LEAST_KEPT = 10  # rounds, where not all are
 MOST_STAGES = 256  # or processes, of a replica
+MOST_BATCH = 1 << 20
+MOST_MICRO_BATCHES = 4096
 RATIO = re.compile(r"\s*[0-9.]{1,30}(/[0-9]{1,30}|e-?[0-9]{1,2})?\s*")
 WIRES = ("bf16", "int8", "int6", "int5", "int4", "fp32", "fp64")  # layout.wire knows their bytes
 AUTO = "auto"  # to be picked before a run: compression and wire by the link, the rest by the memory
@@ -41,6 +43,10 @@ class ReplicaConfig:
     processes: int = 1  # of a full replica: several GPUs of one machine that share every batch
     sharding: str = AUTO  # "full": its processes cut the model between them; "none": each has it whole
     recompute: str = AUTO  # "yes": as inner.recompute, for these replicas only; or "no"
+    batch: int = 0  # sequences of its inner step, by which its updates are weighed; 0: inner.batch
+    # That its batch is cut into, one after another in memory; 0: inner.micro_batches where pipelined; where
+    # full, the whole batch at once, or as many as the stated memory asks for.
+    micro_batches: int = 0
     compression: str = "none"  # k/d between stages, as "1/8"; "auto": planner.auto picks it before a run
     # What crosses a link, both ways: one of WIRES, or "auto", which it is in a file that has compression =
     # "auto" and no wire.
@@ -62,6 +68,8 @@ class ReplicaConfig:
         within(f"{where}: count", self.count, 1, MOST_REPLICAS)
         within(f"{where}: stages", self.stages, 1, MOST_STAGES)
         within(f"{where}: processes", self.processes, 1, MOST_STAGES)
+        within(f"{where}: batch", self.batch, 0, MOST_BATCH)
+        within(f"{where}: micro_batches", self.micro_batches, 0, MOST_MICRO_BATCHES)
         within(f"{where}: tflops", self.tflops, 0, 1e9)
         within(f"{where}: memory_gb", self.memory_gb, 0, 1e9)
         if self.kind == "pipelined" and self.processes > 1:

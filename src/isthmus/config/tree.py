@@ -1,15 +1,23 @@
 """The Recipe tree: frozen dataclasses that check themselves. Standard library only."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from isthmus.config.checks import above, choice, name_of, short, within
-from isthmus.config.fleet import MOST_REPLICAS, BucketConfig, Member, ReplicaConfig, ScoreConfig
+from isthmus.config.fleet import (
+    MOST_BATCH,
+    MOST_MICRO_BATCHES,
+    MOST_REPLICAS,
+    BucketConfig,
+    Member,
+    ReplicaConfig,
+    ScoreConfig,
+)
 from isthmus.config.model import ModelConfig
 from isthmus.errors import ConfigError
 
 MOST_ROUNDS = 1_000_000
-MOST_MICRO_BATCHES = 4096
 MOST_SLOTS = 1 << 16  # of the schedules that a plan walks through: some seconds
 MOST_PARTS = 1 << 17  # layers that it counts
 
@@ -31,7 +39,7 @@ class DataConfig:
 class InnerConfig:
     """InnerOpt (eq. 1): AdamW with warm-up and cosine; defaults from Table 9 of arXiv 2601.02360."""
 
-    batch: int = 32  # sequences per replica and inner step
+    batch: int = 32  # sequences per replica and inner step; a [[replicas]] table may have its own
     micro_batches: int = 8  # of a pipelined replica's inner step
     in_flight: int = 0  # the most of them that a stage holds activations of; 0: as many as its link asks for
     backward: str = "whole"  # or "split": weight gradients are computed where a stage would wait
@@ -51,7 +59,7 @@ class InnerConfig:
     recompute: bool = False  # keep one stream per layer, and compute the layer again in the backward
 
     def __post_init__(self) -> None:
-        within("inner.batch", self.batch, 1, 1 << 20)
+        within("inner.batch", self.batch, 1, MOST_BATCH)
         within("inner.micro_batches", self.micro_batches, 1, MOST_MICRO_BATCHES)
         within("inner.in_flight", self.in_flight, 0, MOST_MICRO_BATCHES)
         for name in ("warmup_steps", "schedule_steps", "clip"):
@@ -179,7 +187,8 @@ class Recipe:
         within("replicas: the sum of their counts", self.num_replicas, 1, MOST_REPLICAS)
         stages = sum(replica.stages for replica in self.replicas)
         what = "the stages of all [[replicas]] tables"
-        within(f"{what} x inner.micro_batches", stages * self.inner.micro_batches, 1, MOST_SLOTS)
+        slots = sum(replica.stages * self.micro_batches_of(replica) for replica in self.replicas)
+        within(f"{what} x their micro-batches", slots, 1, MOST_SLOTS)
         within(f"{what} x model.layers", stages * self.model.layers, 1, MOST_PARTS)
         for name, number in Counter(member.name for member in self.fleet()).items():
             if number > 1:
@@ -197,16 +206,7 @@ class Recipe:
                     f"replica {replica.name}: {replica.processes} processes share {self.model.layers} layers "
                     f'with sharding = "full"; processes is at most {self.model.layers} then'
                 )
-            if self.inner.batch % replica.processes:
-                raise ConfigError(
-                    f"replica {replica.name}: {replica.processes} processes do not divide inner.batch = "
-                    f"{self.inner.batch}; change one of them"
-                )
-            if replica.kind == "pipelined" and self.inner.batch % self.inner.micro_batches:
-                raise ConfigError(
-                    f"inner.batch is {self.inner.batch}, which {self.inner.micro_batches} micro-batches "
-                    "do not divide; change inner.batch or inner.micro_batches"
-                )
+            self._check_batch(replica)
         every = self.subspace.grassmann_every
         if every % self.outer.inner_steps:
             raise ConfigError(
@@ -218,6 +218,32 @@ class Recipe:
         self._count_tables()
         if self.outer.values == "fp64" and self.inner.precision != "fp64":
             raise ConfigError('outer.values is "fp64"; that is for runs with inner.precision = "fp64"')
+
+    def _check_batch(self, replica: ReplicaConfig) -> None:
+        batch, parts = self.batch_of(replica), self.micro_batches_of(replica)
+        key = f"replica {replica.name}: batch" if replica.batch else "inner.batch"
+        if batch % replica.processes:
+            raise ConfigError(
+                f"replica {replica.name}: {replica.processes} processes do not divide {key.split(': ')[-1]} "
+                f"= {batch}; change one of them"
+            )
+        if batch // replica.processes % parts:
+            rows = f", {batch // replica.processes} for each process" if replica.processes > 1 else ""
+            if replica.micro_batches:
+                own = "its micro_batches"
+            else:
+                own = "inner.micro_batches" + (
+                    ", or give it micro_batches of its own" if replica.batch else ""
+                )
+            raise ConfigError(
+                f"{key} is {batch}{rows}, which {parts} micro-batches do not divide; change "
+                f"{key.split(': ')[-1]} or {own}"
+            )
+        if self.outer.method == "adamw" and batch != self.inner.batch:
+            raise ConfigError(
+                f'replica {replica.name}: outer.method = "adamw" averages gradients as if all batches were '
+                "alike; drop batch, or take another method"
+            )
 
     def _check_muon(self) -> None:
         if self.inner.optimizer != "muon":
@@ -295,6 +321,14 @@ class Recipe:
         """Do these replicas run their layers again in the backward?"""
         return self.inner.recompute or replica.recompute == "yes"
 
+    def batch_of(self, replica: ReplicaConfig) -> int:
+        """Sequences of one inner step of these replicas."""
+        return replica.batch or self.inner.batch
+
+    def micro_batches_of(self, replica: ReplicaConfig) -> int:
+        """Parts of that batch: what crosses the links, or what a full replica adds gradients up over."""
+        return replica.micro_batches or (self.inner.micro_batches if replica.kind == "pipelined" else 1)
+
     def trained_by(self, member: Member) -> "Recipe":
         """As the processes of this replica train: inner.recompute is the answer for them."""
         return replace(self, inner=replace(self.inner, recompute=self.recomputes(member.config)))
@@ -329,7 +363,17 @@ class Recipe:
 
     @property
     def round_tokens(self) -> int:
-        return self.outer.inner_steps * self.num_replicas * self.inner.batch * self.model.context
+        return self.outer.inner_steps * self.step_sequences * self.model.context
+
+    @property
+    def step_sequences(self) -> int:
+        """That all replicas together take in one inner step."""
+        return sum(replica.count * self.batch_of(replica) for replica in self.replicas)
+
+    def tokens_of(self, members: Iterable[Member]) -> int:
+        """That these replicas train on in one round."""
+        sequences = sum(self.batch_of(member.config) for member in members)
+        return self.outer.inner_steps * sequences * self.model.context
 
     def fleet(self) -> tuple[Member, ...]:
         """Every replica by name, in the order in which updates are summed."""

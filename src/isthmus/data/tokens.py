@@ -4,10 +4,14 @@ There is no cursor. A replica that restarts asks for its step and gets the same 
 simulator of all replicas: recovery can neither lose nor repeat data.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus, TokenView, open_corpus
 from isthmus.data.order import Permutation
 from isthmus.errors import ConfigError
@@ -25,17 +29,22 @@ __all__ = [
 
 
 class Batches:
-    """Deals the windows of a split to `num_replicas` replicas, `batch` at a time, each pass newly shuffled.
+    """Deals the windows of a split to `num_replicas` replicas, `batch` at a time, or each as many as its own
+    number says, each pass newly shuffled.
 
     A window is context + 1 tokens: inputs and targets. Windows lie `context` apart, so the last token of one
     is the first of the next, and each token is a target once per pass. `num_replicas` is the recipe's number,
     not how many are present: the share of an absent replica stays unread, and no other share moves.
     """
 
-    def __init__(self, view: TokenView, seed: int, num_replicas: int, batch: int, context: int) -> None:
+    def __init__(
+        self, view: TokenView, seed: int, num_replicas: int, batch: int | Sequence[int], context: int
+    ) -> None:
         self.view, self.seed = view, seed
-        self.num_replicas, self.batch, self.context = num_replicas, batch, context
-        self.num_sequences = num_windows(view, context)
+        self.num_replicas, self.context = num_replicas, context
+        self.sizes = (batch,) * num_replicas if isinstance(batch, int) else tuple(batch)
+        self.offsets = (0, *accumulate(self.sizes))  # of each replica in an inner step, and all of them
+        self.num_sequences, batch = num_windows(view, context), max(self.sizes)
         if self.num_sequences < batch:
             raise ConfigError(
                 f"the {view.name} part has {len(view):,} tokens, too few for {batch} x {context + 1}; "
@@ -44,6 +53,12 @@ class Batches:
         self._permutations: dict[int, Permutation] = {}
         self._deal: Deal | None = None
 
+    @classmethod
+    def of(cls, recipe: Recipe, view: TokenView) -> "Batches":
+        """Those of a recipe's fleet, by the members' numbers."""
+        sizes = [recipe.batch_of(member.config) for member in recipe.fleet()]
+        return cls(view, recipe.seed, recipe.num_replicas, sizes, recipe.model.context)
+
     def deal(self, deal: Deal) -> None:
         """The fleet may change: from here on `at` reads one replica's share of one round, and no other."""
         self._deal = deal
@@ -51,20 +66,21 @@ class Batches:
     def at(self, replica: int, inner_step: int) -> Tensor:
         """The batch of one replica at one inner step, counted over the whole run: (B, L + 1) int64."""
         if self._deal:
-            return self._read(self._deal.place(inner_step) * self.batch, self.batch)
+            return self._read(self._deal.place(inner_step), self._deal.batch)
         if not 0 <= replica < self.num_replicas:
             raise IndexError(f"replica {replica} of {self.num_replicas}")
-        first = (inner_step * self.num_replicas + replica) * self.batch
-        return self._read(first, self.batch)
+        return self._read(inner_step * self.offsets[-1] + self.offsets[replica], self.sizes[replica])
 
-    def stacked(self, inner_step: int) -> Tensor:
-        """The batches of all replicas at one inner step, in one gather: (M, B, L + 1) int64."""
-        share = self.num_replicas * self.batch
-        return self._read(inner_step * share, share).view(self.num_replicas, self.batch, self.context + 1)
+    def stacked(self, inner_step: int, replicas: range | None = None) -> Tensor:
+        """The batches of neighbours of one size at one inner step, in one gather: (R, B, L + 1) int64."""
+        some = range(self.num_replicas) if replicas is None else replicas
+        first, stop = self.offsets[some.start], self.offsets[some.stop]
+        windows = self._read(inner_step * self.offsets[-1] + first, stop - first)
+        return windows.view(len(some), self.sizes[some.start], self.context + 1)
 
     def passes(self, inner_steps: int) -> float:
         """How often a run of so many inner steps reads the whole split."""
-        return inner_steps * self.num_replicas * self.batch / self.num_sequences
+        return inner_steps * self.offsets[-1] / self.num_sequences
 
     def sequences(self, first: int, count: int) -> np.ndarray:
         """The windows at positions first..first + count of the order of the whole run: (count,) int64."""

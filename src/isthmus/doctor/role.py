@@ -118,7 +118,8 @@ def _fit(preset: str, available: int, precision: str, tflops: float | None) -> F
     (stages, m, stage), (again_stages, again_m, again_stage) = (
         _stage(preset, available, precision, recompute) for recompute in (False, True)
     )
-    flops = step_flops(_recipe(preset, precision, ReplicaConfig(name="doctor"), BATCH))
+    whole = ReplicaConfig(name="doctor")
+    flops = step_flops(_recipe(preset, precision, whole, BATCH), whole)
     return Fit(
         preset=preset,
         full_batch=batch,

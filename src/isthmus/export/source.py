@@ -18,8 +18,9 @@ from isthmus.model.initial import first_params
 from isthmus.model.llama import init_tensor
 from isthmus.printing import visible
 from isthmus.protocol.access import bucket_to_read, open_ledger
+from isthmus.protocol.ledger import Ledger, Manifest
 from isthmus.protocol.replay import Replay
-from isthmus.runlog import RunDir
+from isthmus.runlog import REAL, RunDir
 from isthmus.subspace.boundaries import BasisSet
 
 
@@ -133,8 +134,7 @@ def _from_bucket(url: str, where: str, corpus: str | None) -> Trained:
         print(f"isthmus: replaying rounds {replay.round + 1} to {last}", file=sys.stderr)
     while replay.step() is not None:
         pass
-    counted = sum(len(manifest.entries) for manifest in ledger.between(1, replay.round))
-    tokens = counted * recipe.outer.inner_steps * recipe.inner.batch * recipe.model.context
+    tokens = sum(_tokens(ledger, manifest) for manifest in ledger.between(1, replay.round))
     first = (
         None
         if recipe.subspace.adaptation
@@ -175,3 +175,10 @@ def _trained(
     params = {name: params[name] for name in shapes}
     table = params[EMBEDDING] if first is None else first.to(dtype)
     return Trained(where, recipe, params, bases, table, round_number, tokens, corpus)
+
+
+def _tokens(ledger: Ledger, manifest: Manifest) -> int:
+    """That the updates of a round were trained on."""
+    recipe = ledger.at(manifest.round).recipe
+    counted = {entry.replica for entry in manifest.entries}
+    return recipe.tokens_of(member for member in recipe.fleet() if member.name in counted)

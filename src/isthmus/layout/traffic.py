@@ -87,11 +87,11 @@ def inner_step_bytes(recipe: Recipe, member: Member, subspace_dim: int | None = 
     num_links = len(boundaries(model.layers, replica.stages))
     dim = replica.subspace_dim(model.width) if subspace_dim is None else subspace_dim
     forth, back = (
-        num_links * stream_bytes(replica.wire, recipe.inner.batch, model.context, dim, centred)
+        num_links * stream_bytes(replica.wire, recipe.batch_of(replica), model.context, dim, centred)
         for centred in (True, False)
     )
     # One id more than there are positions: the last stage finds its targets in the same message.
-    ids = num_links * recipe.inner.batch * (model.context + 1) * model.token_bytes
+    ids = num_links * recipe.batch_of(replica) * (model.context + 1) * model.token_bytes
     return {"activations": forth, "gradients": back, "tokens": ids}
 
 
@@ -99,7 +99,7 @@ def micro_batch_bytes(recipe: Recipe, member: Member) -> tuple[int, int]:
     """(forward, backward): what one micro-batch puts on one link between two stages."""
     crossing, shares = (
         inner_step_bytes(recipe, member),
-        (member.config.stages - 1) * recipe.inner.micro_batches,
+        (member.config.stages - 1) * recipe.micro_batches_of(member.config),
     )
     return (crossing["activations"] + crossing["tokens"]) // shares, crossing["gradients"] // shares
 

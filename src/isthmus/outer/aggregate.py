@@ -2,6 +2,8 @@
 
 Payloads are added one after another, in the order given, by single rounded operations: read, add, write,
 and in the end one division, by a tensor (CUDA multiplies by a reciprocal when it divides by a number).
+Weights are whole numbers (`weights.round_weights`): a value is multiplied by its replica's before it is added,
+and a sum divided by the weights of those that are in it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,14 +25,16 @@ class RunningMean:
     """The mean of the payloads of a whole model, in one accumulator and one count for all replicas.
 
     "contributors" divides each coordinate's sum by the number of replicas that sent it, "all" by the number
-    of replicas, as in eq. 2. A zero does not count as sent, in a payload or in a dense tensor.
+    of replicas, as in eq. 2; where they have weights, by the sum of those. A zero does not count as sent, in
+    a payload or in a dense tensor.
     """
 
-    def __init__(self, how: str = "contributors") -> None:
+    def __init__(self, how: str = "contributors", weights: Sequence[int] | None = None) -> None:
+        """`weights`: those that `add` will be given, where they differ."""
         if how not in ("contributors", "all"):
             raise ValueError(f"aggregation is {how!r}; it is 'contributors' or 'all'")
-        self.how = how
-        self.num_added = 0
+        self.how, self.most = how, sum(weights or ()) if differ(weights) else 0
+        self.num_added = self.weight = 0  # and the sum of their weights
         self.key: tuple = ()
         self.shapes: dict[str, torch.Size] = {}
 
@@ -40,12 +44,13 @@ class RunningMean:
         first = bundle.groups[0].values
         size = sum(shape.numel() for shape in self.shapes.values())
         self.total = torch.zeros(size, dtype=first.dtype, device=first.device)
+        whole = torch.int16 if not self.most else torch.int32 if self.most < 2**31 else torch.int64
         contributors = self.how == "contributors"
-        self.count = torch.zeros(size, dtype=torch.int16, device=first.device) if contributors else None
+        self.count = torch.zeros(size, dtype=whole, device=first.device) if contributors else None
         self.starts = _starts(*bundle.key, first.device)
 
     @torch.no_grad()
-    def add(self, payloads: Mapping[str, SparseChunks]) -> None:
+    def add(self, payloads: Mapping[str, SparseChunks], weight: int = 1) -> None:
         """Add one replica's payloads."""
         if not payloads:
             raise ValueError("a replica's payloads are empty")
@@ -62,15 +67,20 @@ class RunningMean:
             raise ValueError(f"replicas sent {name or 'tensors'} in different shapes, chunks or dtypes")
         arrangement = arrange(*self.key)
         for names, group, start in zip(arrangement.groups, bundle.groups, self.starts, strict=True):
-            self._add_group(group.index, group.values, arrangement.layouts[names[0]], *start)
+            layout = arrangement.layouts[names[0]]
+            self._add_group(group.index, _times(group.values, weight), layout, *start, weight)
         self.num_added += 1
+        self.weight += weight
 
-    def _add_group(self, index: Tensor, values: Tensor, layout: Layout, origin: Tensor, skip: Tensor) -> None:
-        """Add a group's chunks (C, J): each starts at `origin`, with `skip` entries between its rows."""
+    def _add_group(
+        self, index: Tensor, values: Tensor, layout: Layout, origin: Tensor, skip: Tensor, weight: int
+    ) -> None:
+        """Add a group's chunks (C, J): each starts at `origin`, with `skip` entries between its rows. The
+        values are weighed already."""
         position = flat_positions(index, layout.width, origin, skip[:, None])
         add_at(self.total, position, values)
         if self.count is not None:
-            add_at(self.count, position, values != 0)
+            add_at(self.count, position, _times(values != 0, weight))
 
     @torch.no_grad()
     def step(self, anchor: Mapping[str, Tensor], step_size: float) -> None:
@@ -86,17 +96,23 @@ class RunningMean:
         """The mean, by name: views of one buffer. The accumulator is used up."""
         if not self.num_added:
             raise ValueError("there is nothing to aggregate")
-        _divide(self.total, self.count, self.num_added)
+        _divide(self.total, self.count, self.weight)
         parts = self.total.split([shape.numel() for shape in self.shapes.values()])
         return {
             name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
 
 
-def aggregate(items: Sequence[Item], how: str = "contributors", clip: str | None = None) -> Tensor:
+def aggregate(
+    items: Sequence[Item],
+    how: str = "contributors",
+    clip: str | None = None,
+    weights: Sequence[int] | None = None,
+) -> Tensor:
     """The mean of one parameter's dense pseudo-gradients or payloads (eq. 2 of arXiv 2601.02360).
 
-    See `RunningMean` for `how`, `clip_factors` for `clip`. Sums are in float32, or in float64 if an item is.
+    See `RunningMean` for `how`, `clip_factors` for `clip`, `weights` for `weights`. Sums are in float32, or
+    in float64 if an item is.
     """
     items = list(items)
     if not items:
@@ -107,32 +123,52 @@ def aggregate(items: Sequence[Item], how: str = "contributors", clip: str | None
         )
     payloads = [{"": item} for item in items if isinstance(item, SparseChunks)]
     if len(payloads) == len(items):
-        return aggregate_many(payloads, how, clip)[""]
+        return aggregate_many(payloads, how, clip, weights)[""]
     factors = (
         None if clip is None else clip_factors(torch.stack([_norm(item) for item in items])[:, None], clip)
     )
-    return _aggregate_dense(items, how, factors)
+    return _aggregate_dense(items, how, factors, weights or [1] * len(items))
 
 
 @torch.no_grad()
 def aggregate_many(
-    replicas: Iterable[Mapping[str, SparseChunks]], how: str = "contributors", clip: str | None = None
+    replicas: Iterable[Mapping[str, SparseChunks]],
+    how: str = "contributors",
+    clip: str | None = None,
+    weights: Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
     """`aggregate` for every parameter of a model; the tensors returned are views of one buffer.
 
     `replicas` may be a generator; then one replica's payloads are in memory at a time, unless clipping has to
     know the norms of all of them first. What it scales is in memory one replica at a time.
     """
-    return add_all(RunningMean(how), replicas, clip).result()
+    return add_all(RunningMean(how, weights), replicas, clip, weights).result()
 
 
 def add_all(
-    mean: RunningMean, replicas: Iterable[Mapping[str, SparseChunks]], clip: str | None = None
+    mean: RunningMean,
+    replicas: Iterable[Mapping[str, SparseChunks]],
+    clip: str | None = None,
+    weights: Sequence[int] | None = None,
 ) -> RunningMean:
-    """Add the payloads of all replicas, in the order given, clipped if asked for."""
-    for payloads in replicas if clip is None else clipped(list(replicas), clip):
-        mean.add(payloads)
+    """Add the payloads of all replicas, in the order given, clipped if asked for, each by its weight."""
+    added = replicas if clip is None else clipped(list(replicas), clip)
+    if not differ(weights):
+        for payloads in added:
+            mean.add(payloads)
+        return mean
+    for payloads, weight in zip(added, weights or (), strict=True):
+        mean.add(payloads, weight)
     return mean
+
+
+def differ(weights: Sequence[int] | None) -> bool:
+    """Is it another mean than the plain one?"""
+    return len(set(weights or ())) > 1
+
+
+def _times(values: Tensor, weight: int) -> Tensor:
+    return values if weight == 1 else values * weight
 
 
 def clipped(replicas: Sequence[Mapping[str, SparseChunks]], clip: str) -> Iterator[Bundle]:
@@ -163,21 +199,22 @@ def _scaled(bundle: Bundle, factors: Tensor) -> Bundle:
     return Bundle(bundle.shapes, bundle.side, bundle.keep, "fp32", groups)
 
 
-def _aggregate_dense(items: list[Item], how: str, factors: Tensor | None) -> Tensor:
+def _aggregate_dense(items: list[Item], how: str, factors: Tensor | None, weights: Sequence[int]) -> Tensor:
     """The same with dense tensors among the items."""
     if how not in ("contributors", "all"):
         raise ValueError(f"aggregation is {how!r}; it is 'contributors' or 'all'")
     dense = [decode(item) if isinstance(item, SparseChunks) else item.detach() for item in items]
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in dense) else torch.float32
     total = torch.zeros(dense[0].shape, dtype=dtype, device=dense[0].device)
-    count = torch.zeros_like(total, dtype=torch.int16) if how == "contributors" else None
-    for i, values in enumerate(dense):
+    count = torch.zeros_like(total, dtype=torch.int64) if how == "contributors" else None
+    weights = weights if differ(weights) else [1] * len(items)
+    for i, (values, weight) in enumerate(zip(dense, weights, strict=True)):
         if factors is not None:
             values = values * factors[i, 0].to(values.dtype)
-        total.add_(values)
+        total.add_(_times(values, weight))
         if count is not None:
-            count.add_(values != 0)
-    _divide(total, count, len(items))
+            count.add_(_times(values != 0, weight))
+    _divide(total, count, sum(weights))
     return total
 
 

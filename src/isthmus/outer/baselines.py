@@ -32,9 +32,9 @@ class DiLoCo(SparseLoCo):
         ]
 
     @torch.no_grad()
-    def apply(self, payloads: Sequence[Payloads]) -> None:
+    def apply(self, payloads: Sequence[Payloads], weights: Sequence[int] | None = None) -> None:
         mu = self.config.momentum
-        for name, mean in self.codec.mean(payloads, "all", self._clip).items():
+        for name, mean in self.codec.mean(payloads, "all", self._clip, weights).items():
             velocity = self.velocity[name]
             velocity.mul_(mu).add_(mean)
             update = (mean + velocity * mu) * self.config.step_size

@@ -73,16 +73,20 @@ class PlainCodec(TopK):
     def unpack_many(self, data: bytes) -> Bundle:
         return self.unpack_all([data])[0]
 
-    def running_mean(self, how: str = "contributors") -> RunningMean:
+    def running_mean(self, how: str = "contributors", weights: Sequence[int] | None = None) -> RunningMean:
         """An empty accumulator."""
-        return RunningMean(how)
+        return RunningMean(how, weights)
 
     @torch.no_grad()
     def mean(
-        self, replicas: Iterable[Payloads], how: str = "contributors", clip: str | None = None
+        self,
+        replicas: Iterable[Payloads],
+        how: str = "contributors",
+        clip: str | None = None,
+        weights: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
         """The mean of the replicas' payloads, by name; see `aggregate_many`."""
-        return add_all(self.running_mean(how), replicas, clip).result()
+        return add_all(self.running_mean(how, weights), replicas, clip, weights).result()
 
     @torch.no_grad()
     def step(
@@ -92,6 +96,7 @@ class PlainCodec(TopK):
         step_size: float,
         how: str = "contributors",
         clip: str | None = None,
+        weights: Sequence[int] | None = None,
     ) -> None:
         """anchor -= step_size * mean; every holder of the anchor reaches the same bits."""
-        add_all(self.running_mean(how), replicas, clip).step(anchor, step_size)
+        add_all(self.running_mean(how, weights), replicas, clip, weights).step(anchor, step_size)

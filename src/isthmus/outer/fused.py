@@ -1,7 +1,7 @@
 """The codec with Triton kernels: each number is read and written once, and replicas are taken together.
 
 Every operation falls back to the plain form for what does not fit the kernels: odd chunks, other dtypes,
-clipping. What is decoded and summed has the bits of the plain form.
+clipping, weights. What is decoded and summed has the bits of the plain form.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus.layout.chunks import CRC_BYTES, Layout
-from isthmus.outer.aggregate import RunningMean, clipped
+from isthmus.outer.aggregate import RunningMean, clipped, differ
 from isthmus.outer.codec import Payloads, PlainCodec
 from isthmus.sparse import bits as plain_bits
 from isthmus.sparse import crc, launch
@@ -83,8 +83,8 @@ class FusedCodec(PlainCodec):
     def unpack_all(self, strings: Sequence[bytes]) -> list[Bundle]:
         return unpack_views([viewed(data) for data in strings], self.device, _read_bits, _check_sums)
 
-    def running_mean(self, how: str = "contributors") -> RunningMean:
-        return FusedMean(how)
+    def running_mean(self, how: str = "contributors", weights: Sequence[int] | None = None) -> RunningMean:
+        return RunningMean(how, weights) if differ(weights) else FusedMean(how)
 
     @torch.no_grad()
     def step(
@@ -94,10 +94,11 @@ class FusedCodec(PlainCodec):
         step_size: float,
         how: str = "contributors",
         clip: str | None = None,
+        weights: Sequence[int] | None = None,
     ) -> None:
         """A few replicas' payloads move the anchor directly, without an accumulator."""
         bundles = [Bundle.of(payloads) for payloads in replicas if payloads]
-        if 0 < len(bundles) == len(replicas) <= launch.MAX_REPLICAS:
+        if 0 < len(bundles) == len(replicas) <= launch.MAX_REPLICAS and not differ(weights):
             layouts, groups, _ = arrange(*bundles[0].key)
             values = [group.values for bundle in bundles for group in bundle.groups]
             if (
@@ -111,17 +112,19 @@ class FusedCodec(PlainCodec):
                     sent = [bundle.groups[i] for bundle in bundles]
                     launch.step(tensors, sent, own, step_size, how == "contributors")
                 return
-        super().step(anchor, replicas, step_size, how, clip)
+        super().step(anchor, replicas, step_size, how, clip, weights)
 
 
 class FusedMean(RunningMean):
     """`RunningMean` on a GPU."""
 
-    def _add_group(self, index: Tensor, values: Tensor, layout: Layout, origin: Tensor, skip: Tensor) -> None:
+    def _add_group(
+        self, index: Tensor, values: Tensor, layout: Layout, origin: Tensor, skip: Tensor, weight: int
+    ) -> None:
         if launch.fits(layout) and values.dtype == torch.float32:
             launch.add(self.total, self.count, origin, skip, layout.width, index, values)
         else:
-            super()._add_group(index, values, layout, origin, skip)
+            super()._add_group(index, values, layout, origin, skip, weight)
 
     @torch.no_grad()
     def step(self, anchor: Mapping[str, Tensor], step_size: float) -> None:

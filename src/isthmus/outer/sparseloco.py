@@ -23,8 +23,12 @@ def plain_round(
     params: Sequence[Mapping[str, Tensor]],
     feedback: Sequence[MutableMapping[str, Tensor]],
     config: OuterConfig,
+    weights: Sequence[int] | None = None,
 ) -> None:
-    """Take the anchor from theta^(t-1) to theta^(t), and every replica's feedback from e^(t) to e^(t+1)."""
+    """Take the anchor from theta^(t-1) to theta^(t), and every replica's feedback from e^(t) to e^(t+1).
+
+    `weights` are 1 in eq. 2; see `weights.round_weights`.
+    """
     top_k = TopK(config.chunk_side, config.keep, config.values)
     scale = config.step_size if config.feedback_lr_scaled else 1.0  # 1 in eq. 2
     clip = None if config.clip == "none" else config.clip  # none in eq. 2
@@ -37,7 +41,8 @@ def plain_round(
             e[name] = carried - top_k.decode(sent)  # what was rounded off stays in the feedback, too
             received.append(pack(sent))  # the exchange carries bytes
         # In the manifest's order, and scaled before it is subtracted: every replica reaches the same bits.
-        mean = aggregate([unpack(data, theta.device) for data in received], config.aggregation, clip)
+        sent_by_all = [unpack(data, theta.device) for data in received]
+        mean = aggregate(sent_by_all, config.aggregation, clip, weights)
         theta.sub_(mean * config.step_size)
 
 
@@ -90,9 +95,10 @@ class SparseLoCo:
         for name, param in params.items():
             feedback[name].mul_(self.config.feedback_decay).add_((self.anchor[name] - param) * scale)
 
-    def apply(self, payloads: Sequence[Payloads]) -> None:
+    def apply(self, payloads: Sequence[Payloads], weights: Sequence[int] | None = None) -> None:
         """theta^(t) = theta^(t-1) - eta mean; every holder of the anchor reaches the same bits."""
-        self.codec.step(self.anchor, payloads, self.config.step_size, self.config.aggregation, self._clip)
+        how, size = self.config.aggregation, self.config.step_size
+        self.codec.step(self.anchor, payloads, size, how, self._clip, weights)
 
     @torch.no_grad()
     def take_back(self, sent: Payloads, feedback: Mapping[str, Tensor]) -> None:

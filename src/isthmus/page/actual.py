@@ -129,7 +129,7 @@ def _rate(recipe: Recipe, kind: str, rows: Sequence[Row]) -> float | None:
     at_once = replica.processes if replica.sharded else 1  # of one machine; stages have one each
     spent = [sum(f.get("compute_seconds") or ()) / at_once or f.get("seconds") for f in figures]
     seconds = _typical(spent)
-    flops = step_flops(recipe) * recomputed_share(recipe, replica) * recipe.outer.inner_steps
+    flops = step_flops(recipe, replica) * recomputed_share(recipe, replica) * recipe.outer.inner_steps
     return flops / seconds / TFLOP if seconds else None
 
 

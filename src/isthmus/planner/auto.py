@@ -161,7 +161,7 @@ def pick(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> Pick:
 def rungs(recipe: Recipe, replica: ReplicaConfig, tflops: float) -> list[Rung]:
     """All that "auto" may become on this replica's link, the most bytes first, as far as the model's width
     has dimensions for it."""
-    micro_batches = recipe.inner.micro_batches
+    micro_batches = recipe.micro_batches_of(replica)
     known, anchor = measured(recipe.inner.optimizer, recipe.subspace.anchor), recipe.subspace.anchor
     compute = compute_of(recipe, replica, tflops)
     each = tuple(seconds / micro_batches for seconds in compute.stage_seconds_per_step)

@@ -1,12 +1,12 @@
 """Recipe -> seconds on that fleet, in closed formulas (docs/method.md, The virtual clock)."""
 
-from isthmus.config import Member, Recipe
+from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.layout.traffic import micro_batch_bytes, outer_bytes, shard_bytes
 
 
-def step_flops(recipe: Recipe) -> float:
+def step_flops(recipe: Recipe, replica: ReplicaConfig) -> float:
     """6 N per token: forward and backward of one replica's inner step."""
-    return 6.0 * recipe.model.num_parameters * recipe.inner.batch * recipe.model.context
+    return 6.0 * recipe.model.num_parameters * recipe.batch_of(replica) * recipe.model.context
 
 
 def inner_step_seconds(recipe: Recipe, member: Member, measured_seconds: float) -> float:
@@ -19,9 +19,9 @@ def inner_step_seconds(recipe: Recipe, member: Member, measured_seconds: float) 
     measured_seconds stands in for the compute of the whole replica where the recipe gives no rate.
     """
     replica = member.config
-    stages, m = replica.stages, recipe.inner.micro_batches
+    stages, m = replica.stages, recipe.micro_batches_of(replica)
     if replica.tflops:
-        compute = step_flops(recipe) / stages / (replica.tflops * 1e12)
+        compute = step_flops(recipe, replica) / stages / (replica.tflops * 1e12)
     else:
         compute = measured_seconds / stages
     if stages == 1:

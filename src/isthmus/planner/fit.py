@@ -66,7 +66,7 @@ def in_flight_of(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) ->
         return (1,)
     rate = replica.tflops or tflops
     if rate <= 0:
-        return depths(replica.stages, recipe.inner.micro_batches, 1.0, 0.0, 0.0, recipe.inner.in_flight)
+        return depths(replica.stages, recipe.micro_batches_of(replica), 1.0, 0.0, 0.0, recipe.inner.in_flight)
     most = (0,) * replica.stages
     for round_number in (1, recipe.outer.rounds):  # finishing rounds carry more, and so hold more
         usual = replace(recipe, replicas=(replica,)).in_round(round_number)
@@ -128,7 +128,7 @@ def _changes(recipe: Recipe, replica: ReplicaConfig) -> Iterator[tuple[str, Repl
         if not again:
             yield 'sharding = "full" and recompute = "yes"', replace(yes, sharding="full")
     if replica.kind == "full" and recipe.inner.optimizer != "muon":
-        more = [n for n in PROCESSES if n > replica.processes and recipe.inner.batch % n == 0]
+        more = [n for n in PROCESSES if n > replica.processes and recipe.batch_of(replica) % n == 0]
         for n in [n for n in more if n <= recipe.model.layers][:2]:
             words = f'a machine of {n} such devices, with processes = {n}, sharding = "full"'
             yield words + ' and recompute = "yes"', replace(yes, processes=n, sharding="full")

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from math import prod
 
-from isthmus.config import Recipe, ReplicaConfig
+from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.layout.stages import EMBEDDING, layers_per_stage, stage_names
 
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # weights, moments, feedback
@@ -110,13 +110,37 @@ def simulator_bytes(
     if precision == "bf16":  # the half-width copy of the weights; see Stack for when gradients are half too
         half_gradients = compiled and grad_accum_steps == 1 and recipe.outer.method != "adamw"
         weights += 0 if half_gradients else min(shared, group) * n * 2
-    sequences = group * -(-recipe.inner.batch // grad_accum_steps)
+    sequences = max(
+        len(members)
+        * recipe.batch_of(members[0].config)
+        // parts_of(recipe, members[0].config, grad_accum_steps)
+        for members in stacked_members(recipe, group)
+    )
     inner = min(shared, group) * n * size + activation_bytes(recipe, precision, sequences, compiled)
     # The work copies of the exchange, which a GPU's kernels do without for sparse payloads. They come when
     # gradients and activations have gone; on a GPU the little that is left was measured on top.
     exchange = KERNEL_COPIES if compiled and recipe.outer.method == "sparseloco" else exchange_copies(recipe)
     copies = int(exchange * n * size)
     return RUNTIME_BYTES + weights + (inner + copies if compiled else max(inner, copies))
+
+
+def stacked_members(recipe: Recipe, group: int) -> list[tuple[Member, ...]]:
+    """Neighbours in the fleet whose batches are alike, up to `group` together: those that can be stacked."""
+    stacks: list[tuple[Member, ...]] = []
+    for _, alike in groupby(recipe.fleet(), lambda member: recipe.batch_of(member.config)):
+        members = tuple(alike)
+        stacks += [members[at : at + group] for at in range(0, len(members), group)]
+    return stacks
+
+
+def largest_batch(recipe: Recipe) -> int:
+    return max(recipe.batch_of(replica) for replica in recipe.replicas)
+
+
+def parts_of(recipe: Recipe, replica: ReplicaConfig, grad_accum_steps: int) -> int:
+    """Parts of a replica's batch, where the largest of the fleet is cut into so many: none is larger."""
+    batch, rows = recipe.batch_of(replica), largest_batch(recipe) // grad_accum_steps
+    return next(parts for parts in range(1, batch + 1) if batch % parts == 0 and batch // parts <= rows)
 
 
 def plan_simulator(
@@ -129,10 +153,11 @@ def plan_simulator(
     mode: str = "auto",
 ) -> SimulatorPlan:
     """The largest group that fits, then the fewest parts of a batch; parked only when nothing else fits."""
-    replicas, batch = recipe.num_replicas, recipe.inner.batch
-    groups = [g for g in range(replicas, 0, -1) if replicas % g == 0]
+    replicas, batch = recipe.num_replicas, largest_batch(recipe)
+    most = max(map(len, stacked_members(recipe, replicas)))
+    groups = [g for g in range(most, 0, -1) if most % g == 0]
     if mode == "stacked" or recipe.outer.method == "adamw":
-        groups = [replicas]
+        groups = [most]
     elif mode == "turns":
         groups = [1]
     splits = [p for p in range(1, batch + 1) if batch % p == 0]
@@ -239,7 +264,7 @@ def _kept(
     then the head has let go of its logits.
     """
     model, inner, full = recipe.model, recipe.inner, replica.kind == "full"
-    rows = max(1, inner.batch // (replica.processes if full else inner.micro_batches))
+    rows = max(1, recipe.batch_of(replica) // (replica.processes * recipe.micro_batches_of(replica)))
     num_tokens = rows * model.context
     num_layers = model.layers if full else layers_per_stage(model.layers, replica.stages)[stage]
     compiled = on_gpu and (full or inner.backward != "split")

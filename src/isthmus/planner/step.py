@@ -70,7 +70,7 @@ def rate_of(replica: ReplicaConfig, tflops: float = 0.0) -> float:
 
 
 def compute_of(recipe: Recipe, replica: ReplicaConfig, tflops: float) -> Compute:
-    flops = step_flops(recipe)
+    flops = step_flops(recipe, replica)
     once, again = _work(recipe, replica)
     whole = flops / (tflops * 1e12)
     seconds = tuple(whole * (o + a) / sum(once) for o, a in zip(once, again, strict=True))
@@ -102,7 +102,7 @@ def recomputed_share(recipe: Recipe, replica: ReplicaConfig) -> float:
 
 
 def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageLink | None, Step]:
-    replica, m = member.config, recipe.inner.micro_batches
+    replica, m = member.config, recipe.micro_batches_of(member.config)
     mean = compute.seconds_per_step
     if replica.stages == 1:
         return None, Step(

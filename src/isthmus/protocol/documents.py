@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isthmus.config import Recipe
-from isthmus.config.fleet import MOST_STAGES
+from isthmus.config.fleet import MOST_BATCH, MOST_STAGES
 from isthmus.protocol.schema import (
     HASH,
     HASH_OR_NONE,
@@ -70,6 +70,7 @@ MANIFEST = {
     "next_epoch": Optional(EPOCH),
     "membership": Optional(HASH_OR_NONE),
     "dealt": Optional(Whole(0, 2**60)),
+    "dealt_rest": Optional(Whole(0, MOST_BATCH - 1)),
     "scores": Optional(Many(Row((NAME, Number(-MOST_SCORE, MOST_SCORE))), MOST_REPLICAS)),
     "probation": Optional(Table(Whole(0, MOST_ROUNDS), MOST_REPLICAS)),
 }
@@ -170,7 +171,10 @@ class Manifest:
     epoch: int = 0  # of the membership, in this round
     next_epoch: int = 0  # in the round after it
     membership: str = ""  # digest of that epoch's document, in runs that have an owner
-    dealt: int = 0  # batches of the run's order that were dealt up to this round, read or not; in such runs
+    # What was dealt of the run's order up to this round, read or not; in such runs. In batches of inner.batch
+    # sequences, and sequences beside them, where replicas have batches of their own.
+    dealt: int = 0
+    dealt_rest: int = 0
     scores: tuple[tuple[str, float], ...] = ()  # (replica, score) of the updates that the closer scored
     probation: Mapping[str, int] = field(default_factory=dict)  # of the next round: replica -> rounds passed
 
@@ -189,6 +193,7 @@ class Manifest:
             "next_epoch": self.next_epoch,
             "membership": self.membership,
             "dealt": self.dealt,
+            **({"dealt_rest": self.dealt_rest} if self.dealt_rest else {}),
             "scores": [[name, score] for name, score in self.scores],
             "probation": dict(self.probation),
         }
@@ -212,6 +217,7 @@ class Manifest:
             next_epoch=body.get("next_epoch", 0),
             membership=body.get("membership", ""),
             dealt=body.get("dealt", 0),
+            dealt_rest=body.get("dealt_rest", 0),
             scores=tuple((name, float(score)) for name, score in body.get("scores", ())),
             probation=dict(body.get("probation", {})),
         )

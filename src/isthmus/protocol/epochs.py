@@ -55,14 +55,14 @@ class Epochs:
         """Which batches are the replica's in a round; None where it is not in it, or the fleet never
         changes."""
         run = self.at(round_number)
-        names = [member.name for member in run.recipe.fleet()]
-        if not run.owner or replica not in names:
+        sizes = {member.name: run.recipe.batch_of(member.config) for member in run.recipe.fleet()}
+        if not run.owner or replica not in sizes:
             return None
         before = self.manifest(round_number - 1) if round_number > 1 else None
-        steps = run.recipe.outer.inner_steps
-        return Deal(
-            (round_number - 1) * steps, steps, before.dealt if before else 0, len(names), names.index(replica)
-        )
+        steps, number = run.recipe.outer.inner_steps, list(sizes).index(replica)
+        first, each = _sequences(run, before), list(sizes.values())
+        begin = (round_number - 1) * steps
+        return Deal(begin, steps, first, sum(each), sum(each[:number]), sizes[replica])
 
     def on_probation(self, round_number: int) -> dict[str, int]:
         """Whose updates to a round are only judged: replica -> rounds in which one passed. By the manifest
@@ -81,20 +81,23 @@ class Epochs:
         if not self.membership.owner:
             return manifest
         now, following = self.epoch_of(manifest.round), self.membership.newest
+        dealt, rest = self._dealt(now.run, self.known(manifest.round - 1))
         return replace(
             manifest,
             epoch=now.number,
             next_epoch=following.number,
             membership=following.digest,
-            dealt=self._dealt(manifest.round, now.run, self.known(manifest.round - 1)),
+            dealt=dealt,
+            dealt_rest=rest,
             members=tuple(name for name in manifest.members if name in following.run.keys),
             probation=_probation(manifest.probation, now, following),
         )
 
-    def _dealt(self, round_number: int, run: RunInfo, before: Manifest | None) -> int:
-        """Batches that were dealt up to a round: all that its epoch's replicas take in its inner steps."""
-        each = run.recipe.outer.inner_steps * run.recipe.num_replicas
-        return each + (before.dealt if before else 0)
+    def _dealt(self, run: RunInfo, before: Manifest | None) -> tuple[int, int]:
+        """What was dealt up to a round, with all that its epoch's replicas take in its inner steps: batches
+        of inner.batch sequences, and sequences beside them."""
+        taken = run.recipe.outer.inner_steps * run.recipe.step_sequences
+        return divmod(_sequences(run, before) + taken, run.recipe.inner.batch)
 
     def _stated_epoch(self, data: bytes) -> Epoch:
         """The epoch that a manifest names for its round, by which its signature is checked; whether it is
@@ -124,8 +127,14 @@ class Epochs:
         epoch = self.membership.at(before.next_epoch if before else 0, manifest.round)
         if manifest.epoch != epoch.number:
             raise Refused(f"it is closed under epoch {manifest.epoch}, and its round is in {epoch.number}")
-        if manifest.dealt != self._dealt(manifest.round, epoch.run, before):
-            raise Refused(f"it says that {manifest.dealt} batches were dealt")
+        if (manifest.dealt, manifest.dealt_rest) != self._dealt(epoch.run, before):
+            rest = f" and {manifest.dealt_rest} sequences" if manifest.dealt_rest else ""
+            raise Refused(f"it says that {manifest.dealt} batches{rest} were dealt")
+
+
+def _sequences(run: RunInfo, before: Manifest | None) -> int:
+    """That were dealt up to the end of a round."""
+    return before.dealt * run.recipe.inner.batch + before.dealt_rest if before else 0
 
 
 def has_probation(run: RunInfo) -> bool:

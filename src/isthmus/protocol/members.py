@@ -21,7 +21,7 @@ def opening_seconds(recipe: Recipe) -> float:
         if links := usual.config.stages - 1:
             sent = [inner_step_bytes(recipe, member)["activations"] for member in (usual, opened)]
             # A step's bytes over one link, one way, and two micro-batches a link to fill and drain.
-            more = (sent[1] - sent[0]) / links * (1 + 2 * links / recipe.inner.micro_batches)
+            more = (sent[1] - sent[0]) / links * (1 + 2 * links / recipe.micro_batches_of(usual.config))
             most = max(most, recipe.outer.inner_steps * more * 8 / (usual.config.link.mbps * 1e6))
     return most
 

@@ -9,6 +9,7 @@ from isthmus.errors import RunError, RunStopped
 from isthmus.model.digest import anchor_digest, shard_digests
 from isthmus.model.llama import init_params
 from isthmus.outer import outer_method
+from isthmus.outer.weights import round_weights
 from isthmus.protocol.judge import check_counted, other_start
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.shards import unpack_shards
@@ -135,7 +136,8 @@ class Replay:
         check_counted(manifest, updates)
         self._digest = None
         if updates:
-            self.outer.apply(list(updates.values()))
+            weights = round_weights(self.ledger.at(manifest.round).recipe, updates)
+            self.outer.apply(list(updates.values()), weights)
         self.round = manifest.round
         return manifest
 

@@ -42,17 +42,19 @@ class FullReplica:
         *,
         device: torch.device | str = "cpu",
         precision: str = "fp32",
-        grad_accum_steps: int = 1,
+        grad_accum_steps: int = 0,
         process_group: Any = None,
         compiled: bool = False,
     ) -> None:
-        """`process_group` comes from `share_batches`; without it this process is the replica."""
+        """`process_group` comes from `share_batches`; without it this process is the replica. Without
+        `grad_accum_steps` a batch is cut as the recipe says."""
         self.process_group: Any = process_group
         self.rank = process_group.rank() if process_group else 0
         self.num_processes = process_group.size() if process_group else 1
-        if recipe.inner.batch % (grad_accum_steps * self.num_processes):
+        grad_accum_steps = grad_accum_steps or recipe.micro_batches_of(member.config)
+        if recipe.batch_of(member.config) % (grad_accum_steps * self.num_processes):
             raise ConfigError(
-                f"inner.batch is {recipe.inner.batch}, which {self.num_processes} processes in "
+                f"inner.batch is {recipe.batch_of(member.config)}, which {self.num_processes} processes in "
                 f"{grad_accum_steps} accumulation steps do not divide; change inner.batch or their number"
             )
         self.recipe, self.member = recipe, member

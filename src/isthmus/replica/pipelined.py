@@ -67,7 +67,8 @@ class PipelinedReplica:
         self.batches, self.limit = batches, recipe.inner.in_flight
         self.round_timeout_seconds = round_timeout_seconds
         self.clock = Clock(self.stages[0].device)
-        self.num_stages, self.num_micro_batches = member.config.stages, recipe.inner.micro_batches
+        self.num_stages = member.config.stages
+        self.num_micro_batches = recipe.micro_batches_of(member.config)
         if schedule not in ("auto", "1f1b", "gpipe"):
             raise ConfigError(f'schedule is "{schedule}"; it is one of auto, 1f1b, gpipe')
         if self.stages[0].first and batches is None:
@@ -110,7 +111,7 @@ class PipelinedReplica:
         """From the recipe's figures, until there are measured ones."""
         config, model, m = self.member.config, self.recipe.model, self.num_micro_batches
         link_seconds = self._link_seconds()
-        tokens = self.recipe.inner.batch // m * model.context
+        tokens = self.recipe.batch_of(config) // m * model.context
         flops = 6 * model.num_parameters / self.num_stages * tokens
         # Without the machines' rate, assume a link as slow as compute: the slowest that can be hidden.
         t_seconds = flops / (config.tflops * 1e12) if config.tflops else link_seconds

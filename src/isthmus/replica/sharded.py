@@ -59,9 +59,10 @@ class ShardedReplica:
         """`mesh` comes from `shard_mesh`."""
         self.recipe, self.member = recipe, member
         self.rank, self.num_processes = mesh.get_local_rank(), mesh.size()
-        if recipe.inner.batch % self.num_processes:
+        batch, self.num_parts = recipe.batch_of(member.config), recipe.micro_batches_of(member.config)
+        if batch % (self.num_processes * self.num_parts):
             raise ConfigError(
-                f"inner.batch is {recipe.inner.batch}, which {self.num_processes} processes do not divide; "
+                f"inner.batch is {batch}, which {self.num_processes} processes do not divide; "
                 "change one of them"
             )
         self.device, self.clock = torch.device(device), Clock(torch.device(device))
@@ -129,12 +130,15 @@ class ShardedReplica:
         """One InnerOpt update of the whole replica (eq. 1); its loss, the same in every process."""
         with self.clock, self._faults():
             own = self.tokens.at(inner_step)  # (B, L + 1)
-            loss = self.model(own[:, :-1], own[:, 1:])
-            loss.backward()  # each layer's gradients are averaged as they appear, and cut
+            loss = torch.zeros((), dtype=torch.float64, device=self.device)
+            for part in own.chunk(self.num_parts):
+                mean = self.model(part[:, :-1], part[:, 1:]) / self.num_parts
+                mean.backward()  # each layer's gradients are averaged as they appear, cut, and added up
+                loss += mean.detach().double()
             for name, rows in self.local.items():
                 rows.grad = _rows(self.params[name].grad)
             square = self.opt.squared_norm().double().sum()
-            totals = torch.stack([square, loss.detach().double() / self.num_processes])
+            totals = torch.stack([square, loss / self.num_processes])
             dist.all_reduce(totals)
             self.opt.advance(inner_step)
             self.norms = self.opt.update(totals[:1].to(self.master_dtype))

@@ -96,7 +96,7 @@ def training_rate(
         step_seconds=each,
         fastest_seconds=min(times),
         slowest_seconds=max(times),
-        tflops=step_flops(_with_batch(one, batches.batch)) / each / 1e12,
+        tflops=step_flops(_with_batch(one, batches.batch), one.replicas[0]) / each / 1e12,
         tokens_per_second=batches.batch * model.context / each,
         threads=torch.get_num_threads() if device == "cpu" else 1,
         load=cores.load,

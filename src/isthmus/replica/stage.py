@@ -96,9 +96,9 @@ class Stage(Trainable):
 
     def _stream_shape(self) -> tuple[int, int, int]:
         """(B, L, K) of one micro-batch on a link."""
-        model, inner = self.recipe.model, self.recipe.inner
-        dim = model.width if self.bases.opening else self.member.config.subspace_dim(model.width)
-        return inner.batch // inner.micro_batches, model.context, dim
+        recipe, config = self.recipe, self.member.config
+        dim = recipe.model.width if self.bases.opening else config.subspace_dim(recipe.model.width)
+        return recipe.batch_of(config) // recipe.micro_batches_of(config), recipe.model.context, dim
 
     def _received(self, side: str, data: Tensor, dtype: torch.dtype) -> Tensor:
         """A frame from the stage "before" or "after" as a stream (B, L, K)."""

@@ -279,7 +279,10 @@ def _together(facts: Sequence[Facts]) -> Figures:
 
 
 def _tokens(recipe: Recipe, took_part: Mapping[str, Any]) -> int:
-    return len(took_part) * recipe.outer.inner_steps * recipe.inner.batch * recipe.model.context
+    """Of a replica that this recipe does not have, as if its batch were the usual one."""
+    sizes = {member.name: recipe.batch_of(member.config) for member in recipe.fleet()}
+    sequences = sum(sizes.get(name, recipe.inner.batch) for name in took_part)
+    return recipe.outer.inner_steps * sequences * recipe.model.context
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

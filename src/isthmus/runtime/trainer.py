@@ -23,6 +23,7 @@ from isthmus.model.digest import shard_digests
 from isthmus.model.llama import init_tensor
 from isthmus.outer import outer_method
 from isthmus.outer.exchange import Contribution
+from isthmus.outer.weights import round_weights
 from isthmus.protocol.anchor_upload import AnchorUpload
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.exchange import LedgerExchange
@@ -189,11 +190,14 @@ class Trainer:
                 if h + 1 < steps:
                     if passed():
                         break
+                    step_seconds = (time.monotonic() - started) / (h + 1 - first)
+                    part_if_asked(self, round_index + 1, losses, step_seconds * (steps - h - 1))
                     self._save_middle(round_index + 1, losses)
-        status.loss = float(torch.stack([loss.double() for loss in losses]).mean())
+        status.loss = float(doubles(losses).mean())
         self.edge_began = time.monotonic()
         status.seconds = self.edge_began - started
-        tokens = (len(losses) - first) * self.recipe.inner.batch * self.recipe.model.context
+        sequences = (len(losses) - first) * self.recipe.batch_of(self.member.config)
+        tokens = sequences * self.recipe.model.context
         status.tokens_per_second = tokens / status.seconds
         status.grad_norm = float(self.replica.grad_norm)
         if not math.isfinite(status.loss):  # the same at every stage
@@ -304,7 +308,8 @@ class Trainer:
             self.state.protect()
             self._continue_upload(round_number - 1)
             if updates:  # none, where the round is void
-                self.outer.apply(list(updates.values()))
+                weights = round_weights(self.ledger.at(round_number).recipe, updates)
+                self.outer.apply(list(updates.values()), weights)
             self.settle_pending(round_number)
             self.hold(round_number)
             if updates and manifest.closer == self.member.name and self._anchor_due(round_number):

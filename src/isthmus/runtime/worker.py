@@ -119,8 +119,8 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         device = torch.device("cuda", at.rank)
     precision, batches, held_out = pick_precision(recipe, device), None, None
     if whole or at.rank == 0:
-        corpus, inner = checked_corpus(recipe, config.corpus), recipe.inner
-        batches = Batches(corpus.train, recipe.seed, recipe.num_replicas, inner.batch, recipe.model.context)
+        corpus = checked_corpus(recipe, config.corpus)
+        batches = Batches.of(recipe, corpus.train)
         held_out = corpus.validation if num_windows(corpus.validation, recipe.model.context) else None
     try:
         replica, control = build_replica(config, run, member, at, batches, device, precision)

@@ -19,7 +19,8 @@ from isthmus.model.llama import forward, init_params, token_losses
 from isthmus.outer import outer_method
 from isthmus.outer.exchange import Contribution
 from isthmus.outer.sparseloco import SparseLoCo
-from isthmus.planner.memory import SimulatorPlan
+from isthmus.outer.weights import round_weights
+from isthmus.planner.memory import SimulatorPlan, parts_of, stacked_members
 from isthmus.replica.base import precision_dtypes
 from isthmus.replica.evaluate import Scorer
 from isthmus.replica.stack import Stack
@@ -49,9 +50,7 @@ class SimulatedFleet:
             torch.cuda.set_device(device)  # kernels, graphs and events use the current device
         self.members = recipe.fleet()
         master_dtype, self.dtype = precision_dtypes(precision)
-        self.batches = Batches(
-            corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context
-        )
+        self.batches = Batches.of(recipe, corpus.train)
         self.bases = BasisSet(recipe, device, master_dtype)
         # Recorded work keeps its memory: only a single stack is recorded, and only in half of what is free.
         self.recorded = (
@@ -73,17 +72,17 @@ class SimulatedFleet:
         self.stacks = [
             Stack(
                 recipe,
-                self.members[at : at + plan.group],
+                members,
                 self.anchor,
                 table,
                 self.bases,
                 dtype=self.dtype,
-                grad_accum_steps=plan.grad_accum_steps,
+                grad_accum_steps=parts_of(recipe, members[0].config, plan.grad_accum_steps),
                 shared=self.shared,
                 compiled=compiled,
                 recorded=self.recorded,
             )
-            for at in range(0, len(self.members), plan.group)
+            for members in stacked_members(recipe, plan.group)
         ]
         if self.shared:
             self.anchor = {name: p.detach() for name, p in self.stacks[0].params.items()}
@@ -129,7 +128,7 @@ class SimulatedFleet:
     def _read(self, stack: Stack, inner_step: int) -> Tensor:
         """(R, B, L + 1)."""
         first = stack.members[0].index
-        return self.batches.stacked(inner_step)[first : first + len(stack.members)]
+        return self.batches.stacked(inner_step, range(first, first + len(stack.members)))
 
     def _contribute(self, stack: Stack, outer: SparseLoCo) -> list[Contribution]:
         """Every replica's payload, packed shard by shard, as it would leave its machines."""
@@ -157,10 +156,11 @@ class SimulatedFleet:
     def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
         """Decode what the exchange returned and take the anchor to theta^(t)."""
         if self.outer:
+            weights = round_weights(self.recipe, [one.replica for one in contributions])
             # Shard by shard, as the machines of a pipelined replica do: each sums its own.
             for i in range(len(self.shards)):
                 packed = [one.shards[i] for one in contributions]
-                self.outer.apply(self.outer.codec.unpack_all(packed))
+                self.outer.apply(self.outer.codec.unpack_all(packed), weights)
         self._turn_basis(round_number * self.recipe.outer.inner_steps - 1)
 
     def _turn_basis(self, inner_step: int) -> None:
@@ -168,12 +168,12 @@ class SimulatedFleet:
         every = self.recipe.subspace.grassmann_every
         if not every or (inner_step + 1) % every or self.bases.opening:  # a boundary that opens keeps its U
             return
-        tokens = self.batches.stacked(inner_step).to(self.device).long()
         covariances: dict[str, Tensor] = {}
         for member in self.members:
             if member.config.compressed:
                 key = self.bases.key(member, 0)
-                covariance = self._gradient_covariance(member, tokens[member.index])
+                tokens = self.batches.at(member.index, inner_step).to(self.device).long()
+                covariance = self._gradient_covariance(member, tokens)
                 covariances[key] = covariances[key] + covariance if key in covariances else covariance
         for key, covariance in covariances.items():
             basis = self.bases.bases[key]

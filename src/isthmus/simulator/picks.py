@@ -49,7 +49,7 @@ def checked_corpus(recipe: Recipe, elsewhere: str = "") -> Corpus:
             f"prepare the corpus with --vocab {recipe.model.vocab}"
         )
     # Too little text is an error here, before a run directory exists.
-    Batches(corpus.train, recipe.seed, recipe.num_replicas, recipe.inner.batch, recipe.model.context)
+    Batches.of(recipe, corpus.train)
     validation_batches(corpus, recipe.inner.batch, recipe.model.context, 1)
     return corpus
 

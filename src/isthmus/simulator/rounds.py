@@ -50,12 +50,13 @@ def simulate_rounds(
         scores = fleet.evaluate() if recipe.is_scored(round_number) else None
         seconds = time.perf_counter() - clock
         sent = counted_bytes(recipe.in_round(round_number), exchange.pop_counts())
-        each = trained_seconds / recipe.num_replicas
+        each = trained_seconds / recipe.step_sequences
+        spent = {m.name: each * recipe.batch_of(m.config) for m in fleet.members}
         losses = zip(fleet.members, fleet.losses.mean(0).tolist(), strict=True)
         row = Row.from_simulation(
             recipe,
             round_number,
-            {m.name: Facts(loss=loss, seconds=each, bytes=sent[m.name]) for m, loss in losses},
+            {m.name: Facts(loss=loss, seconds=spent[m.name], bytes=sent[m.name]) for m, loss in losses},
             scores,
             loss_train=fleet.losses.mean().item(),
             grad_norm=fleet.norms.mean().item(),
