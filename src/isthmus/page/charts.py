@@ -15,6 +15,7 @@ PURPOSES = {
     "stages": [("activations", "activations"), ("gradients", "gradients"), ("tokens", "token ids")],
     "replicas": [("payload_up", "up"), ("payload_down", "down"), ("control", "control")],
 }
+FORWARD_NOTE = "Held-out text by forward: mixed, full, pipelined. Training is the replicas' own text."
 CONTROL = "Control is all else that the bucket moved: snapshots, manifests, heartbeats."
 CLOSE = 1.2  # a plan counts as kept up to this ratio
 MAX_BUCKETS = 200  # of a line; each keeps its lowest and its highest point
@@ -37,7 +38,7 @@ def charts(rows: list[Row], recipe: Recipe) -> list[dict[str, Any]]:
             value = lambda row, f=field, n=name: row[f].get(n)  # noqa: E731
             by_kind.append(_line(rows, f"{name}, {words}", value, colour, dashed))
     drawn = [
-        _chart("Loss by kind of forward", lines, "nats", "loss", "Held-out text, and the replicas' own."),
+        _chart("Loss by kind of forward", lines, "nats", "loss", FORWARD_NOTE if split else ""),
         _chart("Loss by kind of replica", by_kind, "nats", "loss", "One line for each [[replicas]] table."),
     ]
     if any(replica.compressed for replica in recipe.replicas):

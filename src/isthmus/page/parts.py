@@ -3,8 +3,8 @@
 from importlib.resources import files
 
 # In this order they are one script and one style sheet: what a part uses at once stands before it.
-SCRIPTS = ("base", "chart", "fleet", "rounds", "bytes", "plan", "page")
-STYLES = ("page",)
+SCRIPTS = ("base", "words", "contents", "chart", "fleet", "rounds", "bytes", "plan", "page")
+STYLES = ("page", "words")
 
 
 def html() -> str:

@@ -10,16 +10,16 @@ function bytes(state) {
     const total = one.parts.reduce((sum, part) => sum + part.bytes, 0) || 1;
     const bar = h("div", { class: `share c${one.colour}`, role: "img", "aria-label": one.parts.map((part) => `${part.name} ${part.text}`).join(", ") });
     one.parts.forEach((part, i) => { const piece = h("span", { class: `shade${i}`, title: `${part.name} ${part.text}` }); piece.style.flex = String(part.bytes / total); bar.append(piece); });
-    return h("figure", {}, h("figcaption", {}, unbroken(one.title)), h("ul", { class: "legend" },
-      one.parts.map((part, i) => h("li", { class: `square c${one.colour} shade${i}` }, h("i", {}), `${part.name} `, h("b", {}, part.text)))), bar,
-      one.note && h("p", { class: "note" }, unbroken(one.note)));
+    return h("figure", {}, h("figcaption", {}, explained(unbroken(one.title))), h("ul", { class: "legend" },
+      one.parts.map((part, i) => h("li", { class: `square c${one.colour} shade${i}` }, h("i", {}), explained(part.name), " ", h("b", {}, part.text)))), bar,
+      one.note && h("p", { class: "note" }, explained(unbroken(one.note))));
   }));
   const rows = kinds.flatMap((kind) => [h("tr", { class: "group" }, h("th", { colspan: 4, scope: "rowgroup" }, kind.name)),
     ...kind.links.map((link) => h("tr", {}, h("td", {}, link.where, h("small", {}, ` ${link.what}`)), h("td", { class: "number" }, link.text), h("td", { class: "number slim" }, link.round_text), h("td", { class: "number" }, link.use_text, meter(link.use))))]);
   show("links", rows.length && h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Bytes by link" }, h("table", {},
     h("thead", {}, h("tr", {}, ["Link", "Whole run", "Last round", "Of its rate"].map((head, i) => h("th", { scope: "col", class: i === 2 ? "number slim" : i ? "number" : null }, head)))), h("tbody", {}, rows))),
-    rows.length && h("p", { class: "note kinds" }, "All replicas of a kind together; the share of the rate is one replica's, in the last round. " +
-      (state.run.facts.includes("real processes") ? "Links between stages are looked at while inner steps run, those to the bucket over the whole round." : "Nothing travelled in this simulated run: bytes by shape, seconds by the virtual clock.")));
+    rows.length && h("p", { class: "note kinds" }, explained("All replicas of a kind together; the share of the rate is one replica's, in the last round. " +
+      (state.run.facts.includes("real processes") ? "Links between stages are looked at while inner steps run, those to the bucket over the whole round." : "Nothing travelled in this simulated run: bytes by shape, seconds by the virtual clock."))));
 }
 
 // Sent, and what dense methods would have sent, on a logarithmic scale: a thousand times as much fits beside twice as much.
@@ -40,8 +40,8 @@ function spans(list) {
       s("circle", { class: `c${one.colour}`, cx: at(one.sent), cy: y, r: 5 }), s("circle", { class: `c${one.colour} hollow`, cx: at(one.dense), cy: y, r: 5 }));
   });
   const words = list.map((one) => `between ${one.link} ${one.sent_text} sent, ${one.dense_text}, ${one.times}`).join("; ");
-  show("spans", h("figure", {}, h("figcaption", {}, "Sent, against what dense methods would have sent"), s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words }, parts),
-    h("p", { class: "note" }, "All links of the fleet together, over the whole run, on a logarithmic scale. Uncompressed stages would send activations and their gradients in all dimensions; dense replicas would average fp32 gradients after every inner step.")));
+  show("spans", h("figure", {}, h("figcaption", {}, explained("Sent, against what dense methods would have sent")), s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words }, parts),
+    h("p", { class: "note" }, explained("All links of the fleet together, over the whole run, on a logarithmic scale. Uncompressed stages would send activations and their gradients in all dimensions; dense replicas would average fp32 gradients after every inner step."))));
 }
 
 function meter(share) {

@@ -8,8 +8,8 @@ function chart(data) {
   const open = charts.get(data.title)?.node.querySelector("details")?.open;
   const reading = h("span", {}), legend = h("ul", { class: "legend" }), aloud = h("p", { class: "unseen", "aria-live": "polite" });
   const canvas = s("svg", { role: "img", tabindex: 0, "aria-label": spoken(data), "aria-roledescription": "line chart; arrow keys read its points" });
-  const node = h("figure", { class: "chart" }, h("figcaption", {}, data.title, reading),
-    data.note && h("p", { class: "note" }, data.note), legend, aloud, canvas, h("details", { open }, h("summary", {}, "as a table"), table(data)));
+  const node = h("figure", { class: "chart" }, h("figcaption", {}, h("b", {}, explained(data.title)), reading),
+    data.note && h("p", { class: "note" }, explained(data.note)), legend, aloud, canvas, h("details", { open }, h("summary", {}, "as a table"), table(data)));
   const one = { data, node, canvas, legend, reading, at: null };
   const xs = [...new Set(data.series.flatMap((line) => line.points.map((p) => p[0])))].sort((a, b) => a - b);
   one.xs = xs;

@@ -105,8 +105,8 @@ function members(state) {
   const kinds = state.kinds.map((kind) => `${kind.count} ${kind.name}: ${kind.kind}${kind.stages > 1 ? ` in ${kind.stages} stages` : ""}${kind.compression ? `, ${kind.compression}` : ""}${kind.link ? `, ${kind.link} between stages` : ""}${kind.bucket_link ? `, ${kind.bucket_link} to the bucket` : ""}`);
   const heads = ["Replica", "State", ...(state.run.bucket ? ["Heartbeat", "Inner step", "Loss", "Rate"] : []), ...(state.replicas.some((one) => one.processes.length) ? ["Processes here"] : [])];
   show("members", h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "The replicas, as a table" }, h("table", {},
-    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: head === "Heartbeat" ? "number" : ["Inner step", "Loss", "Rate"].includes(head) ? "number slim" : null }, head)))),
-    h("tbody", {}, rows))), h("p", { class: "note kinds" }, `${kinds.join("; ")}.`));
+    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: head === "Heartbeat" ? "number" : ["Inner step", "Loss", "Rate"].includes(head) ? "number slim" : null }, explained(head))))),
+    h("tbody", {}, rows))), h("p", { class: "note kinds" }, explained(`${kinds.join("; ")}.`)));
 }
 
 function processes(one) {

@@ -8,12 +8,12 @@ function top_(state) {
   badge.hidden = false; badge.textContent = run.status; badge.className = `badge ${run.tone}`;
   $("facts").textContent = [`${run.fleet.replace(/,$/, "")}, ${run.parameters} parameters`, ...run.facts].join(" · ");
   const share = Math.min(1, run.rounds ? run.round / run.rounds : 0);
-  show("now", h("p", {}, state.now), h("div", { class: "bar" }, h("span", {}, `round ${run.round.toLocaleString("en")} of ${run.rounds.toLocaleString("en")}`),
+  show("now", h("p", {}, explained(state.now)), h("div", { class: "bar" }, h("span", {}, `round ${run.round.toLocaleString("en")} of ${run.rounds.toLocaleString("en")}`),
     h("progress", { max: 1, value: share, "aria-label": "Rounds done" }), h("span", {}, run.left ? `about ${run.left} left` : `${Math.round(100 * share)} %`)));
   const ended = written || run.status !== "running";
   $("words").hidden = !ended;
-  show("words", ended && state.summary.map((text) => h("li", {}, text)));
-  show("tiles", state.tiles.map((tile) => h("div", {}, h("span", {}, tile.name), h("strong", {}, tile.value), h("span", { title: tile.words }, tile.words))));
+  show("words", ended && state.summary.map((text) => h("li", {}, explained(text))));
+  show("tiles", state.tiles.map((tile) => h("div", {}, h("span", {}, explained(tile.name)), h("strong", {}, tile.value), h("span", { title: tile.words }, tile.words))));
 }
 
 function problems(state) {
@@ -28,11 +28,12 @@ function events(state) {
 
 function details(state) {
   const open = new Set([...document.querySelectorAll("#details > details[open] > summary")].map((node) => node.textContent));
-  const fold = (title, body) => h("details", { open: open.has(title) }, h("summary", {}, title), body);
+  const folded = (title, body) => h("details", { open: open.has(title) }, h("summary", {}, title), body);
   const about = [...(state.run.where ? [["read from", state.run.where]] : []), ...state.about];
-  show("details", $("words").hidden && fold("The run in words", h("ul", { class: "words inside" }, state.summary.map((text) => h("li", {}, text)))),
-    fold("The resolved recipe", h("pre", { tabindex: 0 }, state.recipe)),
-    fold("About this run", h("table", {}, h("tbody", {}, about.map(([key, value]) => h("tr", {}, h("th", { scope: "row" }, key), h("td", {}, value)))))));
+  show("details", $("words").hidden && folded("The run in words", h("ul", { class: "words inside" }, state.summary.map((text) => h("li", {}, text)))),
+    folded("The resolved recipe", h("pre", { tabindex: 0 }, state.recipe)),
+    folded("About this run", h("table", {}, h("tbody", {}, about.map(([key, value]) => h("tr", {}, h("th", { scope: "row" }, key), h("td", {}, value)))))),
+    folded("What the words mean", glossary()));
 }
 
 // Which parts of the state a section is drawn from: it is left alone while they stay the same.
@@ -54,12 +55,17 @@ let last = null, tag = "";
 const drawn = new Map();
 
 function draw(state) {
+  keepAsked(() => drawSections(state));
+}
+
+function drawSections(state) {
   for (const [section, keys] of SECTIONS) {
     const slice = JSON.stringify(keys.map((key) => state[key]));
     if (drawn.get(section) === slice) continue;
     drawn.set(section, slice);
     section(state);
   }
+  contents();
 }
 
 async function poll() {

@@ -5,22 +5,25 @@ function against(state) {
   $("plan").hidden = !plan;
   if (!plan) return;
   const groups = [...new Set(plan.lines.map((line) => line.kind))];
-  const slim = plan.both ? "number slim" : "number"; // on a phone the plan at the measured rate says more
-  const heads = [["", ""], ["Predicted", slim], ["Measured", "number"], ["Ratio", slim], ...(plan.both ? [["At the rate here", "number"], ["Ratio", "number"]] : [])];
-  const cell = (style, ...children) => h("td", { class: style }, children);
-  const rows = groups.flatMap((kind) => [h("tr", { class: "group" }, h("th", { colspan: heads.length, scope: "rowgroup" }, kind || "the whole fleet")),
-    ...plan.lines.filter((line) => line.kind === kind).map((line) => h("tr", {}, h("td", {}, line.what, line.where && h("small", {}, ` ${line.where}`)), cell(slim, line.predicted),
-      cell("number", line.measured, line.source && h("small", {}, ` ${line.source}`)), cell(slim, ratio(line.ratio)),
-      plan.both && cell("number", line.at_measured_rate), plan.both && cell("number", ratio(line.ratio_at_measured_rate))))]);
-  show("against", h("p", { class: "note" }, plan.note),
-    h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Plan against actual" }, h("table", {}, h("thead", {}, h("tr", {}, heads.map(([head, style]) => h("th", { scope: "col", class: style }, head)))), h("tbody", {}, rows))));
+  // On a phone a line is a block of its own: what it is, and below it every figure under its head.
+  const heads = ["Predicted", "Measured", "Ratio", ...(plan.both ? ["At the rate here", "Ratio then"] : [])];
+  const row = (line) => [line.predicted, [line.measured, line.source && h("small", {}, explained(` ${line.source}`))], ratio(line.ratio, !plan.both),
+    ...(plan.both ? [line.at_measured_rate, ratio(line.ratio_at_measured_rate)] : [])];
+  const rows = groups.flatMap((kind) => [h("tr", { class: "group", role: "row" }, h("th", { colspan: heads.length + 1, scope: "rowgroup", role: "rowheader" }, kind || "the whole fleet")),
+    ...plan.lines.filter((line) => line.kind === kind).map((line) => h("tr", { role: "row" },
+      h("th", { scope: "row", role: "rowheader" }, explained(line.what), line.where && h("small", {}, ` ${line.where}`)),
+      row(line).map((cell, i) => h("td", { class: "number", role: "cell", "data-head": heads[i] }, cell))))]);
+  show("against", h("p", { class: "note" }, explained(plan.note)),
+    h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Plan against actual" }, h("table", { role: "table" },
+      h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, ["", ...heads].map((head, i) => h("th", { scope: "col", role: "columnheader", class: i ? "number" : null }, head)))),
+      h("tbody", { role: "rowgroup" }, rows))));
 }
 
-function ratio(found) {
+function ratio(found, drawn = true) {
   if (!found) return "-";
   const { value, close } = found, x = 36 + 30 * Math.max(-1, Math.min(1, Math.log(Math.max(value, 1e-9)) / Math.log(4)));
   const text = value < 0.1 ? value.toPrecision(2) : value < 100 ? value.toFixed(2) : Math.round(value).toLocaleString("en");
-  return [text, s("svg", { class: `slim c${close ? 1 : 2}`, viewBox: "0 0 72 14", "aria-hidden": "true" },
+  return [text, drawn && s("svg", { class: `slim c${close ? 1 : 2}`, viewBox: "0 0 72 14", "aria-hidden": "true" },
     s("line", { class: "grid", x1: 6, x2: 66, y1: 7, y2: 7 }), s("line", { class: "axis", x1: 36, x2: 36, y1: 1, y2: 13 }), s("circle", { cx: x, cy: 7, r: 4 }))];
 }
 
@@ -37,7 +40,7 @@ function bias(state) {
   }));
   const drift = data.kinds.filter((kind) => kind.drift !== null).map((kind) => `${kind.kind} ${FORMS.share(kind.drift)}`);
   if (!$("bias-gauge")) show("gauges", h("figure", { id: "bias-gauge" }), h("div", { class: "charts", id: "bias-charts" }));
-  $("bias-gauge").replaceChildren(h("figcaption", {}, `Energy that compressed boundaries drop, after round ${data.kinds[0]?.round ?? 0}`), h("div", { class: "gauge" }, rows.flat()),
-    h("p", { class: "note" }, "Of the stream less T_perp, on one held-out batch; the mark is where it stood at first." + (drift.length ? ` In that round the embedding drifted out of S by ${drift.join(", ")} of T_perp.` : "")));
+  $("bias-gauge").replaceChildren(h("figcaption", {}, explained(`Bias: energy that compressed boundaries drop, after round ${data.kinds[0]?.round ?? 0}`)), h("div", { class: "gauge" }, rows.flat()),
+    h("p", { class: "note" }, explained("Of the stream less T_perp, on one held-out batch; the mark is where it stood at first." + (drift.length ? ` Drift out of S in that round: ${drift.join(", ")} of T_perp.` : ""))));
   plots("bias-charts", data.charts);
 }

@@ -40,7 +40,7 @@ function rounds(state) {
   });
   const used = new Set(data.rows.flatMap((row) => row.cells.map(([word]) => word)));
   const holder = h("div", { class: "cells" }, grid);
-  const legend = h("ul", { class: "legend" }, Object.keys(data.words).filter((word) => used.has(word)).map((word) => h("li", {}, h("i", { class: `cell ${word}` }, GLYPHS[word]), data.words[word])),
+  const legend = h("ul", { class: "legend" }, Object.keys(data.words).filter((word) => used.has(word)).map((word) => h("li", {}, h("i", { class: `cell ${word}` }, GLYPHS[word]), h("span", {}, explained(data.words[word])))),
     data.simulated && h("li", {}, "a simulated fleet: every replica takes part in every round"),
     data.settled > width && h("li", {}, `the last ${width} of ${data.settled} rounds`));
   show("grid", h("div", { class: `wide grid${width <= 34 ? " few" : ""}` }, holder, legend, why));
