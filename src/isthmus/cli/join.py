@@ -15,7 +15,8 @@ EPILOG = """examples:
   isthmus join s3://my-runs/first --replica edge-0 --stage 1 --relay 192.0.2.10:29520
 Ctrl-C leaves at the end of the round, a second Ctrl-C leaves now. After a crash, type the same command again.
 A lost neighbour or store is waited for. Exit status 0: finished or left; 1: a fault that waiting does not
-mend, which the last line names with its cure; 2: wrong input, or no answer from what it names.
+mend, which the last line names with its cure; 2: wrong input, or no answer from what it names; 75: left for
+now (--grace), start it again.
 """
 
 
@@ -55,6 +56,11 @@ def register(commands: argparse._SubParsersAction) -> None:
     add("--stall-timeout", dest="stall_seconds", default=30.0, help=stalled, **seconds)
     saves = "save private state after a round, at most so often (60); updates are always saved"
     add("--save-every", dest="save_seconds", default=60.0, help=saves, **seconds)
+    grace = (
+        "SIGTERM means that this machine is taken back in so long: save and leave within it, in the middle "
+        "of a round if need be, and end with status 75 (default 0: SIGTERM is as Ctrl-C)"
+    )
+    add("--grace", dest="grace_seconds", default=0.0, help=grace, **seconds)
     trusts = "between machines use gloo or NCCL, in the clear, in place of TLS; on all stages of a replica"
     add("--trust-network", action="store_true", help=trusts)
     parser.set_defaults(run=join)

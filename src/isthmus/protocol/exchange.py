@@ -217,7 +217,7 @@ class LedgerExchange:
             except StoreError as error:  # a bucket that is away comes back, and waiting is all we do here
                 self.patience.hold(error)
             following = min(self.next_look, until, *[self.next_attempt] * bool(closer))
-            time.sleep(max(0.0, following - time.monotonic()))
+            self.patience.rest(following - time.monotonic())
         return False
 
     def _manifest(self, round_number: int) -> Manifest:

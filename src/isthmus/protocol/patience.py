@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class LeftWaiting(Exception):
-    """Somebody has asked the replica to leave while it waited for the store. No fault, so no RunError."""
+    """Somebody has asked the replica to leave while it waited. No fault, so no RunError."""
 
 
 class Leave(Protocol):
@@ -48,10 +48,11 @@ class Patience:
         log: Callable[[str], None],
         note: Path | None = None,
         leave: Leave | None = None,
+        parting: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.log, self.note, self.leave = log, note, leave
+        self.log, self.note, self.leave, self.parting = log, note, leave, parting
         self.clock, self.sleep = clock, sleep
         self.awaiting = ""  # what the heartbeat says; empty while all is well
         self.since, self.pause = 0.0, PAUSE_SECONDS[0]
@@ -89,6 +90,14 @@ class Patience:
             self.sleep(min(left, SLICE_SECONDS))
             self._look_for_leave()
         self.pause = min(PAUSE_SECONDS[1], 2 * self.pause)
+
+    def rest(self, seconds: float) -> None:
+        """Wait where nothing is lost by leaving: all that was made is on disk. `parting` ends it."""
+        until = self.clock() + seconds
+        while (left := until - self.clock()) > 0:
+            self.sleep(min(left, SLICE_SECONDS))
+            if self.parting():
+                raise LeftWaiting("left while it waited for the others")
 
     def passed(self) -> None:
         if self.awaiting:

@@ -15,6 +15,7 @@ from isthmus.printing import visible
 from isthmus.reading import read_note
 from isthmus.runtime.failure import Failure, Final
 from isthmus.runtime.liveness import Watchdog
+from isthmus.runtime.parting import AGAIN_STATUS, Parting, count_signals
 from isthmus.runtime.process import NOTES, LauncherConfig, Log, lock_file
 from isthmus.runtime.restarts import Restarts
 from isthmus.runtime.waiting import WaitingNotes
@@ -39,9 +40,10 @@ def run_agent(
 ) -> int:
     """Run this machine's workers until the replica has finished or left; then the status is 0.
 
-    Ctrl-C leaves at the end of the round, a second one now. `num_workers` counts all machines of the replica.
-    Where there are several, they meet at `places`, by their `credentials`.
-    A fault that cannot pass ends it with a RunError, the second time that it comes.
+    Ctrl-C leaves at the end of the round, a second one now. SIGTERM is one Ctrl-C, however often it comes;
+    with `config.grace_seconds` it leaves within that time, and the status is AGAIN_STATUS.
+    `num_workers` counts all machines of the replica. Where there are several, they meet at `places`, by their
+    `credentials`. A fault that cannot pass ends it with a RunError, the second time that it comes.
     """
     work = Path(config.work_dir)
     work.mkdir(parents=True, exist_ok=True)
@@ -53,16 +55,19 @@ def run_agent(
         # A request to leave outlives a restart by the supervisor. A person who types `join` wants to join.
         for note in ("fatal",) if config.parent else NOTES:
             (work / note).unlink(missing_ok=True)
+        parting = Parting(work)
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda signum, frame: interrupts.append(signum))
+            count_signals(interrupts)
         restarts = Restarts(config, num_workers, log, waiting)
         last: tuple[Failure, float] | None = None
         while True:
             agent = _AgentThread(config, num_workers, places, credentials, restarts, last)
             agent.start()
-            _watch(agent, work, interrupts, config.stall_seconds, log)
+            _watch(agent, work, interrupts, parting, log)
             leaving = (work / "leave").exists()
+            if not agent.final and parting.stands():
+                log("left for now: start the same command again, and it goes on from here")
+                return AGAIN_STATUS
             if agent.finished or leaving:
                 (work / "leave").unlink(missing_ok=True)
                 if not agent.finished:  # it was not in any round
@@ -75,11 +80,28 @@ def run_agent(
             log(f"{agent.failure.text}; trying again in {last[1]:g} s")
 
 
-def _watch(agent: "_AgentThread", work: Path, interrupts: list[int], stall_seconds: float, log: Log) -> None:
-    """Until the agent ends: handle Ctrl-C, kill workers that hang, exit on a worker's fatal error."""
-    watchdog = Watchdog()
+def _part(agent: "_AgentThread", interrupts: list[int], parting: Parting, log: Log) -> None:
+    """A scheduler takes this machine: the workers save and stop; those that do not in time are ended."""
+    grace_seconds = agent.config.grace_seconds
+    if grace_seconds and signal.SIGTERM in interrupts:
+        interrupts.remove(signal.SIGTERM)
+        if parting.by is None:
+            parting.begin(grace_seconds)
+            log(f"SIGTERM: saving, and leaving within {grace_seconds:g} s")
+    if parting.by is not None:
+        agent.leave()
+    if parting.is_over():
+        log("the time is over: ending as it is; the next start goes on from what was saved last")
+        agent.end_workers("its next start: its machine was taken back")
+        os._exit(AGAIN_STATUS)
+
+
+def _watch(agent: "_AgentThread", work: Path, interrupts: list[int], parting: Parting, log: Log) -> None:
+    """Until the agent ends: handle signals, kill workers that hang, exit on a worker's fatal error."""
+    watchdog, stall_seconds = Watchdog(), agent.config.stall_seconds
     while agent.is_alive():
         agent.join(POLL_SECONDS)
+        _part(agent, interrupts, parting, log)
         if len(interrupts) == 1 and not (work / "leave").exists():
             overwrite_own(work / "leave")
             log("leaving at the end of this round; once more (Ctrl-C) leaves now")

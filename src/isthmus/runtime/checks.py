@@ -1,6 +1,8 @@
 """What a machine checks before it takes part in a run."""
 
 import contextlib
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from isthmus.config import Recipe
@@ -49,6 +51,10 @@ def check_corpus(run: RunInfo, elsewhere: str = "") -> None:
         )
 
 
+class Taken(ConfigError):
+    """Another start of this replica seems to be alive."""
+
+
 def check_not_taken(ledger: Ledger, replica: str, work: Path | None = None) -> None:
     """A name belongs to one machine at a time; ages are by the store's clock, not by ours.
 
@@ -65,7 +71,33 @@ def check_not_taken(ledger: Ledger, replica: str, work: Path | None = None) -> N
     # Not the replica's own clock object: its age tells the closer how long the replica was away.
     age = ledger.store.now(f"members/{replica}/probe/clock") - written_at
     if age < silent_after(ledger.run.recipe, heartbeat):
-        raise ConfigError(
+        raise Taken(
             f"replica {replica} is live in this run (heartbeat {max(age, 0):.0f} s ago); stop it first, or "
             "join as another replica"
         )
+
+
+LOOK_SECONDS, MOST_WAIT_SECONDS = 5.0, 900.0
+
+
+def wait_until_free(
+    ledger: Ledger,
+    replica: str,
+    work: Path,
+    log: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """For who was started by a scheduler: a job that was killed on another machine may still seem to be
+    alive, and nobody is there to type the command again."""
+    until, told = clock() + MOST_WAIT_SECONDS, False
+    while True:
+        try:
+            return check_not_taken(ledger, replica, work)
+        except Taken as taken:
+            if clock() >= until:
+                raise
+            if not told:
+                log(f"{taken}. Waiting for it to fall silent: it may be the job before this one")
+            told = True
+        sleep(LOOK_SECONDS)

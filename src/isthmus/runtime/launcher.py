@@ -47,7 +47,13 @@ def launch(config: LauncherConfig) -> int:
 def _launch(config: LauncherConfig) -> int:
     from isthmus.protocol.access import find_member, open_as, pin_warning
     from isthmus.runtime import agent
-    from isthmus.runtime.checks import check_corpus, check_not_taken, check_start, check_trainable
+    from isthmus.runtime.checks import (
+        check_corpus,
+        check_not_taken,
+        check_start,
+        check_trainable,
+        wait_until_free,
+    )
     from isthmus.runtime.handshake import Credentials
     from isthmus.runtime.waiting import WaitingNotes
     from isthmus.store.objects import open_store
@@ -68,7 +74,9 @@ def _launch(config: LauncherConfig) -> int:
     work = Path(config.work_dir or Path("work") / run.recipe.name / member.name).resolve()
     if leads:
         check_corpus(run, config.corpus)
-        if not config.parent:
+        if config.grace_seconds:
+            wait_until_free(ledger, member.name, work, log)
+        elif not config.parent:
             check_not_taken(ledger, member.name, work)
     else:
         find_master(places.master, config.wait_seconds, credentials, config.stage or 0)

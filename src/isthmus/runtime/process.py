@@ -20,7 +20,7 @@ from isthmus.files import open_own
 from isthmus.printing import visible
 from isthmus.reading import list_folder, open_regular, read_note
 
-NOTES = ("leave", "fatal", "incarnation")  # files in a work folder, between a launcher and its workers
+NOTES = ("leave", "fatal", "incarnation", "parting")  # in a work folder, between a launcher and its workers
 
 Log = Callable[[str], None]
 
@@ -44,6 +44,7 @@ class LauncherConfig:
     link_timeout_seconds: float = 60.0
     stall_seconds: float = 30.0  # a worker that makes no progress for so long is killed
     relay: str = ""  # HOST:PORT of a relay through which stages meet, in place of the master
+    grace_seconds: float = 0.0  # after SIGTERM, until the machine is taken; 0: SIGTERM is as Ctrl-C
     trust_network: bool = False  # links by gloo or NCCL between machines, too
     secured: bool = False  # links are made over TLS; the launcher finds out
     handover: str = ""  # where the launcher hands connections over to its worker

@@ -190,9 +190,16 @@ class Recovery:
         return self._from_bucket(last)
 
     def _middle(self, newest: int) -> tuple[Middle, Files] | None:
-        """The middle of a round after the newest state, if it is whole."""
-        if not self.trainer.saves_middle:
+        """The middle of a round after the newest state, if all processes of the replica have it whole."""
+        found = self._readable_middle(newest)
+        mine = [found[0].round, found[0].num_steps] if found else []
+        theirs = share_json(self.trainer.control, mine, whole_numbers)
+        if found and any(each != mine for each in theirs):
+            self.trainer.log("the processes of this replica have saved different middles; none is taken")
             return None
+        return found
+
+    def _readable_middle(self, newest: int) -> tuple[Middle, Files] | None:
         try:
             found = self.trainer.state.load_middle()
             if found is None or found[0].round <= newest:

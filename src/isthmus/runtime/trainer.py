@@ -41,10 +41,12 @@ from isthmus.replica.meter import Meter
 from isthmus.runlog import finite
 from isthmus.runlog.facts import Facts
 from isthmus.runtime.edge import watched_edge
-from isthmus.runtime.middle import PARAMS, Middle
+from isthmus.runtime.middle import Middle
 from isthmus.runtime.own_record import REFUSALS, OwnRecord
+from isthmus.runtime.parting import Parting
 from isthmus.runtime.place import Place
 from isthmus.runtime.private_state import PrivateState, Update
+from isthmus.runtime.stopping import doubles, part_if_asked, save_middle
 from isthmus.runtime.update_scores import UpdateScores
 from isthmus.store import StoreError
 from isthmus.subspace.boundaries import BasisSet, as_sent
@@ -89,6 +91,7 @@ class Trainer:
         background: bool = True,
         patience: Patience | None = None,
         place: Place | None = None,
+        parting: Parting | None = None,
         held_out: TokenView | None = None,
         stream_dtype: torch.dtype | None = None,
     ) -> None:
@@ -118,7 +121,7 @@ class Trainer:
         with_feedback = recipe.outer.method == "sparseloco"
         self.feedback = {name: torch.zeros_like(p) for name, p in own.items()} if with_feedback else {}
         reader = ShardReader(ledger, self.reads)
-        self.place = place or Place(ledger, log)
+        self.place, self.parting = place or Place(ledger, log), parting or Parting()
         # Where the membership may change, so may who closes.
         closes = control.rank == 0 and (bool(ledger.run.owner) or member.name in ledger.run.closers)
         # A pipelined replica may have no room for the whole model.
@@ -137,6 +140,7 @@ class Trainer:
         self.retention = Retention(ledger, log, background)
         self.meter = Meter(replica, device)
         self.pending: Contribution | None = None
+        self.update: tuple[int, Update] | None = None  # the last one, with its round
         self.step_count = 0  # inner steps that the optimiser has taken
         self.fresh_steps = 0  # inner steps that no update of ours has carried yet
         # Of a round that a start before this one has begun, with its weights.
@@ -215,6 +219,7 @@ class Trainer:
                 self.state.save_update(round_index + 1, update)
         self._begin_save(round_index + 1, update)
         self.pending = Contribution(self.member.name, update.shards, self.pop_facts())
+        self.update = round_index + 1, update
         status.state = "delivering"
         return [self.pending]
 
@@ -233,17 +238,13 @@ class Trainer:
             self.replica.begin_round(self.anchor)
             return []
         about, params = middle
-        self.replica.begin_round(params)
-        return list(about.losses.to(self.device))
+        self.replica.begin_round(params if about.num_steps else self.anchor)
+        return list(about.losses)
 
     def _save_middle(self, round_number: int, losses: Sequence[Tensor]) -> None:
         """Stages would have to save at the same inner step, and a whole model in parts too: they do not."""
         if self.saves_middle and self.state.middle_due():
-            so_far = torch.stack([loss.double() for loss in losses]).cpu()
-            about = Middle(round_number, self.step_count, so_far, self.fresh_steps)
-            files = {**self.state_files(), PARAMS: self.replica.named_parameters()}
-            self.state.save_middle(about, files)
-            self.state.protect()
+            save_middle(self, round_number, losses)
 
     def _carry(self, round_number: int, num_steps: int, params: Mapping[str, Tensor]) -> None:
         """The round was settled in the middle of our inner steps: what they gave goes to the feedback."""
@@ -428,6 +429,9 @@ class Trainer:
     def _begin_save(self, round_number: int, update: Update) -> None:
         """All of the state with a round's update in it, copied before the PUT and written after it."""
         with self._timed("save_seconds"):
+            if self.parting.asked():  # this state is the last one here
+                self.state.finish()
+                self.state.hurry()
             self.state.save(round_number, self.state_files(), update)
 
     def state_files(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -450,7 +454,6 @@ class Trainer:
             if number < round_number - 1:
                 self.log(f"the optimiser's moments are those after round {number}")
         else:
-            moments = {key: torch.zeros_like(tensor) for key, tensor in self.replica.state().items()}
             self.step_count = 0
         self.replica.restore(moments, self.step_count)
         self.pending = None

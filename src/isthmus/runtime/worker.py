@@ -18,6 +18,7 @@ from isthmus.protocol.trust import Refused
 from isthmus.reading import read_note
 from isthmus.runtime.failure import PASSING_STATUS, Failure, Settled, failure_note
 from isthmus.runtime.liveness import AliveFile
+from isthmus.runtime.parting import Parted, Parting
 from isthmus.runtime.process import LauncherConfig, Log, die_with_parent, logger
 from isthmus.runtime.waiting import NOTE
 from isthmus.store.retry import StoreError
@@ -36,6 +37,8 @@ BEGAN = time.time()  # before the long imports
 
 # Of a link's time-out: between inner steps a stage may be uploading, so the others wait longer for it.
 CONTROL_TIMEOUT_FACTOR = 30
+
+STAY, LEAVE, PART = 0, 1, 2  # what a process is asked: PART is to come back
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ def main(argv: list[str]) -> int:
     guard_streams()
     config = LauncherConfig.from_json(argv[0])
     die_with_parent(config.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C, and asks us to leave
+    for number in (signal.SIGINT, signal.SIGTERM):  # the launcher handles both, and asks us to leave
+        signal.signal(number, signal.SIG_IGN)
     at, work = Assignment.from_environment(), Path(config.work_dir)
     log = logger(config.replica if at.size == 1 else f"{config.replica}/{at.rank}")
     AliveFile(work / f"alive-{at.rank}").start()
@@ -95,12 +99,12 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     from isthmus.protocol.patience import LeftWaiting, Patience
     from isthmus.protocol.rescue import LedPast
     from isthmus.replica.base import precision_dtypes
-    from isthmus.replica.control_group import any_true
     from isthmus.replica.full import FullReplica
     from isthmus.replica.leader import LeaderReplica, follow_leader
     from isthmus.runtime.heartbeats import HeartbeatThread
     from isthmus.runtime.place import Place
     from isthmus.runtime.recovery import Recovery
+    from isthmus.runtime.stopping import save_delivered, save_edge
     from isthmus.runtime.trainer import Trainer
     from isthmus.store.objects import open_store
 
@@ -138,6 +142,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     deal = (
         replica.deal if isinstance(replica, LeaderReplica) else batches.deal if batches else lambda deal: None
     )
+    wanted = STAY
     trainer = Trainer(
         recipe,
         member,
@@ -149,7 +154,13 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         incarnation,
         log,
         save_seconds=config.save_seconds,
-        patience=Patience(log, Path(config.work_dir) / NOTE, request),
+        patience=Patience(
+            log,
+            Path(config.work_dir) / NOTE,
+            request,
+            parting=lambda: control.size == 1 and request.parting.asked(),
+        ),
+        parting=request.parting,
         place=Place(ledger, log, key, deal),
         held_out=held_out,
         stream_dtype=precision_dtypes(precision)[1],
@@ -157,11 +168,15 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     heartbeats = HeartbeatThread(trainer, incarnation, recipe.bucket.heartbeat_seconds)
 
     def leave() -> bool:
-        if any_true(control, request.pending()):
-            trainer.status.state = "leaving"
-            heartbeats.soon()
-            return True
-        return False
+        """One process may have been asked to leave, and one to part: all do the same."""
+        nonlocal wanted
+        words = control.share(bytes([request.asked()]))
+        wanted = next((word for word in (LEAVE, PART) if bytes([word]) in words), STAY)
+        if wanted == STAY:
+            return False
+        trainer.status.state = "leaving"
+        heartbeats.soon()
+        return True
 
     if at.rank == 0:
         heartbeats.start()
@@ -190,10 +205,24 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         trainer.finish()
         if to_the_end and extended(trainer):
             raise RunError(f"the run goes on after round {recipe.outer.rounds}; starting again for that")
+        if to_the_end:
+            request.parting.unneeded()
+        else:
+            save_edge(trainer)
         trainer.status.state = "finished" if to_the_end else "left"
         trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
         log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
+        if wanted == PART and not request.parting.asked():
+            raise RunError(
+                f"replica {member.name}: the machine of another stage was taken back; waiting for its return"
+            )
+    except Parted as stop:
+        trainer.status.state = "left"
+        log(str(stop))
+        replica.close()
+        return 0
     except LeftWaiting as error:
+        save_delivered(trainer)
         trainer.status.state = "left"
         log(str(error))
         return 0
@@ -279,6 +308,7 @@ class LeaveRequest:
     def __init__(self, work: Path, ledger: "Ledger", incarnation: str, log: Log, leader: bool) -> None:
         self.file, self.ledger, self.leader, self.log = work / "leave", ledger, leader, log
         self.incarnation, self.ignored = incarnation, ""
+        self.parting = Parting(work)
         if leader:
             note = work / "incarnation"
             self._look(read_note(note) or "")
@@ -297,14 +327,20 @@ class LeaveRequest:
                 self.ignored = incarnation
                 self.log(f"somebody asks this replica to leave, but {reason}; going on")
 
-    def pending(self) -> bool:
+    def asked(self) -> int:
+        """STAY, LEAVE or PART."""
+        if self.parting.asked():
+            return PART
         if self.leader and not self.file.exists():
             self._look(self.incarnation)
-        return self.here()
+        return LEAVE if self.file.exists() else STAY
+
+    def pending(self) -> bool:
+        return self.asked() != STAY
 
     def here(self) -> bool:
         """As far as this machine knows."""
-        return self.file.exists()
+        return self.file.exists() or self.parting.asked()
 
 
 def build_replica(

@@ -1,0 +1,193 @@
+"""SIGTERM with --grace: a replica saves and stops, in the middle of a round too, and the next start goes on
+to the same bits."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from returning import seat, small
+from test_middle import everything
+
+from isthmus.errors import ConfigError
+from isthmus.outer.rounds import run_rounds
+from isthmus.protocol import closer
+from isthmus.protocol.patience import LeftWaiting, Patience
+from isthmus.runtime import checks
+from isthmus.runtime.parting import NOTE, Parted, Parting, count_signals
+from isthmus.runtime.recovery import Recovery
+from isthmus.runtime.stopping import save_delivered, save_edge
+from isthmus.runtime.trainer import Trainer
+
+ROUNDS = 4
+
+
+@pytest.fixture(autouse=True)
+def _close_at_once(monkeypatch):
+    monkeypatch.setattr(closer, "STEP_IN_SECONDS", 0.0)
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def told(work: Path, grace_seconds: float, clock: Clock) -> Parting:
+    """What a worker sees of a launcher that got SIGTERM."""
+    work.mkdir(parents=True, exist_ok=True)
+    Parting(work, clock).begin(grace_seconds)
+    return Parting(work, clock)
+
+
+def same(whole: Trainer, back: Trainer) -> None:
+    for key, tensor in everything(whole).items():
+        assert torch.equal(tensor, everything(back)[key]), key
+
+
+@pytest.mark.parametrize("inner_step", [1, 2])
+def test_a_round_that_does_not_end_in_time_is_left_in_its_middle_and_gone_on_with(inner_step, tmp_path: Path):
+    usual, taken = seat(small(full=1), tmp_path / "usual"), seat(small(full=1), tmp_path / "taken")
+    whole, fleet, clock = usual.run(ROUNDS), taken.come(), Clock()
+    fleet.state.middle_seconds = 1e9  # of itself it saves no middle
+
+    def progress(h: int) -> None:
+        if (fleet.status.round, h) == (2, inner_step):
+            fleet.parting = told(tmp_path / "work", 0.0, clock)
+
+    rounds = range(Recovery(fleet).resume() + 1, ROUNDS + 1)
+    with pytest.raises(Parted, match=rf"stopped in round 2, after {inner_step} of its 3 inner steps"):
+        run_rounds(fleet, fleet.exchange, rounds, progress, lambda t, s: None)
+    again: list[int] = []
+    back = taken.come()
+    rounds = range(Recovery(back).resume() + 1, ROUNDS + 1)
+    run_rounds(back, back.exchange, rounds, again.append, lambda t, s: None)
+    back.finish()
+    assert again[0] == inner_step + 1  # no inner step is trained twice
+    same(whole, back)
+    assert taken.anchors() == usual.anchors()
+
+
+def test_a_round_that_ends_in_time_is_saved_at_once_and_finished(tmp_path: Path):
+    taken, clock = seat(small(full=1), tmp_path), Clock()
+    fleet, saved = taken.come(), []
+    fleet.state.middle_seconds = 1e9
+
+    def progress(h: int) -> None:
+        saved.append(fleet.state.load_middle())
+        if (fleet.status.round, h) == (2, 1):
+            fleet.parting = told(tmp_path / "work", 3600.0, clock)
+
+    def leave() -> bool:
+        return fleet.parting.asked()
+
+    rounds = range(Recovery(fleet).resume() + 1, ROUNDS + 1)
+    assert not run_rounds(fleet, fleet.exchange, rounds, progress, lambda t, s: None, leave)
+    assert fleet.status.round == 2
+    middles = [middle[0] for middle in saved if middle]
+    assert [(m.round, m.num_steps) for m in middles] == [(2, 1)] * 2  # saved once, seen by two inner steps
+
+
+def test_who_leaves_at_the_edge_of_a_round_goes_on_from_there_and_trains_nothing_twice(tmp_path: Path):
+    usual, taken = seat(small(full=1), tmp_path / "usual"), seat(small(full=1), tmp_path / "taken")
+    whole, fleet = usual.run(ROUNDS), taken.come()
+    fleet.state.save_seconds = fleet.state.pause_seconds = (
+        1e9  # one state at the start, and then updates only
+    )
+    rounds = range(Recovery(fleet).resume() + 1, ROUNDS)
+    run_rounds(fleet, fleet.exchange, rounds, lambda h: None, lambda t, s: None)
+    fleet.finish()
+    save_edge(fleet)
+    back, steps = taken.come(), []
+    rounds = range(Recovery(back).resume() + 1, ROUNDS + 1)
+    assert rounds == range(ROUNDS, ROUNDS + 1)
+    run_rounds(back, back.exchange, rounds, steps.append, lambda t, s: None)
+    back.finish()
+    assert steps == [1, 2, 3]
+    assert f"back in round {ROUNDS}, after 0 of its inner steps" in taken.said
+    assert not any("again" in line for line in taken.said)
+    same(whole, back)
+
+
+def test_who_waits_for_the_others_saves_what_it_delivered_and_leaves(tmp_path: Path):
+    recipe = small(full=2, quorum=2, deadline_seconds=3600.0)
+    waits, other = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
+    fleet = waits.come()
+    fleet.state.save_seconds = fleet.state.pause_seconds = 1e9
+    fleet.state.began = time.monotonic()  # a state was saved a moment ago
+    asked: list[bool] = []
+    fleet.exchange.patience = Patience(
+        waits.said.append, parting=lambda: bool(asked.append(True)) or True, sleep=lambda s: None
+    )
+    Recovery(fleet).resume()
+    with pytest.raises(LeftWaiting):
+        run_rounds(fleet, fleet.exchange, range(1, 2), lambda h: None, lambda t, s: None)
+    assert asked
+    assert fleet.state.rounds() == []
+    save_delivered(fleet)
+    assert fleet.state.rounds() == [1]
+    other.background = True
+    back = waits.come()
+    assert back.state.rounds() == [1]
+    assert not any("training round" in line for line in waits.said)
+
+
+def test_the_deadline_is_read_from_the_note_and_a_mad_one_has_come(tmp_path: Path):
+    clock = Clock()
+    assert not Parting(tmp_path, clock).asked()
+    assert not Parting().asked()
+    seen = told(tmp_path, 100.0, clock)
+    assert seen.asked()
+    assert seen.fits(50.0)
+    assert not seen.fits(51.0)
+    for mad in ("1e300", "inf", "-1"):
+        (tmp_path / NOTE).write_text(mad)
+        found = Parting(tmp_path, clock)
+        assert found.asked(), mad
+        assert not found.fits(1.0), mad
+    for nonsense in ("", "soon", "nan"):
+        (tmp_path / NOTE).write_text(nonsense)
+        assert not Parting(tmp_path, clock).fits(0.0), nonsense
+
+
+def test_sigterm_counts_once_and_ctrl_c_each_time():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    seen: list[int] = []
+    try:
+        count_signals(seen)
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            signal.raise_signal(number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
+
+
+def test_a_job_waits_until_the_job_before_it_is_silent_and_not_for_ever(monkeypatch, tmp_path: Path):
+    looks, said, clock = [], [], Clock()
+
+    def taken(ledger, replica, work):
+        looks.append(replica)
+        if len(looks) < 3:
+            raise checks.Taken("replica rack-0 is live in this run (heartbeat 1 s ago)")
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(checks, "check_not_taken", taken)
+    how = {"log": said.append, "clock": clock, "sleep": sleep}
+    checks.wait_until_free(None, "rack-0", tmp_path, **how)  # type: ignore[arg-type]
+    assert looks == ["rack-0"] * 3
+    assert len(said) == 1
+
+    def always(ledger, replica, work):
+        raise checks.Taken("live")
+
+    monkeypatch.setattr(checks, "check_not_taken", always)
+    with pytest.raises(ConfigError, match="live"):
+        checks.wait_until_free(None, "rack-0", tmp_path, **how)  # type: ignore[arg-type]
