@@ -272,9 +272,7 @@ def test_init_says_what_to_type_next_and_keeps_secrets_to_itself(tmp_path: Path,
     (tmp_path / "r.toml").write_text(RECIPE)
     status, out, err = said("init", "r.toml", "bucket", "--closers", "rack, rack")
     assert (status, err) == (0, "")
-    assert (
-        "isthmus join bucket --replica edge --key keys/tiny/edge.key [--stage 0..1 --master HOST:PORT]" in out
-    )
+    assert "isthmus join keys/tiny/edge.isthmus.toml [--stage 0..1 --master HOST:PORT]" in out
     run = read_run(open_store("bucket"))
     assert run.closers == ("rack",)
     for name in ("rack", "edge"):

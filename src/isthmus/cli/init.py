@@ -4,17 +4,25 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isthmus.cli.arguments import RECIPE, add_set
+from isthmus.cli.bundles import SUFFIX, add_credentials, hand_out, what_else
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import resolve
+from isthmus.store.url import is_url
+
+if TYPE_CHECKING:
+    from isthmus.protocol.documents import RunInfo
 
 EPILOG = """examples:
   isthmus init demo s3://my-runs/first
   isthmus init demo /mnt/shared/first              a folder serves where all machines see it
-then, on each machine, with its key copied there:
-  isthmus join s3://my-runs/first --replica rack-0 --key rack-0.key
+  isthmus init mine.toml s3://my-runs/first --set data.corpus=s3://my-runs/corpus
+then send each machine its file (a secret), and there, with credentials for the bucket:
+  isthmus join rack-0.isthmus.toml
+How to get a bucket, and what to send a friend: docs/first-evening.md
 """
 
 
@@ -23,7 +31,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         "init",
         help="create a run in a bucket, and the keys of its replicas",
         description="Write run.json into the bucket, only if there is none; one private key per replica, "
-        "and the owner's, by which replicas can be invited and revoked later.",
+        "and the owner's, by which replicas can be invited and revoked later. Beside each key lies a file to "
+        "hand out, NAME.isthmus.toml, with all that its machine needs but credentials for the bucket.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -39,6 +48,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     room = "numbers of stages that replicas invited later may have, beside the recipe's, by commas: updates "
     room += "are cut for them from the start, into a few more objects"
     parser.add_argument("--room", metavar="STAGES", type=_numbers, default=(), help=room)
+    add_credentials(parser)
     parser.set_defaults(run=init)
 
 
@@ -49,26 +59,48 @@ def _numbers(text: str) -> tuple[int, ...]:
 def init(args: argparse.Namespace) -> int:
     recipe, picks = resolve(load_recipe(args.recipe, args.set))
     from isthmus.protocol.access import OWNER_KEY
+    from isthmus.protocol.bundle import store_settings
     from isthmus.runtime.create import create
 
+    store = store_settings(args.url, args.with_credentials)
     keys = Path(args.keys or Path("keys") / recipe.name)
     closers = list(dict.fromkeys(name.strip() for name in args.closers.split(","))) if args.closers else None
     check_keys_folder(keys)
-    run = create(recipe, args.url, keys, closers, room=args.room)
+    run = create(
+        *(recipe, args.url, keys, closers),
+        room=args.room,
+        hand_out=lambda run, folder, secrets: hand_out(run, args.url, store, folder, secrets),
+    )
     print(f'The run "{recipe.name}" ({run.run_id}) is in {args.url}; its keys are in {keys}.')
     for pick in picks:
         print(pick.reason, file=sys.stderr)
     print(f"Rounds are closed by {' or '.join(run.closers)}: run them on machines that you trust.")
     print(f"{keys / OWNER_KEY} is the owner's: keep it here, `isthmus invite` and `revoke` need it.")
-    print("On each machine, with its key:")
+    print("Send each machine its file, by a way that nobody else reads. There:")
     for member in recipe.fleet():
         stages = (
             f" [--stage 0..{member.config.stages - 1} --master HOST:PORT]" if member.config.stages > 1 else ""
         )
-        print(
-            f"  isthmus join {args.url} --replica {member.name} --key {keys / (member.name + '.key')}{stages}"
-        )
+        print(f"  isthmus join {keys / (member.name + SUFFIX)}{stages}")
+    for line in (*what_else(args.url, store), *about_text(run)):
+        print(f"isthmus: {line}", file=sys.stderr)
     return 0
+
+
+def about_text(run: "RunInfo") -> list[str]:
+    """How the others get the text, and what nobody will notice."""
+    spec = run.recipe.data.corpus
+    if is_url(spec) or spec.startswith("builtin:"):
+        return []
+    if run.corpus:
+        return [
+            f"every machine that reads text needs a copy of {spec}, of sha256 {run.corpus[:12]}...; in a "
+            f"bucket (`isthmus data push {spec} URL`, data.corpus=URL) they would fetch it themselves"
+        ]
+    return [
+        f"there is no corpus in {spec} on this machine, so nothing will compare the copies on the others: "
+        "they must be the same to the bit. Where it is, or by its URL, `init` would fix its sha256"
+    ]
 
 
 def check_keys_folder(keys: Path) -> None:

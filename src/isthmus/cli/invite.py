@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isthmus.cli.bundles import SUFFIX, add_credentials, bundle_of, what_else
 from isthmus.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,8 +18,10 @@ MOST_DAYS = 3650.0
 INVITE_EPILOG = """examples:
   isthmus invite s3://my-runs/first --replica edge-7 --like edge
   isthmus invite s3://my-runs/first --replica attic --stages 2 --compression 1/16 --mbps 40 --latency-ms 15
-the friend, on the machine that will train, with credentials for the bucket:
+the friend, on the machine that will train, with credentials for the bucket, and the file or the token:
+  isthmus join edge-7.isthmus.toml
   isthmus join s3://my-runs/first --token isthmus1.edge-7...
+What to send a friend: docs/first-evening.md
 """
 
 
@@ -53,7 +56,8 @@ def _register_invite(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "invite",
         help="let one more replica into a run, by a token for whoever runs it",
-        description="Print a token with which one machine can join the run as a new replica. It makes its "
+        description="Print a token with which one machine can join the run as a new replica, and write it to "
+        "a file, NAME.isthmus.toml, with the run's URL and where its text is. That machine makes its "
         "own key there, asks with the token, and is admitted at the end of a round, by whichever closer "
         "settles it. A token is used once. Needs the owner's key, which `isthmus init` wrote.",
         epilog=INVITE_EPILOG,
@@ -72,6 +76,8 @@ def _register_invite(commands: argparse._SubParsersAction) -> None:
     add("--closer", action="store_true", help="it may close rounds: only for a machine that you trust")
     days = "how long the token is good for (7)"
     add("--days", type=float, default=7.0, help=days)
+    add("--to", metavar="FILE", help=f"the file to send (default: NAME{SUFFIX} beside the owner's key)")
+    add_credentials(parser)
     add_owner(parser)
     parser.set_defaults(run=invite)
 
@@ -83,6 +89,7 @@ def add_owner(parser: argparse.ArgumentParser) -> None:
 
 def invite(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import open_as_owner
+    from isthmus.protocol.bundle import store_settings
     from isthmus.protocol.invitations import Token, invitation_key
     from isthmus.protocol.membership import check_fits, table_of
     from isthmus.protocol.trust import INVITED, Refused, Signer, new_secret
@@ -90,7 +97,8 @@ def invite(args: argparse.Namespace) -> int:
     if not 0 < args.days <= MOST_DAYS:
         raise ConfigError(f"--days is {args.days:g}; more than 0 and at most {MOST_DAYS:g}")
     ledger, owner = open_as_owner(args.url, args.key)
-    run, seed = ledger.run, new_secret()
+    run, seed, url = ledger.run, new_secret(), ledger.store.url
+    store = store_settings(url, args.with_credentials)
     if args.replica in run.keys:
         raise ConfigError(
             f"there is a replica {args.replica} in this run; give another name, or revoke it first"
@@ -109,15 +117,30 @@ def invite(args: argparse.Namespace) -> int:
         "after": ledger.membership.newest.number,
         "closes": int(args.closer),
     }
+    token = Token(args.replica, config.kind, expires, seed, run.digest)
+    file = Path(args.to) if args.to else owners_folder(args, run.recipe.name) / f"{args.replica}{SUFFIX}"
+    try:
+        bundle_of(run, url, store, args.replica, token=str(token)).write(file, config.stages)
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}; give another by --to FILE") from None
     ledger.store.create(invitation_key(body["key"]), owner.seal("invitation", run.run_id, body))
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(expires))
-    print(Token(args.replica, config.kind, expires, seed, run.digest))
-    print(
-        f"isthmus: send that line to whoever runs {args.replica}, by a way that nobody else reads; it is "
-        f"good once, until {until}: isthmus join {args.url} --token ...",
-        file=sys.stderr,
+    print(token)
+    said = (
+        f"send that line to whoever runs {args.replica}, by a way that nobody else reads; it is good once, "
     )
+    said += f"until {until}: isthmus join {args.url} --token ..."
+    for line in (said, f"or send the file {file}: isthmus join {file.name}", *what_else(url, store)):
+        print(f"isthmus: {line}", file=sys.stderr)
     return 0
+
+
+def owners_folder(args: argparse.Namespace, run: str) -> Path:
+    from isthmus.protocol.access import is_run_dir
+
+    if args.key:
+        return Path(args.key).parent
+    return Path(args.url, "keys") if is_run_dir(args.url) else Path("keys") / run
 
 
 def newcomer(ledger: "Ledger", args: argparse.Namespace) -> "ReplicaConfig":

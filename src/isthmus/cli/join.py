@@ -8,6 +8,7 @@ from typing import Any
 from isthmus.errors import ConfigError
 
 EPILOG = """examples:
+  isthmus join edge-7.isthmus.toml          the file of `isthmus init` or `invite`: docs/first-evening.md
   isthmus join s3://my-runs/first --replica rack-0
   isthmus join s3://my-runs/first --token isthmus1.edge-7...          by an invitation: see isthmus invite
   isthmus join s3://my-runs/first --replica edge-0          all stages of edge-0 on this machine
@@ -31,7 +32,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument  # dest names a field of LauncherConfig
-    add("url", help="the run's bucket: s3://bucket/prefix, or a folder")
+    add("url", help="the file that the run's owner sent you; or the bucket: s3://bucket/prefix, or a folder")
     add("--replica", default="", metavar="NAME", help="which replica this machine is (part of)")
     tokens = "of `isthmus invite`, in place of --replica: makes this machine's key, and asks to be admitted"
     add("--token", default="", metavar="TOKEN", help=tokens)
@@ -70,9 +71,10 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="ask a replica to leave a run at the end of its round",
         description="Ask a replica, wherever it runs, to leave at the end of its round. Needs its key.",
     )
-    leave_parser.add_argument("url", help="the run's bucket: s3://bucket/prefix, or a folder")
-    leave_parser.add_argument("--replica", required=True, metavar="NAME", help="the replica")
-    leave_parser.add_argument("--key", metavar="FILE", help="its private key (default: keys/RUN/NAME.key)")
+    add = leave_parser.add_argument
+    add("url", help="the replica's file, NAME.isthmus.toml; or the run's bucket")
+    add("--replica", default="", metavar="NAME", help="the replica, if not by its file")
+    add("--key", default="", metavar="FILE", help="its private key (default: keys/RUN/NAME.key)")
     leave_parser.set_defaults(run=leave)
 
 
@@ -106,7 +108,9 @@ def admit(args: argparse.Namespace) -> None:
 def leave(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import open_as, open_ledger, pin_warning
 
-    ledger, key = open_as(open_ledger(args.url).store, args.replica, args.key or "")
+    if not args.replica:
+        raise ConfigError("which replica? give --replica NAME, or its file in place of the URL")
+    ledger, key = open_as(open_ledger(args.url).store, args.replica, args.key)
     if warning := pin_warning(ledger.signer, key):
         print(f"isthmus: {warning}", file=sys.stderr)
     found = ledger.heartbeat(args.replica)

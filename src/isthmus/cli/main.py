@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from isthmus import __version__
 from isthmus.cli import (
+    bundles,
     compare,
     data,
     doctor,
@@ -105,6 +106,7 @@ def _main(argv: list[str] | None) -> int:
         return 2
     args = parser.parse_args(argv)
     try:
+        bundles.take(args)
         try:
             return args.run(args)
         except Elsewhere as found:

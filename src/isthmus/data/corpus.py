@@ -21,6 +21,7 @@ from isthmus.data.manifest import (
     shard_name,
 )
 from isthmus.errors import ConfigError
+from isthmus.store.url import is_url
 
 BUILTIN = "builtin:sample"
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
@@ -171,10 +172,6 @@ def open_remote(spec: str) -> Corpus:
         return map_split(copy.folder, name, copy.manifest)
 
     return Corpus(url.rstrip("/").rpartition("/")[2], copy.folder, copy.manifest, split)
-
-
-def is_url(spec: str) -> bool:
-    return "://" in spec
 
 
 def pinned(spec: str, corpus: Corpus) -> str:

@@ -9,12 +9,13 @@ import json
 from pathlib import Path
 
 from isthmus import reading
-from isthmus.data.corpus import BUILTIN, Corpus, is_url, open_corpus
+from isthmus.data.corpus import BUILTIN, Corpus, open_corpus
 from isthmus.data.fetch import MOST_FILE_BYTES, PUSHING, in_words
 from isthmus.data.manifest import MANIFEST, MAX_JSON_BYTES, TOKENIZER
 from isthmus.data.progress import Progress
 from isthmus.errors import ConfigError
 from isthmus.store import Store, open_store
+from isthmus.store.url import is_url
 
 MOST_NOTE_BYTES = 4096
 

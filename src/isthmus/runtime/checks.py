@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from isthmus.config import Recipe
-from isthmus.data.corpus import is_url
 from isthmus.data.manifest import MANIFEST
 from isthmus.errors import ConfigError
 from isthmus.protocol.heartbeat import silent_after
@@ -14,6 +13,7 @@ from isthmus.protocol.ledger import Ledger, RunInfo
 from isthmus.reading import read_note
 from isthmus.runtime.process import is_running
 from isthmus.simulator.picks import checked_corpus
+from isthmus.store.url import is_url
 
 
 def check_trainable(recipe: Recipe) -> None:

@@ -5,14 +5,14 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from isthmus.config import Recipe
-from isthmus.data.corpus import is_url, open_corpus
+from isthmus.data.corpus import open_corpus
 from isthmus.errors import ConfigError
 from isthmus.files import sync_folder
 from isthmus.layout.traffic import shards
@@ -26,7 +26,9 @@ from isthmus.runtime.checks import check_trainable
 from isthmus.simulator.picks import with_pin
 from isthmus.store import Store, StoreError
 from isthmus.store.objects import open_store
+from isthmus.store.url import is_url
 
+HandOut = Callable[[RunInfo, Path, Mapping[str, bytes]], None]  # the keys' folder; replica -> its key
 DEFAULT_CLOSERS = 2  # one may be away; with each more, one more must not have gone bad
 
 
@@ -37,12 +39,14 @@ def create(
     closers: Sequence[str] | None = None,
     first: Mapping[str, Tensor] | None = None,
     room: Sequence[int] = (),
+    hand_out: HandOut | None = None,
 ) -> RunInfo:
     """Write run.json into the bucket, and one private key per replica and the owner's to this disk.
 
     Where the recipe starts from a folder, theta^(0) goes into the bucket and its digest into run.json: a
     machine that joins needs no folder, and cannot start from other weights. `first` has these weights where
     the caller has read them already. `room`: numbers of stages that replicas which come later may have.
+    `hand_out` writes more files beside the keys.
 
     run.json comes last, and makes the run: a kill before it leaves no run, and after it all is there but for
     the name of the keys' folder, which the next `init` sets right.
@@ -89,6 +93,8 @@ def create(
         for name, secret in secrets.items():
             save_secret(there / f"{name}.key", secret, run.digest)
         save_secret(there / OWNER_KEY, owner, run.digest)
+        if hand_out:
+            hand_out(run, there, secrets)
         if anchor:
             _put_first(Ledger(store, run, signers[closers[0]]), anchor)
         create_run(store, document)

@@ -17,7 +17,15 @@ CREDENTIALS = {
     "gs": ("GOOGLE_APPLICATIONCREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
     "az": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_CLIENT_ID", "AZURE_STORAGE_TOKEN"),
 }
+REGION_NAMES = ("AWS_REGION", "AWS_DEFAULT_REGION")
+ENDPOINT_NAMES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+ENDPOINT = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]*)?")
 _AWS_KEY = ("access_key_id", "secret_access_key", "session_token")
+
+
+def is_url(text: str) -> bool:
+    """Rather than a path."""
+    return "://" in text
 
 
 def parse_url(url: str) -> tuple[str, Path | None]:
@@ -75,9 +83,12 @@ def connect(root: str, folder: Path | None) -> Any:
         raise ConfigError(f"cannot use {root}: the environment's settings for it do not fit") from None
 
 
-def aws_options() -> dict[str, str]:
-    """Endpoint, key and region where the AWS tools find them: the environment first, then the usual files."""
-    home, profile = Path.home() / ".aws", os.environ.get("AWS_PROFILE", "default")
+def aws_options(named: str | None = None) -> dict[str, str]:
+    """Endpoint, key and region where the AWS tools find them: the environment first, then the usual files.
+
+    Of a profile that is named, the files' key goes first.
+    """
+    home, profile = Path.home() / ".aws", named or os.environ.get("AWS_PROFILE", "default")
     keys, config = ConfigParser(interpolation=None), ConfigParser(interpolation=None)
     try:
         keys.read(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials"))
@@ -88,16 +99,15 @@ def aws_options() -> dict[str, str]:
     said = dict(config[section]) if config.has_section(section) else {}
     said |= dict(keys[profile]) if keys.has_section(profile) else {}
     env = {name: value for name, value in os.environ.items() if value}
-    if "AWS_ACCESS_KEY_ID" in env:
+    if "AWS_ACCESS_KEY_ID" in env and not named:
         said |= {f"aws_{name}": env.get(f"AWS_{name.upper()}", "") for name in _AWS_KEY}
     options = {name: said[f"aws_{name}"] for name in _AWS_KEY if said.get(f"aws_{name}")}
     if ("access_key_id" in options) != ("secret_access_key" in options):
         raise ConfigError("only one of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY is set; set both")
-    if region := env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or said.get("region"):
+    if region := next((env[name] for name in REGION_NAMES if name in env), said.get("region")):
         options["region"] = region
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    if endpoint := next((env[name] for name in names if name in env), said.get("endpoint_url")):
-        if not re.fullmatch(r"https?://[^/@?#\s]+(/[^@?#\s]*)?", endpoint):
+    if endpoint := next((env[name] for name in ENDPOINT_NAMES if name in env), said.get("endpoint_url")):
+        if not ENDPOINT.fullmatch(endpoint):
             raise ConfigError("AWS_ENDPOINT_URL is malformed; write https://host or https://host:port")
         options["endpoint"] = endpoint
     return options

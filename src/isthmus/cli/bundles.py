@@ -1,0 +1,112 @@
+"""The files that a run's owner hands out, one per replica, and how a command takes one in place of a URL."""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isthmus.errors import ConfigError
+from isthmus.store.url import is_url
+
+if TYPE_CHECKING:
+    from isthmus.protocol.bundle import Bundle
+    from isthmus.protocol.documents import RunInfo
+
+SUFFIX = ".isthmus.toml"
+PLACES = ("url", "source", "target")  # arguments that name a run
+LOOPBACK = ("//127.", "//localhost", "//[::1]")
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    words = (
+        "put credentials for the bucket into the files that are handed out: those that are used here, or of "
+    )
+    words += "a profile of ~/.aws/credentials. Without this they hold none"
+    parser.add_argument("--with-credentials", nargs="?", const="", metavar="PROFILE", help=words)
+
+
+def hand_out(
+    run: "RunInfo", url: str, store: Mapping[str, str], folder: Path, keys: Mapping[str, bytes]
+) -> None:
+    """One file per replica, with its key."""
+    for member in run.recipe.fleet():
+        bundle = bundle_of(run, url, store, member.name, key=keys[member.name].hex())
+        bundle.write(folder / f"{member.name}{SUFFIX}", member.config.stages)
+
+
+def bundle_of(
+    run: "RunInfo", url: str, store: Mapping[str, str], replica: str, *, key: str = "", token: str = ""
+) -> "Bundle":
+    from isthmus.protocol.bundle import Bundle
+    from isthmus.store import parse_url
+
+    return Bundle(
+        url=parse_url(url)[0],  # of a folder: from the root, as others must find it
+        run=run.recipe.name,
+        run_sha256=run.digest,
+        replica=replica,
+        key=key,
+        token=token,
+        corpus=run.recipe.data.corpus,
+        corpus_sha256=run.corpus,
+        store=store,
+    )
+
+
+def what_else(url: str, store: Mapping[str, str]) -> list[str]:
+    """What the owner should know of the files: how others reach the bucket, and by which right."""
+    said = []
+    if any(mark in store.get("endpoint", "") for mark in LOOPBACK):
+        said.append(
+            f"the files say that the bucket is at {store['endpoint']}, where only this machine finds it: set "
+            "AWS_ENDPOINT_URL to its address in the network first"
+        )
+    if "access_key_id" in store:
+        said.append(
+            "the files hold credentials for the bucket: whoever has one can do there what these may; give "
+            "each friend others (PROFILE) where you can, and take them back when somebody leaves"
+        )
+    elif "://" in url:
+        said.append(
+            "the files hold no credentials for the bucket: tell each friend which to set (AWS_ACCESS_KEY_ID "
+            "and AWS_SECRET_ACCESS_KEY), or see --with-credentials"
+        )
+    return said
+
+
+def take(args: argparse.Namespace) -> None:
+    """Where a file of `init` or `invite` was typed in place of a run's URL: do as it says."""
+    for place in PLACES:
+        typed = getattr(args, place, None)
+        if isinstance(typed, str) and typed.endswith(SUFFIX) and not is_url(typed):
+            from isthmus.protocol.bundle import read_bundle
+
+            bundle = read_bundle(Path(typed))
+            whose = bundle.use_store()
+            setattr(args, place, bundle.url)
+            if args.command in ("join", "leave"):
+                _as_replica(args, bundle, typed, whose)
+
+
+def _as_replica(args: argparse.Namespace, bundle: "Bundle", typed: str, whose: str) -> None:
+    from isthmus.store.retry import StoreError
+
+    if getattr(args, "token", "") or args.replica not in ("", bundle.replica):
+        raise ConfigError(f"{typed} is for replica {bundle.replica}; leave out --replica and --token")
+    if args.command == "join":
+        at = f" at {bundle.store['endpoint']}" if "endpoint" in bundle.store else ""
+        rights = f", with credentials that are {whose}" if is_url(bundle.url) else ""
+        line = f'{bundle.replica} of the run "{bundle.run}" in {bundle.url}{at}{rights}'
+        print(f"isthmus: {line}", file=sys.stderr)
+        if is_url(bundle.corpus):
+            args.corpus = args.corpus or bundle.corpus
+    if bundle.token and args.command == "join":
+        args.token = bundle.token
+        return
+    args.replica = bundle.replica
+    if bundle.key:
+        try:
+            args.key = str(bundle.save_key(args.key))
+        except StoreError as error:
+            raise error.at_start() from None

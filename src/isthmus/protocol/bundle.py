@@ -1,0 +1,162 @@
+"""One file for one replica: what a friend needs to take part in a run. It holds a key or a token: a secret.
+
+Credentials of the bucket are the store's, not ours. They are in it only where the owner said so. Whoever
+reads such a file has it from somebody else, by mail or from a stick: every value is checked here, once.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from isthmus import reading
+from isthmus.config.toml import toml_line
+from isthmus.errors import ConfigError
+from isthmus.files import replace_file
+from isthmus.protocol.invitations import TOKEN
+from isthmus.protocol.ledger import read_run
+from isthmus.protocol.trust import Signer, save_secret
+from isthmus.store import open_store
+from isthmus.store.url import ENDPOINT, ENDPOINT_NAMES, REGION_NAMES, aws_options, parse_url
+
+FORMAT = 1
+MOST_BYTES = 1 << 14
+HEX = re.compile("[0-9a-f]{64}")
+NAME = re.compile(r"[\w-]{1,100}")
+RUN_NAME = re.compile(r"[\w.-]{1,100}")
+WORDS = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")
+KEY_WORDS = re.compile(r"[!-~]{1,4096}")  # of credentials: visible ASCII
+STORE = {
+    "endpoint": ENDPOINT,
+    "region": re.compile(r"[\w-]{1,100}"),
+    "access_key_id": KEY_WORDS,
+    "secret_access_key": KEY_WORDS,
+    "session_token": KEY_WORDS,
+}
+CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    url: str
+    run: str  # its name
+    run_sha256: str  # of run.json: nobody can lead the reader to another run
+    replica: str
+    key: str = ""  # the replica's private key
+    token: str = ""  # or an invitation: the key is made where it is taken up
+    corpus: str = ""  # where the text is
+    corpus_sha256: str = ""  # of its tokens; run.json has it too
+    store: Mapping[str, str] = field(default_factory=dict)  # how the bucket is reached
+
+    @property
+    def has_credentials(self) -> bool:
+        return "access_key_id" in self.store
+
+    def write(self, path: Path, stages: int = 1) -> None:
+        """Readable by its owner alone."""
+        replace_file(path, self.to_text(path.name, stages), mode=0o600)
+
+    def to_text(self, file: str, stages: int = 1) -> str:
+        apart = f"; or on {stages} machines, with --stage N and --master HOST:PORT" if stages > 1 else ""
+        once = ", once" if self.token else ""
+        head = [
+            f'Isthmus: the replica {self.replica} of the run "{self.run}". Keep it to yourself: whoever has',
+            f"this file can train as {self.replica}{once}. With Isthmus installed, in a folder of its own:",
+            f"  isthmus join {file}{apart}",
+        ]
+        if "://" in self.url and not self.has_credentials:
+            head.append("Credentials for the bucket are not in it: set what the sender tells you, most often")
+            head.append("AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, in the environment.")
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "store"}
+        lines = [*(f"# {line}" for line in head), toml_line("format", FORMAT)]
+        lines += [toml_line(name, value) for name, value in values.items() if value]
+        if self.store:
+            lines += ["", "[store]", *(toml_line(*item) for item in self.store.items())]
+        return "\n".join(lines) + "\n"
+
+    def use_store(self) -> str:
+        """Reach the bucket as the file says, in this process and those that it starts: what the environment
+        says already stays. Returns whose credentials these are, in words."""
+        if "endpoint" in self.store and not any(map(os.environ.get, ENDPOINT_NAMES)):
+            os.environ["AWS_ENDPOINT_URL"] = self.store["endpoint"]
+        if "region" in self.store and not any(map(os.environ.get, REGION_NAMES)):
+            os.environ["AWS_REGION"] = self.store["region"]
+        if os.environ.get("AWS_ACCESS_KEY_ID") or not self.has_credentials:
+            return "yours"
+        for name in CREDENTIALS:
+            if name in self.store:
+                os.environ[f"AWS_{name.upper()}"] = self.store[name]
+        return "the file's"
+
+    def save_key(self, path: str = "") -> Path:
+        """The file of the replica's key, made from this one if it is not there: it may be replaced later, by
+        `isthmus rotate`. Only for the run that this file names."""
+        signer = Signer(self.replica, bytes.fromhex(self.key), self.run_sha256)
+        run = read_run(open_store(self.url, create=False), signer)
+        file = Path(path) if path else Path("keys") / run.recipe.name / f"{self.replica}.key"
+        if not file.exists():
+            save_secret(file, bytes.fromhex(self.key), self.run_sha256)
+        return file
+
+
+def read_bundle(path: Path) -> Bundle:
+    try:
+        text = reading.read_text(path, MOST_BYTES)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}; give the one that the run's owner sent you") from None
+    try:
+        return parse_bundle(text)
+    except (ValueError, RecursionError, TypeError) as error:
+        raise ConfigError(f"{path} is not a file of `isthmus init` or `invite`: {error!s:.200}") from None
+
+
+def parse_bundle(text: str) -> Bundle:
+    """ValueError or TypeError where it is none."""
+    found = tomllib.loads(text)
+    if (form := found.pop("format", None)) != FORMAT:
+        raise ValueError(f"its format is {form!r:.20}; this Isthmus reads {FORMAT}")
+    shapes = {
+        **{"url": WORDS, "run": RUN_NAME, "run_sha256": HEX, "replica": NAME},
+        **{"key": HEX, "token": TOKEN, "corpus": WORDS, "corpus_sha256": HEX},
+    }
+    store = found.pop("store", {})
+    if missing := [name for name in ("url", "run", "run_sha256", "replica") if name not in found]:
+        raise ValueError(f"it has no {missing[0]}")
+    bundle = Bundle(**_checked(found, shapes), store=_checked(store, STORE))
+    parse_url(bundle.url)
+    if bool(bundle.key) == bool(bundle.token):
+        raise ValueError("it holds a key or a token, one of the two")
+    if bundle.has_credentials != ("secret_access_key" in bundle.store):
+        raise ValueError("it holds only half of the credentials")
+    return bundle
+
+
+def _checked(found: Any, shapes: Mapping[str, re.Pattern[str]]) -> dict[str, str]:
+    if not isinstance(found, dict):
+        raise TypeError("its store is not a table")
+    for name, value in found.items():
+        if name not in shapes:
+            raise ValueError(f"it has {name!r:.40}, which is not known here")
+        if not isinstance(value, str) or not shapes[name].fullmatch(value):
+            raise ValueError(f"its {name} is malformed")
+    return found
+
+
+def store_settings(url: str, with_credentials: str | None) -> dict[str, str]:
+    """How this machine reaches the bucket, for others: without credentials, unless somebody asks for them.
+
+    `with_credentials`: a profile of the AWS credentials file, or "" for those that this machine uses.
+    """
+    if not url.startswith("s3://"):
+        if with_credentials is not None and "://" in url:
+            raise ConfigError("--with-credentials is for s3:// only; hand out those of other stores yourself")
+        return {}
+    found = aws_options(with_credentials or None)
+    if with_credentials is not None and "access_key_id" not in found:
+        named = f"the profile {with_credentials!r:.60}" if with_credentials else "the environment"
+        raise ConfigError(f"--with-credentials: {named} has no AWS key; set one, or name another profile")
+    wanted = STORE if with_credentials is not None else ("endpoint", "region")
+    return {name: found[name] for name in STORE if name in found and name in wanted}

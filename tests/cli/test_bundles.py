@@ -1,0 +1,235 @@
+"""The file that an owner hands out: what is in it, what is not, and what `join` believes of it."""
+
+import os
+from pathlib import Path
+
+import pytest
+from owned import MORE, Owned
+from small_recipes import EDGE, RACK, recipe_text
+
+from isthmus.cli.main import main
+from isthmus.errors import ConfigError
+from isthmus.protocol import bundle as bundles
+from isthmus.protocol.bundle import parse_bundle, read_bundle, store_settings
+from isthmus.protocol.invitations import Token
+from isthmus.protocol.ledger import read_run
+from isthmus.runtime import launcher
+from isthmus.store import open_store
+
+SECRETS = ("admin-key-id", "admin-very-secret")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "r.toml").write_text(recipe_text(RACK + EDGE, name="tiny"))
+    return tmp_path
+
+
+@pytest.fixture
+def aws(monkeypatch, tmp_path):
+    """An owner's environment, with a profile for friends beside it."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "credentials").write_text(
+        "[friends]\naws_access_key_id = friend-key-id\naws_secret_access_key = friend-secret\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", "no-such-file")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", SECRETS[0])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRETS[1])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://192.0.2.1:8333")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    return monkeypatch
+
+
+@pytest.fixture
+def joined(monkeypatch) -> list:
+    """What `join` would start."""
+    started = []
+    monkeypatch.setattr(launcher, "launch", lambda config: started.append(config) or 0)
+    return started
+
+
+def made(capsys, *more: str) -> tuple[Path, str, str]:
+    assert main(["init", "r.toml", "bucket", *more]) == 0
+    return Path("keys/tiny"), *capsys.readouterr()
+
+
+def test_init_writes_one_file_per_replica_that_only_its_owner_reads(here, capsys):
+    keys, out, err = made(capsys)
+    assert err == ""
+    run = read_run(open_store("bucket"))
+    for name in ("rack", "edge"):
+        path = keys / f"{name}.isthmus.toml"
+        found = read_bundle(path)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert f"isthmus join {path}" in out
+        assert found.key == (keys / f"{name}.key").read_text().split()[0]
+        assert found.key not in out
+        assert (found.url, found.replica, found.run) == (str(here / "bucket"), name, "tiny")
+        assert (found.run_sha256, found.corpus_sha256) == (run.digest, run.corpus)
+    assert "--stage N and --master HOST:PORT" in (keys / "edge.isthmus.toml").read_text()
+
+
+def test_join_by_the_file_alone_is_join_with_url_replica_and_key(here, capsys, joined, monkeypatch):
+    keys, *_ = made(capsys)
+    friend = here / "friend"
+    friend.mkdir()
+    os.rename(keys / "edge.isthmus.toml", friend / "edge.isthmus.toml")
+    monkeypatch.chdir(friend)
+    for _ in range(2):  # typed again after a crash
+        assert main(["join", "edge.isthmus.toml", "--stage", "1", "--master", "192.0.2.1:29500"]) == 0
+        config = joined.pop()
+        assert (config.url, config.replica, config.stage) == (str(here / "bucket"), "edge", 1)
+        assert Path(config.key) == Path("keys/tiny/edge.key")
+        assert Path(config.key).read_bytes() == (here / "keys/tiny/edge.key").read_bytes()
+        assert Path(config.key).stat().st_mode & 0o777 == 0o600
+    assert 'edge of the run "tiny" in' in capsys.readouterr().err
+    assert main(["status", "edge.isthmus.toml"]) == 0
+    assert main(["join", "edge.isthmus.toml", "--replica", "rack"]) == 2
+    assert "is for replica edge" in capsys.readouterr().err
+
+
+def test_a_file_leads_to_its_own_run_only(here, capsys, joined):
+    keys, *_ = made(capsys)
+    os.rename("bucket", "first")
+    os.rename(keys, "mine")
+    made(capsys)
+    os.rename("keys", "theirs")
+    assert main(["join", "mine/rack.isthmus.toml"]) == 2
+    assert "is not the one that the key of rack was made for" in capsys.readouterr().err
+    assert not joined
+    assert not Path("keys").exists()
+
+
+def test_a_token_in_a_file_is_taken_up_as_one_that_was_typed(tmp_path, monkeypatch, capsys, joined):
+    monkeypatch.chdir(tmp_path)
+    owned = Owned("bucket", tmp_path, MORE, closers=["a"])
+    (tmp_path / "keys").rename(tmp_path / "owners")
+    words = ["invite", "bucket", "--replica", "ben", "--key", "owners/run.owner.key"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    found = read_bundle(Path("owners/ben.isthmus.toml"))
+    assert found.token == out.strip()
+    assert not found.key
+    assert Path("owners/ben.isthmus.toml").stat().st_mode & 0o777 == 0o600
+    assert "isthmus join ben.isthmus.toml" in err
+    monkeypatch.setattr("isthmus.cli.join.admit", lambda args: setattr(args, "replica", "admitted"))
+    assert main(["join", "owners/ben.isthmus.toml"]) == 0
+    assert (joined[0].replica, joined[0].url) == ("admitted", str(tmp_path / "bucket"))
+    assert Token.parse(found.token).run_digest == owned.run.digest == found.run_sha256
+    assert main([*words[:3], "ann", *words[4:], "--to", "none/ann.isthmus.toml"]) == 2
+    assert "give another by --to FILE" in capsys.readouterr().err
+
+
+def test_credentials_are_in_the_file_only_where_the_owner_says_so(aws):
+    url = "s3://my-runs/first"
+    bare = store_settings(url, None)
+    assert bare == {"endpoint": "http://192.0.2.1:8333", "region": "us-east-1"}
+    assert store_settings(url, "")["secret_access_key"] == SECRETS[1]
+    friends = store_settings(url, "friends")
+    assert (friends["access_key_id"], friends["secret_access_key"]) == ("friend-key-id", "friend-secret")
+    with pytest.raises(ConfigError, match="the profile 'nobody' has no AWS key"):
+        store_settings(url, "nobody")
+    with pytest.raises(ConfigError, match="for s3:// only"):
+        store_settings("gs://my-runs/first", "")
+    assert store_settings("/mnt/runs", None) == {}
+
+
+def test_an_owner_is_told_what_the_files_lack_or_give_away(here, aws, capsys):
+    from isthmus.cli.bundles import what_else
+
+    aws.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:8333")
+    said = " ".join(what_else("s3://x/y", store_settings("s3://x/y", None)))
+    assert "where only this machine finds it" in said
+    assert "hold no credentials" in said
+    assert "the files hold credentials" in " ".join(what_else("s3://x/y", store_settings("s3://x/y", "")))
+    assert what_else("/mnt/runs", {}) == []
+
+
+def with_store(**settings: str) -> bundles.Bundle:
+    known = {"url": "s3://bb/p", "run": "r", "run_sha256": "0" * 64, "replica": "a", "key": "1" * 64}
+    return bundles.Bundle(**known, store=settings)
+
+
+def test_the_environment_goes_before_the_file_and_the_file_before_nothing(aws):
+    theirs = {"access_key_id": "theirs", "secret_access_key": "their-secret"}
+    found = with_store(endpoint="http://198.51.100.9", region="auto", **theirs)
+    assert found.use_store() == "yours"
+    assert os.environ["AWS_ENDPOINT_URL"] == "http://192.0.2.1:8333"
+    assert os.environ["AWS_ACCESS_KEY_ID"] == SECRETS[0]
+    for name in ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        aws.delenv(name)
+        aws.setenv(name, "")  # so that it is restored
+    assert found.use_store() == "the file's"
+    assert os.environ["AWS_ENDPOINT_URL"] == "http://198.51.100.9"
+    assert os.environ["AWS_REGION"] == "auto"
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] == "their-secret"
+
+
+def test_a_file_is_read_as_it_was_written():
+    found = with_store(endpoint="https://x.example", region="auto")
+    assert parse_bundle(found.to_text("a.isthmus.toml", 2)) == found
+
+
+HOSTILE = {
+    "not TOML": ("= =", "Invalid"),
+    "no format": ('url = "s3://bb/p"', "its format is None"),
+    "another format": ("format = 2", "its format is 2"),
+    "nothing": ("format = 1", "it has no url"),
+    "a name that is a path": ('replica = "../../etc"', "its replica is malformed"),
+    "a run that is a path": ('run = "a/b"', "its run is malformed"),
+    "a key of another kind": ("key = 7", "its key is malformed"),
+    "both a key and a token": (f'token = "isthmus1.a.full.9.{"A" * 86}"', "a key or a token, one of the two"),
+    "neither": ('key = ""', "its key is malformed"),
+    "credentials in the URL": ('url = "s3://me:pw@bb/p"', "holds credentials"),
+    "another scheme": ('url = "http://bb/p"', "is not a store"),
+    "a control character": ('url = "s3://bb/p\\u001b[2J"', "its url is malformed"),
+    "an unknown name": ('shell = "rm -rf"', "it has 'shell', which is not known here"),
+    "an unknown setting": ('[store]\ncommand = "x"', "it has 'command', which is not known here"),
+    "a store that is none": ('store = "x"', "its store is not a table"),
+    "a malformed endpoint": ('[store]\nendpoint = "ftp://x"', "its endpoint is malformed"),
+    "an endpoint with a password": ('[store]\nendpoint = "http://me:pw@x"', "its endpoint is malformed"),
+    "half of the credentials": ('[store]\naccess_key_id = "x"', "only half of the credentials"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_file_is_one_line_and_changes_nothing(here, capsys, case, joined):
+    stated, says = HOSTILE[case]
+    good = with_store().to_text("a.isthmus.toml").splitlines()
+    name = stated.partition(" = ")[0]
+    kept = [] if says.startswith(("Invalid", "its format", "it has no")) else good
+    lines = [line for line in kept if not line.startswith(f"{name} =")]
+    lines = [stated, *lines] if "[store]" not in stated else [*lines, stated]
+    Path("a.isthmus.toml").write_text("\n".join(lines))
+    before, files = dict(os.environ), sorted(here.rglob("*"))
+    assert main(["join", "a.isthmus.toml"]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("\n") == 1
+    assert (dict(os.environ), sorted(here.rglob("*"))) == (before, files)
+    assert not joined
+
+
+def test_a_file_without_end_or_a_pipe_is_not_read(here, capsys):
+    Path("long.isthmus.toml").write_bytes(b"#" * (1 << 20))
+    os.mkfifo("pipe.isthmus.toml")
+    for name, says in (("long", "at most 16,384 are read"), ("pipe", "a pipe"), ("none", "there is no file")):
+        assert main(["join", f"{name}.isthmus.toml"]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_init_without_the_corpus_is_not_silent(here, capsys):
+    _, _, err = made(capsys, "--set", "data.corpus=nowhere")
+    assert "there is no corpus in nowhere on this machine" in err
+    assert read_run(open_store("bucket")).corpus == ""
+
+
+def test_init_refuses_a_url_without_a_corpus(here, capsys):
+    (here / "empty").mkdir()
+    assert main(["init", "r.toml", "bucket", "--set", f"data.corpus=file://{here}/empty"]) == 2
+    assert "upload one by `isthmus data push" in capsys.readouterr().err
+    assert not (here / "keys").exists()
