@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "isthmus"
 ROOT = ("crowd", "errors", "files", "gpu", "printing", "reading")
 ORDER = (
     "config", "layout", "planner", "runlog", "store", "data", "model", "subspace", "sparse", "outer",
-    "replica", "protocol", "page", "simulator", "runtime", "doctor", "export", "cli",
+    "replica", "protocol", "page", "simulator", "runtime", "doctor", "export", "api", "cli",
 )  # fmt: skip
 STANDARD_LIBRARY_ONLY = ("config", "layout", "planner")
 

@@ -1,16 +1,58 @@
 """Isthmus: pre-train one language model on machines that share no fast network."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isthmus.api.opened import Run, open_run
+    from isthmus.api.runs import plan, resume, simulate, train
+    from isthmus.config import Recipe, load_recipe
+    from isthmus.errors import ConfigError, RunError
+    from isthmus.runlog.results import Results
+    from isthmus.runlog.row import Row
+
 __version__ = "0.2.0"
 
+__all__ = [
+    "ConfigError",
+    "Recipe",
+    "Results",
+    "Row",
+    "Run",
+    "RunError",
+    "__version__",
+    "load_recipe",
+    "open_run",
+    "plan",
+    "resume",
+    "simulate",
+    "train",
+]
 
-def __getattr__(name: str):
-    # torch loads only when a run is started, so that `isthmus --help` and `isthmus plan` answer at once.
-    if name == "simulate":
-        from isthmus.simulator.run import simulate
+# Found when they are asked for: `import isthmus` loads nothing else, and none of these loads torch.
+_HOMES = {
+    "ConfigError": "errors",
+    "Recipe": "config",
+    "Results": "runlog.results",
+    "Row": "runlog.row",
+    "Run": "api.opened",
+    "RunError": "errors",
+    "load_recipe": "config",
+    "open_run": "api.opened",
+    "plan": "api.runs",
+    "resume": "api.runs",
+    "simulate": "api.runs",
+    "train": "api.runs",
+}
 
-        return simulate
-    if name == "train":
-        from isthmus.runtime.train import train
 
-        return train
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"isthmus.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

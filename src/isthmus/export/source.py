@@ -72,22 +72,10 @@ def open_trained(spec: str, corpus: str | None = None) -> Trained:
     if "://" in spec or ((Path(spec) / "run.json").is_file() and not (Path(spec) / "recipe.toml").is_file()):
         return _from_bucket(spec, spec, corpus)
     run = RunDir.open(spec)
-    for _ in range(5):  # a simulation under way may remove the state that we are reading
-        try:
-            found = _from_state(run)
-            break
-        except FileNotFoundError:
-            time.sleep(0.2)
-    else:
-        raise ConfigError(f"{run.state_path} changes while it is read; try again")
-    rows = run.rows()
-    if found is None and run.model_path.is_file() and rows and rows[-1]["round"] > 0:
-        found = rows[-1]["round"], load_tensors(run.model_path), {}
-    bucket = run.recipe.bucket.url or str(run.path / "bucket")
-    real = run.about.get("mode") == "real processes"  # a simulation does not use its recipe's bucket
-    if found is None and real and ("://" in bucket or (Path(bucket) / "run.json").is_file()):
+    rows, found = run.rows(), newest_params(run)
+    if found is None and has_bucket(run):
         return _from_bucket(bucket_to_read(run, spec), spec, corpus)
-    if found is None or found[0] == 0:
+    if found is None:
         raise ConfigError(f"{run.path} has no finished round yet; there is no model to take from it")
     round_number, params, bases = found
     if run.recipe.subspace.grassmann_every and not bases:
@@ -103,6 +91,29 @@ def open_trained(spec: str, corpus: str | None = None) -> Trained:
     if not run.recipe.subspace.adaptation:
         first = first_params(run.recipe, run.about.get("start_sha256"))[EMBEDDING]
     return _trained(spec, run.recipe, params, bases, first, round_number, tokens, text)
+
+
+def newest_params(run: RunDir) -> tuple[int, dict[str, Tensor], dict[str, Tensor]] | None:
+    """(round, weights, every U that was turned) of the newest round that the folder itself holds."""
+    for _ in range(5):  # a simulation under way may remove the state that we are reading
+        try:
+            found = _from_state(run)
+            break
+        except FileNotFoundError:
+            time.sleep(0.2)
+    else:
+        raise ConfigError(f"{run.state_path} changes while it is read; try again")
+    rows = run.rows()
+    if found is None and run.model_path.is_file() and rows:
+        found = rows[-1].round, load_tensors(run.model_path), {}
+    return found if found and found[0] else None
+
+
+def has_bucket(run: RunDir) -> bool:
+    """Does its bucket hold its weights? A simulation does not use the one that its recipe names."""
+    bucket = run.recipe.bucket.url or str(run.path / "bucket")
+    real = run.about.get("mode") == REAL
+    return real and ("://" in bucket or (Path(bucket) / "run.json").is_file())
 
 
 def _from_state(run: RunDir) -> tuple[int, dict[str, Tensor], dict[str, Tensor]] | None:

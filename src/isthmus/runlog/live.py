@@ -11,6 +11,7 @@ from typing import Any, Self, TextIO
 
 from isthmus.config import Recipe
 from isthmus.printing import visible
+from isthmus.runlog.hooks import RoundHooks
 from isthmus.runlog.row import Row
 from isthmus.runlog.run_dir import totals
 from isthmus.runlog.words import clock, rate, size
@@ -133,6 +134,7 @@ class View:
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         self.progress = progress
         self.stream = stream
+        self.hooks = RoundHooks()
 
     def __enter__(self) -> Self:
         return self
@@ -148,10 +150,12 @@ class View:
         """An outer round has ended (row 0: the evaluation before the first). `awaited`: its losses come
         later, by `losses`."""
         self.progress.add(row, awaited)
+        self.hooks.add(row, awaited)
 
     def losses(self, row: Row) -> None:
         """The losses of a round that was shown before; None if there will be none."""
         self.progress.fill_in(row)
+        self.hooks.fill_in(row)
 
     def note(self, text: str) -> None:
         """Something worth a line of its own, such as a replica that left."""

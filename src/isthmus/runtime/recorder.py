@@ -12,9 +12,9 @@ import torch
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.protocol.ledger import Ledger, Manifest
+from isthmus.protocol.recorded import bucket_rows, farewells
 from isthmus.protocol.replay import Replay
 from isthmus.runlog import REAL, About, Row, RunDir
-from isthmus.runlog.facts import Facts
 from isthmus.runlog.live import View
 from isthmus.runlog.row import Scores
 from isthmus.runlog.words import rounds_in_words
@@ -51,6 +51,8 @@ class Recorder:
         rows = run.rows()
         # Of what was recorded, the rows that are not whole yet; the file has all of them.
         self.waiting = {row.round: row for row in rows if not row.is_filled_in(self.recipe)}
+        for row in self.waiting.values():
+            view.hooks.add(row, awaited=True)
         if rows:
             self.last = rows[-1]
         else:
@@ -234,26 +236,15 @@ class Scoring(threading.Thread):
             self.recorder.changed.notify_all()
 
 
-def farewells(ledger: Ledger) -> dict[str, Facts]:
-    """What the replicas that have ended counted after their last commits."""
-    beats = {member.name: ledger.heartbeat(member.name) for member in ledger.run.recipe.fleet()}
-    return {name: beat[0].farewell for name, beat in beats.items() if beat and beat[0].gone}
-
-
 def write_from_bucket(ledger: Ledger, path: str | Path) -> RunDir:
     """A run directory from a bucket alone, for a run that was joined and that no machine records: what the
     replicas reported, without a replay. Held-out losses are not in it."""
-    recipe, last = ledger.run.recipe, ledger.last_round()
-    rows = [Row.untrained(recipe, None, 0.0)]
-    for manifest in ledger.between(1, last):
-        rows.append(Row.from_manifest(recipe, manifest, rows[-1].tokens))
-    if last:
-        rows[-1].add_farewells(recipe, farewells(ledger))
+    recipe, rows = ledger.run.recipe, bucket_rows(ledger)
     about = About(
         mode=REAL,
         parameters=recipe.model.num_parameters,
         corpus=recipe.data.corpus,
-        status="finished" if last == recipe.outer.rounds else "running",
+        status="finished" if rows[-1].round == recipe.outer.rounds else "running",
     )
     run = RunDir.create(path, recipe, about)
     for row in rows:

@@ -6,7 +6,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.errors import ConfigError, RunError
 from isthmus.model import checkpoint
 from isthmus.model.initial import checked_first
+from isthmus.page.loggers import check_loggers, following
 from isthmus.page.report import write_report
 from isthmus.planner.auto import resolve
 from isthmus.protocol.access import bucket_of
 from isthmus.protocol.ledger import Ledger
 from isthmus.runlog import REAL, About, RunDir, next_run_dir
+from isthmus.runlog.hooks import OnRound, RoundHooks
 from isthmus.runlog.live import View, open_view
+from isthmus.runlog.results import Results
 from isthmus.runtime.checks import check_trainable
 from isthmus.runtime.create import create
 from isthmus.runtime.fits import check_fits, device_memory
@@ -32,7 +36,7 @@ from isthmus.runtime.resume import StartingHeartbeats, check_resumable, checked_
 from isthmus.runtime.scoring import places
 from isthmus.runtime.supervisor import LocalSupervisor
 from isthmus.simulator.picks import held_out_note, with_pin
-from isthmus.simulator.run import Results, about_run, checked_corpus, pick_device, pick_precision
+from isthmus.simulator.run import about_run, checked_corpus, pick_device, pick_precision
 from isthmus.store.objects import open_store
 
 
@@ -42,13 +46,17 @@ def train(
     *,
     device: str = "auto",
     quiet: bool = False,
+    on_round: OnRound | None = None,
+    log: Sequence[str] = (),
     apart: Collection[str] = (),
     **launcher: Any,
 ) -> Results:
     """Start the fleet, watch it, record its rounds; the run directory holds bucket, keys and logs.
 
-    `apart` as in LocalSupervisor; `launcher` are further fields of every LauncherConfig.
+    `on_round` and the loggers of `log` get every row once its losses are known. `apart` as in
+    LocalSupervisor; `launcher` are further fields of every LauncherConfig.
     """
+    check_loggers(log)
     recipe, picks = resolve(recipe)
     check_trainable(recipe)
     used = pick_device(device)
@@ -71,11 +79,19 @@ def train(
         return Ledger(open_store(supervisor.url), made)
 
     with lock_run(run):
-        return _run(run, corpus, supervisor, begin, used, quiet)
+        return _run(run, corpus, supervisor, begin, used, quiet, following(run, on_round, log))
 
 
-def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) -> Results:
+def resume(
+    run_dir: str | Path,
+    *,
+    device: str = "auto",
+    quiet: bool = False,
+    on_round: OnRound | None = None,
+    log: Sequence[str] = (),
+) -> Results:
     """Go on with a run that was stopped or killed: every replica from its own state and the bucket."""
+    check_loggers(log)
     run = RunDir.open(run_dir)
     check_resumable(run)
     device = run.about.get("device_used", "auto") if device == "auto" else device
@@ -91,7 +107,8 @@ def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) ->
             run.truncate(last)
             run.update_about(status="running", error=None)
             corpus = open_corpus(run.recipe.data.corpus)
-            return _run(run, corpus, supervisor, lambda: ledger, used, quiet, pause)
+            after = following(run, on_round, log)
+            return _run(run, corpus, supervisor, lambda: ledger, used, quiet, after, pause)
 
 
 def _supervisor(run: RunDir, device: str, apart: Collection[str] = (), **launcher: Any) -> LocalSupervisor:
@@ -106,6 +123,7 @@ def _run(
     begin: Callable[[], Ledger],
     device: torch.device,
     quiet: bool,
+    after: AbstractContextManager[RoundHooks],
     pause: tuple[int, float] = (0, 0.0),
 ) -> Results:
     recipe, about, rows = run.recipe, run.about, run.rows()
@@ -114,8 +132,9 @@ def _run(
     try:
         ledger = begin()
         torch.set_num_threads(1)  # the replicas need the cores more
-        supervisor.start_all()
-        with open_view(recipe, done, recipe.outer.rounds, rows=rows, quiet=quiet) as view:
+        with after as hooks, open_view(recipe, done, recipe.outer.rounds, rows=rows, quiet=quiet) as view:
+            view.hooks = hooks
+            supervisor.start_all()
             fleet = f"{recipe.num_replicas} replicas, {supervisor.num_workers} processes"
             resumed = f", going on after round {pause[0] - 1}" if pause[0] else ""
             view.note(f"{run.path}: {fleet}, bucket {supervisor.url}{resumed}")
@@ -131,6 +150,7 @@ def _run(
                 if not interrupted:
                     supervisor.finish()
                 scoring.finish()
+            hooks.deliver()
         if recorder.has_last_anchor():
             checkpoint.save_tensors(run.model_path, recorder.replay.anchor)
         if problem := recorder.problem():
@@ -151,6 +171,7 @@ def _run(
         run.update_about(status=status, error=error, restarts=restarts)
         with contextlib.suppress(OSError, ConfigError):
             write_report(run.path)
+    hooks.raise_error()
     return Results(run.path, run.rows())
 
 
@@ -159,7 +180,7 @@ def how_to_go_on(run: RunDir) -> str:
 
 
 def _record(recorder: Recorder, supervisor: LocalSupervisor, view: View) -> bool:
-    """Record rounds until the last one; True when Ctrl-C asked the fleet to leave before it.
+    """Record rounds until the last one; True when Ctrl-C or a hook asked the fleet to leave before it.
 
     The first Ctrl-C takes effect between two rounds: a round that is half applied and not yet a row must not
     be lost.
@@ -175,7 +196,10 @@ def _record(recorder: Recorder, supervisor: LocalSupervisor, view: View) -> bool
         supervisor.leave()
 
     def stop() -> bool:
-        nonlocal checked, noted
+        nonlocal asked, checked, noted
+        if view.hooks.deliver() and not asked:
+            asked = True
+            supervisor.leave()
         if asked and not noted:
             noted = True
             view.note("leaving at the end of this round; Ctrl-C again stops now")

@@ -34,7 +34,7 @@ def simulate_rounds(
     leave: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Run the rounds after `done`. After each: evaluate, write one row, save where there is a saver. False
-    when `leave` ended it at a round's edge."""
+    when `leave` or one of the view's hooks ended it at a round's edge."""
     rounds, steps = recipe.outer.rounds, recipe.outer.inner_steps
     clock = time.perf_counter()
     if done == 0:
@@ -42,6 +42,7 @@ def simulate_rounds(
         row = Row.untrained(recipe, scores, time.perf_counter() - clock)
         run.append(row)
         view.round(row)
+        view.hooks.deliver()
         clock = time.perf_counter()
     fleet.scorer.hold(fleet.table)
 
@@ -69,10 +70,15 @@ def simulate_rounds(
             saver.save(round_number, force=round_number == rounds)
         fleet.scorer.hold(fleet.table)
         view.round(row)
+        if view.hooks.deliver() and saver:
+            saver.save(round_number, force=True)
         clock = time.perf_counter()
 
+    def stops() -> bool:
+        return leave() or view.hooks.stopped
+
     left_over = range(done + 1, rounds + 1)
-    return run_rounds(fleet, exchange, left_over, lambda h: view.inner(h, steps, None), after, leave)
+    return run_rounds(fleet, exchange, left_over, lambda h: view.inner(h, steps, None), after, stops)
 
 
 def counted_bytes(recipe: Recipe, payloads: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
@@ -98,11 +104,13 @@ class Saver:
     ) -> None:
         self.run, self.fleet, self.clock = run, fleet, clock
         self.cost, self.last = 0.0, -float("inf")
+        self.saved = 0  # the newest round that was
 
     def save(self, rounds: int, force: bool) -> None:
         now = self.clock()
-        if not force and (now - self.last) * SAVE_SHARE < self.cost:
+        due = force or (now - self.last) * SAVE_SHARE >= self.cost
+        if not due or rounds == self.saved:
             return
         checkpoint.save(self.run.state_path, rounds, self.fleet.state())
-        self.last = self.clock()
+        self.last, self.saved = self.clock(), rounds
         self.cost = self.last - now

@@ -5,7 +5,7 @@ import datetime
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -17,13 +17,16 @@ from isthmus.data.corpus import Corpus
 from isthmus.errors import ConfigError
 from isthmus.model import checkpoint
 from isthmus.model.initial import checked_first, first_params, start_digest
+from isthmus.page.loggers import check_loggers, following
 from isthmus.page.report import write_report
 from isthmus.planner.auto import Pick, resolve
 from isthmus.planner.fit import MemoryPick
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
 from isthmus.replica.meter import peak_bytes
-from isthmus.runlog import REAL, About, Row, RunDir, next_run_dir
+from isthmus.runlog import REAL, About, RunDir, next_run_dir
+from isthmus.runlog.hooks import OnRound, RoundHooks
 from isthmus.runlog.live import open_view
+from isthmus.runlog.results import Results
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
 from isthmus.simulator.picks import checked_corpus, held_out_note, pick_device, pick_precision, with_pin
@@ -42,18 +45,6 @@ class Setup(TypedDict):
     parked: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
-    """The result of a run: its folder, and a row for each round."""
-
-    run_dir: Path
-    rows: list[Row]
-
-    @property
-    def last(self) -> Row:
-        return self.rows[-1]
-
-
 def simulate(
     recipe: Recipe,
     run_dir: str | Path | None = None,
@@ -62,8 +53,12 @@ def simulate(
     mode: str = "auto",
     compiled: bool | None = None,
     quiet: bool = False,
+    on_round: OnRound | None = None,
+    log: Sequence[str] = (),
 ) -> Results:
-    """Train the whole fleet of a recipe on one device; run_dir is the first free runs/NAME when not given."""
+    """Train the whole fleet of a recipe on one device; run_dir is the first free runs/NAME when not given.
+    `on_round` and the loggers of `log` get every row as its round ends."""
+    check_loggers(log)
     recipe, picks = resolve(recipe)
     where, precision = pick_device(device), pick_precision(recipe, pick_device(device))
     corpus = checked_corpus(recipe)
@@ -81,7 +76,8 @@ def simulate(
         predicted_bytes=plan.predicted_bytes,
     )
     run = RunDir.create(run_dir or next_run_dir("runs", recipe.name), recipe, about)
-    return _run(run, recipe, corpus, where, plan, quiet, done=0, state=None, first=first)
+    after = following(run, on_round, log)
+    return _run(run, recipe, corpus, where, plan, quiet, after, done=0, state=None, first=first)
 
 
 def about_run(
@@ -108,8 +104,16 @@ def about_run(
     )
 
 
-def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) -> Results:
+def resume(
+    run_dir: str | Path,
+    *,
+    device: str = "auto",
+    quiet: bool = False,
+    on_round: OnRound | None = None,
+    log: Sequence[str] = (),
+) -> Results:
     """Go on from the last saved round, exactly as the run would have gone on by itself."""
+    check_loggers(log)
     run = RunDir.open(run_dir)
     recipe, about = run.recipe, run.about
     if about.get("mode") == REAL:
@@ -136,7 +140,7 @@ def resume(run_dir: str | Path, *, device: str = "auto", quiet: bool = False) ->
     needed = recipe.model.start and (state is None or not recipe.subspace.adaptation)
     first = first_params(recipe, about.get("start_sha256")) if needed else None
     run.update_about(status="running", error=None)
-    return _run(run, recipe, corpus, where, plan, quiet, done, state, first)
+    return _run(run, recipe, corpus, where, plan, quiet, following(run, on_round, log), done, state, first)
 
 
 def _restore(fleet: SimulatedFleet, state: dict, done: int, run: RunDir) -> None:
@@ -158,6 +162,7 @@ def _run(
     device: torch.device,
     plan: SimulatorPlan,
     quiet: bool,
+    after: AbstractContextManager[RoundHooks],
     done: int,
     state: dict | None,
     first: Mapping[str, torch.Tensor] | None,
@@ -168,7 +173,11 @@ def _run(
         fleet = SimulatedFleet(recipe, corpus, device, setup["precision"], plan, setup["compiled"], first)
         if state:
             _restore(fleet, state, done, run)
-        with open_view(recipe, done, recipe.outer.rounds, rows=run.rows(), quiet=quiet) as view:
+        with (
+            after as hooks,
+            open_view(recipe, done, recipe.outer.rounds, rows=run.rows(), quiet=quiet) as view,
+        ):
+            view.hooks = hooks
             how = plan.describe(recipe.num_replicas)
             view.note(f"{run.path}: {how} on {setup['device']}, {setup['precision']}")
             for reason in about.get("auto", ()):
@@ -178,9 +187,10 @@ def _run(
             passes = fleet.batches.passes(recipe.num_inner_steps)
             if passes > 4:
                 view.note(f"the run reads its text {passes:.1f} times over; more text would serve it better")
-            simulate_rounds(recipe, fleet, LocalExchange(recipe), run, view, done, Saver(run, fleet))
-        checkpoint.save_tensors(run.model_path, fleet.anchor)
-        status = "finished"
+            whole = simulate_rounds(recipe, fleet, LocalExchange(recipe), run, view, done, Saver(run, fleet))
+        if whole:
+            checkpoint.save_tensors(run.model_path, fleet.anchor)
+        status = "finished" if whole else "interrupted"
     except KeyboardInterrupt:
         status = "interrupted"
         command = f"isthmus simulate --resume {shlex.quote(str(run.path))}"
@@ -195,6 +205,7 @@ def _run(
         run.update_about(status=status, error=error, **memory)
         with contextlib.suppress(OSError, ConfigError):  # a report that fails must not hide why the run did
             write_report(run.path)
+    hooks.raise_error()
     return Results(run.path, run.rows())
 
 

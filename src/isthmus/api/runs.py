@@ -1,0 +1,134 @@
+"""Start a run from Python, or go on with one. torch is loaded when a run starts, not before."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from isthmus.config import Recipe, dump_recipe, load_recipe, parse_recipe, toml_line
+from isthmus.planner.plan import Forecast, predict
+from isthmus.runlog import REAL, RunDir
+from isthmus.runlog.hooks import OnRound
+from isthmus.runlog.results import Results
+
+AnyRecipe = Recipe | str | os.PathLike[str]  # a recipe, its file, or the name of one that ships
+Overrides = Mapping[str, Any] | Sequence[str]  # {"outer.keep": 64}, or ["outer.keep=64"]
+AnyPath = str | os.PathLike[str]
+
+
+def as_recipe(recipe: AnyRecipe, overrides: Overrides = ()) -> Recipe:
+    """A checked recipe, whichever way it was given."""
+    settings = _settings(overrides)
+    if not isinstance(recipe, Recipe):
+        return load_recipe(os.fspath(recipe), settings)
+    return parse_recipe(dump_recipe(recipe), settings) if settings else recipe
+
+
+def _settings(overrides: Overrides) -> list[str]:
+    if isinstance(overrides, str):
+        return [overrides]
+    if isinstance(overrides, Mapping):
+        return [f"{key}={toml_line('', value).removeprefix(' = ')}" for key, value in overrides.items()]
+    return list(overrides)
+
+
+def simulate(
+    recipe: AnyRecipe,
+    run_dir: AnyPath | None = None,
+    *,
+    overrides: Overrides = (),
+    device: str = "auto",
+    mode: str = "auto",
+    compiled: bool | None = None,
+    quiet: bool = False,
+    on_round: OnRound | None = None,
+    log: str | Sequence[str] = (),
+) -> Results:
+    """Train the whole fleet of a recipe on one device.
+
+    `recipe`: a Recipe, the path of one, or the name of one that ships. `run_dir`: the folder of the run; the
+    first free runs/NAME when not given. `overrides`: as --set. `on_round(row)` is called after every round,
+    first with row 0, the model before training; when it returns False or raises, the run stops at that
+    round's edge and can be resumed. `log`: "wandb", "mlflow" or both.
+    """
+    checked = as_recipe(recipe, overrides)
+    from isthmus.simulator.run import simulate as start
+
+    return start(
+        checked,
+        _path(run_dir),
+        device=device,
+        mode=mode,
+        compiled=compiled,
+        quiet=quiet,
+        on_round=on_round,
+        log=_names(log),
+    )
+
+
+def train(
+    recipe: AnyRecipe,
+    run_dir: AnyPath | None = None,
+    *,
+    overrides: Overrides = (),
+    device: str = "auto",
+    quiet: bool = False,
+    on_round: OnRound | None = None,
+    log: str | Sequence[str] = (),
+    **launcher: Any,
+) -> Results:
+    """Run the whole fleet of a recipe as real processes on this machine.
+
+    As `simulate`, but `on_round` gets a row once its held-out loss is known, which may be rounds later. It is
+    called in this thread, while the replicas train on; when it stops the run, they leave at the end of the
+    round that they are in. `launcher`: further fields of every LauncherConfig.
+    """
+    checked = as_recipe(recipe, overrides)
+    from isthmus.runtime.versions import check_torch
+
+    check_torch()
+    from isthmus.runtime.train import train as start
+
+    return start(
+        checked,
+        _path(run_dir),
+        device=device,
+        quiet=quiet,
+        on_round=on_round,
+        log=_names(log),
+        **launcher,
+    )
+
+
+def resume(
+    run_dir: AnyPath,
+    *,
+    device: str = "auto",
+    quiet: bool = False,
+    on_round: OnRound | None = None,
+    log: str | Sequence[str] = (),
+) -> Results:
+    """Go on with a run that was stopped or killed, simulated or real, as it would have gone on by itself."""
+    run = RunDir.open(os.fspath(run_dir))
+    if run.about.get("mode") == REAL:
+        from isthmus.runtime.train import resume as go_on
+    else:
+        from isthmus.simulator.run import resume as go_on
+    return go_on(run.path, device=device, quiet=quiet, on_round=on_round, log=_names(log))
+
+
+def plan(
+    recipe: AnyRecipe, *, overrides: Overrides = (), tflops: float = 0.0, memory_gb: float = 0.0
+) -> Forecast:
+    """What a run will take on its fleet and its links: seconds, bytes, memory. Loads no torch.
+
+    `tflops` and `memory_gb` are those of machines whose own the recipe does not state.
+    """
+    return predict(as_recipe(recipe, overrides), tflops, memory_gb=memory_gb)
+
+
+def _names(log: str | Sequence[str]) -> list[str]:
+    return [log] if isinstance(log, str) else list(log)
+
+
+def _path(given: AnyPath | None) -> str | None:
+    return None if given is None else os.fspath(given)

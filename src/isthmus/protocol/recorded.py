@@ -1,0 +1,24 @@
+"""The rows of a run from its bucket alone: what the replicas reported with their updates."""
+
+from isthmus.protocol.ledger import Ledger
+from isthmus.runlog.clean import clean_row
+from isthmus.runlog.facts import Facts
+from isthmus.runlog.row import Row
+
+
+def bucket_rows(ledger: Ledger) -> list[Row]:
+    """One for each settled round, and row 0, without a replay. Held-out losses are not in them. What a
+    stranger wrote is cleaned, as that of a run directory is."""
+    recipe, last = ledger.run.recipe, ledger.last_round()
+    rows = [Row.untrained(recipe, None, 0.0)]
+    for manifest in ledger.between(1, last):
+        rows.append(Row.from_manifest(recipe, manifest, rows[-1].tokens))
+    if last:
+        rows[-1].add_farewells(recipe, farewells(ledger))
+    return [clean_row(row, recipe) for row in rows]
+
+
+def farewells(ledger: Ledger) -> dict[str, Facts]:
+    """What the replicas that have ended counted after their last commits."""
+    beats = {member.name: ledger.heartbeat(member.name) for member in ledger.run.recipe.fleet()}
+    return {name: beat[0].farewell for name, beat in beats.items() if beat and beat[0].gone}
