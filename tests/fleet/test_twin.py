@@ -38,7 +38,8 @@ SMALL = replicas("rack") + EDGE
 FLEET = SMALL + FAR
 FP64 = ["inner.precision=fp64", "outer.values=fp64", "replicas.edge.wire=fp64", "replicas.far.wire=fp64"]
 AS_SHIPPED = ["outer.values=2bit", "replicas.edge.wire=bf16"]
-BEYOND = ["inner.optimizer=muon", "replicas.edge.wire=int5"]  # what the paper does not have
+UNEQUAL = ["replicas.rack.batch=6", "replicas.rack.micro_batches=3", "replicas.edge.batch=2"]
+BEYOND = ["inner.optimizer=muon", "replicas.edge.wire=int5", *UNEQUAL]  # what the paper does not have
 PROJECTED = ["subspace.weight_projection=true"]  # Table 5b: what is sent begins at P W
 LEARNED = ["subspace.anchor=learned", "finish.rounds=2", "replicas.edge.wire=fp64"]
 FINISHING = ["finish.rounds=2"]  # round 2 half open, round 3 open
@@ -170,7 +171,9 @@ def test_a_hair_apart_before_the_codec_is_a_few_entries_apart_after_it(as_shippe
         assert parted < 0.01 * entries
 
 
-@pytest.mark.parametrize(("twins", "tolerance"), [("fp64", 1e-9), ("as_shipped", 1e-2), ("finished", 1e-5)])
+@pytest.mark.parametrize(
+    ("twins", "tolerance"), [("fp64", 1e-9), ("beyond", 1e-9), ("as_shipped", 1e-2), ("finished", 1e-5)]
+)
 def test_losses_in_the_rows_agree(request, twins, tolerance):
     both = request.getfixturevalue(twins)
     assert [row["round"] for row in both.real_rows] == list(range(ROUNDS + 1))
@@ -184,7 +187,7 @@ def test_losses_in_the_rows_agree(request, twins, tolerance):
             assert real[name] == simulated[name]
 
 
-@pytest.mark.parametrize("twins", ["fp64", "as_shipped"])
+@pytest.mark.parametrize("twins", ["fp64", "as_shipped", "beyond"])
 def test_every_process_reports_the_replayed_anchor_after_every_round(request, twins):
     both = request.getfixturevalue(twins)
     processes = sum(member.config.stages for member in both.recipe.fleet())

@@ -172,6 +172,20 @@ def test_the_step_has_the_same_bits(how):
         assert torch.equal(straight[name], wanted[name])
 
 
+@pytest.mark.parametrize("how", ["contributors", "all"])
+@pytest.mark.parametrize("clip", [None, "median"])
+@pytest.mark.parametrize("weights", [[3, 1, 2], [2, 2, 2]])
+def test_a_weighted_step_has_the_same_bits(how, clip, weights):
+    plain, fused = codecs(100)
+    data = [plain.pack_many(plain.encode_many(tensors(m))) for m in range(3)]
+    wanted, moved, unweighed = tensors(9), tensors(9), tensors(9)
+    plain.step(wanted, plain.unpack_all(data), 0.7, how, clip, weights)
+    fused.step(moved, fused.unpack_all(data), 0.7, how, clip, weights)
+    plain.step(unweighed, plain.unpack_all(data), 0.7, how, clip)
+    assert all(torch.equal(moved[name], wanted[name]) for name in SHAPES)
+    assert all(torch.equal(moved[n], unweighed[n]) for n in SHAPES) == (len(set(weights)) == 1)
+
+
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 40000, 70001])
 def test_a_checksum_from_the_device_is_zlibs(size):
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
