@@ -111,7 +111,9 @@ INNER = (
     Try(keep=512, h=15),
     # Just below a hundredth of the bytes of averaging at every step:
     Try(keep=384, h=5, also=("inner.lr=0.004",), words="lr 0.004", seeds=SEEDS),
-    Try(keep=896, h=10, also=("inner.lr=0.004",), words="lr 0.004"),
+    Try(keep=896, h=10, also=("inner.lr=0.004",), words="lr 0.004", seeds=SEEDS),
+    Try(keep=896, h=10, also=("inner.lr=0.006",), words="lr 0.006"),
+    Try(keep=1344, h=15, also=("inner.lr=0.004",), words="lr 0.004", seeds=SEEDS),
     Try(keep=4096, h=15),
     Try(keep=4096),
     Try(outer_lr=0.8),
