@@ -290,7 +290,9 @@ def test_the_fields_of_every_document_are_those_that_the_code_writes():
         keys for name in ("ledger", "payloads", "anchors") for keys in literal_keys(protocol / f"{name}.py")
     ]
     entry = set(Entry("rack", ()).to_dict())
-    manifest = Manifest(round=1, anchor="", entries=(), refused=(), members=(), deadline_seconds=0, seconds=0)
+    manifest = Manifest(
+        round=1, anchor="", entries=(), refused=(), members=(), deadline_seconds=0, seconds=0, dealt_rest=1
+    )
     assert fields_of["run.json"] in ledger
     assert fields_of["anchor"] in ledger
     assert fields_of["leave"] in ledger
