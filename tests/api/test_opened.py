@@ -1,5 +1,6 @@
 """A run by its folder or its bucket: the same rows, the same settings, the same weights."""
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from isthmus.errors import ConfigError
 from isthmus.model.llama import init_params
 from isthmus.runlog import Row
 from isthmus.runlog.results import to_frame
+from isthmus.store.objects import open_store
 
 ROUNDS = 3
 RECIPE = parse_recipe(recipe_text(RACK + EDGE, outer={"rounds": ROUNDS}, bucket={"anchor_every": 2}))
@@ -49,6 +51,26 @@ def test_folder_and_bucket_tell_the_same_run(fleet):
         assert str(run.where) in repr(run)
     for ours, theirs in zip(folder.rows, bucket.rows, strict=True):
         assert (ours.tokens, ours.loss_train, ours.bytes) == (theirs.tokens, theirs.loss_train, theirs.bytes)
+
+
+def test_a_bucket_of_s3_is_opened_and_compared_by_its_url(fleet, simulation, moto_url, request):
+    """Its address is printed as it was given."""
+    isthmus_command = request.getfixturevalue("isthmus")  # whose name is the package's
+    store = open_store(moto_url)
+    for path in (fleet / "bucket").rglob("*"):
+        if path.is_file():
+            store.put(path.relative_to(fleet / "bucket").as_posix(), path.read_bytes())
+    run = isthmus.open_run(moto_url)
+    assert (run.where, run.rounds, run.recipe) == (moto_url, ROUNDS, RECIPE)
+    assert same(run.weights(1), isthmus.open_run(fleet).weights(1))
+    status, out, _ = isthmus_command("compare", simulation, moto_url, "--json")
+    assert status == 0
+    assert [entry["run"] for entry in json.loads(out)["runs"]] == [str(simulation), moto_url]
+    status, out, _ = isthmus_command("compare", moto_url, fleet / "bucket", "--plot", fleet / "both.svg")
+    assert status == 0
+    assert "Plot of loss_train" in out  # nobody has scored it
+    assert moto_url.rpartition("/")[2] in out
+    assert "<svg" in (fleet / "both.svg").read_text()
 
 
 def test_weights_are_those_of_the_round_that_was_asked_for(fleet):

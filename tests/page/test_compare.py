@@ -72,7 +72,7 @@ def test_a_run_without_the_metric_is_left_out_of_the_plot_and_named(runs: list[s
     [
         (["runs/wide", "nowhere"], "nowhere does not exist"),
         (["runs/wide", "runs/empty"], "runs/empty has no rounds yet"),
-        (["s3://my-runs/first"], "s3://my-runs/first is a bucket"),
+        (["runs/wide", "wires://my-runs/first"], "wires://my-runs/first"),
         (["runs/wide", "--metric", "los_mixed"], 'did you mean "loss_mixed"'),
         (["runs/wide", "--plot", "x.gif"], "must end in .png or .svg"),
         (["runs/wide", "--plot", "gone/x.png"], "no folder gone"),

@@ -8,6 +8,7 @@ from pathlib import Path
 EPILOG = """examples:
   isthmus compare runs/demo runs/h50
   isthmus compare runs/keep-* --plot keep.svg --metric loss_full
+  isthmus compare runs/demo s3://my-runs/first      a fleet elsewhere, by its bucket
 """
 
 
@@ -20,30 +21,43 @@ def register(commands: argparse._SubParsersAction) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, such as runs/demo")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN|URL", help="the folder of a run, such as runs/demo, or a bucket"
+    )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="where the plot goes, .png or .svg (default: compare.png)"
     )
-    parser.add_argument("--metric", default="loss_mixed", help="what is plotted (default: loss_mixed)")
+    parser.add_argument(
+        "--metric", help="what is plotted (default: loss_mixed, or the first that a run has measured)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, and plot only where --plot says so")
     parser.set_defaults(run=compare)
 
 
 def compare(args: argparse.Namespace) -> int:
     from isthmus.page import plot
-    from isthmus.page.compare import check_metric, differences, preamble, read_runs, table
+    from isthmus.page.compare import (
+        check_metric,
+        differences,
+        measured_metric,
+        preamble,
+        read_runs,
+        table,
+    )
 
-    check_metric(args.metric)
+    if args.metric:
+        check_metric(args.metric)
     path = args.plot or (None if args.json else Path("compare.png"))
     if path:
         plot.check_plot_path(path)
     entries = read_runs(args.runs)
-    found = differences([entry.run.recipe for entry in entries])
-    without = plot.draw(entries, found, args.metric, path) if path else []
+    metric = args.metric or measured_metric(entries)
+    found = differences([entry.recipe for entry in entries])
+    without = plot.draw(entries, found, metric, path) if path else []
     if args.json:
         runs = [
             {
-                "run": str(entry.run.path),
+                "run": entry.where,
                 "settings": {key: values[i] for key, values in found.items()},
                 **entry.results,
             }
@@ -56,9 +70,7 @@ def compare(args: argparse.Namespace) -> int:
     print("\n".join(preamble(entries, found)))
     print()
     print(table(entries, found))
-    print(f"\nPlot of {args.metric}: {path}")
+    print(f"\nPlot of {metric}: {path}")
     if without:
-        print(
-            f"isthmus: not in the plot, {args.metric} was not measured: {', '.join(without)}", file=sys.stderr
-        )
+        print(f"isthmus: not in the plot, {metric} was not measured: {', '.join(without)}", file=sys.stderr)
     return 0

@@ -36,10 +36,11 @@ def check_metric(metric: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One run among the others."""
+    """One run among the others; `where` is as it was given."""
 
     label: str
-    run: RunDir
+    where: str
+    recipe: Recipe
     rows: list[Row]
 
     @property
@@ -60,17 +61,39 @@ class Entry:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Entry]:
-    if bucket := next((path for path in paths if "://" in str(path)), None):
-        raise ConfigError(f"{bucket} is a bucket; compare takes the folders of runs, such as runs/demo")
-    runs = [RunDir.open(path) for path in paths]
-    names = [run.path.resolve().name for run in runs]
+    """Runs by their folders, or by the URLs or folders of their buckets."""
+    given = [str(path) for path in paths]
+    names = [_name(where) for where in given]
     entries = []
-    for path, name, run in zip(paths, names, runs, strict=True):
-        rows = run.rows()
+    for where, name in zip(given, names, strict=True):
+        recipe, rows = _read(where)
         if not any(row.round > 0 for row in rows):
-            raise ConfigError(f"{path} has no rounds yet; leave it out, or wait for its first")
-        entries.append(Entry(name if names.count(name) == 1 else str(path), run, rows))
+            raise ConfigError(f"{where} has no rounds yet; leave it out, or wait for its first")
+        entries.append(Entry(name if names.count(name) == 1 else where, where, recipe, rows))
     return entries
+
+
+def _name(where: str) -> str:
+    return where.rstrip("/").rpartition("/")[2] if "://" in where else Path(where).resolve().name
+
+
+def _read(where: str) -> tuple[Recipe, list[Row]]:
+    path = Path(where)
+    if "://" in where or ((path / "run.json").is_file() and not (path / "recipe.toml").is_file()):
+        from isthmus.protocol.access import open_ledger  # which loads torch
+        from isthmus.protocol.recorded import bucket_rows
+
+        ledger = open_ledger(where)
+        return ledger.run.recipe, bucket_rows(ledger)
+    run = RunDir.open(where)
+    return run.recipe, run.rows()
+
+
+def measured_metric(entries: Sequence[Entry]) -> str:
+    """What is plotted where nobody says so: a bucket may have no held-out losses."""
+    return next(
+        (metric for metric in METRICS if any(entry.points(metric) for entry in entries)), "loss_train"
+    )
 
 
 def differences(recipes: Sequence[Recipe]) -> dict[str, list[str]]:
@@ -134,7 +157,7 @@ def preamble(entries: Sequence[Entry], found: Mapping[str, Sequence[str]]) -> li
         first = f"{len(entries)} runs of the same recipe."
     else:
         first = f"{len(entries)} runs; their recipes differ in {', '.join(found)}."
-    recipe = entries[0].run.recipe
+    recipe = entries[0].recipe
     outer, common = recipe.outer, []
     if not any(key.startswith("model.") for key in found):
         common.append(f"{recipe.model.preset} ({count(recipe.model.num_parameters)} parameters)")
@@ -159,7 +182,7 @@ def table(entries: Sequence[Entry], found: Mapping[str, Sequence[str]]) -> str:
     columns: dict[str, list[str]] = {"run": [entry.label for entry in entries]}
     for key in list(found)[:MAX_COLUMNS]:
         columns[heading(key)] = list(found[key])
-    num_replicas = [str(entry.run.recipe.num_replicas) for entry in entries]
+    num_replicas = [str(entry.recipe.num_replicas) for entry in entries]
     if len(set(num_replicas)) > 1:
         columns["M"] = num_replicas
     columns["rounds"] = [str(result["rounds"]) for result in results]
