@@ -18,11 +18,15 @@ from isthmus.layout.traffic import machine_shards, round_bytes, shard_bytes
 from isthmus.planner.cost import inner_step_seconds
 from isthmus.planner.memory import process_memory
 from isthmus.planner.plan import Prices, predict
+from isthmus.planner.rate import TrainingRate
 from isthmus.planner.scale import scale
+from isthmus.replica import speed
 from isthmus.store.together import AT_ONCE
 
 ROOT = Path(__file__).parents[2]
 DEMO, MIXED = "demo", "512m-het-half-k192"
+RATES = ["replicas.rack.tflops=0.2", "replicas.edge.tflops=0.05"]  # which the demo leaves to be measured
+STATED = [f"--set={rate}" for rate in RATES]
 
 
 def run(capsys, *arguments):
@@ -69,7 +73,7 @@ def test_finishing_rounds_carry_whole_streams_and_take_longer(capsys, how):
 
 
 def test_the_step_is_given_by_both_levels_of_method_and_the_ceiling_is_below():
-    recipe = load_recipe(DEMO)
+    recipe = load_recipe(DEMO, RATES)
     edge = kind(predict(recipe), "edge")
     member = next(m for m in recipe.fleet() if m.config.name == "edge")
     assert edge.step.closed_seconds == pytest.approx(inner_step_seconds(recipe, member, 0.0))
@@ -106,7 +110,7 @@ def test_a_slower_link_makes_deeper_warm_up_and_in_the_end_the_bottleneck():
 
 
 def test_a_round_is_h_steps_and_the_exchange_of_the_slowest():
-    forecast = predict(load_recipe(DEMO))
+    forecast = predict(load_recipe(DEMO, RATES))
     edge = kind(forecast, "edge")
     ends = edge.exchange.up_seconds + edge.exchange.down_seconds + forecast.closing.seconds
     assert forecast.slowest == "edge"
@@ -119,7 +123,9 @@ def test_a_round_is_h_steps_and_the_exchange_of_the_slowest():
 @pytest.mark.parametrize(("racks", "waits"), [(2, 1), (18, 4)])
 def test_requests_that_are_made_together_wait_together(racks, waits):
     near, far = (
-        predict(load_recipe(DEMO, [f"replicas.rack.count={racks}", f"replicas.rack.link.latency_ms={ms}"]))
+        predict(
+            load_recipe(DEMO, [*RATES, f"replicas.rack.count={racks}", f"replicas.rack.link.latency_ms={ms}"])
+        )
         for ms in (5, 105)
     )
     late = kind(far, "rack").exchange.down_seconds - kind(near, "rack").exchange.down_seconds
@@ -142,15 +148,18 @@ def test_the_machines_of_a_replica_read_together_what_traffic_counts(path):
 def test_with_keep_rounds_a_bucket_does_not_grow_with_the_run(capsys):
     long = ["outer.rounds=10000", "bucket.keep_rounds=50"]
     short, kept, all_stay = (
-        predict(load_recipe(DEMO, more)) for more in (["outer.rounds=70"], long, ["outer.rounds=10000"])
+        predict(load_recipe(DEMO, [*RATES, *more]))
+        for more in (["outer.rounds=70"], long, ["outer.rounds=10000"])
     )
     assert kept.stored_bytes_most == short.stored_bytes_most + short.snapshot_bytes  # of the newest anchor
     assert all_stay.stored_bytes_most > 100 * kept.stored_bytes_most
-    assert "at most, with bucket.keep_rounds = 50" in run(capsys, DEMO, "--set", "bucket.keep_rounds=50")
+    assert "at most, with bucket.keep_rounds = 50" in run(
+        capsys, DEMO, *STATED, "--set", "bucket.keep_rounds=50"
+    )
 
 
 def test_catching_up_is_an_anchor_and_the_rounds_since():
-    recipe = load_recipe(DEMO)
+    recipe = load_recipe(DEMO, RATES)
     rack = kind(predict(recipe), "rack").catch_up
     assert rack.anchor_bytes == 4 * recipe.model.num_parameters
     assert rack.replay_bytes_per_round == 4 * sum(shard_bytes(recipe))
@@ -195,21 +204,52 @@ def test_an_unknown_rate_is_asked_for_in_one_line():
 
 
 def test_a_stated_rate_wins_over_the_one_on_the_command_line():
-    assert predict(load_recipe(DEMO), tflops=100) == predict(load_recipe(DEMO))
+    assert predict(load_recipe(DEMO, RATES), tflops=100) == predict(load_recipe(DEMO, RATES))
+
+
+def test_a_small_model_without_a_rate_is_measured_here_and_planned_for_this_machine(capsys, monkeypatch):
+    rate = TrainingRate(
+        device="cpu",
+        precision="fp32",
+        preset="nano",
+        sequences=8,
+        steps=9,
+        step_seconds=0.1,
+        fastest_seconds=0.09,
+        slowest_seconds=0.12,
+        tflops=0.06,
+        tokens_per_second=1.0,
+    )
+    monkeypatch.setattr(speed, "training_rate", lambda *given: rate)
+    monkeypatch.setattr(speed.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    body = json.loads(run(capsys, DEMO, "--json"))
+    # Two cores: half of one for a full replica, a third for each of four stages.
+    assert [kind["compute"]["tflops"] for kind in body["kinds"]] == [0.03, 0.02]
+    assert "Measured: 0.06 TFLOP/s of one process alone, 9 inner steps" in run(capsys, DEMO)
+
+    def never(*given):
+        raise AssertionError("nothing is to be measured")
+
+    monkeypatch.setattr(speed, "training_rate", never)
+    run(capsys, DEMO, "--tflops", 1)
+    run(capsys, DEMO, "--device", "l4")
+    for some in ([MIXED], [DEMO, "--set", RATES[0]]):  # too large; a fleet of which some rates are known
+        with pytest.raises(ConfigError, match="the training rate of its machines is not known"):
+            run(capsys, *some)
 
 
 def test_money_is_hours_machines_and_egress():
-    forecast = predict(load_recipe(DEMO), prices=Prices(per_hour={"edge": 0.3}, egress_per_gb=0.09))
+    forecast = predict(load_recipe(DEMO, RATES), prices=Prices(per_hour={"edge": 0.3}, egress_per_gb=0.09))
     machines = forecast.hours * 0.3 * 2 * 2
     egress = forecast.link_bytes["from_bucket"] / 1e9 * 0.09
     assert forecast.money["machines.edge"] == pytest.approx(machines)
     assert forecast.money["total"] == pytest.approx(machines + egress)
     with pytest.raises(ConfigError, match="no such replica; there is rack, edge"):
-        predict(load_recipe(DEMO), prices=Prices(per_hour={"rak": 1}))
+        predict(load_recipe(DEMO, RATES), prices=Prices(per_hour={"rak": 1}))
 
 
 def test_the_table_says_what_it_knows_in_words(capsys):
-    text = run(capsys, DEMO, "--price-per-hour", "rack=2", "--egress-per-gb", 0.09)
+    text = run(capsys, DEMO, *STATED, "--price-per-hour", "rack=2", "--egress-per-gb", 0.09)
     for word in (
         "edge sets the pace",
         "between stages",
@@ -226,7 +266,7 @@ def test_the_table_says_what_it_knows_in_words(capsys):
 
 
 def test_json_has_stable_keys(capsys):
-    body = json.loads(run(capsys, DEMO, "--json"))
+    body = json.loads(run(capsys, DEMO, *STATED, "--json"))
     assert {"hours", "tokens_per_second", "utilisation", "bytes", "link_bytes", "requests", "kinds"} <= set(
         body
     )
@@ -256,7 +296,7 @@ def test_a_plan_loads_neither_torch_nor_numpy_nor_matplotlib():
         "import sys; from isthmus.cli.main import Parser; from isthmus.cli import plan\n"
         "parser = Parser(); plan.register(parser.add_subparsers())\n"
         f"for extra in ([], ['--json'], ['--scale']):\n"
-        f"    args = parser.parse_args(['plan', {DEMO!r}, *extra]); args.run(args)\n"
+        f"    args = parser.parse_args(['plan', {DEMO!r}, *{STATED!r}, *extra]); args.run(args)\n"
         "print([m for m in ('torch', 'numpy', 'matplotlib') if m in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

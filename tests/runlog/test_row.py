@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 
 import pytest
-from fabricate import recipe
+from fabricate import FULL, PIPELINED, recipe
 
 from isthmus.layout.traffic import PURPOSES
 from isthmus.runlog import Row
@@ -51,6 +51,12 @@ def test_simulation_and_manifest_of_the_same_round_agree():
     assert {key: simulated[key] for key in same} == {key: settled[key] for key in same}
     assert simulated.bytes == dict.fromkeys(PURPOSES, 0) | {"payload_up": 40, "tokens": 6}
     assert settled.contributors == list(FACTS)
+
+
+def test_the_virtual_clock_of_real_processes_needs_the_rates_of_their_machines():
+    stated = recipe(FULL + PIPELINED, *(f"replicas.{name}.tflops=0.5" for name in ("rack", "edge")))
+    assert Row.from_manifest(RECIPE, manifest(), 0).fleet_seconds is None
+    assert Row.from_manifest(stated, manifest(), 0).fleet_seconds > 0
 
 
 def test_keys_are_written_in_their_order_and_those_of_real_processes_only_there():

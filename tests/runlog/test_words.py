@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from fabricate import FULL, PIPELINED, make_run, recipe
 
-from isthmus.runlog import summary
+from isthmus.runlog import REAL, summary
 from isthmus.runlog.words import clock, count, duration, fleet_in_words, rate, size, times
 
 ONE = FULL.replace("2", "1")
@@ -24,8 +24,19 @@ def test_a_mixed_fleet_in_words(tmp_path: Path):
         "Between replicas 7.9 MB crossed (2.0 up, 5.9 down): sparse updates, once a round; "
         "dense data parallelism would have sent 8.0 GB (1,000 times as much).",
         "Snapshots, manifests and heartbeats in the bucket took 72 kB more.",
-        "On that fleet and its links the run would have taken 4 min 10 s.",
+        "With the recipe's links, and a machine like this one for each that it names, it would take "
+        "4 min 10 s: a formula, not a measurement.",
     ]
+
+
+def test_the_virtual_clock_says_of_what_machines_it_speaks_and_is_silent_of_those_that_ran(tmp_path: Path):
+    rates = [f"replicas.{name}.tflops=0.5" for name in ("rack", "edge")]
+    stated = words(tmp_path / "stated", FULL + PIPELINED, *rates, mode=REAL)
+    assert stated[-1] == (
+        "With machines and links as the recipe states them it would take 4 min 10 s: a formula, not a "
+        "measurement."
+    )
+    assert not any("formula" in text for text in words(tmp_path / "real", FULL + PIPELINED, mode=REAL))
 
 
 @pytest.mark.parametrize(

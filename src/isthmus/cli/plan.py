@@ -1,4 +1,4 @@
-"""`isthmus plan`: what a run will take, before anything is rented. Loads no torch."""
+"""`isthmus plan`: what a run will take, before anything is rented. Loads no torch where rates are stated."""
 
 import argparse
 import json
@@ -29,6 +29,7 @@ EPILOG = """examples:
 BASE = 'name = "suggested"\n[model]\npreset = "{preset}"\n[[replicas]]\nname = "none"\n'
 PRICES = ("price_per_hour", "egress_per_gb", "put_per_million", "get_per_million")
 FIGURES = ("utilisation", "wallclock")
+MOST_MEASURED = 1e11  # operations of an inner step that any machine makes in seconds
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -37,7 +38,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="predict time, bytes, utilisation, memory and money of a recipe, without running it",
         description="Predict what a recipe's run takes on its fleet and links: seconds, utilisation, bytes "
         "per link, the price of compression in loss, requests, memory per process and money. Nothing is "
-        "started; no torch is loaded.",
+        "started. Where the recipe of a small model states no training rate, such as the demo's, it is "
+        "measured here, and the plan is that of `isthmus train` on this machine.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -129,17 +131,42 @@ def plan(args: argparse.Namespace) -> int:
     if not args.check_mb_per_second > 0:
         raise ConfigError(f"--check-mb-per-second is {args.check_mb_per_second}; it is above 0")
     args.tflops, memory_gb, settings, assumed = assumed_machines(args)
+    measured: list[str] = []
     recipe = load_recipe(args.recipe, [*args.set, *settings])
     prices = read_prices(args)
+    if not args.tflops and not any(replica.tflops for replica in recipe.replicas):
+        recipe, measured = measured_if_small(recipe)
     if args.scale:
         scales(args, recipe, prices)
     else:
         forecast = predict(recipe, args.tflops, prices, args.check_mb_per_second * 1e6, memory_gb)
         resolved = resolve(recipe, args.tflops, memory_gb)[0]
         print(forecast.to_json() if args.json else table(resolved, forecast))
-    for words in assumed:
-        print(f"Assumed: {words}.", file=sys.stderr if args.json else sys.stdout)
+    for words in [*(f"Measured: {words}" for words in measured), *(f"Assumed: {words}" for words in assumed)]:
+        print(f"{words}.", file=sys.stderr if args.json else sys.stdout)
     return 0
+
+
+def measured_if_small(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """A recipe without any rate is one for this machine: a fleet of `train`, whose processes share it.
+
+    Of a large model nothing is measured: the machine that plans is seldom the one that trains.
+    """
+    from isthmus.planner.cost import step_flops
+
+    if max(step_flops(recipe, replica) for replica in recipe.replicas) > MOST_MEASURED:
+        return recipe, []
+    print("measuring an inner step on this machine", file=sys.stderr)
+    from isthmus.replica.speed import measured_here
+
+    here, rate = measured_here(recipe)
+    processes = sum(replica.count * max(replica.stages, replica.processes) for replica in recipe.replicas)
+    words = (
+        f"{rate.tflops:.3g} TFLOP/s of one process alone, {rate.sample}; {processes} of them share this "
+        f"machine's cores. The plan is of `isthmus train` here; for a fleet of other machines state tflops "
+        "(`isthmus doctor` there measures it), or give --tflops or --device"
+    )
+    return here, [words, *([rate.warning] if rate.warning else [])]
 
 
 def assumed_machines(args: argparse.Namespace) -> tuple[float, float, list[str], list[str]]:

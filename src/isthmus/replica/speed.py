@@ -113,14 +113,23 @@ def measured_here(recipe: Recipe, seconds: float = 1.0) -> tuple[Recipe, Trainin
     """The recipe as it would run on this machine's CPU alone, every process of its fleet here: each machine's
     tflops is one process's share of what was measured. For a plan of a fleet that `train` starts on one
     machine, where the recipe's own rates are those of other machines.
+
+    Cores are shared evenly while all processes compute. Those with more work go on when the others are done,
+    so that over a round a process has at least its share of the work.
     """
-    processes = sum(r.count * max(r.stages, r.processes) for r in recipe.replicas)
+    parts = {r.name: max(r.stages, r.processes) for r in recipe.replicas}
+    processes = sum(r.count * parts[r.name] for r in recipe.replicas)
+    work = sum(recipe.batch_of(r) * r.count for r in recipe.replicas)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     precision = "fp32" if recipe.inner.precision == "auto" else recipe.inner.precision
     with _threads(max(1, cores // processes)):  # as the supervisor gives them
         rate = training_rate(recipe, "cpu", precision, seconds)
-    tflops = float(f"{rate.tflops * min(1.0, cores / processes):.3g}")
-    replicas = tuple(replace(replica, tflops=tflops) for replica in recipe.replicas)
+
+    def share(replica: ReplicaConfig) -> float:
+        own = recipe.batch_of(replica) / parts[replica.name] / work
+        return min(1.0, cores * max(1 / processes, own))
+
+    replicas = tuple(replace(r, tflops=float(f"{rate.tflops * share(r):.3g}")) for r in recipe.replicas)
     return replace(recipe, replicas=replicas), rate
 
 

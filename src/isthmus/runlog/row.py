@@ -150,6 +150,10 @@ class Row(Mapping[str, Any]):
         row.loss_train = _mean([fact.loss for fact in facts.values()])
         row.grad_norm = _mean([fact.grad_norm for fact in facts.values()])
         row.contributors, row.refused, row.anchor = list(facts), dict(manifest.refused), anchor
+        if not all(replica.tflops for replica in recipe.replicas):
+            row.fleet_seconds = (
+                None  # of machines whose rate nobody states: how long it took is what is known
+            )
         return row
 
     @classmethod

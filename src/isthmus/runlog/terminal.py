@@ -110,7 +110,7 @@ class TerminalView(View):
             text.append(f"   {clock(self.progress.sums['seconds'])}").append(" here", style="dim")
         if self.progress.sums["fleet_seconds"] is not None:
             text.append(f"   {clock(self.progress.sums['fleet_seconds'])}").append(
-                " on that fleet", style="dim"
+                " by the virtual clock", style="dim"
             )
         return text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from isthmus.config import Recipe, ReplicaConfig
 from isthmus.layout.wire import INT_BITS
 from isthmus.runlog.row import Row
-from isthmus.runlog.run_dir import About, RunDir, Totals, totals
+from isthmus.runlog.run_dir import REAL, About, RunDir, Totals, totals
 
 
 def first_and_last(rows: Iterable[Row], field: str) -> tuple[Row, Row] | None:
@@ -48,10 +48,18 @@ def sentences(recipe: Recipe, about: About, rows: list[Row]) -> list[str]:
     said = [f"{fleet_in_words(recipe)} trained {model} for {how} on {spent}."]
     said += [*([ending] if ending else []), *_finish(done, recipe)]
     said += [*_losses(rows, recipe), *_traffic(sums, recipe)]
-    if sums["fleet_seconds"] is not None:
-        taken = duration(sums["fleet_seconds"])
-        said.append(f"On that fleet and its links the run would have taken {taken}.")
-    return said
+    return said + _virtual(sums, recipe, about)
+
+
+def _virtual(sums: Totals, recipe: Recipe, about: About) -> list[str]:
+    """The virtual clock, where it says something that the run itself did not: of other machines, or links."""
+    stated = all(replica.tflops for replica in recipe.replicas)
+    if sums["fleet_seconds"] is None or (about.get("mode") == REAL and not stated):
+        return []
+    fleet = "With machines and links as the recipe states them"
+    if not stated:
+        fleet = "With the recipe's links, and a machine like this one for each that it names,"
+    return [f"{fleet} it would take {duration(sums['fleet_seconds'])}: a formula, not a measurement."]
 
 
 def fleet_in_words(recipe: Recipe) -> str:
