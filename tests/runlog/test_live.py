@@ -158,7 +158,7 @@ def test_the_terminal_view_fits_80_columns_and_tells_losses_bytes_and_time(monke
         "full",
         "pipelined",
         "tok/s",
-        "on that fleet",
+        "by the virtual clock",
         "uncompressed",
         "dense",
     ):
