@@ -66,7 +66,9 @@ def test_replayed_steps_train_the_same_model(monkeypatch, finish, wire):
         assert one["loss_pipelined"] == pytest.approx(other["loss_pipelined"], rel=5e-3)
     assert scores[-1]["loss_full"] < 0.97 * scores[0]["loss_full"]  # and they train
     if finish:
-        assert its_scores[-1]["loss_full"] == its_scores[-1]["loss_pipelined"]
+        # All d cross then: on a wire of few bits they are still rounded.
+        exact = 0.0 if wire == "bf16" else 1e-3
+        assert its_scores[-1]["loss_full"] == pytest.approx(its_scores[-1]["loss_pipelined"], rel=exact)
 
 
 def test_the_host_stays_a_few_steps_ahead(monkeypatch):
