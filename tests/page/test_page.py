@@ -1,5 +1,6 @@
 """The page in a real Chromium: finished, hostile, on a phone, by keyboard, and when its server is gone."""
 
+import re
 import signal
 from itertools import pairwise
 from urllib.parse import urlsplit
@@ -81,6 +82,28 @@ def test_on_a_phone_the_table_of_the_fleet_is_whole(page, run, url, state):
     assert "stage 0 silent, stage 1 runs" in said
     box = "document.querySelector('#members .wide')"
     assert page.value(f"{box}.scrollWidth - {box}.clientWidth") <= 0
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_what_went_wrong_on_a_machine_stands_below_its_replica_as_text(page, run, url, width):
+    page.look_as(width, 844, touch=width < 500)
+    page.go(url)
+    assert page.value("document.querySelectorAll('.trouble').length") == 0
+    page.value(
+        "(() => { const state = structuredClone(last); Object.assign(state.replicas[0], { restarts: 3,"
+        " last_error: 'OSError: <b>no space</b> left on ' + 'device'.repeat(20), disk_free: '12.5 MB',"
+        " last_error_unix: Date.now() / 1000 - 7, disk_short: true });"
+        " Object.assign(state.replicas[1], { restarts: 1 }); draw(state) })()"
+    )
+    said = page.value("[...document.querySelectorAll('.trouble')].map(row => row.textContent)")
+    assert len(said) == 2
+    assert re.match(r"started again 3 times; last error \d+ s ago: OSError: <b>no space</b> left on", said[0])
+    assert said[0].endswith("; 12.5 MB free on its disk: its next save needs more")
+    assert said[1] == "started again once"
+    below = page.value("document.querySelector('[data-trouble]').previousElementSibling.dataset.replica")
+    assert below == run.recipe.fleet()[0].name
+    assert page.value(WIDTH) <= 0, page.value(TOO_WIDE)
+    assert page.complaints == []
 
 
 def test_it_can_be_used_by_keyboard_alone(page, run, url):

@@ -48,7 +48,7 @@ function boxed(one, kind, x, y, width, state) {
   parts.push(s("rect", { class: `boxed${gone ? " gone" : ""}`, x, y: y + 0.5, width, height: BOX - 1, rx: 8 }, titled(`${one.name}: ${one.state}${one.why ? `, ${one.why}` : ""}`)),
     s("circle", { class: `dot ${one.tone}`, cx: x + 16, cy: y + 19, r: one.tone === "wait" ? 3.5 : 4 }),
     s("text", { class: "strong", x: x + 27, y: y + 23 }, one.name.length > 22 ? `${one.name.slice(0, 21)}…` : one.name));
-  const step = one.state === "training" && one.inner_step ? ` ${one.inner_step}/${state.run.inner_steps}` : "";
+  const step = one.state === "training" && one.inner_step ? ` ${one.inner_step}/${state.run.inner_steps}` : one.restarts && one.up ? `, again (${one.restarts})` : "";
   parts.push(s("text", { class: `end state ${one.tone === "good" ? "" : one.tone}`, x: x + width - 12, y: y + 23 }, one.state + step));
   const loss = one.loss !== null && one.loss !== undefined ? FORMS.loss(one.loss) : "";
   const figures = [loss, one.rate].filter(Boolean).join("  ·  ");
@@ -56,7 +56,8 @@ function boxed(one, kind, x, y, width, state) {
   const room = width - 24 - 7 * figures.length - 16, each = 16;
   const shown = Math.max(1, Math.min(kind.stages, Math.floor((room + 10) / (each + 10))));
   const space = shown > 1 ? Math.min(width > 300 ? 44 : 26, (room - shown * each) / (shown - 1)) : 0;
-  const dead = new Set(one.processes.filter((p) => p.state === "silent").map((p) => p.stage));
+  const silent = one.processes.filter((p) => p.state === "silent").map((p) => p.stage);
+  const dead = new Set(one.missing && one.missing.length ? one.missing : silent);
   for (let stage = 0; stage < shown; stage += 1) {
     const at = x + 12 + stage * (each + space);
     if (stage < shown - 1) {
@@ -94,19 +95,30 @@ function cable(one, kind, from, to, y, labelled) {
 }
 
 function members(state) {
-  const rows = state.replicas.map((one) => h("tr", { "data-replica": one.name, "data-state": one.state },
+  const disks = state.replicas.some((one) => one.disk_free), here = state.replicas.some((one) => one.processes.length);
+  const heads = ["Replica", "State", ...(state.run.bucket ? ["Heartbeat", "Inner step", "Loss", "Rate"] : []), ...(disks ? ["Disk free"] : []), ...(here ? ["Processes here"] : [])];
+  const rows = state.replicas.flatMap((one) => [h("tr", { "data-replica": one.name, "data-state": one.state },
     h("th", { scope: "row" }, one.name),
     h("td", { class: one.tone === "bad" ? "bad" : "" }, h("span", { class: `dot ${one.tone}` }), one.state, one.why && h("small", {}, ` ${one.why}`)),
     state.run.bucket && h("td", { class: "number" }, age(one.seen_unix)),
     state.run.bucket && h("td", { class: "number slim" }, one.inner_step ? `${one.inner_step} of ${state.run.inner_steps}` : "-"),
     state.run.bucket && h("td", { class: "number slim" }, one.loss === null ? "-" : FORMS.loss(one.loss)),
     state.run.bucket && h("td", { class: "number slim" }, one.rate || "-"),
-    state.replicas.some((each) => each.processes.length) && h("td", {}, processes(one))));
+    disks && h("td", { class: `number slim${one.disk_short ? " bad" : ""}` }, one.disk_free || "-"),
+    here && h("td", {}, processes(one))), trouble(one, heads.length)]).filter(Boolean);
   const kinds = state.kinds.map((kind) => `${kind.count} ${kind.name}: ${kind.kind}${kind.stages > 1 ? ` in ${kind.stages} stages` : ""}${kind.compression ? `, ${kind.compression}` : ""}${kind.link ? `, ${kind.link} between stages` : ""}${kind.bucket_link ? `, ${kind.bucket_link} to the bucket` : ""}`);
-  const heads = ["Replica", "State", ...(state.run.bucket ? ["Heartbeat", "Inner step", "Loss", "Rate"] : []), ...(state.replicas.some((one) => one.processes.length) ? ["Processes here"] : [])];
   show("members", h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "The replicas, as a table" }, h("table", {},
-    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: head === "Heartbeat" ? "number" : ["Inner step", "Loss", "Rate"].includes(head) ? "number slim" : null }, explained(head))))),
+    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: head === "Heartbeat" ? "number" : ["Inner step", "Loss", "Rate", "Disk free"].includes(head) ? "number slim" : null }, explained(head))))),
     h("tbody", {}, rows))), h("p", { class: "note kinds" }, explained(`${kinds.join("; ")}.`)));
+}
+
+// What went wrong on a replica's machine, in a row of its own below it.
+function trouble(one, columns) {
+  const again = one.restarts ? `started again ${one.restarts === 1 ? "once" : `${one.restarts.toLocaleString("en")} times`}` : "";
+  const disk = one.disk_short ? `${one.disk_free} free on its disk: its next save needs more` : "";
+  if (!again && !one.last_error && !disk) return null;
+  const parts = [again && [again], one.last_error && ["last error", one.last_error_unix ? [" ", age(one.last_error_unix)] : "", `: ${one.last_error}`], disk && [h("b", {}, disk)]].filter(Boolean);
+  return h("tr", { class: "trouble", "data-trouble": one.name }, h("td", { colspan: columns }, parts.flatMap((part, i) => i ? ["; ", ...part] : part)));
 }
 
 function processes(one) {
