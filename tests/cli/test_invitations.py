@@ -1,6 +1,7 @@
 """`invite`, `join --token`, `members`, `revoke`, `rotate`, `extend`: what an owner and a friend type."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,20 +10,14 @@ from owned import MORE, Owned, settled
 
 from isthmus.cli.main import main
 from isthmus.errors import ConfigError
+from isthmus.protocol.access import find_member, open_as
 from isthmus.protocol.invitations import Token, invitation_key, request_key
 from isthmus.protocol.trust import load_signer, new_secret
 from isthmus.runtime import newcomer
-from isthmus.runtime.newcomer import ask_to_join
+from isthmus.runtime.newcomer import ask, prepare
+from isthmus.store import open_store
 
 pytestmark = pytest.mark.usefixtures("hasty")
-
-
-class Waiting(Exception):
-    """The newcomer would wait now."""
-
-
-def waits(seconds: float) -> None:
-    raise Waiting
 
 
 @pytest.fixture
@@ -48,15 +43,19 @@ def invited(capsys, name: str, *options: str) -> Token:
     return Token.parse(out)
 
 
+def asks(token: Token, key: str) -> None:
+    """What a newcomer does until it waits for a closer."""
+    ask(open_as(open_store("bucket"), token.name, str(prepare("bucket", token, key)))[0])
+
+
 def test_a_token_becomes_a_replica_whose_key_never_left_its_machine(owned, capsys):
     a, b, c = owned.replicas()
     settled(1, a, a, b, c)
     token = invited(capsys, "edge-7", "--like", "c")
-    with pytest.raises(Waiting):
-        ask_to_join("bucket", token, "friend/edge-7.key", wait=waits)
+    asks(token, "friend/edge-7.key")
     assert Path("friend/edge-7.key").stat().st_mode & 0o777 == 0o600
     settled(2, a, a, b, c)
-    key = ask_to_join("bucket", token, "friend/edge-7.key", wait=waits)  # typed again: it is in
+    key = prepare("bucket", token, "friend/edge-7.key")  # typed again: it is in
     assert owned.epoch.run.keys["edge-7"] == load_signer(key, "edge-7").public_key
     assert owned.epoch.run.recipe.fleet()[-1].config.stages == 2
     secrets = [Path("friend/edge-7.key").read_text().split()[0], token.seed.hex()]
@@ -64,16 +63,41 @@ def test_a_token_becomes_a_replica_whose_key_never_left_its_machine(owned, capsy
     assert not any(secret.encode() in stored or bytes.fromhex(secret) in stored for secret in secrets)
 
 
+def test_who_is_invited_sees_the_run_with_itself_before_it_is_admitted_and_nobody_else_does(owned, capsys):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    key = prepare("bucket", invited(capsys, "edge-7", "--like", "c"), "friend/edge-7.key")
+    assert not list(Path("bucket").glob("requests/*"))  # it gets ready first, and asks then
+    ledger, _ = open_as(open_store("bucket"), "edge-7", str(key))
+    assert find_member(ledger.run, "edge-7").config.stages == 2
+    assert "edge-7" not in ledger.at(2).keys
+    settled(2, a, a, b, c)
+    assert "edge-7" not in owned.epoch.run.keys
+    ask(ledger)
+    settled(3, a, a, b, c)
+    assert ledger.manifest(3).next_epoch == 1
+    assert ledger.run.keys == owned.epoch.run.keys
+
+
+def test_a_later_stage_takes_the_key_that_stage_0_made(owned, capsys):
+    token = invited(capsys, "edge-7", "--like", "c")
+    with pytest.raises(ConfigError, match=r"copy it from the machine of stage 0"):
+        prepare("bucket", token, "second/edge-7.key", stage=1)
+    assert not Path("second").exists()
+    key = prepare("bucket", token, "first/edge-7.key", stage=0)
+    shutil.copytree("first", "second", ignore=shutil.ignore_patterns("*.invited"))
+    assert prepare("bucket", token, "second/edge-7.key", stage=1).read_bytes() == key.read_bytes()
+
+
 def test_a_token_is_good_for_one_machine(owned, capsys):
     token = invited(capsys, "d")
-    with pytest.raises(Waiting):
-        ask_to_join("bucket", token, "one/d.key", wait=waits)
+    asks(token, "one/d.key")
     with pytest.raises(ConfigError, match="was used on another machine"):
-        ask_to_join("bucket", token, "two/d.key", wait=waits)
+        asks(token, "two/d.key")
     a, b, c = owned.replicas()
     settled(1, a, a, b, c)
     with pytest.raises(ConfigError, match=r"its key is not two/d\.key"):
-        ask_to_join("bucket", token, "two/d.key", wait=waits)
+        asks(token, "two/d.key")
 
 
 def expired(owned: Owned, token: Token, monkeypatch) -> Token:
@@ -126,7 +150,7 @@ def in_the_way(owned: Owned, token: Token, monkeypatch) -> Token:
 def test_a_token_that_is_not_good_is_one_line(owned, capsys, monkeypatch, spoilt, says):
     token = spoilt(owned, invited(capsys, "d"), monkeypatch)
     with pytest.raises(ConfigError, match=says):
-        ask_to_join("bucket", token, "friend/d.key", wait=waits)
+        asks(token, "friend/d.key")
 
 
 OWNER = ("--key", "owners/run.owner.key")
@@ -169,8 +193,7 @@ def test_members_tells_who_since_when_and_how_often(owned, capsys):
     a, b, c = owned.replicas()
     settled(1, a, a, b, c)
     token = invited(capsys, "d", "--closer")
-    with pytest.raises(Waiting):
-        ask_to_join("bucket", token, "friend/d.key", wait=waits)
+    asks(token, "friend/d.key")
     settled(2, a, a, b, c)
     typed(capsys, "revoke", "bucket", "b", *OWNER)
     settled(3, a, a, b, c)

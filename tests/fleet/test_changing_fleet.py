@@ -1,5 +1,6 @@
 """A fleet of real processes that changes while it trains: invited, rotated, revoked; and a longer run."""
 
+import itertools
 import json
 import re
 import shutil
@@ -18,12 +19,17 @@ from isthmus.cli.main import main
 from isthmus.config import dump_recipe
 from isthmus.errors import RunStopped
 from isthmus.protocol import closer
-from isthmus.protocol.access import OWNER_KEY, check_owner, open_ledger
+from isthmus.protocol.access import OWNER_KEY, check_owner, open_as, open_ledger
 from isthmus.protocol.changes import Changes, order
+from isthmus.protocol.invitations import Token, invitation_key
+from isthmus.protocol.membership import table_of
+from isthmus.protocol.trust import new_secret
 from isthmus.runlog import RunDir
 from isthmus.runtime.create import create
+from isthmus.runtime.newcomer import prepare
 from isthmus.runtime.place import Place
 from isthmus.runtime.recovery import Recovery
+from isthmus.runtime.trainer import Trainer
 
 LIMIT_SECONDS = 240.0
 
@@ -61,6 +67,17 @@ class Friends:
             time.sleep(0.1)
         return found
 
+    def wait_for_updates(self, name: str, first: int, num_updates: int) -> None:
+        """Until so many rounds have counted a replica, from round `first` on."""
+        ledger, deadline = open_ledger(self.url), time.monotonic() + LIMIT_SECONDS
+        for t in itertools.count(first):
+            while (manifest := ledger.manifest(t)) is None:
+                assert time.monotonic() < deadline, f"no round {t} that counts {name}"
+                time.sleep(0.1)
+            num_updates -= manifest.entry(name) is not None
+            if num_updates == 0:
+                return
+
     def anchors(self) -> dict[int, set[str]]:
         """Round -> every digest that any of them has said of it."""
         said: dict[int, set[str]] = {}
@@ -90,8 +107,10 @@ def test_a_fleet_of_two_invites_one_rotates_one_revokes_one_and_keeps_one_model(
     assert main(["invite", friends.url, "--replica", "new", "--like", "rack", "--key", friends.owner]) == 0
     token = capsys.readouterr().out.strip()
     friends.join("new", "--token", token)
-    first = int(friends.wait_for("new", r"fresh optimiser(?:.|\n)*?round (\d+): anchor")[1])
-    friends.wait_for("new", rf"round {first + 3}: anchor")
+    first = int(
+        friends.wait_for("new", r"ready; asked to be (?:.|\n)*? admitted: round (\d+) is our first")[1]
+    )
+    friends.wait_for_updates("new", first, 3)
 
     key = friends.key("rack-1")
     old = key.read_bytes()
@@ -132,13 +151,18 @@ def test_a_fleet_of_two_invites_one_rotates_one_revokes_one_and_keeps_one_model(
 @pytest.fixture
 def alone(tmp_path, monkeypatch) -> Seat:
     monkeypatch.setattr(closer, "STEP_IN_SECONDS", 0.0)
-    return seat(small(full=2, rounds=3, quorum=1, deadline_seconds=0.01), tmp_path, "rack-0")
+    return seat(small(full=2, rounds=4, quorum=1, deadline_seconds=0.01), tmp_path, "rack-0")
 
 
 def owners(alone: Seat, **changes) -> None:
     ledger = open_ledger(str(alone.folder / "bucket"))
     owner = check_owner(ledger.run, alone.folder / "keys" / OWNER_KEY)
     order(ledger.membership, owner, time.time(), Changes(**changes))
+
+
+def catch_up(fleet: Trainer, last: int) -> None:
+    for t in range(Recovery(fleet).resume() + 1, last + 1):
+        fleet.apply(t, fleet.exchange.closed(t))
 
 
 def test_a_replica_that_was_revoked_ends_with_one_line_at_the_edge(alone):
@@ -157,38 +181,85 @@ def test_a_replica_that_was_revoked_ends_with_one_line_at_the_edge(alone):
         alone.run(3, strike)
 
 
-def test_who_is_not_a_member_yet_trains_nothing_and_goes_on_when_it_is(alone):
-    fleet = alone.come()
-    Recovery(fleet).resume()
-    epoch = fleet.ledger.membership.epochs[0]
+def test_who_is_not_a_member_yet_trains_nothing_and_its_rehearsal_leaves_no_trace(alone):
+    alone.run(1)
+    both = [Seat(alone.recipe, alone.folder, "rack-1", work) for work in ("one", "other")]
+    fleet, other = [each.come() for each in both]
+    for each in (fleet, other):
+        catch_up(each, 1)
 
     class Later(Place):
-        def enter(self, round_number: int) -> bool:
-            return round_number > 1 and super().enter(round_number)
+        calls = 0
 
-    fleet.place = Later(fleet.ledger)
-    assert fleet.train_round(0, lambda h: None) == []
-    assert fleet.step_count == 0
-    assert epoch.number == 0
+        def enter(self, round_number: int) -> bool:
+            self.calls += 1
+            return self.calls > 2 and super().enter(round_number)
+
+    fleet.place, steps = Later(fleet.ledger), []
+    step = fleet.replica.inner_step
+    fleet.replica.inner_step = lambda number: steps.append(number) or step(number)
+    assert [fleet.train_round(1, lambda h: None) for _ in range(2)] == [[], []]
+    assert (fleet.step_count, steps) == (0, [2])  # rehearsed once
+    (late,), (plain,) = (each.train_round(1, lambda h: None) for each in (fleet, other))
+    assert late.shards == plain.shards
+    assert late.facts.bytes == plain.facts.bytes
+
+
+def invited(alone: Seat, name: str) -> Seat:
+    """A newcomer with its key, that has not asked yet."""
+    folder, ledger = alone.folder, open_ledger(str(alone.folder / "bucket"))
+    owner = check_owner(ledger.run, folder / "keys" / OWNER_KEY)
+    token = Token(name, "full", int(time.time()) + 3600, new_secret(), ledger.run.digest)
+    once = token.signer.public_key
+    about = {"name": name, "key": once, "expires": token.expires, "after": 0, "closes": 0}
+    body = {**about, "table": table_of(ledger.run.recipe.replicas[0])}
+    ledger.store.create(invitation_key(once), owner.seal("invitation", ledger.run.run_id, body))
+    key = prepare(ledger.store.url, token, str(folder / "keys" / f"{name}.key"))
+    return Seat(open_as(ledger.store, name, str(key))[0].run.recipe, folder, name)
+
+
+def test_a_newcomer_asks_when_it_is_ready_and_gives_in_its_first_round(alone):
+    closing = alone.run(2)
+    new = invited(alone, "new")
+    fleet = new.come()
+    catch_up(fleet, 2)
+    asked = alone.folder / "bucket" / "requests"
+    assert not asked.exists()
+    assert fleet.train_round(2, lambda h: None) == []
+    assert len(list(asked.iterdir())) == 1
+    assert "ready; asked to be admitted as new: a closer does so when it settles a round" in new.said
+
+    closing.apply(3, closing.exchange.close(3, closing.train_round(2, lambda h: None)))
+    fleet.apply(3, fleet.exchange.close(3, []))
+    (own,) = fleet.train_round(3, lambda h: None)
+    assert "admitted: round 4 is our first" in new.said
+    fleet.exchange.deliver(4, own)
+    closing.exchange.close(4, closing.train_round(3, lambda h: None))
+    manifest = closing.ledger.manifest(4)
+    assert "new" in {entry.replica for entry in manifest.entries} | dict(manifest.refused).keys()
+
+
+def test_a_newcomer_whose_invitation_is_taken_back_ends_with_one_line(alone):
+    alone.run(1)
+    new = invited(alone, "new")
+    fleet = new.come()
+    catch_up(fleet, 1)
+    assert fleet.train_round(1, lambda h: None) == []
+    owners(alone, revoked=["new"])
+    fleet.ledger.membership.look()
+    with pytest.raises(RunStopped, match="new is not admitted: new was revoked after it was invited"):
+        fleet.train_round(1, lambda h: None)
 
 
 def test_a_longer_run_goes_on_where_it_ended(alone):
-    first = alone.run(3)
-    assert first.ledger.last_round() == 3
-    owners(alone, rounds=5)
+    first = alone.run(4)
+    assert first.ledger.last_round() == 4
+    owners(alone, rounds=6)
     ledger = open_ledger(str(alone.folder / "bucket"))
     longer = Seat(ledger.run.recipe, alone.folder, alone.name)
-    come = longer.come
-
-    def looked():
-        fleet = come()
-        fleet.ledger.membership.look()
-        return fleet
-
-    longer.come = looked
-    longer.run(5)
-    assert [sorted(longer.anchors())[-1], open_ledger(ledger.store.url).last_round()] == [5, 5]
-    assert "back with the state of round 3" in longer.said
+    longer.run(6)
+    assert [sorted(longer.anchors())[-1], open_ledger(ledger.store.url).last_round()] == [6, 6]
+    assert "back with the state of round 4" in longer.said
 
 
 def test_extend_and_resume_go_on_with_a_run_directory(tmp_path, monkeypatch, capsys):

@@ -12,8 +12,7 @@ from isthmus.config import Recipe, parse_recipe
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.data.tokens import Batches
 from isthmus.outer.rounds import run_rounds
-from isthmus.protocol.ledger import Ledger, read_run
-from isthmus.protocol.trust import load_signer
+from isthmus.protocol.access import open_as
 from isthmus.replica.control_group import SingleProcess
 from isthmus.replica.full import FullReplica
 from isthmus.runtime.create import create
@@ -51,9 +50,7 @@ class Seat:
 
     def come(self, control=None) -> Trainer:
         store = open_store(str(self.folder / "bucket"))
-        ledger = Ledger(
-            store, read_run(store), load_signer(self.folder / "keys" / f"{self.name}.key", self.name)
-        )
+        ledger, _ = open_as(store, self.name, str(self.folder / "keys" / f"{self.name}.key"))
         member = next(m for m in self.recipe.fleet() if m.name == self.name)
         corpus = the_corpus(self.recipe.data.corpus)
         inner, context = self.recipe.inner, self.recipe.model.context

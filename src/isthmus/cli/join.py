@@ -34,7 +34,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     add = parser.add_argument  # dest names a field of LauncherConfig
     add("url", help="the file that the run's owner sent you; or the bucket: s3://bucket/prefix, or a folder")
     add("--replica", default="", metavar="NAME", help="which replica this machine is (part of)")
-    tokens = "of `isthmus invite`, in place of --replica: makes this machine's key, and asks to be admitted"
+    tokens = "of `isthmus invite`, in place of --replica: makes a key here, gets ready, asks to be admitted"
     add("--token", default="", metavar="TOKEN", help=tokens)
     add("--key", default="", metavar="FILE", help="the replica's private key (default: keys/RUN/NAME.key)")
     add("--stage", type=int, help="this machine's stage, where stages are on several machines")
@@ -91,15 +91,14 @@ def join(args: argparse.Namespace) -> int:
 
 
 def admit(args: argparse.Namespace) -> None:
-    """Come in by a token; from there on it is a replica as any other."""
+    """Come in by a token: a replica as any other, but that it asks for admission when it is ready."""
     from isthmus.protocol.invitations import Token
-    from isthmus.runtime.newcomer import ask_to_join
-    from isthmus.runtime.process import logger
+    from isthmus.runtime.newcomer import prepare
     from isthmus.store.retry import StoreError
 
     token = Token.parse(args.token)
     try:
-        args.key = str(ask_to_join(args.url, token, args.key, logger(token.name)))
+        args.key = str(prepare(args.url, token, args.key, args.stage))
     except StoreError as error:
         raise error.at_start() from None
     args.replica = token.name

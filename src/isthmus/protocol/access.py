@@ -1,14 +1,17 @@
 """A run's bucket, from what a person typed, and who belongs to the run. Loads no torch."""
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from isthmus.config import Member
 from isthmus.errors import ConfigError, Elsewhere
 from isthmus.protocol.chain import check_pinned
+from isthmus.protocol.invitations import MOST_BYTES
 from isthmus.protocol.ledger import Ledger, RunInfo, read_run
-from isthmus.protocol.trust import OWNER, Signer, load_signer
+from isthmus.protocol.trust import OWNER, Refused, Signer, load_signer
+from isthmus.reading import is_regular, read_json
 from isthmus.runlog import RunDir
 from isthmus.store import Store, open_store
 from isthmus.store.url import parse_url
@@ -66,13 +69,26 @@ def open_as(store: Store, replica: str, key: str = "") -> tuple[Ledger, Path]:
         store, read_run(store, load_signer(named, replica) if named and named.is_file() else None)
     )
     run = ledger.membership.look().run
-    if replica not in run.keys and (epoch := ledger.membership.newest.ended.get(replica)):
-        raise ConfigError(f"replica {replica} was revoked by the run's owner (epoch {epoch})")
-    find_member(run, replica)
     path = named or Path("keys") / run.recipe.name / f"{replica}.key"
+    if replica not in run.keys:
+        _expect(ledger, path, replica)
+    find_member(ledger.run, replica)
     if not take_up_key(ledger, path, replica):
-        check_key(run, replica, path)
+        check_key(ledger.run, replica, path)
     return ledger, path
+
+
+def _expect(ledger: Ledger, path: Path, replica: str) -> None:
+    """Who was invited and is not admitted yet gets ready: it sees the run as it will be with it."""
+    if is_regular(invited(path)):
+        try:
+            ledger.membership.expect(read_json(invited(path), 2 * MOST_BYTES), time.time())
+        except Refused as reason:
+            raise ConfigError(
+                f"{replica} is not admitted: {reason}; ask the run's owner for a token"
+            ) from None
+    elif epoch := ledger.membership.newest.ended.get(replica):
+        raise ConfigError(f"replica {replica} was revoked by the run's owner (epoch {epoch})")
 
 
 def open_as_owner(url: str, key: str = "") -> tuple[Ledger, Signer]:
@@ -85,6 +101,11 @@ def open_as_owner(url: str, key: str = "") -> tuple[Ledger, Signer]:
 def next_key(path: Path) -> Path:
     """Where `isthmus rotate` puts a new key until the run has taken it up."""
     return path.with_name(path.name + ".next")
+
+
+def invited(path: Path) -> Path:
+    """Where `isthmus join --token` keeps invitation and request until the run has admitted it."""
+    return path.with_name(path.name + ".invited")
 
 
 def take_up_key(ledger: Ledger, path: Path, replica: str) -> bool:

@@ -74,11 +74,12 @@ MANIFEST = {
     "scores": Optional(Many(Row((NAME, Number(-MOST_SCORE, MOST_SCORE))), MOST_REPLICAS)),
     "probation": Optional(Table(Whole(0, MOST_ROUNDS), MOST_REPLICAS)),
 }
+PAIR = {"invitation": Anything(), "request": Anything()}  # of an admission
 MEMBERSHIP = {
     "number": EPOCH,
     "previous": HASH,
     "written": Whole(0, MOST_UNIX_SECONDS),
-    "admitted": Many({"invitation": Anything(), "request": Anything()}, MOST_CHANGES),
+    "admitted": Many(PAIR, MOST_CHANGES),
     "rotated": Many(Anything(), MOST_CHANGES),
     "revoked": Many(NAME, MOST_REPLICAS),
     "closers": Many(NAME, MOST_REPLICAS),

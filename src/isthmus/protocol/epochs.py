@@ -31,7 +31,7 @@ class Epochs:
     @property
     def run(self) -> RunInfo:
         """The run by the newest epoch that was read. What belongs to a round is asked by `at`."""
-        return self.membership.newest.run
+        return self.membership.run
 
     @property
     def names(self) -> frozenset[str]:

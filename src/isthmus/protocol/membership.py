@@ -18,7 +18,7 @@ from typing import Any
 from isthmus.config import Recipe, ReplicaConfig, build_table
 from isthmus.errors import ConfigError
 from isthmus.layout.traffic import shards
-from isthmus.protocol.documents import MEMBERSHIP, MOST_EPOCHS, RunInfo
+from isthmus.protocol.documents import MEMBERSHIP, MOST_EPOCHS, PAIR, RunInfo
 from isthmus.protocol.invitations import check_invitation, check_request, check_rotation
 from isthmus.protocol.schema import check
 from isthmus.protocol.trust import OWNER, Refused, open_sealed, sha256
@@ -44,6 +44,15 @@ class Epoch:
         return cls(0, run.digest, run, frozenset(run.keys.values()), {})
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A newcomer before its admission, as it sees itself."""
+
+    name: str
+    pair: Mapping[str, Any]  # its invitation and its request
+    run: RunInfo  # as it will be with it
+
+
 class Membership:
     """The chain as far as it was read; epochs are kept, a document is read once."""
 
@@ -54,6 +63,7 @@ class Membership:
         self.epochs = [Epoch.first(run)]
         self.names = frozenset(run.keys)  # of all epochs that were read
         self.odd = ""  # why the next document, which is there, does not count
+        self.expected: Expected | None = None
 
     @property
     def newest(self) -> Epoch:
@@ -61,6 +71,18 @@ class Membership:
             wanted, self.wanted = self.wanted, 0
             self.epoch(wanted)
         return self.epochs[-1]
+
+    def expect(self, pair: Mapping[str, Any], now: float) -> None:
+        """Before we are admitted: Refused unless this invitation and request would let us in now."""
+        check(pair, PAIR)
+        run = _admit(self.newest, pair, int(now)).run
+        self.expected = Expected(run.recipe.replicas[-1].name, pair, run)
+
+    @property
+    def run(self) -> RunInfo:
+        """The run by the newest epoch; for who is not admitted yet, as it will be with it."""
+        run = self.newest.run
+        return self.expected.run if self.expected and self.expected.name not in run.keys else run
 
     def epoch(self, number: int) -> Epoch:
         """Refused unless all documents up to it are there and good."""

@@ -1,54 +1,70 @@
-"""`isthmus join --token`: make a key here, ask to be admitted, and wait until the run says yes."""
+"""`isthmus join --token`: make a key here, get ready, and ask to be admitted once we are.
+
+What takes long (processes, text, anchor, replay, meeting the other stages) is done before the run has one
+more member, so that the newcomer trains in the first round that is its own.
+"""
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from isthmus.errors import ConfigError
-from isthmus.protocol.access import next_key
+from isthmus.files import replace_file
+from isthmus.protocol.access import invited, next_key
 from isthmus.protocol.invitations import MOST_BYTES, Token, check_invitation, invitation_key, request_key
 from isthmus.protocol.ledger import Ledger, read_run
-from isthmus.protocol.trust import Refused, Signer, load_signer, new_secret, open_sealed, save_secret
+from isthmus.protocol.trust import (
+    INVITED,
+    Refused,
+    Signer,
+    canonical,
+    load_signer,
+    new_secret,
+    open_sealed,
+    save_secret,
+)
 from isthmus.reading import parse_json
-from isthmus.store import StoreError, StoreRefused, open_store
-
-POLL_SECONDS = 2.0
+from isthmus.store import StoreRefused, open_store
 
 
-def ask_to_join(
-    url: str,
-    token: Token,
-    key: str = "",
-    log: Callable[[str], None] = lambda text: None,
-    wait: Callable[[float], None] = time.sleep,
-) -> Path:
-    """The file of the newcomer's key, once the run has it. Typed again after a crash, it goes on."""
+def prepare(url: str, token: Token, key: str = "", stage: int | None = None) -> Path:
+    """The file of the newcomer's key. Until the run has it, invitation and request lie beside it: by them a
+    worker sees the run as it will be. Typed again after a crash, it goes on."""
     store = open_store(url, create=False)
     ledger = Ledger(store, read_run(store, token.signer))  # of the run that the token names, or of none
     run = ledger.run
     path = Path(key) if key else Path("keys") / run.recipe.name / f"{token.name}.key"
     ledger.membership.look()
     if not path.exists():
-        _check_open(ledger, token)
+        _open_invitation(ledger, token)
+        if stage:
+            raise ConfigError(
+                f"no key for {token.name} at {path}; copy it from the machine of stage 0, which makes it"
+            )
         save_secret(path, new_secret(), run.digest)
     own = load_signer(path, token.name)
     if _admitted(ledger, token, own, path):
         return path
-    _check_open(ledger, token)
-    _ask(ledger, token, own)
-    log(f"asked to be admitted as {token.name}; a closer does so when it settles a round")
-    while not _admitted(ledger, token, own, path):
-        wait(POLL_SECONDS)
-        with suppress(StoreError):  # a bucket that is away comes back
-            before = ledger.membership.newest
-            if ledger.membership.look() is not before and not _admitted(ledger, token, own, path):
-                _check_open(ledger, token)  # the owner may have taken it back
+    body = {"name": token.name, "key": own.public_key}
+    request = token.signer.seal("request", run.run_id, body)
+    pair = {"invitation": _open_invitation(ledger, token), "request": parse_json(request, "the request")}
+    if (there := _asked(ledger, pair)) is not None:
+        _check_same(there, pair)
+    replace_file(invited(path), canonical(pair))
     return path
 
 
-def _check_open(ledger: Ledger, token: Token) -> None:
-    """ConfigError unless the invitation is there, and still good."""
+def ask(ledger: Ledger) -> None:
+    """Put the request of who is ready. The first for a token stands: another machine's is not replaced."""
+    expected = ledger.membership.expected
+    assert expected, "only a newcomer asks"
+    if not ledger.store.create(_request_key(expected.pair), canonical(expected.pair["request"])):
+        _check_same(_asked(ledger, expected.pair), expected.pair)
+
+
+def _open_invitation(ledger: Ledger, token: Token) -> Any:
+    """The invitation, signed; ConfigError unless it is there, and still good."""
     if time.time() > token.expires:
         raise ConfigError(f"the token for {token.name} has expired; ask the run's owner for another")
     once, epoch = token.signer.public_key, ledger.membership.newest
@@ -58,13 +74,15 @@ def _check_open(ledger: Ledger, token: Token) -> None:
         data = ledger.get_document(invitation_key(once), MOST_BYTES)
         if data is None:
             raise Refused("it is not in the bucket")
-        invitation = check_invitation(parse_json(data, "the invitation"), ledger.run)
+        document = parse_json(data, "the invitation")
+        invitation = check_invitation(document, ledger.run)
         if invitation["name"] != token.name:
             raise Refused(f"it is for {invitation['name']}")
         if epoch.ended.get(token.name, -1) > invitation["after"]:
             raise Refused("the owner has taken it back")
     except (Refused, StoreRefused, ConfigError) as reason:
         raise ConfigError(f"the invitation of {token.name} does not count: {reason}") from None
+    return document
 
 
 def _admitted(ledger: Ledger, token: Token, own: Signer, path: Path) -> bool:
@@ -79,17 +97,21 @@ def _admitted(ledger: Ledger, token: Token, own: Signer, path: Path) -> bool:
     )
 
 
-def _ask(ledger: Ledger, token: Token, own: Signer) -> None:
-    """Put the request. The first for a token stands: another machine's is not replaced."""
-    once, run = token.signer, ledger.run
-    body = {"name": token.name, "key": own.public_key}
-    key = request_key(once.public_key)
-    if ledger.store.create(key, once.seal("request", run.run_id, body)):
-        return
+def _request_key(pair: Mapping[str, Any]) -> str:
+    return request_key(pair["invitation"]["body"]["key"])
+
+
+def _asked(ledger: Ledger, pair: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The body of the request that lies there, if there is one."""
+    key, once = _request_key(pair), pair["invitation"]["body"]["key"]
     try:
-        data = ledger.get_document(key, MOST_BYTES) or b""
-        _, there = open_sealed(data, "request", run.run_id, {once.replica: once.public_key})
+        data = ledger.get_document(key, MOST_BYTES)
+        return open_sealed(data, "request", ledger.run.run_id, {INVITED: once})[1] if data else None
     except (Refused, StoreRefused) as reason:
         raise ConfigError(f"{key} is in the way ({reason}); the run's owner can delete it") from None
-    if there.get("key") != own.public_key:
-        raise ConfigError(f"the token for {token.name} was used on another machine; ask for another")
+
+
+def _check_same(there: Mapping[str, Any] | None, pair: Mapping[str, Any]) -> None:
+    own = pair["request"]["body"]
+    if there and there.get("key") != own["key"]:
+        raise ConfigError(f"the token for {own['name']} was used on another machine; ask for another")

@@ -1,13 +1,16 @@
 """A replica's place in the run, asked at the edge of every round: is it a member, by which key, with which
 data?"""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from isthmus.errors import RunStopped
 from isthmus.layout.deal import Deal
-from isthmus.protocol.access import take_up_key
+from isthmus.protocol.access import invited, take_up_key
 from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.trust import Refused
+from isthmus.runtime import newcomer
 
 
 class Place:
@@ -23,7 +26,7 @@ class Place:
     ) -> None:
         self.ledger, self.log, self.key, self.deal = ledger, log, key, deal
         self.replica = ledger.signer.replica
-        self.waits = False
+        self.waits = self.asked = False
 
     def enter(self, round_number: int) -> bool:
         """Do we train this round? False until the first round of the epoch that admits us. RunStopped where
@@ -32,6 +35,8 @@ class Place:
         public_key = epoch.run.keys.get(name)
         if public_key is None:
             return self._wait(round_number, epoch.ended.get(name, 0))
+        if self.ledger.membership.expected:
+            self._come_in(round_number)
         if public_key != self.ledger.signer.public_key:
             if not self.key or not take_up_key(self.ledger, self.key, name):
                 raise RunStopped(
@@ -43,13 +48,43 @@ class Place:
             self.deal(share)
         return True
 
+    def ask(self) -> None:
+        """We are ready. Where we are not admitted yet, ask for it; one process of the replica does."""
+        if self._is_expected and not self.asked:
+            newcomer.ask(self.ledger)
+            self.asked = True
+            self.log(
+                f"ready; asked to be admitted as {self.replica}: a closer does so when it settles a round"
+            )
+
+    @property
+    def _is_expected(self) -> bool:
+        """Have we an invitation, and does the run not have us yet?"""
+        membership = self.ledger.membership
+        return membership.expected is not None and self.replica not in membership.newest.run.keys
+
     def _wait(self, round_number: int, ended: int) -> bool:
-        if self.replica not in self.ledger.run.keys:
+        membership, name = self.ledger.membership, self.replica
+        if self._is_expected and membership.expected:
+            try:  # the owner may have taken it back, and it may expire
+                membership.expect(membership.expected.pair, time.time())
+            except Refused as reason:
+                raise RunStopped(
+                    f"{name} is not admitted: {reason}; ask the run's owner for a token"
+                ) from None
+            return False
+        if name not in self.ledger.run.keys:
             raise RunStopped(
-                f"replica {self.replica} was revoked by the run's owner (epoch {ended}): it is no member "
-                f"from round {round_number} on"
+                f"replica {name} was revoked by the run's owner (epoch {ended}): it is no member from round "
+                f"{round_number} on"
             )
         if not self.waits:
             self.waits = True
             self.log(f"round {round_number} began without us; we are admitted, and wait for its edge")
         return False
+
+    def _come_in(self, round_number: int) -> None:
+        self.ledger.membership.expected = None
+        if self.key:
+            invited(self.key).unlink(missing_ok=True)
+        self.log(f"admitted: round {round_number} is our first")

@@ -46,6 +46,7 @@ from isthmus.runtime.own_record import REFUSALS, OwnRecord
 from isthmus.runtime.parting import Parting
 from isthmus.runtime.place import Place
 from isthmus.runtime.private_state import PrivateState, Update
+from isthmus.runtime.rehearsal import forget, rehearse
 from isthmus.runtime.stopping import doubles, part_if_asked, save_middle
 from isthmus.runtime.update_scores import UpdateScores
 from isthmus.store import StoreError
@@ -146,6 +147,7 @@ class Trainer:
         # Of a round that a start before this one has begun, with its weights.
         self.middle: tuple[Middle, Mapping[str, Tensor]] | None = None
         self.saves_middle = member.config.kind == "full" and max(1, member.config.processes) == 1
+        self.rehearsed = False  # an inner step, before our first round
         self.behind = True  # until this start has trained a round: the others may have begun it long ago
         self.hasher = ThreadPoolExecutor(1, "digest")
         self.hash_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -175,7 +177,7 @@ class Trainer:
         """
         steps, status = self.recipe.outer.inner_steps, self.status
         if not self.patience(partial(self.place.enter, round_index + 1)):
-            self.pending = None
+            self._get_ready(round_index)
             return []
         status.state, status.round = "training", round_index + 1
         losses = self._take_up(round_index + 1)
@@ -222,6 +224,16 @@ class Trainer:
         self.update = round_index + 1, update
         status.state = "delivering"
         return [self.pending]
+
+    def _get_ready(self, round_index: int) -> None:
+        """We have caught up and are no member yet: ask to be one, when nothing is left that takes long."""
+        self.pending = None
+        if round_index and not self.rehearsed and not self.step_count:
+            self.rehearsed = True
+            rehearse(self.replica, self.anchor, round_index * self.recipe.outer.inner_steps - 1)
+            self.meter.pop(self.replica.pop_counts())
+        if self.control.rank == 0:
+            self.patience(self.place.ask)
 
     def _edge(self, round_number: int, again: Update | None) -> AbstractContextManager[Callable[[], bool]]:
         """Says between inner steps whether we stop. Only a start's first round is asked about, and not round
@@ -453,9 +465,10 @@ class Trainer:
             number, self.step_count, moments = saved
             if number < round_number - 1:
                 self.log(f"the optimiser's moments are those after round {number}")
+            self.replica.restore(moments, self.step_count)
         else:
             self.step_count = 0
-        self.replica.restore(moments, self.step_count)
+            forget(self.replica)
         self.pending = None
 
     def pop_facts(self) -> Facts:
