@@ -24,3 +24,14 @@ def add_run(parser: argparse.ArgumentParser, resume: str) -> None:
     )
     parser.add_argument("--resume", metavar="RUN", help=resume)
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    add_log(parser)
+
+
+def add_log(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log",
+        action="append",
+        default=[],
+        choices=("wandb", "mlflow"),
+        help="also send every round to W&B or MLflow, as their own settings say; may be repeated",
+    )

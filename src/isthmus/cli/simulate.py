@@ -65,13 +65,13 @@ def simulate(args: argparse.Namespace) -> int:
     if args.resume:
         from isthmus.simulator.run import resume
 
-        results = resume(args.resume, device=args.device, quiet=args.quiet)
+        results = resume(args.resume, device=args.device, quiet=args.quiet, log=args.log)
     else:
         recipe = load_recipe(args.recipe, args.set)  # an error in it comes before torch is loaded
         from isthmus.simulator.run import simulate as start
 
         options = {"device": args.device, "mode": args.mode, "compiled": args.compile, "quiet": args.quiet}
-        results = start(recipe, args.run_dir, **options)
+        results = start(recipe, args.run_dir, log=args.log, **options)
     return print_results(results, args.json)
 
 

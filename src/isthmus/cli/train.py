@@ -58,9 +58,9 @@ def train(args: argparse.Namespace) -> int:
         from isthmus.runtime.train import train as start
 
     if recipe:
-        results = start(recipe, args.run_dir, device=args.device, quiet=args.quiet)
+        results = start(recipe, args.run_dir, device=args.device, quiet=args.quiet, log=args.log)
     else:
-        results = resume(args.resume, device=args.device, quiet=args.quiet)
+        results = resume(args.resume, device=args.device, quiet=args.quiet, log=args.log)
     print_results(results, args.json)
     run = RunDir.open(results.run_dir)
     if run.about.get("status") == "interrupted":

@@ -9,13 +9,15 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from isthmus.config import Recipe
 from isthmus.config.checks import choice
 from isthmus.config.toml import as_tables
 from isthmus.errors import ConfigError
 from isthmus.page.compare import flatten
-from isthmus.page.tensorboard import scalars
+from isthmus.page.tensorboard import Follower, scalars
 from isthmus.runlog import Row, RunDir
 from isthmus.runlog.hooks import OnRound, RoundHooks
 
@@ -23,10 +25,23 @@ PROJECT = "isthmus"  # the name of W&B's project and MLflow's experiment, where 
 MLFLOW_ENDINGS = {"finished": "FINISHED", "interrupted": "KILLED"}
 MOST_CHARACTERS = 500  # of a parameter in MLflow
 CLOSE_SECONDS = 60.0  # that the end of a run waits for a server
+KNOWN = re.compile(
+    "[A-Za-z0-9_-]{1,64}"
+)  # what a service calls a run; the file that says so may be a stranger's
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The run that is logged. `known`: what the service calls it already; `folder`: for the files of it."""
+
+    name: str
+    recipe: Recipe
+    known: str = ""
+    folder: str | None = None
 
 
 class Logger(Protocol):
-    """Where the values of a round go. `status` is about.json's: finished, interrupted or failed."""
+    """Where the values of a round go. `status` is as in about.json: finished, interrupted or failed."""
 
     run: str  # what the service calls this run: a resumed run goes on with it
 
@@ -38,20 +53,20 @@ class Logger(Protocol):
 class Wandb:
     """One run in W&B. WANDB_PROJECT, WANDB_MODE=offline and the rest of its settings are the user's."""
 
-    def __init__(self, run: RunDir, known: str) -> None:
+    def __init__(self, subject: Subject) -> None:
         import wandb  # pyright: ignore[reportMissingImports] - an extra
 
-        self.run = known or secrets.token_hex(4)
+        self.run = subject.known or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         # Its capture of stdout would take the live view's place.
         quiet = wandb.Settings(console="off", silent=True)
         self.wandb = wandb.init(
             id=self.run,
             resume="allow",
-            name=run.path.resolve().name,
-            dir=str(run.path),
-            config=as_tables(run.recipe),
+            name=subject.name,
+            dir=subject.folder,
+            config=as_tables(subject.recipe),
             settings=quiet,
-            **({} if os.environ.get("WANDB_PROJECT") else {"project": PROJECT}),
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
         )
         # Its own step may not go back, as that of a resumed run does; ours is a value like the others.
         self.wandb.define_metric("round")
@@ -67,20 +82,19 @@ class Wandb:
 class Mlflow:
     """One run in MLflow; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say where."""
 
-    def __init__(self, run: RunDir, known: str) -> None:
+    def __init__(self, subject: Subject) -> None:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports] - an extra
 
-        self.client, self.run = MlflowClient(), known
-        if not known:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-            found = self.client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found else self.client.create_experiment(name)
-            made = self.client.create_run(experiment, run_name=run.path.resolve().name)
-            self.run = made.info.run_id
-            for key, value in flatten(run.recipe).items():
-                self.client.log_param(self.run, key, value[:MOST_CHARACTERS])
-        else:
+        self.client, self.run = MlflowClient(), subject.known or os.environ.get("MLFLOW_RUN_ID", "")
+        if self.run:
             self.client.update_run(self.run, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        found = self.client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self.client.create_experiment(name)
+        self.run = self.client.create_run(experiment, run_name=subject.name).info.run_id
+        for key, value in flatten(subject.recipe).items():
+            self.client.log_param(self.run, key, value[:MOST_CHARACTERS])
 
     def add(self, round: int, values: Mapping[str, float]) -> None:
         for key, value in values.items():
@@ -90,7 +104,7 @@ class Mlflow:
         self.client.set_terminated(self.run, MLFLOW_ENDINGS.get(status, "FAILED"))
 
 
-LOGGERS: dict[str, Callable[[RunDir, str], Logger]] = {"wandb": Wandb, "mlflow": Mlflow}
+LOGGERS: dict[str, Callable[[Subject], Logger]] = {"wandb": Wandb, "mlflow": Mlflow}
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -99,35 +113,40 @@ def check_loggers(names: Sequence[str]) -> None:
         choice("--log", name, tuple(LOGGERS))
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a folder of that name is not the package
-            raise ConfigError(
-                f"--log {name} needs the package {name}: pip install {name}, or isthmus[{name}]"
-            )
+            raise ConfigError(f"--log {name} needs its package: pip install {name}, or isthmus[{name}]")
 
 
 class Background(threading.Thread):
     """Feeds one logger from a thread of its own: a slow server holds up no round, and a fault of it ends the
     logging, not the run."""
 
-    def __init__(self, name: str, logger: Logger) -> None:
+    def __init__(self, name: str, subject: Subject) -> None:
         super().__init__(daemon=True, name=name)
-        self.logger, self.status = logger, ""
-        self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        try:
+            self.logger = LOGGERS[name](subject)
+        except Exception as error:  # whatever its package raises: it is about its settings, or its server
+            raise ConfigError(f"--log {name}: {_first_line(error)}") from None
+        self.status = ""
+        self.rounds: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
         self.start()
 
     def __call__(self, row: Row) -> None:
-        self.rows.put(row)
+        self.put(row.round, dict(scalars(row)))
+
+    def put(self, round: int, values: Mapping[str, float]) -> None:
+        self.rounds.put((round, values))
 
     def run(self) -> None:
         try:
-            while (row := self.rows.get()) is not None:
-                self.logger.add(row.round, dict(scalars(row)))
+            while (given := self.rounds.get()) is not None:
+                self.logger.add(*given)
             self.logger.close(self.status)
         except Exception as error:
             self._say(f"{_first_line(error)}; the run goes on without it")
 
     def close(self, status: str) -> None:
         self.status = status
-        self.rows.put(None)
+        self.rounds.put(None)
         self.join(CLOSE_SECONDS)
         if self.is_alive():
             self._say(f"its server has not taken everything in {CLOSE_SECONDS:.0f} s; it is not waited for")
@@ -139,12 +158,12 @@ class Background(threading.Thread):
 @contextlib.contextmanager
 def following(run: RunDir, on_round: OnRound | None, log: Sequence[str]) -> Iterator[RoundHooks]:
     """What gets the rounds of a run while it goes on; at the end the loggers are told how it ended."""
-    loggers = [_open(name, run) for name in dict.fromkeys(log)]
-    hooks = RoundHooks([*([on_round] if on_round else []), *loggers])
+    loggers: list[Background] = []
     status = "failed"
     try:
-        yield hooks
-        rows = run.rows()
+        loggers += [_open(name, run) for name in dict.fromkeys(log)]
+        yield RoundHooks([*([on_round] if on_round else []), *loggers])
+        rows = run.rows() if loggers else []
         done = bool(rows) and rows[-1].round == run.recipe.outer.rounds
         status = "finished" if done else "interrupted"
     except KeyboardInterrupt:
@@ -156,19 +175,33 @@ def following(run: RunDir, on_round: OnRound | None, log: Sequence[str]) -> Iter
 
 
 def _open(name: str, run: RunDir) -> Background:
+    """A run that is resumed goes on in the run that it has there."""
     key = f"{name}_run"
     found = run.about.get(key)
-    known = found if isinstance(found, str) and re.fullmatch("[A-Za-z0-9_-]{1,64}", found) else ""
-    try:
-        logger = LOGGERS[name](run, known)
-    except Exception as error:  # whatever its package raises: it is about its settings, or its server
-        raise ConfigError(f"--log {name}: {_first_line(error)}") from None
-    run.update_about(**{key: logger.run})
-    background = Background(name, logger)
+    known = found if isinstance(found, str) and KNOWN.fullmatch(found) else ""
+    logger = Background(name, Subject(run.path.resolve().name, run.recipe, known, str(run.path)))
+    run.update_about(**{key: logger.logger.run})
     for row in [] if known else run.rows():  # of a run that was not logged until now
         if row.loss_full is not None or not run.recipe.is_scored(row.round):
-            background(row)
-    return background
+            logger(row)
+    return logger
+
+
+class LoggedRows(Follower):
+    """The rounds of a run that is watched: of a bucket that others train in, too."""
+
+    def __init__(self, names: Sequence[str], where: str, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe, name = recipe, where.rstrip("/").rpartition("/")[2] or recipe.name
+        self.loggers = [Background(each, Subject(name, recipe)) for each in dict.fromkeys(names)]
+
+    def write(self, at: float, round: int, values: Mapping[str, float]) -> None:
+        for logger in self.loggers:
+            logger.put(round, values)
+
+    def close(self) -> None:
+        for logger in self.loggers:
+            logger.close("finished" if self.done >= self.recipe.outer.rounds else "interrupted")
 
 
 def _first_line(error: Exception) -> str:

@@ -17,7 +17,7 @@ from isthmus.errors import ConfigError
 from isthmus.page import parts, prometheus
 from isthmus.page.source import BucketSource, RunSource
 from isthmus.page.state import State, StateBuilder
-from isthmus.page.tensorboard import EventWriter
+from isthmus.page.tensorboard import Follower
 
 LOOK_SECONDS = 1.0  # between looks at a folder, while requests come
 FAR_SECONDS = 3.0  # at a bucket that is elsewhere
@@ -43,7 +43,7 @@ class Watcher(threading.Thread):
     def __init__(self, source: RunSource | BucketSource) -> None:
         super().__init__(daemon=True, name="watcher")
         self.source, self.builder = source, StateBuilder()
-        self.events: EventWriter | None = None
+        self.followers: list[Follower] = []
         far = isinstance(source, BucketSource) and "://" in source.where
         self.least = self.every = FAR_SECONDS if far else LOOK_SECONDS
         self.wanted, self.fresh = threading.Event(), threading.Condition()
@@ -52,6 +52,12 @@ class Watcher(threading.Thread):
         self.state: State = {}
         self.body, self.etag = b"", ""
         self._look(0.0)  # at once: what takes longer comes with the next looks
+
+    def follow(self, follower: Follower) -> None:
+        """Before the start: it gets all rounds."""
+        self.followers.append(follower)
+        if not self.raw.unread:
+            follower.add(self.raw.rows)
 
     def _look(self, budget_seconds: float = LOOK_BUDGET) -> None:
         began = time.monotonic()
@@ -66,14 +72,14 @@ class Watcher(threading.Thread):
             slowly = min(max(self.least, 2 * (self.looked - began)), SLOWEST_SECONDS)
             self.every = READING_SECONDS if raw.unread else slowly
             self.fresh.notify_all()
-        if self.events and not raw.unread:  # which are written in order
-            self.events.add(raw.rows)
+        for follower in () if raw.unread else self.followers:  # rounds are written in order
+            follower.add(raw.rows)
 
     def run(self) -> None:
         while True:
-            # Files for TensorBoard are written also while no page is open.
+            # TensorBoard and the loggers get their rounds also while no page is open.
             if not self.raw.unread:
-                self.wanted.wait(None if self.events is None else self.every)
+                self.wanted.wait(self.every if self.followers else None)
             self.wanted.clear()
             time.sleep(max(0.0, self.looked + self.every - time.monotonic()))
             try:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -24,21 +24,11 @@ SCALARS = {
 LATER = ("held-out", "bias/")  # how the tags begin that a row may get after the others
 
 
-class EventWriter:
-    """Appends one event for each round to a file of its own in `folder`, and a second for losses that were
-    known later."""
+class Follower:
+    """Writes the values of each round once, and later those that became known later: for a page that is
+    watched, which shows a round before its losses are measured."""
 
-    def __init__(self, folder: Path, started: str = "") -> None:
-        # These import torch, which takes seconds: only where event files are asked for.
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2, summary_pb2
-
-        self.event, self.summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file = EventsWriter(str(folder / "events"), f".{os.getpid()}.isthmus")
-        except OSError as error:
-            raise ConfigError(f"cannot write TensorBoard files to {folder}: {error.strerror}") from None
+    def __init__(self, started: str = "") -> None:
         self.done = -1  # the newest round that was written
         self.unscored: set[int] = set()  # of those, the rounds that had no held-out loss yet
         try:
@@ -53,19 +43,45 @@ class EventWriter:
             at += row.seconds or 0.0
             scored = row.loss_full is not None
             if row.round > self.done:
-                self._write(at, row)
+                self.write(at, row.round, dict(scalars(row)))
                 self.done = row.round
                 self.unscored |= set() if scored else {row.round}
             elif scored and row.round in self.unscored:
-                self._write(at, row, LATER)
+                later = {tag: value for tag, value in scalars(row) if tag.startswith(LATER)}
+                self.write(at, row.round, later)
                 self.unscored.discard(row.round)
-        self.file.flush()
+        self.flush()
 
-    def _write(self, at: float, row: Row, begins: str | tuple[str, ...] = "") -> None:
-        known = [(tag, value) for tag, value in scalars(row) if tag.startswith(begins)]
-        values = [self.summary.Value(tag=tag, simple_value=value) for tag, value in known]
-        summary = self.summary(value=values)
-        self.file.write_event(self.event(wall_time=at, step=row.round, summary=summary))
+    def write(self, at: float, round: int, values: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """After all rounds that were new."""
+
+
+class EventWriter(Follower):
+    """Appends one event for each round to a file of its own in `folder`, and a second for losses that were
+    known later."""
+
+    def __init__(self, folder: Path, started: str = "") -> None:
+        super().__init__(started)
+        # These import torch, which takes seconds: only where event files are asked for.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        self.event, self.summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = EventsWriter(str(folder / "events"), f".{os.getpid()}.isthmus")
+        except OSError as error:
+            raise ConfigError(f"cannot write TensorBoard files to {folder}: {error.strerror}") from None
+
+    def write(self, at: float, round: int, values: Mapping[str, float]) -> None:
+        shown = [self.summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self.file.write_event(self.event(wall_time=at, step=round, summary=self.summary(value=shown)))
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
