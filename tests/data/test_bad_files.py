@@ -243,12 +243,12 @@ def test_the_inputs_of_older_versions_give_the_same_corpus(tmp_path, isthmus):
     assert corpus.sha256 == "7eee0f6aa4eed7d3497c61c9dcfeb8d0ba290fb725d1f103a52a95f9ecf18943"
 
 
-def test_a_tokenizer_may_be_a_folder_and_a_sentencepiece_model_names_its_cure(tmp_path, isthmus):
+def test_a_tokenizer_may_be_a_folder_and_a_damaged_sentencepiece_model_is_refused(tmp_path, isthmus):
     (tmp_path / "in.jsonl").write_bytes(json_lines(make_texts(100)))
     (tmp_path / "spiece.model").write_bytes(b"\n\x0e\n\x05<unk>")
     command = ("data", "prepare", tmp_path / "in.jsonl", "--to", tmp_path / "corpus", "--tokenizer")
     status, _, err = isthmus(*command, tmp_path / "spiece.model")
     assert status == 2
-    assert "spiece.model is a SentencePiece model; give a tokenizer.json of it" in err
+    assert "spiece.model is not a SentencePiece model that can be used" in err
     assert isthmus(*command, BUILTIN_FOLDER)[0] == 0
     assert open_corpus(tmp_path / "corpus").vocab_size == 1024

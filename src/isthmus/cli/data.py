@@ -19,6 +19,8 @@ examples:
       JSON lines as DCLM ships them, with a validation file of their own
   isthmus data prepare c4-train.*.json.gz --to corpus/ --tokenizer tokenizer.json --limit-bytes 2_000_000_000
       the first 2 GB of C4, with the tokenizer of an existing model
+  isthmus data prepare books/ --to corpus/ --tokenizer llama/tokenizer.model
+      with a SentencePiece model, Unigram or BPE; the corpus gets a tokenizer.json with the same ids
   isthmus data prepare --hf allenai/c4:en --split train --limit-bytes 200_000_000 --to corpus/
       streamed from the Hugging Face hub (pip install 'isthmus[hf]')
 

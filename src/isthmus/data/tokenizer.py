@@ -1,4 +1,4 @@
-"""The byte-level BPE: trained on a bounded sample of the text, or read from a tokenizer.json."""
+"""The byte-level BPE: trained on a bounded sample of the text, or a tokenizer that is read from a file."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from isthmus.data.readers import END_OF_TEXT, Source, cut
+from isthmus.data.sentencepiece_file import converted
 from isthmus.data.tokenizer_file import check_tokenizer, tokenizer_bytes
 from isthmus.errors import ConfigError
 
@@ -66,14 +67,14 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> str:
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """The bytes of a tokenizer.json (or of the one in a folder), checked to be a tokenizer."""
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if path.suffix == ".model":
-        raise ConfigError(
-            f"{path} is a SentencePiece model; give a tokenizer.json of it: transformers writes one by "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)"
-        )
+    """The bytes of a tokenizer.json (or of the one in a folder), checked to be a tokenizer. SentencePiece's
+    tokenizer.model is converted to one."""
+    if path.is_dir():
+        named = [path / name for name in ("tokenizer.json", "tokenizer.model")]
+        path = next((file for file in named if file.exists()), named[0])
     data = tokenizer_bytes(path)
+    if not data.lstrip().startswith(b"{") and path.suffix != ".json":
+        data = converted(data, str(path))
     load(data, str(path))
     return data
 
