@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "isthmus"
 
 # A package may import those before it, and the small modules at the root that belong to everybody.
-ROOT = ("crowd", "errors", "files", "gpu", "printing", "reading")
+ROOT = ("crowd", "disk", "errors", "files", "gpu", "printing", "reading")
 ORDER = (
     "config", "layout", "planner", "runlog", "store", "data", "model", "subspace", "sparse", "outer",
     "replica", "protocol", "page", "simulator", "runtime", "doctor", "export", "api", "cli",

@@ -295,7 +295,8 @@ def test_status_tells_who_is_there_and_whom_the_round_awaits(here: Path, said: S
     rack, edge = facts["members"]
     assert set(rack) == {
         *("replica", "kind", "stages", "state", "heartbeat_age_seconds", "round", "inner_step", "loss"),
-        *("tokens_per_second", "delivered", "waits_for", "host", "also_on"),
+        *("tokens_per_second", "delivered", "waits_for", "host", "also_on", "missing", "restarts"),
+        *("last_error", "last_error_seconds", "disk_free_bytes", "trouble"),
     }
     assert (rack["state"], rack["loss"], rack["delivered"], edge["delivered"]) == (
         "training",

@@ -1,6 +1,7 @@
 """Which faults pass and which end a process, what is said of them, and how long the next start waits."""
 
 import errno
+import json
 import queue
 import signal
 import threading
@@ -16,6 +17,7 @@ from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable, passes
 from isthmus.protocol.heartbeat import WAITING, Heartbeat
 from isthmus.runtime import versions, worker
+from isthmus.runtime.crashes import Crashes, count_end, count_restart, count_start, note_error
 from isthmus.runtime.failure import (
     LONGEST_PAUSE_SECONDS,
     PASSING_STATUS,
@@ -43,13 +45,12 @@ from isthmus.store.retry import StoreError
         Unreachable("no stage 0 there"),
         ConnectionResetError("reset"),
         TimeoutError(),
-        OSError(errno.ENOSPC, "No space left on device"),
         torch.distributed.DistNetworkError("the client socket has timed out"),
         RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"),
     ],
     ids=lambda error: f"{type(error).__name__}-{getattr(error, 'kind', '')}",
 )
-def test_network_store_neighbour_and_a_full_disk_pass(error):
+def test_network_store_and_neighbour_pass(error):
     assert passes(error)
     assert Failure.of(error).passes
 
@@ -428,3 +429,38 @@ def test_a_worker_that_has_diverged_puts_its_state_aside_and_starts_again(
     (aside,) = (tmp_path / "whole").iterdir()
     assert (aside / "update-000003.safetensors").read_text() == "mine"
     assert str(aside) in capsys.readouterr().err
+
+
+# What is seen of it
+
+
+def test_restarts_are_counted_with_the_stage_and_its_error_and_a_good_end_forgets_them(tmp_path):
+    count_start(tmp_path)
+    made, _ = restarts(tmp_path)
+    told: list[tuple[str, tuple[int, ...]]] = []
+    made.waiting.ended = lambda what, missing: told.append((what, missing))
+    Failure.of(RunError("replica edge: stage 0 lost its link to stage 1")).write(failure_note(tmp_path, 0))
+    made.ended({0: PASSING_STATUS, 1: -signal.SIGKILL})
+    found = Crashes.read(tmp_path)
+    assert (found.restarts, found.error) == (1, "stage 1: killed by signal 9")  # not who lost it
+    assert told == [("the next start: its worker ended (killed by signal 9, status 75)", (1,))]
+    count_restart(tmp_path)  # it follows another machine, which has its own note
+    assert Crashes.read(tmp_path).restarts == 2
+    count_start(tmp_path)  # the launcher was killed
+    assert Crashes.read(tmp_path).restarts == 3
+    count_end(tmp_path)
+    count_start(tmp_path)
+    assert Crashes.read(tmp_path) == Crashes(ended_well=False)
+
+
+def test_what_a_launcher_waits_for_names_the_missing_stage_and_the_last_error(tmp_path):
+    said: list[Heartbeat] = []
+    (tmp_path / "incarnation").write_text("first")
+    note_error(tmp_path, "stage 1: no room\nand more")
+    notes = WaitingNotes(tmp_path, said.append, 1.0)
+    notes.wait_for("stage 1: no answer", missing=[1])
+    notes.tell()
+    assert said[-1].missing == (1,)
+    assert (said[-1].vitals.last_error, said[-1].vitals.restarts) == ("stage 1: no room", 0)
+    assert said[-1].vitals.disk_free_bytes
+    assert Heartbeat.from_dict(json.loads(json.dumps(said[-1].to_dict()))).missing == (1,)

@@ -177,14 +177,14 @@ def test_a_state_is_skipped_while_the_last_is_being_written_and_the_log_says_so(
     assert fleet.state.rounds() == [1]
 
 
-def test_a_disk_that_is_full_stops_the_replica_by_name(tmp_path, monkeypatch):
-    def full(*args, **how):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_disk_that_cannot_be_written_stops_the_replica_by_name(tmp_path, monkeypatch):
+    def fail(*args, **how):
+        raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(checkpoint, "save", full)
+    monkeypatch.setattr(checkpoint, "save", fail)
     alone = seat(small(rounds=9, full=1), tmp_path)
     alone.background = True
-    with pytest.raises(RunError, match=r"private state in .* cannot be written: .*No space left"):
+    with pytest.raises(RunError, match=r"private state in .* cannot be written: .*Read-only"):
         alone.run(2)
 
 

@@ -16,7 +16,7 @@ from isthmus.page.prometheus import exposition
 from isthmus.page.rounds import grid
 from isthmus.page.source import AliveFile, Raw, SeenHeartbeat, Settled, open_source
 from isthmus.page.state import StateBuilder
-from isthmus.protocol.heartbeat import Heartbeat
+from isthmus.protocol.heartbeat import Heartbeat, Vitals
 from isthmus.runlog import Row, RunDir, totals
 from isthmus.runlog.clean import clean_rows
 from isthmus.runlog.words import size, summary
@@ -167,6 +167,44 @@ def test_a_replica_that_goes_and_comes_back_is_reported():
     clock = 1012.0
     one, _ = look([AliveFile(0, 17, 1012), AliveFile(1, 18, 1012)], beat("catching up", 1012, "bb", 17))
     assert (one["state"], one["up"]) == ("catching up", True)
+
+
+def test_only_the_stage_that_is_missing_is_drawn_dead():
+    said = Heartbeat(state="waiting", awaiting="stage 1: no answer", missing=(1,), waited_seconds=3.0)
+    files = [AliveFile(0, 7, 990), AliveFile(1, 8, 980)]  # stage 0 was stopped because stage 1 has gone
+
+    def edge(**more):
+        state = StateBuilder(lambda: 1000.0).build(raw_of(alive_files={"edge": files}, **more))
+        return next(one for one in state["replicas"] if one["name"] == "edge")
+
+    one = edge(heartbeats={"edge": SeenHeartbeat(said, 999.0)})
+    assert (one["state"], one["missing"]) == ("waiting", [1])
+    assert [p["state"] for p in one["processes"]] == ["waits", "silent"]
+    one = edge(heartbeats={"edge": beat("training", 996)}, launchers={"edge": {0: 999.5, 1: 980.0}})
+    assert (one["state"], one["why"]) == ("silent", "stage 1 gives no sign of life")
+    assert [p["state"] for p in one["processes"]] == ["waits", "silent"]
+    one = edge(heartbeats={"edge": beat("training", 996)}, launchers={"edge": {0: 999.5, 1: 999.5}})
+    assert one["state"] == "starting"  # both were stopped, and one launcher starts both again
+    one = edge(heartbeats={"edge": beat("training", 996)}, launchers={"edge": {0: 980.0, 1: 980.0}})
+    assert (one["why"], one["missing"]) == ("stages 0 and 1 give no sign of life", [0, 1])
+
+
+def test_the_last_error_restarts_and_the_room_on_the_disk_are_in_the_state():
+    vitals = Vitals(
+        restarts=7,
+        last_error="out of memory",
+        last_error_seconds=30.0,
+        disk_free_bytes=1e6,
+        disk_needed_bytes=2e6,
+    )
+    said = SeenHeartbeat(Heartbeat(state="training", vitals=vitals), 998.0)
+    one = StateBuilder(lambda: 1000.0).build(raw_of(heartbeats={"rack-0": said}))["replicas"][0]
+    assert (one["restarts"], one["last_error"], one["last_error_unix"]) == (7, "out of memory", 968.0)
+    assert (one["disk_free"], one["disk_short"]) == ("1.0 MB", True)
+    assert one["trouble"] == [
+        "it was started again 7 times, the last 30 s ago: out of memory",
+        "it has 1.0 MB free on the disk of its state, and its next save needs 2.0 MB",
+    ]
 
 
 def test_what_a_worker_cannot_do_in_the_bucket_is_shown():

@@ -30,6 +30,12 @@ class MemberStatus:
     waits_for: str = ""  # of a replica whose launcher has no worker now, or that waits for the bucket
     host: str = ""
     also_on: str = ""  # where a second machine runs with the same key
+    missing: tuple[int, ...] = ()  # stages that are not there; those beside them wait
+    restarts: int = 0
+    last_error: str = ""
+    last_error_seconds: float | None = None
+    disk_free_bytes: float | None = None
+    trouble: tuple[str, ...] = ()  # the same in words, where something is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,8 @@ def status(args: argparse.Namespace) -> int:
 
 
 def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus:
-    from isthmus.protocol.heartbeat import GONE, WAITING, silent_after, waiting_text
+    from isthmus.protocol.heartbeat import GONE, WAITING, Heartbeat, silent_after, waiting_text
+    from isthmus.protocol.standing import missing_in_words, said_by_launcher, trouble
 
     recipe = ledger.run.recipe
     members, now = [], wall()  # only who may write can ask the store for its clock
@@ -93,6 +100,10 @@ def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus
         if waiting := waits.get(member.name):
             age = max(0.0, now - waiting[1])
             state, waits_for = WAITING, waiting_text(waiting[0], age)
+            heartbeat = said_by_launcher(heartbeat or Heartbeat(), waiting[0])
+        vitals = (heartbeat or Heartbeat()).vitals
+        missing = heartbeat.missing if heartbeat and state == WAITING else ()
+        wrong = [*missing_in_words(missing, member.config.stages), *(trouble(heartbeat) if heartbeat else ())]
         members.append(
             MemberStatus(
                 replica=member.name,
@@ -108,6 +119,12 @@ def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus
                 waits_for=waits_for,
                 host=heartbeat.host if heartbeat else "",
                 also_on=heartbeat.also_on if heartbeat and state != "silent" else "",
+                missing=missing,
+                restarts=vitals.restarts,
+                last_error=vitals.last_error,
+                last_error_seconds=vitals.last_error_seconds,
+                disk_free_bytes=vitals.disk_free_bytes,
+                trouble=tuple(wrong),
             )
         )
     expected = manifest.members if manifest else [m.replica for m in members]
@@ -149,6 +166,7 @@ def table(found: RunStatus) -> str:
             f"  {'delivered' if m.delivered else '-'}"
         )
     lines += [f"{m.replica} waits: {visible(m.waits_for)}" for m in found.members if m.waits_for]
+    lines += [f"{m.replica} {visible(words)}" for m in found.members for words in m.trouble]
     lines += [
         f"{m.replica} runs twice with one key: on {m.host or 'one machine'}, and on {visible(m.also_on)}; "
         "stop one of them"

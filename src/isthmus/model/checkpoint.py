@@ -105,9 +105,15 @@ def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]]
     for other in others:  # later rounds too: they belong to a start that was rolled back
         if other not in kept:
             drop_round(directory, other)
-    for left in list_folder(directory):
-        if re.fullmatch(r"(gone|part)-\d{6,9}", left):  # by a process that was killed
-            remove_folder(directory / left)
+    drop_parts(directory)
+
+
+def drop_parts(*directories: Path) -> None:
+    """Remove what a process that was killed, or had no room, left half done."""
+    for directory in directories:
+        for left in list_folder(directory) if directory.is_dir() else ():
+            if re.fullmatch(r"(gone|part)-\d{6,9}", left):
+                remove_folder(directory / left)
 
 
 def drop_round(directory: Path, rounds: int) -> None:

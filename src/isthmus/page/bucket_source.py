@@ -14,8 +14,9 @@ from isthmus.config import Recipe
 from isthmus.errors import ConfigError, RunError
 from isthmus.page.read import FolderBucket, resolved_recipe
 from isthmus.page.source import Raw, SeenHeartbeat, Settled
-from isthmus.protocol.heartbeat import WAITING, Heartbeat
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, Manifest, read_run
+from isthmus.protocol.standing import said_by_launcher
 from isthmus.protocol.trust import MAX_DOCUMENT_BYTES
 from isthmus.reading import parse_json
 from isthmus.runlog import Row
@@ -183,7 +184,7 @@ class BucketReader:
             raw.heard(raw.heartbeats[name].seen_unix)
         for name, (said, written) in waits.items():
             last = beats[name][0] if name in beats else Heartbeat()
-            told = replace(last, state=WAITING, awaiting=said.awaiting, waited_seconds=said.waited_seconds)
+            told = said_by_launcher(last, said)
             raw.heartbeats[name] = SeenHeartbeat(told, self._here(written))
             raw.heard(raw.heartbeats[name].seen_unix)
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from isthmus.config import LinkConfig, Member, Recipe, ReplicaConfig
-from isthmus.page.source import Raw
+from isthmus.page.source import Raw, SeenHeartbeat
 from isthmus.protocol.heartbeat import GONE, WAITING, Heartbeat, silent_after, waiting_text
+from isthmus.protocol.standing import trouble
 from isthmus.runlog import Row
 from isthmus.runlog.clean import number
 from isthmus.runlog.row import Figures
@@ -153,6 +154,7 @@ def _replica(member: Member, raw: Raw, now: float) -> dict[str, Any]:
     step = heartbeat.inner_step
     into = steps if state == "delivered" else (step - 1) % steps + 1 if step else 0
     alive = {file.stage: now - file.seen_unix <= ALIVE_SECONDS for file in files}
+    missing, vitals = _missing(member, raw, now), heartbeat.vitals
     speed = number(heartbeat.tokens_per_second)
     return {
         "name": member.name,
@@ -171,18 +173,66 @@ def _replica(member: Member, raw: Raw, now: float) -> dict[str, Any]:
         "tokens_per_second": speed,
         "incarnation": heartbeat.incarnation,
         "delivered": member.name in raw.delivered,
+        "missing": missing,
+        "restarts": vitals.restarts,
+        "last_error": vitals.last_error,
+        "last_error_unix": _ago(seen, vitals.last_error_seconds),
+        "disk_free": "" if vitals.disk_free_bytes is None else size(vitals.disk_free_bytes),
+        "disk_short": vitals.disk_is_short,
+        "trouble": [f"it {words}" for words in trouble(heartbeat)] if seen else [],
         "processes": [
             {
                 "stage": file.stage,
                 "pid": file.pid,
                 "alive": alive[file.stage],
-                "state": "runs" if alive[file.stage] else "ended" if ended else "silent",
+                "state": _process_state(file.stage, alive, missing, ended),
                 # While it runs, the age is about a second and says nothing.
                 "seen_unix": None if alive[file.stage] else round(file.seen_unix, 1),
             }
             for file in files
         ],
     }
+
+
+def _process_state(stage: int, alive: dict[int, bool], missing: list[int], ended: bool) -> str:
+    """`silent` is only who is missing; one that was stopped because of it waits."""
+    if alive[stage]:
+        return "runs"
+    return "ended" if ended else "silent" if not missing or stage in missing else "waits"
+
+
+def _ago(seen: SeenHeartbeat | None, seconds: float | None) -> float | None:
+    return round(seen.seen_unix - seconds, 1) if seen and seconds is not None else None
+
+
+def _missing(member: Member, raw: Raw, now: float) -> list[int]:
+    """Stages that are not there, by what their own launchers say, or the heartbeat of their replica."""
+    seen, launchers = raw.heartbeats.get(member.name), raw.launchers.get(member.name, {})
+    if seen and seen.heartbeat.state in (*GONE, WAITING):
+        return [] if seen.heartbeat.gone else [s for s in seen.heartbeat.missing if s < member.config.stages]
+    gone = [
+        file.stage for file in raw.alive_files.get(member.name, ()) if now - file.seen_unix > ALIVE_SECONDS
+    ]
+    without = [stage for stage in gone if now - launchers.get(stage, 0.0) > ALIVE_SECONDS]
+    return without if len(without) < len(gone) else gone
+
+
+def _silence(member: Member, raw: Raw, now: float) -> tuple[str, str] | None:
+    """Of processes on this machine that give no sign of life; None where all do."""
+    gone = [
+        file.stage for file in raw.alive_files.get(member.name, ()) if now - file.seen_unix > ALIVE_SECONDS
+    ]
+    if not gone:
+        return None
+    launchers = raw.launchers.get(member.name, {})
+    if all(now - launchers.get(stage, 0.0) <= ALIVE_SECONDS for stage in gone):
+        return "starting", "its process has ended, and its launcher starts it again"
+    if member.config.stages == 1:
+        return "silent", "its process gives no sign of life"
+    gone = _missing(member, raw, now)
+    if len(gone) == 1:
+        return "silent", f"stage {gone[0]} gives no sign of life"
+    return "silent", f"stages {', '.join(map(str, gone[:-1]))} and {gone[-1]} give no sign of life"
 
 
 def _state(member: Member, raw: Raw, now: float) -> tuple[str, str]:
@@ -202,13 +252,8 @@ def _state(member: Member, raw: Raw, now: float) -> tuple[str, str]:
         return state, ""
     if seen and state == WAITING:  # its launcher speaks, because none of its workers runs
         return state, waiting_text(seen.heartbeat, now - seen.seen_unix)
-    gone = [file.stage for file in files if now - file.seen_unix > ALIVE_SECONDS]
-    if gone:
-        if member.config.stages == 1:
-            return "silent", "its process gives no sign of life"
-        if len(gone) == 1:
-            return "silent", f"stage {gone[0]} gives no sign of life"
-        return "silent", f"stages {', '.join(map(str, gone[:-1]))} and {gone[-1]} give no sign of life"
+    if silence := _silence(member, raw, now):
+        return silence
     lead = files[0].pid if files and files[0].stage == 0 else 0
     if lead and seen and seen.heartbeat.pid not in (0, lead):
         return "starting", "a new process has taken over and has not sent a heartbeat yet"

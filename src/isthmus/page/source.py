@@ -4,6 +4,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +64,9 @@ class Raw:
     heard_unix: float | None = None  # the newest sign of life, whoever gave it
     heartbeats: dict[str, SeenHeartbeat] = field(default_factory=dict)
     alive_files: dict[str, list[AliveFile]] = field(default_factory=dict)
+    launchers: dict[str, dict[int, float]] = field(
+        default_factory=dict
+    )  # replica -> stage -> last sign of it
     settled: dict[int, Settled] = field(default_factory=dict)
     delivered: tuple[str, ...] = ()  # updates of the open round
     late: frozenset[tuple[int, str]] = frozenset()
@@ -114,6 +118,7 @@ class RunSource:
             if found := self._alive_files(member.name, member.config.parts):
                 raw.alive_files[member.name] = found
                 raw.heard(max(file.seen_unix for file in found))
+                raw.launchers[member.name] = self._launchers(member.name, member.config.parts)
         self._open_bucket()
         if self.bucket_fault:
             raw.problems.append(self.bucket_fault)
@@ -144,6 +149,16 @@ class RunSource:
                     # Empty while its process is writing it.
                     files.append(AliveFile(stage, int(data.strip() or 0), found.st_mtime))
         return files
+
+    def _launchers(self, replica: str, stages: int) -> dict[int, float]:
+        """Of each stage, when the launcher that starts its process last gave a sign."""
+        found: dict[int, float] = {}
+        for stage in range(stages):
+            for name in (f"work/{replica}/launcher.alive", f"work/{replica}.{stage}/launcher-{stage}.alive"):
+                with suppress(StoreRefused):
+                    if file := self.folder.stat(name):
+                        found[stage] = file.st_mtime
+        return found
 
     def _open_bucket(self) -> None:
         """`train` makes run and bucket after the page may have been opened; a link out is not followed."""

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from isthmus.config import Recipe
+from isthmus.config.fleet import MOST_STAGES
 from isthmus.layout.requests import MOST_BEAT_SECONDS
 from isthmus.runlog.facts import Facts, count, number, word
 
@@ -17,6 +18,37 @@ WAITING = "waiting"  # of a launcher without a worker; in waiting.json, never in
 LOST = "a copy of lost "  # so begins what a replica awaits that misses payloads of a settled round
 MISSED_HEARTBEATS = 5
 HOST = r"[A-Za-z0-9._-]{1,64}"
+MOST_MISSING = 64  # stages of a replica that one heartbeat calls missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vitals:
+    """What a heartbeat says of the machine behind it: its last fault, and the room on its disk."""
+
+    restarts: int = 0  # of workers, since a launcher last ended as it should
+    last_error: str = ""
+    last_error_seconds: float | None = None  # ago, when this was written
+    disk_free_bytes: float | None = None  # of the folder with its private state
+    disk_needed_bytes: float | None = None  # by the next save of it
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def disk_is_short(self) -> bool:
+        free, needed = self.disk_free_bytes, self.disk_needed_bytes
+        return free is not None and needed is not None and free < needed
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> "Vitals":
+        """From a stranger: see Heartbeat."""
+        return cls(
+            restarts=max(0, count(body, "restarts")),
+            last_error=word(body, "last_error"),
+            last_error_seconds=_positive(body, "last_error_seconds"),
+            disk_free_bytes=_positive(body, "disk_free_bytes"),
+            disk_needed_bytes=_positive(body, "disk_needed_bytes"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +74,8 @@ class Heartbeat:
     host: str = ""  # the machine's name, to tell two machines with one key from each other
     also_on: str = ""  # machine and process of another start with the same key, while it beats
     every_seconds: float | None = None  # until the next one comes; None: as often as the recipe says
+    missing: tuple[int, ...] = ()  # stages that are not there; those beside them only wait
+    vitals: Vitals = field(default_factory=Vitals)
 
     @property
     def gone(self) -> bool:
@@ -67,7 +101,7 @@ class Heartbeat:
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> "Heartbeat":
         """From a stranger: a value that is not of the right type and size is left out."""
-        farewell = body.get("farewell")
+        farewell, vitals = body.get("farewell"), body.get("vitals")
         return cls(
             incarnation=said if re.fullmatch(r"[\w-]{1,64}", said := word(body, "incarnation")) else "",
             beat=count(body, "beat"),
@@ -85,7 +119,22 @@ class Heartbeat:
             host=said if re.fullmatch(HOST, said := word(body, "host")) else "",
             also_on=word(body, "also_on"),
             every_seconds=number(body, "every_seconds"),
+            missing=_stages(body.get("missing")),
+            vitals=Vitals.from_dict(vitals) if isinstance(vitals, dict) else Vitals(),
         )
+
+
+def _stages(listed: Any) -> tuple[int, ...]:
+    """Numbers of stages, in order; nothing where one of them is none."""
+    if not isinstance(listed, list) or len(listed) > MOST_MISSING:
+        return ()
+    good = all(isinstance(s, int) and not isinstance(s, bool) and 0 <= s < MOST_STAGES for s in listed)
+    return tuple(sorted(set(listed))) if good else ()
+
+
+def _positive(body: Mapping[str, Any], key: str) -> float | None:
+    found = number(body, key)
+    return found if found is not None and found >= 0 else None
 
 
 def own_host() -> str:

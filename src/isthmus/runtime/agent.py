@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from isthmus.files import overwrite_own
 from isthmus.printing import visible
 from isthmus.reading import read_note
+from isthmus.runtime.crashes import count_end, count_restart, count_start, note_error
 from isthmus.runtime.failure import Failure, Final
 from isthmus.runtime.liveness import Watchdog
 from isthmus.runtime.parting import AGAIN_STATUS, Parting, count_signals
@@ -50,6 +51,7 @@ def run_agent(
     interrupts: list[int] = []
     waiting = waiting or WaitingNotes(work, None, 60.0)
     with lock_file(work / f"{config.launcher_name}.lock"):
+        count_start(work)
         # The workers of the launcher before this one went with it.
         waiting.ended("the next start: its launcher was started again")
         # A request to leave outlives a restart by the supervisor. A person who types `join` wants to join.
@@ -66,9 +68,11 @@ def run_agent(
             _watch(agent, work, interrupts, parting, log)
             leaving = (work / "leave").exists()
             if not agent.final and parting.stands():
+                count_end(work)
                 log("left for now: start the same command again, and it goes on from here")
                 return AGAIN_STATUS
             if agent.finished or leaving:
+                count_end(work)
                 (work / "leave").unlink(missing_ok=True)
                 if not agent.finished:  # it was not in any round
                     log("left")
@@ -125,6 +129,7 @@ def _watch(agent: "_AgentThread", work: Path, interrupts: list[int], parting: Pa
                 _kill(pid)
         if (work / "fatal").exists():
             status, _, text = (read_note(work / "fatal", FATAL_BYTES) or "").partition(" ")
+            note_error(work, text)
             agent.end_workers(text)
             print(f"isthmus: {visible(text)}", file=sys.stderr, flush=True)
             os._exit(2 if status == "2" else 1)
@@ -280,6 +285,7 @@ def _stage_agent(spec: Any, logs: Any, restarts: Restarts) -> Any:
 
         def _restart_workers(self, worker_group: Any) -> None:
             if worker_group.state == WorkerState.HEALTHY:
+                count_restart(restarts.work)
                 restarts.waiting.ended("another machine of this replica, which starts again")
                 restarts.log("another machine of this replica starts again; starting our part again")
             super()._restart_workers(worker_group)

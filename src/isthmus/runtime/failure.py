@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from isthmus.disk import full_line, is_full
 from isthmus.errors import ConfigError, RunError, passes
 from isthmus.files import overwrite_own, replace_file
 from isthmus.reading import read_json
@@ -54,6 +55,8 @@ class Failure:
         kind, why = type(error).__name__, (str(error).strip().splitlines() or [""])[0][:400].rstrip(".")
         if isinstance(error, ConfigError | RunError):
             return cls(kind, str(error), passes(error))
+        if isinstance(error, OSError) and is_full(error):
+            return cls("no room", full_line(error), False)  # somebody has to make some
         text = f"{kind}: {why}" if why else kind
         if kind.startswith("Rendezvous"):  # in words of ours
             text = why

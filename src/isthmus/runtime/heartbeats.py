@@ -2,10 +2,12 @@
 
 import os
 import threading
+from pathlib import Path
 
 from isthmus.layout.requests import beat_seconds
 from isthmus.protocol.heartbeat import Heartbeat, own_host
 from isthmus.runlog import finite
+from isthmus.runtime.crashes import Crashes
 from isthmus.runtime.same_key import SameKey
 from isthmus.runtime.trainer import Trainer
 
@@ -13,8 +15,12 @@ from isthmus.runtime.trainer import Trainer
 class HeartbeatThread(threading.Thread):
     """Heartbeats of a replica, in the bucket; its first process sends them."""
 
-    def __init__(self, trainer: Trainer, incarnation: str, every_seconds: float) -> None:
+    def __init__(
+        self, trainer: Trainer, incarnation: str, every_seconds: float, work: Path | None = None
+    ) -> None:
+        """`work` is where this machine's launcher notes why it starts workers again."""
         super().__init__(daemon=True, name="heartbeat")
+        self.work = work or trainer.state.folder
         self.trainer, self.incarnation, self.least = trainer, incarnation, every_seconds
         self.ended, self.news, self.num_beats = threading.Event(), threading.Event(), 0
         self.host, self.same_key = own_host(), SameKey(trainer.ledger, incarnation, trainer.log)
@@ -48,6 +54,7 @@ class HeartbeatThread(threading.Thread):
                 host=self.host,
                 also_on=self.same_key.also_on,
                 every_seconds=self.every,
+                vitals=Crashes.read(self.work).vitals(self.work, self.trainer.state.needs),
             )
         )
 

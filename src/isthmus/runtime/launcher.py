@@ -45,6 +45,7 @@ def launch(config: LauncherConfig) -> int:
 
 
 def _launch(config: LauncherConfig) -> int:
+    from isthmus.planner.room import check_disk, replica_room
     from isthmus.protocol.access import find_member, open_as, pin_warning
     from isthmus.runtime import agent
     from isthmus.runtime.checks import (
@@ -80,6 +81,9 @@ def _launch(config: LauncherConfig) -> int:
             check_not_taken(ledger, member.name, work)
     else:
         find_master(places.master, config.wait_seconds, credentials, config.stage or 0)
+    room = replica_room(run.recipe, member, config.stage)
+    if warning := check_disk(work, room, "its private state", begun=any(work.glob("*/state"))):
+        log(warning)
     store.probe(f"members/{member.name}/probe")  # may this machine's credentials write at all?
     stages = member.config.stages
     log(f'joining "{run.recipe.name}" as {member.config.kind} replica of {stages} stage{"s" * (stages > 1)}')
@@ -107,7 +111,7 @@ def check_device(config: LauncherConfig, recipe: "Recipe", member: "Member") -> 
     import torch
 
     from isthmus import gpu
-    from isthmus.runtime.fits import check_fits, device_memory
+    from isthmus.runtime.fits import check_fits, device_memory, told_parts
     from isthmus.simulator.picks import pick_device
 
     device, warning = pick_device(config.device), ""
@@ -117,7 +121,9 @@ def check_device(config: LauncherConfig, recipe: "Recipe", member: "Member") -> 
                 f"replica {member.name} has {member.config.processes} processes, one for each CUDA device, "
                 f"and this machine has {torch.cuda.device_count()}; join on another machine"
             )
-        warning = check_fits(recipe, [member], *device_memory(device), config.stage)
+        warning = check_fits(recipe, [member], *device_memory(device), config.stage) or told_parts(
+            recipe, member, *device_memory(device)
+        )
     if member.config.backend == "nccl" and device.type != "cuda":
         raise ConfigError(
             f'replica {member.name} has backend "nccl", which needs a CUDA device on every stage'

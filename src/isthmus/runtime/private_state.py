@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from isthmus import gpu
+from isthmus.disk import is_full, shortage, told_when_full
 from isthmus.errors import ConfigError, RunError
 from isthmus.model import checkpoint
 from isthmus.reading import list_folder
@@ -99,13 +100,16 @@ class PrivateState:
         self.writer: threading.Thread | None = None
         self.reserving: threading.Thread | None = None
         self.fault: BaseException | None = None
+        self.needs = 0  # bytes of a state, once that is known
+        self.short = ""  # why the last one was not saved, where the disk is full
         self.save_seconds = self.pause_seconds = save_seconds
         self.middle_seconds, self.write_seconds = middle_seconds, 0.0  # the second: what the last one took
         self.began, self.any_began = float("-inf"), clock()  # a state of a round; any of both
         self.copied: tuple[int, Update, dict[str, dict[str, Tensor]]] | None = None  # of the last state begun
 
     def reserve(self, num_bytes: int) -> None:
-        """Take the host memory for a state's copy while the replica is still compiling."""
+        """So large is a state. Take the host memory for its copy while the replica is still compiling."""
+        self.needs = num_bytes
         if self.host.stream:
             self.reserving = threading.Thread(target=self.host.reserve, args=(num_bytes,), daemon=True)
             self.reserving.start()
@@ -113,9 +117,11 @@ class PrivateState:
     # Updates
 
     def save_update(self, round_number: int, update: Update) -> None:
-        """On disk when it returns."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.save_tensors(self._update_path(round_number), update.to_tensors(round_number))
+        """On disk when it returns; DiskFull where there is no room: no update is sent that is not saved."""
+        size = sum(map(len, update.shards.values()))
+        with told_when_full(self.folder, size, f"the update of round {round_number}"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.save_tensors(self._update_path(round_number), update.to_tensors(round_number))
 
     def updates(self) -> dict[int, Path]:
         names = list_folder(self.folder) if self.folder.is_dir() else []
@@ -159,6 +165,8 @@ class PrivateState:
         if self._busy():
             self.log(f"the state of round {round_number} is not saved: an earlier one is still being written")
             return False
+        if not self._has_room():
+            return False
         self.began = self.any_began = self.clock()
         copies = self._copy(files)
         self.copied = round_number, update, copies
@@ -168,7 +176,7 @@ class PrivateState:
     def middle_due(self) -> bool:
         """Is it time to save the middle of a round? States of whole rounds do not wait for those."""
         pause = max(self.middle_seconds, min(self.save_seconds, SHARE * self.write_seconds))
-        return self.clock() - self.any_began >= pause and not self._busy()
+        return self.clock() - self.any_began >= pause and not self._busy() and self._has_room()
 
     def hurry(self) -> None:
         """The next state of a round is saved whenever the last was: it holds what no update does."""
@@ -180,6 +188,19 @@ class PrivateState:
         self.copied = None  # its memory is used again, and it is on disk
         copies = {**self._copy(files), ABOUT: middle.to_tensors()}
         self._start(lambda: self._write_middle(middle.step_count + middle.num_steps, copies))
+
+    def _has_room(self) -> bool:
+        """Is there room for one more state beside those that are kept? Training goes on without: a kill then
+        costs more, and the heartbeat and one line say why."""
+        self._say_short(shortage(self.folder, self.needs, "the state of a round"))
+        return not self.short
+
+    def _say_short(self, words: str) -> None:
+        before, self.short = self.short, words
+        if words and not before:
+            self.log(f"{words}; training goes on, and a kill costs what is trained meanwhile")
+        elif before and not words:
+            self.log("there is room on the disk again: the state is saved as before")
 
     def _busy(self) -> bool:
         return self.writer is not None and self.writer.is_alive()
@@ -195,15 +216,21 @@ class PrivateState:
         return copies
 
     def _start(self, write: Callable[[], None]) -> None:
-        if self.at_once:
-            write()
-            return
-
         def run() -> None:
             try:
                 write()
             except BaseException as error:
-                self.fault = error
+                if is_full(error):  # somebody else took the room that was there before
+                    checkpoint.drop_parts(self.folder, self.folder / FOLDER)
+                    words = shortage(self.folder, self.needs, "the state of a round")
+                    self._say_short(words or f"the disk of {self.folder} was full")
+                elif self.at_once:
+                    raise
+                else:
+                    self.fault = error
+
+        if self.at_once:
+            return run()
 
         self.writer = threading.Thread(target=run, daemon=True, name="state")
         self.writer.start()
@@ -244,7 +271,7 @@ class PrivateState:
         self.raise_fault()
 
     def raise_fault(self) -> None:
-        """A disk that is full stops the replica, at the edge of a round."""
+        """A disk that cannot be written stops the replica, at the edge of a round."""
         if self.fault is not None:
             fault, self.fault = self.fault, None
             if isinstance(fault, OSError):

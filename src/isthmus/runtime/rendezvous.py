@@ -84,7 +84,7 @@ class StageRendezvous(RendezvousHandler):
 
     def _reach(self) -> Store:
         if self.waiting:
-            self.waiting.wait_for(f"stage 0 at {self.place}: no answer")
+            self.waiting.wait_for(f"stage 0 at {self.place}: no answer", missing=[0])
         if self.own:
             try:
                 self._open_gate(self.own)
@@ -133,7 +133,9 @@ class StageRendezvous(RendezvousHandler):
                 missing = [index for index, key in enumerate(here) if not store.check([key])]
                 if missing and self.waiting and missing != said:
                     said = missing
-                    self.waiting.wait_for(f"stage {missing[0]}: no answer; start `isthmus join` there")
+                    self.waiting.wait_for(
+                        f"stage {missing[0]}: no answer; start `isthmus join` there", missing=missing
+                    )
                 if missing and time.monotonic() > log_at:
                     self.log(f"waiting for the machine of stage {missing[0]}; start `isthmus join` there")
                     log_at = time.monotonic() + LOG_SECONDS

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from isthmus.errors import ConfigError
 from isthmus.files import overwrite_own
+from isthmus.runtime.crashes import count_restart, note_error
 from isthmus.runtime.failure import QUICK_SECONDS, Failure, Failures, Final, failure_note, settled_note
 from isthmus.runtime.process import LauncherConfig, Log, describe_exit
 from isthmus.runtime.waiting import WaitingNotes
@@ -34,14 +35,16 @@ class Restarts:
     def ended(self, statuses: dict[int, int]) -> None:
         """Some workers (rank -> exit status) have failed: wait until the next start, or raise Final."""
         how = ", ".join(sorted({describe_exit(status) for status in statuses.values()}))
-        self.waiting.ended(f"the next start: its worker ended ({how})")
         notes = {rank: failure_note(self.work, rank) for rank in self.ranks}
         found = {rank: Failure.of_exit(status, notes[rank]) for rank, status in statuses.items()}
         for rank in notes.keys() - found:  # whoever failed first may still be ending; its note is there
             if noted := Failure.read(notes[rank]):
                 found[rank] = noted
+        rank = min(found, key=lambda rank: _blame(found[rank]))
+        note_error(self.work, self.named(rank, found[rank]))
+        self.waiting.ended(f"the next start: its worker ended ({how})", self.missing(rank))
         seconds = self.judge(found.values())
-        rank = min(found, key=lambda rank: found[rank].passes)  # the cause, not who lost a neighbour by it
+        count_restart(self.work)
         how = describe_exit(statuses[rank]) if rank in statuses else found[rank].kind
         restarted = "it" if len(self.ranks) == 1 else "the replica's stages"
         self.log(f"{self.worker_name(rank)} ended ({how}); starting {restarted} again")
@@ -49,7 +52,16 @@ class Restarts:
             self.log(
                 f"that was {self.failures.in_a_row} times in a row; the next start is in {seconds:.0f} s"
             )
-        self.pause(found[rank], seconds)
+        self.pause(found[rank], seconds, self.missing(rank))
+
+    def named(self, rank: int, failure: Failure) -> str:
+        """Why it ended, with the stage that did."""
+        text = failure.text.removeprefix(f"replica {self.replica}: ")
+        return text if self.num_workers == 1 else f"stage {rank}: {text.removeprefix(f'stage {rank} ')}"
+
+    def missing(self, rank: int) -> tuple[int, ...]:
+        """The stage that failed: the others were stopped with it, and have nothing wrong."""
+        return () if self.num_workers == 1 else (rank,)
 
     def judge(self, found: Collection[Failure]) -> float:
         """Seconds until the next start."""
@@ -73,13 +85,18 @@ class Restarts:
                 return f"; more in {self.work / 'failed.txt'}"
         return ""
 
-    def pause(self, failure: Failure, seconds: float) -> None:
+    def pause(self, failure: Failure, seconds: float, missing: tuple[int, ...] = ()) -> None:
         """Wait, and say what for. A request to leave ends the first wait; later ones are short."""
         if seconds:
-            self.waiting.wait_for(failure.text.removeprefix(f"replica {self.replica}: "), seconds)
+            self.waiting.wait_for(failure.text.removeprefix(f"replica {self.replica}: "), seconds, missing)
             if self.leaving.is_set():
                 time.sleep(min(seconds, 2.0))
             self.leaving.wait(seconds)
 
     def worker_name(self, rank: int) -> str:
         return "the worker" if self.num_workers == 1 else f"stage {rank}"
+
+
+def _blame(failure: Failure) -> tuple[bool, bool]:
+    """The smallest is the cause: a fault that cannot pass; then a kill; last whoever lost a neighbour."""
+    return failure.passes, failure.kind != "killed"

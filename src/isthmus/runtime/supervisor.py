@@ -12,9 +12,11 @@ from pathlib import Path
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError, RunError
 from isthmus.files import open_own, overwrite_own
+from isthmus.planner.room import fleet_room
 from isthmus.printing import visible
 from isthmus.reading import read_bytes, read_note, stat_regular
-from isthmus.runtime import waiting
+from isthmus.runtime import crashes, waiting
+from isthmus.runtime.disk_watch import DiskWatch
 from isthmus.runtime.failure import QUICK_SECONDS, Failure, Failures
 from isthmus.runtime.liveness import Watchdog, alive_stamp
 from isthmus.runtime.process import LauncherConfig, describe_exit
@@ -47,7 +49,7 @@ class LocalLauncher:
         self.failures = Failures()
         self.judged, self.lost = False, False  # its last end was judged; it will not be started again
         self.started_at, self.not_before, self.log_from = 0.0, 0.0, 0
-        self.waits_for = ""
+        self.waits_for, self.num_again = "", 0
 
     @property
     def leads(self) -> bool:
@@ -56,6 +58,10 @@ class LocalLauncher:
 
     def start(self) -> None:
         self.judged, self.waits_for, self.started_at = False, "", time.monotonic()
+        if self.process is None:  # of this `train`: what was before it is counted already
+            (self.work / crashes.NOTE).unlink(missing_ok=True)
+        else:
+            self.num_again += 1
         for note in self.work.glob("settled-*"):
             note.unlink(missing_ok=True)
         command = [sys.executable, "-m", "isthmus.runtime.launcher", self.config.to_json()]
@@ -106,6 +112,11 @@ class LocalLauncher:
             return self.waits_for
         return read_note(self.work / waiting.NOTE) or ""
 
+    def crashes(self) -> crashes.Crashes:
+        """Of its workers and of itself. One that ends before it has workers counts nothing."""
+        found = crashes.Crashes.read(self.work)
+        return replace(found, restarts=max(found.restarts, self.num_again))
+
     def note(self, text: str) -> None:
         with open_own(self.log, append=True) as log:
             log.write(f"{time.strftime('%H:%M:%S')} [{self.name}] {visible(text)}\n".encode())
@@ -130,9 +141,11 @@ class LocalSupervisor:
         self, recipe: Recipe, folder: Path, common: LauncherConfig, apart: Collection[str] = ()
     ) -> None:
         self.url, self.stall_seconds = common.url, common.stall_seconds
-        self.restarts = 0
         self.leaving = False
         self.told: dict[str, str] = {}  # launcher -> what it was last known to wait for
+        self.seen_restarts: dict[str, int] = {}  # launcher -> how many of them were told
+        here = "://" not in common.url
+        self.disk = DiskWatch(folder, fleet_room(recipe, recipe.fleet(), here).round)
         self.watchdog = Watchdog()
         self.num_workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
         threads = common.num_threads or max(1, (os.cpu_count() or 1) // self.num_workers)
@@ -164,7 +177,6 @@ class LocalSupervisor:
             if not launcher.judged:
                 launcher.judge(status)
             if time.monotonic() >= launcher.not_before:
-                self.restarts += 1
                 launcher.start()
 
     def news(self) -> list[tuple[str, str]]:
@@ -172,6 +184,25 @@ class LocalSupervisor:
         now = {launcher.name: text for launcher in self.launchers if (text := launcher.waiting())}
         before, self.told = self.told, now
         return [(name, text) for name, text in now.items() if before.get(name) != text]
+
+    @property
+    def restarts(self) -> int:
+        """Of workers and launchers, since this `train` began."""
+        return sum(launcher.crashes().restarts for launcher in self.launchers)
+
+    def crash_news(self) -> list[str]:
+        """Who was started again since the last look, how often, and why."""
+        said = []
+        for launcher in self.launchers:
+            found, before = launcher.crashes(), self.seen_restarts.get(launcher.name, 0)
+            if found.restarts > before:
+                self.seen_restarts[launcher.name] = found.restarts
+                times = f" ({found.restarts} times so far)" if found.restarts > 1 else ""
+                why = f": {found.error}" if found.error else ""
+                said.append(f"{launcher.name} was started again{times}{why}")
+        if words := self.disk.look():
+            said.append(words)
+        return said
 
     def kill_hung(self) -> None:
         """A launcher that was stopped (SIGSTOP) does not watch its workers, and would never end."""

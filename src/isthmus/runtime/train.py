@@ -15,12 +15,14 @@ import torch
 
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus, open_corpus
+from isthmus.disk import DiskFull, full_line, is_full
 from isthmus.errors import ConfigError, RunError
 from isthmus.model import checkpoint
 from isthmus.model.initial import checked_first
 from isthmus.page.loggers import check_loggers, following
 from isthmus.page.report import write_report
 from isthmus.planner.auto import resolve
+from isthmus.planner.room import check_disk, fleet_room
 from isthmus.protocol.access import bucket_of
 from isthmus.protocol.ledger import Ledger
 from isthmus.runlog import REAL, About, RunDir, next_run_dir
@@ -69,7 +71,10 @@ def train(
         mode=REAL,
         device_used=str(used),  # for a resume: another one could mean another precision
     )
-    run = RunDir.create(run_dir or next_run_dir("runs", recipe.name), recipe, about)
+    path = Path(run_dir or next_run_dir("runs", recipe.name))
+    if warning := check_disk(path, fleet_room(recipe, recipe.fleet(), not recipe.bucket.url), "this run"):
+        print(f"isthmus: {warning}", file=sys.stderr)
+    run = RunDir.create(path, recipe, about)
     supervisor = _supervisor(run, device, apart, **launcher)
 
     def begin() -> Ledger:
@@ -98,6 +103,8 @@ def resume(
     used = pick_device(device)
     with lock_run(run):
         supervisor = _supervisor(run, device)
+        room = fleet_room(run.recipe, run.recipe.fleet(), not run.recipe.bucket.url)
+        check_disk(run.path, room, "to go on", begun=True)
         ledger = checked_ledger(run, supervisor)
         last = ledger.last_round()
         settled_at = ledger.settled_at(last)
@@ -157,6 +164,11 @@ def _run(
             raise RunError(f"{problem}; {how_to_go_on(run)}")
         # `isthmus leave` may have ended all replicas before the last round.
         status = "finished" if recorder.last.round == recipe.outer.rounds else "interrupted"
+    except OSError as fault:
+        error = f"{type(fault).__name__}: {fault}".splitlines()[0]
+        if not is_full(fault):
+            raise
+        raise DiskFull(f"{full_line(fault)}, then {how_to_go_on(run)}") from None
     except KeyboardInterrupt:
         status = "interrupted"
         raise KeyboardInterrupt(f"interrupted; {how_to_go_on(run)}" if ledger else "interrupted") from None
@@ -168,7 +180,8 @@ def _run(
         with contextlib.suppress(OSError, ConfigError):
             run.tidy()
         restarts = about.get("restarts", 0) + supervisor.restarts
-        run.update_about(status=status, error=error, restarts=restarts)
+        with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
+            run.update_about(status=status, error=error, restarts=restarts)
         with contextlib.suppress(OSError, ConfigError):
             write_report(run.path)
     hooks.raise_error()
@@ -207,6 +220,8 @@ def _record(recorder: Recorder, supervisor: LocalSupervisor, view: View) -> bool
             supervisor.restart_dead()
             for name, text in supervisor.news():
                 view.note(f"{name} waits: {text}")
+            for text in supervisor.crash_news():
+                view.note(text)
             checked = time.monotonic()
         return supervisor.all_left()
 

@@ -9,15 +9,16 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from isthmus.errors import RunError
 from isthmus.files import replace_file
 from isthmus.printing import visible
-from isthmus.protocol.heartbeat import WAITING, Heartbeat
+from isthmus.protocol.heartbeat import MOST_MISSING, WAITING, Heartbeat
 from isthmus.reading import read_note
 from isthmus.runlog.facts import MAX_WORD
+from isthmus.runtime.crashes import Crashes
 
 NOTE = "waiting"  # the same text in the work folder
 STARTING = "starting"  # begins the incarnation under which `train --resume` speaks for who is not up yet
@@ -37,25 +38,27 @@ class WaitingNotes(threading.Thread):
         super().__init__(daemon=True, name="waiting")
         self.work, self.say, self.every, self.clock = work, say, every_seconds, clock
         self.what, self.since, self.next_start = "", 0.0, 0.0
+        self.missing: tuple[int, ...] = ()
         self.incarnation: str | None = None
         self.lock, self.news, self.told = threading.Lock(), threading.Event(), threading.Event()
         self.over()
 
-    def wait_for(self, what: str, next_start_seconds: float = 0.0) -> None:
-        self._begin(what, next_start_seconds)
+    def wait_for(self, what: str, next_start_seconds: float = 0.0, missing: Sequence[int] = ()) -> None:
+        """`missing`: the stages that are not there; those of this machine are, and wait."""
+        self._begin(what, next_start_seconds, missing)
         self._write()
 
-    def ended(self, what: str) -> None:
+    def ended(self, what: str, missing: Sequence[int] = ()) -> None:
         """No worker runs now. The bucket is told at once; nobody needs to read of it on a terminal."""
         if (incarnation := self._incarnation()) and not incarnation.startswith(STARTING):
-            self._begin(what)
+            self._begin(what, missing=missing)
 
-    def _begin(self, what: str, next_start_seconds: float = 0.0) -> None:
+    def _begin(self, what: str, next_start_seconds: float = 0.0, missing: Sequence[int] = ()) -> None:
         with self.lock:
             now, incarnation = self.clock(), self._incarnation()
             if not self.what or incarnation != self.incarnation:
                 self.since, self.incarnation = now, incarnation
-            self.what = visible(what)
+            self.what, self.missing = visible(what), tuple(missing[:MOST_MISSING])
             self.next_start = now + next_start_seconds
             self.told.clear()
         self.news.set()
@@ -95,6 +98,8 @@ class WaitingNotes(threading.Thread):
                 awaiting=self.text(),
                 waited_seconds=self.clock() - self.since,
                 pid=os.getpid(),
+                missing=self.missing,
+                vitals=Crashes.read(self.work).vitals(self.work, None),
             )
         if self._incarnation() != heartbeat.incarnation:
             self.over()

@@ -165,7 +165,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         held_out=held_out,
         stream_dtype=precision_dtypes(precision)[1],
     )
-    heartbeats = HeartbeatThread(trainer, incarnation, recipe.bucket.heartbeat_seconds)
+    heartbeats = HeartbeatThread(trainer, incarnation, recipe.bucket.heartbeat_seconds, Path(config.work_dir))
 
     def leave() -> bool:
         """One process may have been asked to leave, and one to part: all do the same."""
@@ -371,6 +371,10 @@ def build_replica(
 
     recipe, whole = run.recipe.trained_by(member), member.config.kind == "full"
     compiled = compiles(config, device)
+    if whole and device.type == "cuda":
+        from isthmus.runtime.fits import cut_to_fit, device_memory
+
+        member = cut_to_fit(recipe, member, device_memory(device)[0])
 
     def full_replica(process_group: Any = None) -> FullReplica:
         assert batches is not None

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from isthmus.config import Recipe
+from isthmus.disk import told_when_full
 from isthmus.layout.traffic import PURPOSES, inner_step_bytes, outer_bytes
 from isthmus.model import checkpoint
 from isthmus.outer.rounds import run_rounds
@@ -111,6 +112,9 @@ class Saver:
         due = force or (now - self.last) * SAVE_SHARE >= self.cost
         if not due or rounds == self.saved:
             return
-        checkpoint.save(self.run.state_path, rounds, self.fleet.state())
+        state = self.fleet.state()
+        needed = sum(tensor.nbytes for named in state.values() for tensor in named.values())
+        with told_when_full(self.run.path, needed, f"the state after round {rounds}"):
+            checkpoint.save(self.run.state_path, rounds, state)
         self.last, self.saved = self.clock(), rounds
         self.cost = self.last - now

@@ -14,6 +14,7 @@ import torch
 from isthmus import __version__
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
+from isthmus.disk import DiskFull, full_line, is_full
 from isthmus.errors import ConfigError
 from isthmus.model import checkpoint
 from isthmus.model.initial import checked_first, first_params, start_digest
@@ -22,6 +23,7 @@ from isthmus.page.report import write_report
 from isthmus.planner.auto import Pick, resolve
 from isthmus.planner.fit import MemoryPick
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
+from isthmus.planner.room import check_disk, simulator_room
 from isthmus.replica.meter import peak_bytes
 from isthmus.runlog import REAL, About, RunDir, next_run_dir
 from isthmus.runlog.hooks import OnRound, RoundHooks
@@ -75,7 +77,10 @@ def simulate(
         parked=plan.parked,
         predicted_bytes=plan.predicted_bytes,
     )
-    run = RunDir.create(run_dir or next_run_dir("runs", recipe.name), recipe, about)
+    path = Path(run_dir or next_run_dir("runs", recipe.name))
+    if warning := check_disk(path, simulator_room(recipe, precision), "this run"):
+        print(f"isthmus: {warning}", file=sys.stderr)
+    run = RunDir.create(path, recipe, about)
     after = following(run, on_round, log)
     return _run(run, recipe, corpus, where, plan, quiet, after, done=0, state=None, first=first)
 
@@ -193,8 +198,12 @@ def _run(
         status = "finished" if whole else "interrupted"
     except KeyboardInterrupt:
         status = "interrupted"
-        command = f"isthmus simulate --resume {shlex.quote(str(run.path))}"
-        raise KeyboardInterrupt(f"interrupted; go on with: {command}") from None
+        raise KeyboardInterrupt(f"interrupted; {_how_to_go_on(run)}") from None
+    except OSError as fault:
+        error = f"{type(fault).__name__}: {fault}".splitlines()[0]
+        if not is_full(fault):
+            raise
+        raise DiskFull(f"{full_line(fault)}, then {_how_to_go_on(run)}") from None
     except BaseException as fault:
         error = f"{type(fault).__name__}: {fault}".splitlines()[0]
         raise
@@ -202,11 +211,16 @@ def _run(
         memory = {"peak_bytes": peak_bytes(device)}
         if device.type == "cuda":  # with what its allocator keeps between tensors
             memory["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
-        run.update_about(status=status, error=error, **memory)
+        with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
+            run.update_about(status=status, error=error, **memory)
         with contextlib.suppress(OSError, ConfigError):  # a report that fails must not hide why the run did
             write_report(run.path)
     hooks.raise_error()
     return Results(run.path, run.rows())
+
+
+def _how_to_go_on(run: RunDir) -> str:
+    return f"go on with: isthmus simulate --resume {shlex.quote(str(run.path))}"
 
 
 def pick_plan(

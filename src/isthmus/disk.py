@@ -1,0 +1,82 @@
+"""Room on a disk: what is free, what is needed, and the one line where it is not enough. Standard library
+only."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from isthmus.errors import ConfigError, RunError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+SPARE_BYTES = 1 << 20  # for what is written beside what was counted: notes, logs, a file system's own tables
+
+
+class DiskFull(RunError):
+    """No room for what must be written. It does not pass: somebody has to make room."""
+
+    passes = False
+
+
+def free_bytes(folder: Path) -> int | None:
+    """What this process may still write below a folder, which need not exist yet; None: not known."""
+    for place in (folder, *folder.absolute().parents):
+        try:
+            return shutil.disk_usage(place).free
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+    return None
+
+
+def shortage(folder: Path, needed: int, what: str) -> str:
+    """The line that says there is no room for `what`; empty where there is."""
+    free = free_bytes(folder)
+    return "" if free is None or free >= needed + SPARE_BYTES else _line(folder, needed, what)
+
+
+def check_room(folder: Path, needed: int, what: str) -> None:
+    """ConfigError where there is no room: before anything is started."""
+    if words := shortage(folder, needed, what):
+        raise ConfigError(words)
+
+
+@contextmanager
+def told_when_full(folder: Path, needed: int, what: str) -> Iterator[None]:
+    """A write that finds the disk full ends with DiskFull: the folder, what is free, what is needed."""
+    if words := shortage(folder, needed, what):
+        raise DiskFull(words)
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise DiskFull(_line(folder, needed, what)) from None
+
+
+def is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in FULL
+
+
+def full_line(error: OSError) -> str:
+    """Of a write that nobody had counted."""
+    folder = Path(os.fsdecode(error.filename)).parent if error.filename else Path.cwd()
+    return f"the disk of {folder} is full ({in_words(free_bytes(folder))} free); make room there"
+
+
+def _line(folder: Path, needed: int, what: str) -> str:
+    free, needs = in_words(free_bytes(folder)), in_words(needed)
+    return f"the disk of {folder} has {free} free, and {what} needs {needs}; make room there"
+
+
+def in_words(num_bytes: float | None) -> str:
+    if num_bytes is None:
+        return "an unknown part"
+    for name in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.0f} B" if name == "B" else f"{num_bytes:.1f} {name}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
