@@ -88,6 +88,8 @@ def test_join_by_the_file_alone_is_join_with_url_replica_and_key(here, capsys, j
         assert Path(config.key).stat().st_mode & 0o777 == 0o600
     assert 'edge of the run "tiny" in' in capsys.readouterr().err
     assert main(["status", "edge.isthmus.toml"]) == 0
+    assert main(["doctor", "edge.isthmus.toml", "--seconds", "0"]) == 2  # it got as far as its own options
+    assert "--seconds is 0" in capsys.readouterr().err
     assert main(["join", "edge.isthmus.toml", "--replica", "rack"]) == 2
     assert "is for replica edge" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from isthmus.protocol.documents import RunInfo
 
 SUFFIX = ".isthmus.toml"
-PLACES = ("url", "source", "target")  # arguments that name a run
+PLACES = ("url", "source", "target", "targets")  # arguments that name a run
 LOOPBACK = ("//127.", "//localhost", "//[::1]")
 
 
@@ -79,14 +79,24 @@ def take(args: argparse.Namespace) -> None:
     """Where a file of `init` or `invite` was typed in place of a run's URL: do as it says."""
     for place in PLACES:
         typed = getattr(args, place, None)
-        if isinstance(typed, str) and typed.endswith(SUFFIX) and not is_url(typed):
-            from isthmus.protocol.bundle import read_bundle
+        if isinstance(typed, str):
+            setattr(args, place, _url(args, typed))
+        elif isinstance(typed, list):
+            setattr(args, place, [_url(args, each) for each in typed])
 
-            bundle = read_bundle(Path(typed))
-            whose = bundle.use_store()
-            setattr(args, place, bundle.url)
-            if args.command in ("join", "leave"):
-                _as_replica(args, bundle, typed, whose)
+
+def _url(args: argparse.Namespace, typed: str) -> str:
+    if is_url(typed) or not typed.endswith(SUFFIX):
+        return typed
+    from isthmus.protocol.bundle import read_bundle
+
+    bundle = read_bundle(Path(typed))
+    whose = bundle.use_store()
+    if args.command in ("join", "leave"):
+        _as_replica(args, bundle, typed, whose)
+    elif args.command == "doctor":
+        args.replica = args.replica or bundle.replica
+    return bundle.url
 
 
 def _as_replica(args: argparse.Namespace, bundle: "Bundle", typed: str, whose: str) -> None:
