@@ -14,7 +14,7 @@ from isthmus.errors import ConfigError
 from isthmus.planner.fit import in_flight_of
 from isthmus.planner.memory import process_memory, replica_memory
 from isthmus.runtime import versions
-from isthmus.runtime.fits import check_fits, resting_bytes
+from isthmus.runtime.fits import SURE_SHARE, check_fits, cut_to_fit, resting_bytes, told_parts
 from isthmus.runtime.versions import check_torch
 
 ROOT = Path(__file__).parents[2]
@@ -68,13 +68,22 @@ def test_a_device_that_cannot_hold_the_state_is_refused_and_a_tight_one_warned_o
     assert "may need" in check_fits(recipe, [rack], needs.total - 1, "a card")
     least = resting_bytes(needs)
     assert least == needs.weights + needs.moments + needs.feedback + needs.anchor + needs.outer
-    assert "may need" in check_fits(recipe, [rack], least, "a card")
+    sure = least + int(SURE_SHARE * needs.activations)
+    assert "may need" in check_fits(recipe, [rack], sure + 1, "a card")
+    with pytest.raises(
+        ConfigError, match=r"replica rack does not fit: about .* GB at the peak, and a card has"
+    ):
+        check_fits(recipe, [rack], sure - 1, "a card")
     with pytest.raises(ConfigError, match=r"replica rack: weights, .* take .* GB, a card has .* GB; "):
         check_fits(recipe, [rack], least - 1, "a card")
-    stages = [resting_bytes(process_memory(recipe, edge.config, s, 1)) for s in range(2)]
+    held = [
+        replica_memory(recipe, edge.config, in_flight_of(recipe, edge.config), on_gpu=True)[s] for s in (0, 1)
+    ]
+    stages = [resting_bytes(part) for part in held]
     with pytest.raises(ConfigError, match=r"replicas rack, edge: .*; give each replica and stage a device"):
         check_fits(recipe, [rack, edge], least + sum(stages) - 1, "a card")
-    assert "stage 1 of replica edge may need" in check_fits(recipe, [edge], stages[1], "a card", stage=1)
+    room = stages[1] + held[1].activations
+    assert "stage 1 of replica edge may need" in check_fits(recipe, [edge], room, "a card", stage=1)
     with pytest.raises(ConfigError, match="stage 1 of replica edge: "):
         check_fits(recipe, [edge], stages[1] - 1, "a card", stage=1)
 
@@ -84,11 +93,34 @@ def test_the_processes_of_a_full_replica_have_a_device_each():
         parse_recipe(recipe_text(replicas("rack", processes=2, sharding=sharding)))
         for sharding in ("none", "full")
     )
-    room = resting_bytes(process_memory(whole, whole.replicas[0], 0, 1))
-    assert "may need" in check_fits(whole, whole.fleet(), room, "a card")
-    assert "may need" in check_fits(cut, cut.fleet(), int(0.75 * room), "a card")
+    needs = process_memory(whole, whole.replicas[0], 0, 1)
+    room = resting_bytes(needs)
+    assert "may need" in check_fits(whole, whole.fleet(), room + needs.activations, "a card")
+    assert "may need" in check_fits(cut, cut.fleet(), int(0.75 * room) + needs.activations, "a card")
     with pytest.raises(ConfigError, match="replica rack: "):
         check_fits(whole, whole.fleet(), int(0.75 * room), "a card")
+
+
+def test_a_card_too_small_for_a_batch_trains_it_in_the_fewest_parts_that_fit():
+    recipe = parse_recipe('name = "x"\n[model]\npreset = "178m"\n[[replicas]]\nname = "rack"\n')
+    (rack,) = recipe.fleet()
+    assert cut_to_fit(recipe, rack, 80 * 10**9) is rack
+    assert told_parts(recipe, rack, 80 * 10**9, "a card") == ""
+    for gb in (24, 12, 8):
+        cut = cut_to_fit(recipe, rack, gb * 10**9)
+        parts = cut.config.micro_batches
+        needs = [
+            process_memory(recipe, replace(rack.config, micro_batches=n), 0, 1).total
+            for n in (parts, parts // 2)
+        ]
+        assert needs[0] <= 0.9 * gb * 10**9 < needs[1]
+        assert check_fits(recipe, [rack], gb * 10**9, "a card") == ""
+        assert f"over {parts} parts" in told_parts(recipe, rack, gb * 10**9, "a card")
+    stated = replace(rack, config=replace(rack.config, micro_batches=1))
+    assert cut_to_fit(recipe, stated, 8 * 10**9) is stated
+    with pytest.raises(ConfigError) as error:
+        check_fits(recipe, [stated], 8 * 10**9, "a card of 8 GB")
+    assert re.search(r"what would fit: micro_batches = \d+ \(.* GB\), or batch = \d+", str(error.value))
 
 
 def test_the_line_says_what_would_fit():

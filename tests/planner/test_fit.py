@@ -10,7 +10,7 @@ from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError
 from isthmus.layout.traffic import shards
 from isthmus.planner.auto import resolve
-from isthmus.planner.fit import cures, needed, usable
+from isthmus.planner.fit import cures, largest_batch, needed, usable
 from isthmus.planner.memory import process_memory, recomputing, replica_memory
 from isthmus.planner.plan import predict
 from isthmus.planner.step import compute_of, recomputed_share
@@ -96,8 +96,8 @@ def test_sharding_and_recomputation_are_chosen_by_memory_in_that_order():
     needs = [needed(recipe, trial) for trial in trials]
     assert needs == sorted(needs, reverse=True)
     for need, choice in zip(needs, CHOICES, strict=True):
-        settings = f"replicas.node.memory_gb={1.001 * need / usable(1.0)}"
-        resolved, picks = resolve(fleet(settings))
+        settings = [f"replicas.node.memory_gb={1.001 * need / usable(1.0)}", "replicas.node.micro_batches=1"]
+        resolved, picks = resolve(fleet(*settings))
         chosen = resolved.replicas[0]
         assert (chosen.sharding, chosen.recompute) == choice
         assert len(picks) == 1
@@ -105,6 +105,35 @@ def test_sharding_and_recomputation_are_chosen_by_memory_in_that_order():
         assert (len(shards(resolved)) > 3) == chosen.sharded  # known before the run is made
         assert resolve(resolved) == (resolved, ())  # whoever joins finds it settled
     assert resolve(fleet()) == (fleet(), ())  # nothing is chosen for a memory that nobody stated
+
+
+def test_a_batch_is_cut_before_anything_is_recomputed():
+    recipe, replica = node("replicas.node.processes=1")
+    needs = {
+        parts: needed(recipe, replace(replica, micro_batches=parts, recompute="no"))
+        for parts in (1, 2, 4, 8, 16, 32)
+    }
+    assert list(needs.values()) == sorted(needs.values(), reverse=True)
+    for parts, need in needs.items():
+        room = f"replicas.node.memory_gb={1.001 * need / usable(1.0)}"
+        resolved, (pick,) = resolve(fleet(room, "replicas.node.processes=1"))
+        chosen = resolved.replicas[0]
+        assert (recipe.micro_batches_of(chosen), chosen.recompute) == (parts, "no")
+        assert (f"micro_batches = {parts}" in pick.reason) == (parts > 1)
+        assert resolve(resolved) == (resolved, ())
+    less = f"replicas.node.memory_gb={0.99 * needs[32] / usable(1.0)}"
+    assert resolve(fleet(less, "replicas.node.processes=1"))[0].replicas[0].recompute == "yes"
+
+
+def test_the_largest_batch_that_fits_is_found():
+    recipe, replica = node("replicas.node.memory_gb=40", "replicas.node.processes=1")
+    batch = largest_batch(recipe, replica)
+    assert 0 < batch < recipe.inner.batch
+    assert needed(recipe, replace(replica, batch=batch)) <= usable(40)
+    assert needed(recipe, replace(replica, batch=batch + 1)) > usable(40)
+    assert largest_batch(recipe, replace(replica, memory_gb=5)) == 0  # its weights alone are more
+    edge = replace(recipe.replicas[1], memory_gb=14)
+    assert largest_batch(recipe, edge) % recipe.inner.micro_batches == 0
 
 
 def test_what_the_recipe_says_is_not_chosen_otherwise():

@@ -37,6 +37,7 @@ CASES = {
     "a process without rows": ["model.width=6", "model.heads=1", "model.ffn=10"],  # 2, 2, 2, 0
     "recomputed": ["inner.recompute=true"],
     "clipped": ["inner.clip=0.1"],
+    "parts of a batch": ["replicas.rack.batch=16", "replicas.rack.micro_batches=2"],
 }
 # Layers that weigh more than the table: what a process answers for is then near a quarter as well.
 LARGER = ["model.width=64", "model.ffn=512"]

@@ -92,7 +92,9 @@ def _run_rows(recipe: Recipe, forecast: "Forecast") -> dict[str, str]:
 
 def _title(kind: "KindForecast") -> str:
     many = f"{kind.count:,} replica{'s' * (kind.count > 1)}"
-    machine = f"{kind.compute.tflops:g} TFLOP/s"
+    machine = f"{kind.compute.tflops:g} TFLOP/s, {kind.batch} sequences a step"
+    if kind.stages == 1 and kind.micro_batches > 1:
+        machine += f" in {kind.micro_batches} parts"
     if kind.sharding == "full":
         return f"{kind.name}: {many}, each cut between {kind.processes} processes of one machine of {machine}"
     if kind.stages == 1:
@@ -199,7 +201,7 @@ def _room(kind: "KindForecast") -> str:
     cures = (
         f"what would fit:\n{chr(10).join(kind.cures)}" if kind.cures else "no change of it was found to fit"
     )
-    return f"NO: {size(most)}, and a process may use {room} less {SPARE:.0%}; {cures}"
+    return f"NO: it does not fit. {size(most)}, and a process may use {room} less {SPARE:.0%}; {cures}"
 
 
 def bottleneck(forecast: "Forecast", kind: "KindForecast") -> str:

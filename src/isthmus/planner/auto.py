@@ -118,7 +118,12 @@ def resolve(
     fitted = {r.name: chosen for r in recipe.replicas if (chosen := choose(recipe, r, tflops))}
     if fitted:
         settled = [
-            replace(r, sharding=fitted[r.name].sharding, recompute=fitted[r.name].recompute)
+            replace(
+                r,
+                sharding=fitted[r.name].sharding,
+                recompute=fitted[r.name].recompute,
+                micro_batches=fitted[r.name].micro_batches,
+            )
             if r.name in fitted
             else r
             for r in recipe.replicas

@@ -1,38 +1,49 @@
-"""Does a replica fit its machines, and what would make it fit: recomputation, sharding, more stages.
+"""Does a replica fit its machines, and what would make it fit: micro-batches, a smaller batch, recomputation,
+sharding, more stages.
 
-`memory_gb` of a [[replicas]] table says what a process may use. Where it is stated, `sharding = "auto"` and
-`recompute = "auto"` become the first of these that fits: neither (fastest), sharding (the processes of one
-machine exchange weights over its own bus), recomputation (a third more compute), both.
+`memory_gb` of a [[replicas]] table says what a process may use. Where it is stated, `sharding = "auto"`,
+`recompute = "auto"` and a full replica's `micro_batches = 0` become the first of these that fits: none of
+them (fastest), sharding (the processes of one machine exchange weights over its own bus), the fewest parts of
+a batch (the same sums in smaller pieces), recomputation (a third more compute), both.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from isthmus.config import AUTO, Member, Recipe, ReplicaConfig
+from isthmus.config.fleet import MOST_MICRO_BATCHES
 from isthmus.layout.schedule import depths
 from isthmus.planner.memory import SPARE, replica_memory
 from isthmus.planner.step import compute_of, inner_step
 
-ORDER = (("none", "no"), ("full", "no"), ("none", "yes"), ("full", "yes"))  # sharding, recompute
+# Sharding, recomputation, and whether a batch may be cut.
+ORDER = (
+    ("none", "no", False), ("full", "no", False), ("none", "no", True), ("full", "no", True),
+    ("none", "yes", False), ("full", "yes", False), ("none", "yes", True), ("full", "yes", True),
+)  # fmt: skip
 PROCESSES = (2, 4, 8, 16)
 STAGES_COMPRESSION = "1/8"  # of stages that a full replica is not cut into yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPick:
-    """What `sharding = "auto"` and `recompute = "auto"` became for one [[replicas]] table, and why."""
+    """What `sharding` and `recompute = "auto"`, and `micro_batches = 0`, became for one [[replicas]] table,
+    and why."""
 
     replica: str
     sharding: str
     recompute: str
+    micro_batches: int  # 0: as it was
     needed_bytes: int  # of its largest process
-    plain_bytes: int  # the same with neither
+    plain_bytes: int  # the same with none of them
     memory_gb: float
 
     @property
     def choice(self) -> str:
         chosen = [
             *(["sharding"] if self.sharding == "full" else []),
+            *([f"micro_batches = {self.micro_batches}"] if self.micro_batches > 1 else []),
             *(["recomputation"] if self.recompute == "yes" else []),
         ]
         what = " and ".join(chosen) if chosen else "neither sharding nor recomputation"
@@ -77,7 +88,10 @@ def in_flight_of(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) ->
 
 
 def choose(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> MemoryPick | None:
-    """For a table that leaves a choice and states its memory; where nothing fits, what needs least."""
+    """For a table that leaves a choice and states its memory; where nothing fits, what needs least.
+
+    Whether a batch is cut is not chosen alone: runs made before have settled the rest, and keep to it.
+    """
     shardings, recomputes = (replica.sharding,), (replica.recompute,)
     if replica.sharding == AUTO:
         shardings = ("none", "full") if may_shard(recipe, replica) else ("none",)
@@ -85,21 +99,55 @@ def choose(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> Memor
         recomputes = ("yes",) if recipe.inner.recompute else ("no", "yes")
     if not replica.memory_gb or len(shardings) == len(recomputes) == 1:
         return None
-    tried: list[tuple[int, str, str]] = []
-    for shard, again in ORDER:
+    tried: list[tuple[int, str, str, int]] = []
+    for shard, again, cut in ORDER:
         if shard in shardings and again in recomputes:
             trial = replace(replica, sharding=shard, recompute=again)
-            tried.append((needed(recipe, trial, tflops), shard, again))
+            for parts in _cuts(recipe, replica) if cut else (replica.micro_batches,):
+                total = needed(recipe, replace(trial, micro_batches=parts), tflops)
+                tried.append((total, shard, again, parts))
     fitting = [each for each in tried if each[0] <= usable(replica.memory_gb)]
-    total, shard, again = fitting[0] if fitting else min(tried)
+    total, shard, again, parts = fitting[0] if fitting else min(tried)
     return MemoryPick(
         replica=replica.name,
         sharding=shard,
         recompute=again,
+        micro_batches=parts,
         needed_bytes=total,
         plain_bytes=tried[0][0],
         memory_gb=replica.memory_gb,
     )
+
+
+def _cuts(recipe: Recipe, replica: ReplicaConfig) -> list[int]:
+    """Into how many parts a full replica's batch may be cut, the fewest first; none where it is stated."""
+    if replica.kind != "full" or replica.micro_batches:
+        return []
+    rows = recipe.batch_of(replica) // replica.processes
+    return [parts for parts in range(2, min(rows, MOST_MICRO_BATCHES) + 1) if rows % parts == 0]
+
+
+def fewest_parts(recipe: Recipe, replica: ReplicaConfig, on_gpu: bool | None = None) -> int:
+    """The fewest micro-batches of a full replica that fit its memory; as it has them where none fit, or all
+    are stated."""
+    room = usable(replica.memory_gb)
+    for parts in (recipe.micro_batches_of(replica), *_cuts(recipe, replica)):
+        trial = replace(replica, micro_batches=parts)
+        if (
+            replica.kind == "full"
+            and max(p.total for p in replica_memory(recipe, trial, on_gpu=on_gpu)) <= room
+        ):
+            return parts
+    return recipe.micro_batches_of(replica)
+
+
+def largest_batch(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> int:
+    """The largest `batch` that fits, and can be cut as the recipe says; 0 where none does."""
+    unit = replica.processes * recipe.micro_batches_of(replica)
+    room, most = usable(replica.memory_gb), recipe.batch_of(replica) // unit
+    sizes = range(1, most + 1)
+    count = bisect_right(sizes, room, key=lambda n: needed(recipe, replace(replica, batch=n * unit), tflops))
+    return count * unit
 
 
 def may_shard(recipe: Recipe, replica: ReplicaConfig) -> bool:
@@ -121,8 +169,18 @@ def cures(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> tuple[
 def _changes(recipe: Recipe, replica: ReplicaConfig) -> Iterator[tuple[str, ReplicaConfig]]:
     again = recipe.recomputes(replica)
     yes = replace(replica, recompute="yes")
+    room, rows = usable(replica.memory_gb), recipe.batch_of(replica) // replica.processes
+    if replica.kind == "full":
+        parts = [n for n in range(recipe.micro_batches_of(replica) + 1, rows + 1) if rows % n == 0]
+        trials = [replace(replica, micro_batches=n) for n in parts if n <= MOST_MICRO_BATCHES]
+        if fewest := next((t for t in trials if needed(recipe, t) <= room), None):
+            yield f"micro_batches = {fewest.micro_batches}", fewest
+    if batch := largest_batch(recipe, replica):
+        yield f"batch = {batch}", replace(replica, batch=batch)
     if not again:
         yield 'recompute = "yes"', yes
+        if not batch and needed(recipe, yes) > room and (batch := largest_batch(recipe, yes)):
+            yield f'batch = {batch} and recompute = "yes"', replace(yes, batch=batch)
     if may_shard(recipe, replica) and not replica.sharded:
         yield 'sharding = "full"', replace(replica, sharding="full")
         if not again:

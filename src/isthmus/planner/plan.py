@@ -62,6 +62,8 @@ class KindForecast:
     processes: int  # of a full replica, on one machine
     sharding: str  # "full": they cut the model between them
     recompute: bool
+    batch: int  # sequences of its inner step
+    micro_batches: int  # that they are cut into
     memory: tuple[dict[str, int], ...]  # of each process that answers for a part of the model
     memory_plain: tuple[int, ...]  # their totals without recomputation
     memory_recomputed: tuple[int, ...]  # and with it
@@ -300,6 +302,8 @@ def _kind(
         processes=replica.processes,
         sharding=replica.sharding,
         recompute=recipe.recomputes(replica),
+        batch=recipe.batch_of(replica),
+        micro_batches=recipe.micro_batches_of(replica),
         memory=tuple(process.to_dict() for process in memory),
         memory_plain=plain,
         memory_recomputed=recomputed,

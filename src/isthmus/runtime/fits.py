@@ -7,18 +7,23 @@ import torch
 
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError
-from isthmus.planner.fit import cures, in_flight_of
+from isthmus.planner.fit import cures, fewest_parts, in_flight_of
 from isthmus.planner.memory import ProcessMemory, replica_memory
+
+SURE_SHARE = 0.75  # of the predicted activations that a replica has at least
 
 
 def check_fits(
     recipe: Recipe, members: Sequence[Member], device_bytes: int, device: str, stage: int | None = None
 ) -> str:
-    """ConfigError where weights, optimiser, anchor and feedback alone are more than the device holds.
+    """ConfigError where weights, optimiser, anchor and feedback alone are more than the device holds, or with
+    most of the activations on top: a prediction errs by less.
 
     Otherwise a warning where the predicted peak is more, or nothing. `members` share the device, each with
     all of its stages, or with `stage` only; the processes of a full replica have a device each.
     """
+    if len(members) == 1:
+        members = [cut_to_fit(recipe, members[0], device_bytes)]
     parts = [part for member in members for part in _parts(recipe, member, stage)]
     resting, peak = sum(map(resting_bytes, parts)), sum(part.total for part in parts)
     names = ", ".join(member.name for member in members)
@@ -31,12 +36,39 @@ def check_fits(
             f"{who}: weights, optimiser, anchor and error feedback alone take {_gb(resting)}, {device} has "
             f"{_gb(device_bytes)}; {cure}"
         )
+    if resting + SURE_SHARE * sum(part.activations for part in parts) > device_bytes:
+        cure = _cure(recipe, members, max(part.total for part in parts), device_bytes)
+        raise ConfigError(
+            f"{who} does not fit: about {_gb(peak)} at the peak, and {device} has {_gb(device_bytes)}; {cure}"
+        )
     if peak > device_bytes:
         return (
             f"{who} may need {_gb(peak)} at the peak, {device} has {_gb(device_bytes)}; if memory runs out, "
-            "lower inner.batch or set inner.recompute = true"
+            'lower its batch, or set more micro_batches or recompute = "yes"'
         )
     return ""
+
+
+def cut_to_fit(recipe: Recipe, member: Member, device_bytes: int) -> Member:
+    """A full replica whose batch is more than the device holds adds its gradients up over parts of it: the
+    fewest that fit. It is this machine's own affair, since the sums stay the same but for rounding. What its
+    table states is kept."""
+    config = replace(member.config, memory_gb=device_bytes / 1e9)
+    parts = fewest_parts(recipe, config, on_gpu=True)
+    if parts == recipe.micro_batches_of(config):
+        return member
+    return replace(member, config=replace(member.config, micro_batches=parts))
+
+
+def told_parts(recipe: Recipe, member: Member, device_bytes: int, device: str) -> str:
+    """The line that says so, or nothing."""
+    parts = cut_to_fit(recipe, member, device_bytes).config.micro_batches
+    if parts == member.config.micro_batches:
+        return ""
+    return (
+        f"replica {member.name}: a batch of {recipe.batch_of(member.config)} is too large for {device} of "
+        f"{_gb(device_bytes)}, so gradients are added up over {parts} parts of it"
+    )
 
 
 def device_memory(device: torch.device) -> tuple[int, str]:
