@@ -198,6 +198,16 @@ def test_the_readmes_recipe_states_every_key_and_its_default():
         assert shown["replicas"][1][link].keys() == fields(type(edge.link)).keys()
 
 
+def test_the_readmes_losses_are_those_of_the_page_of_results():
+    results, shown = text(DOCS / "results.md"), section(README, "What it costs")
+    rows = [line for line in shown.splitlines() if line.startswith("|")][2:]
+    parts = [part.strip(" )") for row in rows for cell in row.split("|")[2:] for part in cell.split("(")]
+    figures = [part for part in parts if part] + re.findall(r"\d\.\d+ ± \d\.\d+", shown)
+    assert len(figures) > 14
+    for figure in figures:
+        assert figure in results, figure
+
+
 def test_the_readmes_presets_are_the_presets():
     rows = re.findall(r"^\| `(\w+)` \|(.+)\|$", text(README), re.MULTILINE)
     shown = {
