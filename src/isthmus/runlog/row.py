@@ -151,9 +151,8 @@ class Row(Mapping[str, Any]):
         row.grad_norm = _mean([fact.grad_norm for fact in facts.values()])
         row.contributors, row.refused, row.anchor = list(facts), dict(manifest.refused), anchor
         if not all(replica.tflops for replica in recipe.replicas):
-            row.fleet_seconds = (
-                None  # of machines whose rate nobody states: how long it took is what is known
-            )
+            # Of machines whose rate nobody states it is only known how long they took.
+            row.fleet_seconds = None
         return row
 
     @classmethod
