@@ -11,7 +11,7 @@ from isthmus.doctor import machine
 from isthmus.doctor.role import fits, least_bytes, role
 from isthmus.errors import ConfigError
 from isthmus.planner.cost import step_flops
-from isthmus.planner.devices import MEMORY_GB, PEAK, assume, device_tflops
+from isthmus.planner.devices import DEVICES, assume, device_tflops, known_device
 from isthmus.planner.plan import predict
 
 RECIPE = """
@@ -131,8 +131,7 @@ def test_a_devices_rate_is_a_share_of_its_stated_peak():
     assert device_tflops("H100") == device_tflops("nvidia h100") == pytest.approx(0.4 * 989)
     rest, rest_gb, settings, words = assume(["h100", "edge=rtx-4090"])
     assert (rest, rest_gb) == (pytest.approx(395.6), 80)
-    assert settings == ["replicas.edge.tflops=66", "replicas.edge.memory_gb=24"]
-    assert PEAK.keys() == MEMORY_GB.keys()
+    assert settings == ["replicas.edge.tflops=66.08", "replicas.edge.memory_gb=24"]
     assert all("40 %" in line and "isthmus doctor" in line for line in words)
     with pytest.raises(ConfigError, match='did you mean "h100"'):
         device_tflops("h1000")
@@ -140,5 +139,21 @@ def test_a_devices_rate_is_a_share_of_its_stated_peak():
         device_tflops("abacus")
     with pytest.raises(ConfigError, match="twice"):
         assume(["h100", "a100"])
-    assert all(1 < peak < 5000 for peak in PEAK.values())
+    assert all(1 < device.peak < 5000 and 4 < device.memory_gb < 500 for device in DEVICES.values())
     assert set(PRESETS) == {fit.preset for fit in fits(10**9, "fp32", None)}
+
+
+def test_cards_that_people_have_are_in_the_table_with_their_memory():
+    cards = {
+        "rtx 3060": 12,
+        "GeForce RTX 3070": 8,
+        "rtx-3080": 10,
+        "rtx_4060_ti": 16,
+        "RTX 4070": 12,
+        "rtx-4080": 16,
+    }
+    cards |= {"rtx-3090": 24, "rtx-4090": 24, "rtx-5090": 32, "Tesla T4": 16, "l4": 24, "a10": 24, "v100": 32}
+    assert {name: known_device(name).memory_gb for name in cards} == cards
+    # Turing and Volta have no units for bf16: their rate is that of fp32, and the plan's words say so.
+    assert "of the fp32 peak" in assume(["edge=t4"])[3][0]
+    assert "of the bf16 peak" in assume(["edge=rtx-3060"])[3][0]

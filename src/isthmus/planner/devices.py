@@ -4,68 +4,85 @@ The rates are assumptions and printed as such: `isthmus doctor` on the machine m
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from isthmus.config import nearest
 from isthmus.errors import ConfigError
 
 SHARE = 0.4  # of the stated peak, as docs/plan.md counts one H100
-# TFLOP/s in bf16 as the makers state it: matrix units, dense, accumulated in fp32.
-PEAK = {
-    "b200": 2250.0,
-    "h200": 989.0,
-    "h100": 989.0,  # SXM
-    "h100-pcie": 756.0,
-    "a100": 312.0,
-    "l40s": 362.0,
-    "l4": 121.0,
-    "a40": 150.0,
-    "a10": 125.0,
-    "a6000": 155.0,
-    "rtx-6000-ada": 364.0,
-    "rtx-5090": 209.0,
-    "rtx-4090": 165.0,
-    "rtx-3090": 71.0,
-    "mi300x": 1307.0,
-}
-# GB as the makers state them, of the larger variant where there are two.
-MEMORY_GB = {
-    "b200": 180.0,
-    "h200": 141.0,
-    "h100": 80.0,
-    "h100-pcie": 80.0,
-    "a100": 80.0,
-    "l40s": 48.0,
-    "l4": 24.0,
-    "a40": 48.0,
-    "a10": 24.0,
-    "a6000": 48.0,
-    "rtx-6000-ada": 48.0,
-    "rtx-5090": 32.0,
-    "rtx-4090": 24.0,
-    "rtx-3090": 24.0,
-    "mi300x": 192.0,
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """As its maker states it: of the larger variant where there are two of one name."""
+
+    peak: float  # TFLOP/s, dense: matrix units in bf16, accumulated in fp32
+    memory_gb: float  # that a process may use
+    units: str = "bf16"  # or "fp32", where there are none for bf16, and torch would emulate them slowly
+
+
+# From NVIDIA's white papers of Ampere (GA102), Ada and RTX Blackwell, and the makers' data sheets. GeForce
+# cards multiply at half rate where they accumulate in fp32, which training does.
+DEVICES = {
+    "b200": Device(2250.0, 180.0),
+    "h200": Device(989.0, 141.0),
+    "h100": Device(989.0, 80.0),  # SXM
+    "h100-pcie": Device(756.0, 80.0),
+    "a100": Device(312.0, 80.0),
+    "a100-40gb": Device(312.0, 40.0),
+    "l40s": Device(362.0, 48.0),
+    "l4": Device(121.0, 24.0),
+    "a40": Device(150.0, 48.0),
+    "a10": Device(125.0, 24.0),
+    "a6000": Device(155.0, 48.0),
+    "rtx-6000-ada": Device(364.0, 48.0),
+    "rtx-5090": Device(209.5, 32.0),
+    "rtx-5080": Device(112.6, 16.0),
+    "rtx-5070-ti": Device(87.9, 16.0),
+    "rtx-5070": Device(61.7, 12.0),
+    "rtx-5060-ti": Device(47.4, 16.0),  # from the stated AI TOPS, by the ratio of its sisters
+    "rtx-4090": Device(165.2, 24.0),
+    "rtx-4080": Device(97.5, 16.0),
+    "rtx-4070-ti": Device(80.2, 12.0),
+    "rtx-4070": Device(58.3, 12.0),
+    "rtx-4060-ti": Device(44.1, 16.0),  # so are this and the next
+    "rtx-4060-ti-8gb": Device(44.1, 8.0),
+    "rtx-4060": Device(30.2, 8.0),
+    "rtx-3090": Device(71.0, 24.0),
+    "rtx-3080-ti": Device(68.2, 12.0),
+    "rtx-3080": Device(59.5, 10.0),
+    "rtx-3070": Device(40.6, 8.0),
+    "rtx-3060": Device(25.5, 12.0),
+    "t4": Device(8.1, 16.0, "fp32"),
+    "v100": Device(15.7, 32.0, "fp32"),
+    "v100-16gb": Device(15.7, 16.0, "fp32"),
+    "mi300x": Device(1307.0, 192.0),
+    # Macs: the GPU in fp32, and three quarters of the largest memory, which is what macOS lends it by
+    # default. Not checked against Apple's pages, and training there is untried.
+    "m1": Device(2.6, 12.0, "fp32"),
+    "m1-max": Device(10.4, 48.0, "fp32"),
+    "m2": Device(3.6, 18.0, "fp32"),
+    "m2-max": Device(13.6, 72.0, "fp32"),
+    "m2-ultra": Device(27.2, 144.0, "fp32"),
 }
 
 
 def device_tflops(name: str) -> float:
     """The training rate that is assumed for one such device."""
-    return SHARE * PEAK[_known(name)]
+    return float(f"{SHARE * known_device(name).peak:.4g}")
 
 
-def device_memory_gb(name: str) -> float:
-    return MEMORY_GB[_known(name)]
-
-
-def _known(name: str) -> str:
+def known_device(name: str) -> Device:
     known = name.lower().replace("_", "-").replace(" ", "-")
-    known = known.removeprefix("nvidia-").removeprefix("amd-").removeprefix("geforce-")
-    if known not in PEAK:
-        hint = nearest(known, tuple(PEAK))
+    for maker in ("nvidia-", "amd-", "apple-", "geforce-", "tesla-"):
+        known = known.removeprefix(maker)
+    if known not in DEVICES:
+        hint = nearest(known, tuple(DEVICES))
         raise ConfigError(
             f'device "{name}" is not in the table, and `isthmus doctor` can measure it'
-            f"{hint or '; the table has ' + ', '.join(PEAK)}"
+            f"{hint or '; the table has ' + ', '.join(DEVICES)}"
         )
-    return known
+    return DEVICES[known]
 
 
 def assume(given: Sequence[str]) -> tuple[float, float, list[str], list[str]]:
@@ -76,7 +93,8 @@ def assume(given: Sequence[str]) -> tuple[float, float, list[str], list[str]]:
     rest, rest_gb, settings, words = 0.0, 0.0, [], []
     for text in given:
         replica, _, device = text.rpartition("=")
-        rate, memory_gb = device_tflops(device), device_memory_gb(device)
+        rate, found = device_tflops(device), known_device(device)
+        memory_gb = found.memory_gb
         if replica:
             settings.append(f"replicas.{replica}.tflops={rate:g}")
             settings.append(f"replicas.{replica}.memory_gb={memory_gb:g}")
@@ -90,6 +108,6 @@ def assume(given: Sequence[str]) -> tuple[float, float, list[str], list[str]]:
         whose = f"of replica {replica}" if replica else "without a stated rate"
         words.append(
             f"a machine {whose} is one {device} of {memory_gb:g} GB at {rate:g} TFLOP/s, {SHARE * 100:.0f} % "
-            "of the bf16 peak that its maker states; `isthmus doctor` on it measures the rate"
+            f"of the {found.units} peak that its maker states; `isthmus doctor` on it measures the rate"
         )
     return rest, rest_gb, settings, words

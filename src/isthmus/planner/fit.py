@@ -199,7 +199,7 @@ def _more_stages(recipe: Recipe, replica: ReplicaConfig) -> Iterator[tuple[str, 
     base = replica
     if replica.kind == "full":
         base = replace(replica, kind="pipelined", processes=1, sharding="none", stages=2)
-        base = replace(base, compression=STAGES_COMPRESSION)
+        base = replace(base, compression=STAGES_COMPRESSION, micro_batches=0)  # as inner has them
     for again in ("no", "yes"):
         if recipe.recomputes(replica) and again == "no":
             continue
