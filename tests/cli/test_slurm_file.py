@@ -98,16 +98,18 @@ def test_each_task_of_an_array_has_its_own_words(word, cluster: Cluster):
     assert not list(cluster.folder.rglob("owned"))
 
 
-def test_only_status_75_is_requeued_and_the_shell_outlives_sigterm(cluster: Cluster):
+def test_only_status_75_is_requeued_and_not_where_slurm_has_ended_the_job_itself(cluster: Cluster):
     text = sbatch_text(a_job(cluster.folder), [Task(["url"], "/state")])
     for status in (0, 1, 2, 75):
         ended, seen = cluster.run(text, STATUS=str(status))
         assert ended == status
         assert [call[0] for call in seen] == ["srun"] + ["scontrol"] * (status == 75)
     assert seen[1][2] == ["requeue", "7"]
-    told = text.replace("trap '' TERM\n", "trap '' TERM\nkill -TERM $$\n")
+    told = text.replace("' TERM\n", "' TERM\nkill -TERM $$\n")
     assert told != text
-    assert cluster.run(told, STATUS="75")[0] == 75
+    ended, seen = cluster.run(told, STATUS="75")
+    assert ended == 75
+    assert [call[0] for call in seen] == ["srun"]
 
 
 def test_stages_on_nodes_of_one_job_find_their_number_and_the_first_node(cluster: Cluster):
