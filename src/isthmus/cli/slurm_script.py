@@ -136,8 +136,8 @@ def _shell(job: Job, tasks: Sequence[Task]) -> list[str]:
         "trap 'ended=yes' TERM",
         run,
         "status=$?",
-        f"# {AGAIN}: left before the run was finished. Slurm requeues what it has ended; where the time limit",
-        "# has come, nobody does but us.",
+        f"# {AGAIN}: left before the run was finished. Slurm requeues what it has ended; where the time",
+        "# limit has come, nobody does but us.",
         f'if [ "$status" -eq {AGAIN} ] && [ -z "$ended" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
         'exit "$status"',
     ]
