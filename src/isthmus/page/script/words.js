@@ -36,10 +36,12 @@ const WORDS = {
   "payload": "An update as it is packed for the bucket, in bytes.",
   "pipelined": "A pipelined replica is cut into stages, one for each of several weaker machines. A pipelined forward goes through its compressed boundaries.",
   "pseudo-gradient": "The anchor less the weights after H inner steps: what a replica has learnt in a round. Its largest entries are its update.",
+  "recomputed": "Activations are not kept for the backward pass but computed again from each layer's input: less memory, a third more compute.",
   "refused": "A closer did not count the update: it was malformed, from another anchor, far too large, against most others, or made the held-out loss worse. The cell says which.",
   "replica": "One copy of the model that trains on its own data: one machine, or several that share it as stages.",
   "S": "The subspace: k fixed directions out of d, the same for all stages. Only what lies in them crosses a compressed link.",
   "score": "What one update alone does to the held-out loss, as a closer measured it on a sample. Below zero is better.",
+  "silent": "Nothing has been heard of the replica for longer than its heartbeats allow. The others go on without it.",
   "stage": "A slice of the model's layers, on one machine of a pipelined replica.",
   "subspace": "k fixed directions out of d, called S. Only what lies in them crosses a compressed link.",
   "T_perp": "The part of the token embedding outside the subspace S. Every stage has a copy of it, so it need not cross the link.",
@@ -47,10 +49,15 @@ const WORDS = {
   "update": "What a replica sends in a round: the largest entries of its pseudo-gradient, in few bits.",
   "utilisation": "The share of a round in which a machine computes; the rest is waiting for links, other stages or other replicas.",
   "virtual clock": "A formula for how long a round would take on the recipe's machines and links. Nothing was measured there.",
+  "waiting": "The replica's launcher runs, but none of its processes trains: it waits for a stage, the bucket or the disk, and says for which.",
+  "wire": "How numbers are written on a link between stages: int5 takes five bits for each, bf16 sixteen.",
 };
 
 // What else a word is called on the page.
-const ALIASES = { "boundaries": "boundary", "drift": "drift out of S", "feedback": "error feedback", "uncompressed": "dense methods", "dense": "dense methods", "round": "outer round" };
+const ALIASES = {
+  "boundaries": "boundary", "drift": "drift out of S", "feedback": "error feedback", "round": "outer round", "dense": "dense methods",
+  "uncompressed": "dense methods", "bf16": "wire", "int8": "wire", "int6": "wire", "int5": "wire", "int4": "wire",
+};
 
 // A text in which words can be asked. `text` stays text, whatever it holds.
 const names = [...Object.keys(WORDS), ...Object.keys(ALIASES)].sort((a, b) => b.length - a.length);
