@@ -198,6 +198,14 @@ def test_the_readmes_recipe_states_every_key_and_its_default():
         assert shown["replicas"][1][link].keys() == fields(type(edge.link)).keys()
 
 
+def test_the_first_screen_has_a_picture_and_three_commands_for_each_of_three_readers():
+    first = text(README).split("\n## ")[0]
+    assert "(docs/fleet.svg)" in first
+    assert len(first.splitlines()) < 45
+    readers = first.split("\n**I ")[1:]
+    assert [len(commands(reader)) for reader in readers] == [3, 3, 3]
+
+
 def test_the_readmes_losses_are_those_of_the_page_of_results():
     results, shown = text(DOCS / "results.md"), section(README, "What it costs")
     rows = [line for line in shown.splitlines() if line.startswith("|")][2:]
