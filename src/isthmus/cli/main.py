@@ -11,6 +11,7 @@ from isthmus import __version__
 from isthmus.cli import (
     bundles,
     compare,
+    completion,
     data,
     doctor,
     eval,
@@ -91,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         eval,
         reproduce,
         data,
+        completion,
     ):
         module.register(commands)
     return parser
