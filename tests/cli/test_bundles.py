@@ -159,13 +159,13 @@ def with_store(**settings: str) -> bundles.Bundle:
 def test_the_environment_goes_before_the_file_and_the_file_before_nothing(aws):
     theirs = {"access_key_id": "theirs", "secret_access_key": "their-secret"}
     found = with_store(endpoint="http://198.51.100.9", region="auto", **theirs)
-    assert found.use_store() == "yours"
+    assert found.use_store() == "your own credentials"
     assert os.environ["AWS_ENDPOINT_URL"] == "http://192.0.2.1:8333"
     assert os.environ["AWS_ACCESS_KEY_ID"] == SECRETS[0]
     for name in ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         aws.delenv(name)
         aws.setenv(name, "")  # so that it is restored
-    assert found.use_store() == "the file's"
+    assert found.use_store() == "the credentials of the file"
     assert os.environ["AWS_ENDPOINT_URL"] == "http://198.51.100.9"
     assert os.environ["AWS_REGION"] == "auto"
     assert os.environ["AWS_SECRET_ACCESS_KEY"] == "their-secret"

@@ -106,7 +106,7 @@ def _as_replica(args: argparse.Namespace, bundle: "Bundle", typed: str, whose: s
         raise ConfigError(f"{typed} is for replica {bundle.replica}; leave out --replica and --token")
     if args.command == "join":
         at = f" at {bundle.store['endpoint']}" if "endpoint" in bundle.store else ""
-        rights = f", with credentials that are {whose}" if is_url(bundle.url) else ""
+        rights = f", with {whose}" if is_url(bundle.url) else ""
         line = f'{bundle.replica} of the run "{bundle.run}" in {bundle.url}{at}{rights}'
         print(f"isthmus: {line}", file=sys.stderr)
         if is_url(bundle.corpus):

@@ -85,11 +85,11 @@ class Bundle:
         if "region" in self.store and not any(map(os.environ.get, REGION_NAMES)):
             os.environ["AWS_REGION"] = self.store["region"]
         if os.environ.get("AWS_ACCESS_KEY_ID") or not self.has_credentials:
-            return "yours"
+            return "your own credentials"
         for name in CREDENTIALS:
             if name in self.store:
                 os.environ[f"AWS_{name.upper()}"] = self.store[name]
-        return "the file's"
+        return "the credentials of the file"
 
     def save_key(self, path: str = "") -> Path:
         """The file of the replica's key, made from this one if it is not there: it may be replaced later, by
