@@ -76,7 +76,9 @@ def test_another_number_is_not_a_typing_error(override, told):
 
 
 def test_an_empty_recipe_is_answered_by_the_smallest_one():
-    with pytest.raises(ConfigError, match=r'nothing in it.*name = "mine".*preset = "nano".*"rack"'):
+    with pytest.raises(
+        ConfigError, match=r'nothing in it.*`isthmus new mine\.toml`.*preset = "nano".*"rack"'
+    ):
         parse_recipe("")
     assert parse_recipe('name = "mine"\n[model]\npreset = "nano"\n[[replicas]]\nname = "rack"').name == "mine"
 

@@ -1,6 +1,7 @@
 """`isthmus simulate` as a user meets it: what it prints, and what it says to bad input."""
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -114,6 +115,47 @@ def test_help_answers_without_loading_anything_slow():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     slow = {"torch", "numpy", "tokenizers", "safetensors", "pyarrow", "matplotlib", "rich", "obstore"}
     assert not slow & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train --rezume x", 'isthmus train: there is no option "--rezume"; did you mean "--resume"?'),
+        ("data push x y --jsom", 'isthmus data push: there is no option "--jsom"'),
+        (
+            "data show x --varify",
+            'isthmus data show: there is no option "--varify"; did you mean "--verify"?',
+        ),
+        ("status runs/demo --zzz", 'isthmus status: there is no option "--zzz"'),
+        ("status runs/demo runs/other", 'isthmus status: "runs/other" is one argument too many'),
+        ("ledger shw x", 'isthmus ledger: there is no command "shw"; did you mean "show"?'),
+    ],
+)
+def test_what_a_command_does_not_take_is_one_line_with_the_nearest(words, told, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    command = told.partition(":")[0]
+    assert capsys.readouterr().err == f"{told}; see {command} --help\n"
+
+
+def test_a_folder_of_texts_in_place_of_a_corpus_is_answered_by_a_command_that_works(recipe, tmp_path, capsys):
+    (tmp_path / "my texts").mkdir()
+    for i in range(100):
+        (tmp_path / "my texts" / f"{i}.txt").write_text(
+            f"It was day {i} of the journey over the isthmus.\n" * 20
+        )
+    assert main(["simulate", recipe, "--set", "data.corpus=my texts"]) == 2
+    said = capsys.readouterr().err
+    command = said.partition("`")[2].partition("`")[0]
+    assert main([*shlex.split(command)[1:], "--vocab", "300"]) == 0
+    assert main(["data", "show", shlex.split(command)[-1]]) == 0
+
+
+@pytest.mark.parametrize("words", [["help"], ["help", "train"]])
+def test_help_is_understood_as_a_word(words, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(words)
+    assert capsys.readouterr().out.startswith(f"usage: {' '.join(['isthmus', *words[1:]])} ")
 
 
 def test_no_command_teaches_and_a_mistyped_one_is_answered_by_the_nearest(capsys):

@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        if found := re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)$", message):
+        if found := re.match(r"argument [A-Z]+: invalid choice: '(.*)' \(choose from (.*)\)$", message):
             typed, known = found[1], re.findall(r"'?([a-z]+)'?", found[2])
             message = f'there is no command "{short(typed)}"{nearest(typed, known)}'
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -98,6 +98,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def refuse(parser: argparse.ArgumentParser, given: list[str], unknown: str) -> NoReturn:
+    """An argument that a command does not take: the nearest option that it does."""
+    for word in given:
+        below = next((a for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None)
+        if below is not None and word in below.choices:
+            parser = below.choices[word]
+    if not unknown.startswith("-"):
+        parser.error(f'"{short(unknown)}" is one argument too many')
+    typed = unknown.partition("=")[0].lstrip("-")
+    known = [name.lstrip("-") for action in parser._actions for name in action.option_strings]
+    hint = nearest(typed, known).replace('mean "', 'mean "--')
+    parser.error(f'there is no option "{short(unknown)}"{hint}')
+
+
 def main(argv: list[str] | None = None) -> int:
     with guarded_streams():
         return _main(argv)
@@ -105,10 +119,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     parser = build_parser()
-    if not (sys.argv[1:] if argv is None else argv):
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given:
         parser.print_help()
         return 2
-    args = parser.parse_args(argv)
+    if given[0] == "help":
+        given = [*given[1:], "--help"]
+    args, unknown = parser.parse_known_args(given)
+    if unknown:
+        refuse(parser, given, unknown[0])
     try:
         bundles.take(args)
         try:

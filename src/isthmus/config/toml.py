@@ -60,7 +60,10 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         raise ConfigError(f"{source} is not valid TOML: {short(error, 200)}") from None
 
 
-SMALLEST = 'name = "mine", [model] with preset = "nano", and [[replicas]] with name = "rack"'
+SMALLEST = (
+    "`isthmus new mine.toml` writes one to begin with; the smallest has "
+    'name = "mine", [model] with preset = "nano", and [[replicas]] with name = "rack"'
+)
 
 
 def _overridden(table: dict[str, Any], overrides: Sequence[str]) -> Recipe:
@@ -118,7 +121,7 @@ def build_table(cls: type, table: Any, where: str) -> Any:
             if where == "model" or f.name == "model":
                 hint = f"; give model.preset, one of {', '.join(PRESETS)}"
             elif not table:
-                hint = ": there is nothing in it. The smallest recipe: " + SMALLEST
+                hint = f": there is nothing in it. {SMALLEST}"
             raise ConfigError(f'"{prefix}{f.name}" is missing{hint}')
     return cls(**values)
 

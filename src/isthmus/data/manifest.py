@@ -5,6 +5,7 @@ A corpus may come from anywhere. Every number, name and type in it is checked he
 
 import hashlib
 import json
+import shlex
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -96,7 +97,8 @@ def read_manifest(folder: Path) -> Manifest:
         if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):  # `prepare` would not write there
             texts, to = str(folder), folder.with_name(f"{folder.stem}-corpus")
         raise ConfigError(
-            f"there is no corpus in {folder}; make one with `isthmus data prepare {texts} --to {to}`"
+            f"there is no corpus in {folder}; make one with `isthmus data prepare {shlex.quote(texts)} --to "
+            f"{shlex.quote(str(to))}`"
             ' or use "builtin:sample"'
         )
     try:
