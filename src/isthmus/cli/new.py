@@ -31,9 +31,8 @@ FIRST = {
     "model.preset": "The size: nano (1.1 M parameters), 10m, 20m, 178m, 512m or 1b. Keys beside it, such as "
     "layers, override it.",
     "data.corpus": 'The text: "builtin:sample", or a folder that `isthmus data prepare TEXTS --to corpus/ '
-    "--vocab N` has made, or its URL in a bucket (`isthmus data push`). Its vocabulary is at most the model's: "
-    "1,024 for nano, 8,192 for 10m and 20m, "
-    "32,000 for the others.",
+    "--vocab N` has made, or its URL in a bucket (`isthmus data push`). Its vocabulary is at most the "
+    "model's: 1,024 for nano, 8,192 for 10m and 20m, 32,000 for the others.",
     "inner.batch": "Sequences per replica and inner step. Memory grows with it: halve it where `isthmus "
     "plan` asks for more than there is.",
     "inner.lr": "The peak learning rate; a larger model wants a smaller one.",
