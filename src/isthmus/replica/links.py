@@ -70,6 +70,13 @@ class StageEnd(Protocol):
         """Close this end; the neighbour closes the other one."""
 
 
+def say_goodbye(end: StageEnd, device: torch.device) -> None:
+    """Exchange a last frame, so that the exit of one side cannot cut off what the other still reads."""
+    end.expect([(TensorSpec("control", (1,), torch.uint8),)], 1)
+    end.send({"control": torch.zeros(1, dtype=torch.uint8, device=device)})
+    end.receive()
+
+
 ALIGNED = 16  # bytes; what every kernel is content with
 
 

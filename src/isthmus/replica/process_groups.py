@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from isthmus.replica.listeners import go_deaf, new_listeners
 from isthmus.replica.process_link import ProcessLink
 
 Store = TorchStore
+Link = TypeVar("Link")
 MAX_ADDRESS = 64
 
 
@@ -115,17 +116,10 @@ def connect(
             f"replica {replica}: there is no stage {stage}; its stages are 0 to {num_stages - 1}"
         )
     address = resolve(address)
-    timeout, deadline = timedelta(seconds=join_seconds), time.monotonic() + join_seconds
-    store.set(f"stage/{stage}", address)
-    links: list[ProcessLink | None] = []
-    for neighbour in (stage - 1, stage + 1):
-        if not 0 <= neighbour < num_stages:
-            links.append(None)
-            continue
-        there = ask(store, f"stage/{neighbour}", deadline, replica)
-        if there is None:
-            raise RunError(f"replica {replica}: stage {neighbour} did not join within {join_seconds:g} s")
-        peers = LinkPeers(replica, stage, neighbour, _checked(there, replica, stage, neighbour))
+    timeout = timedelta(seconds=join_seconds)
+
+    def linked(neighbour: int, said: str) -> ProcessLink:
+        peers = LinkPeers(replica, stage, neighbour, _checked(said, replica, stage, neighbour))
         rank, edge = int(neighbour < stage), min(stage, neighbour)
         try:
             forward, back = (
@@ -139,7 +133,33 @@ def connect(
         link.store = store
         if prove:
             prove(link)
-        links.append(link)
+        return link
+
+    return meet_neighbours(store, replica, stage, num_stages, address, linked, join_seconds)
+
+
+def meet_neighbours(
+    store: Store,
+    replica: str,
+    stage: int,
+    num_stages: int,
+    own: str,
+    linked: Callable[[int, str], Link],
+    join_seconds: float,
+) -> tuple[Link | None, Link | None]:
+    """Say in the store how this stage is found, and make a link with each neighbour by what that one says:
+    (to the stage before, to the one after), None at the ends."""
+    deadline = time.monotonic() + join_seconds
+    store.set(f"stage/{stage}", own)
+    links: list[Link | None] = []
+    for neighbour in (stage - 1, stage + 1):
+        if not 0 <= neighbour < num_stages:
+            links.append(None)
+            continue
+        said = ask(store, f"stage/{neighbour}", deadline, replica)
+        if said is None:
+            raise RunError(f"replica {replica}: stage {neighbour} did not join within {join_seconds:g} s")
+        links.append(linked(neighbour, said))
     return links[0], links[1]
 
 

@@ -22,8 +22,8 @@ from isthmus.replica.links import (
     Frame,
     HostCopies,
     LinkPeers,
-    TensorSpec,
     pack,
+    say_goodbye,
     unpack,
 )
 
@@ -154,15 +154,10 @@ class ProcessLink:
         return True
 
     def close(self) -> None:
-        """Exchange a last frame, so that the exit of one side cannot cut off what the other still reads.
-
-        A link that is closed in the middle of a step is dropped: the neighbour sees the connection close.
-        """
+        """A link that is closed in the middle of a step is dropped: the neighbour sees that it is closed."""
         with suppress(RunError):
             if not self.broken and not self.posted:
-                self.expect([(TensorSpec("control", (1,), torch.uint8),)], 1)
-                self.send({"control": torch.zeros(1, dtype=torch.uint8, device=self.device)})
-                self.receive()
+                say_goodbye(self, self.device)
                 while self.sending:
                     self._settle(self.timeout_seconds)
         self.sending.clear()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import RunError
-from isthmus.replica.links import LINK_PURPOSES, Departure, Frame, HostCopies, LinkPeers, TensorSpec
+from isthmus.replica.links import LINK_PURPOSES, Departure, Frame, HostCopies, LinkPeers, say_goodbye
 
 HEADER = struct.Struct(">QQ")  # the frame's number, from 0; its bytes. 16 bytes: what follows is aligned
 CLOSE_SECONDS = 5.0  # for the threads to end
@@ -134,15 +134,10 @@ class TlsLink:
         return self.fault is not None
 
     def close(self) -> None:
-        """Exchange a last frame, so that the exit of one side cannot cut off what the other still reads.
-
-        A link that is closed in the middle of a step is dropped: the neighbour sees the connection close.
-        """
+        """A link that is closed in the middle of a step is dropped: the neighbour sees that it is closed."""
         with suppress(RunError):
             if not self.broken and not self.posted:
-                self.expect([(TensorSpec("control", (1,), torch.uint8),)], 1)
-                self.send({"control": torch.zeros(1, dtype=torch.uint8, device=self.device)})
-                self.receive()
+                say_goodbye(self, self.device)
                 late = self.peers.stuck(self.timeout_seconds)
                 self._wait(lambda: not self.num_waiting, self.timeout_seconds, late)
         with self.changed:

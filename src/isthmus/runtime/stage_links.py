@@ -10,7 +10,7 @@ import torch
 
 from isthmus.errors import RunError
 from isthmus.replica.links import LinkPeers
-from isthmus.replica.process_groups import ask
+from isthmus.replica.process_groups import meet_neighbours
 from isthmus.replica.tls_link import TlsLink
 from isthmus.runtime.addresses import Address, Meeting, Place
 from isthmus.runtime.arrivals import Arrivals, LaunchersGate
@@ -59,16 +59,9 @@ def connect_secured(
     timeout_seconds.
     """
     replica, deadline = credentials.signer.replica, time.monotonic() + join_seconds
-    session, address = (arrivals.session, arrivals.address) if arrivals else (0, address)
-    store.set(f"stage/{stage}", f"{TLS} {session:x} {address}")
-    links: list[TlsLink | None] = []
-    for neighbour in (stage - 1, stage + 1):
-        if not 0 <= neighbour < num_stages:
-            links.append(None)
-            continue
-        said = ask(store, f"stage/{neighbour}", deadline, replica)
-        if said is None:
-            raise RunError(f"replica {replica}: stage {neighbour} did not join within {join_seconds:g} s")
+    own, address = (arrivals.session, arrivals.address) if arrivals else (0, address)
+
+    def linked(neighbour: int, said: str) -> TlsLink:
         session, there = _understood(said, replica, stage, neighbour)
         seconds = max(1.0, deadline - time.monotonic())
         if neighbour < stage:
@@ -80,11 +73,13 @@ def connect_secured(
             peers = LinkPeers(replica, stage, neighbour, there)
             channels = GateChannels(arrivals, credentials, peers, seconds)
         try:
-            links.append(TlsLink(channels, peers, torch.device(device), timeout_seconds))
+            return TlsLink(channels, peers, torch.device(device), timeout_seconds)
         except BaseException:
             channels.close()
             raise
-    return links[0], links[1]
+
+    told = f"{TLS} {own:x} {address}"
+    return meet_neighbours(store, replica, stage, num_stages, told, linked, join_seconds)
 
 
 def _understood(said: str, replica: str, stage: int, neighbour: int) -> tuple[int, str]:
