@@ -5,6 +5,7 @@ from which round on an epoch holds, and every member knows its round's epoch bef
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,17 +17,19 @@ from isthmus.protocol.trust import Refused
 from isthmus.store import Store
 
 
-class Epochs:
+class Epochs(ABC):
     """What a chain of manifests says of the run's membership."""
 
     def __init__(self, store: Store, run: RunInfo) -> None:
         self.store, self.membership = store, Membership(store, run)
 
+    @abstractmethod
     def known(self, round_number: int) -> Manifest | None:
-        raise NotImplementedError
+        """The manifest of a round, if it was read before."""
 
+    @abstractmethod
     def manifest(self, round_number: int) -> Manifest | None:
-        raise NotImplementedError
+        """The manifest of a round, checked; None where it is not settled."""
 
     @property
     def run(self) -> RunInfo:
