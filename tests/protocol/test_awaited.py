@@ -125,7 +125,7 @@ def silent(a: Replica, between: Callable[[], None] | None = None) -> bool:
         if not presence.alive("c", 2):
             return True
         presence.clock.now += 1
-        a.ledger.store._clock["offset"] += 1  # the store's clock goes on too
+        a.ledger.store._clock.offset += 1  # the store's clock goes on too
         if between:
             between()
             os.utime(path, (a.ledger.store.now(),) * 2)
@@ -159,7 +159,7 @@ def test_a_heartbeat_from_the_future_keeps_nobody_alive(folder_url: str, tmp_pat
 def test_a_closer_whose_machine_slept_does_not_take_the_others_for_dead(folder_url: str, tmp_path: Path):
     a, _, c = started(folder_url, tmp_path)
     c.beat()
-    a.ledger.store._clock["offset"] -= 1000  # carried on by a clock that stood still
+    a.ledger.store._clock.offset -= 1000  # carried on by a clock that stood still
     assert not silent(a, c.beat)
 
 

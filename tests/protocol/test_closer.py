@@ -171,7 +171,7 @@ def test_this_machines_clock_has_no_say(run: list[Replica], monkeypatch: pytest.
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 10**6)
     assert not closes(run[0], 2)
-    run[0].ledger.store._clock["offset"] += 10**6  # the store's own, as it is remembered
+    run[0].ledger.store._clock.offset += 10**6  # the store's own, as it is remembered
     assert closes(run[0], 2)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import obstore
 
 from isthmus.errors import ConfigError, Unreachable
+from isthmus.store.clock import StoreClock
 from isthmus.store.folder import (
     list_files,
     read_file,
@@ -51,7 +52,6 @@ Allow = Callable[[int], float]  # how many seconds a transfer of so many bytes m
 CONTROL_BYTES = 1 << 18
 VERBS = ("get", "put", "create", "copy", "head", "list", "delete")
 ASK_SECONDS = 15.0  # until a store that cannot give one object is believed to be away
-CLOCK_SECONDS = 300.0  # a reading of the store's clock is good for so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Store:
         self._clients: dict[str, Any] = {}
         self._up, self._down = Rate(), Rate()
         self._tally: Counter[str] = Counter()
-        self._clock: dict[str, float] = {}
+        self._clock = StoreClock(self._touch)
         self._absence = Absence()
         self._lock = threading.Lock()
 
@@ -278,37 +278,19 @@ class Store:
                 remove_empty(self._folder, self._key(prefix))
 
     def now(self, key: str = "probe/clock") -> float:
-        """The store's clock in Unix seconds: what all replicas share, whatever their own clocks say.
-
-        Taken from the Last-Modified of a small object written under `key`, carried on by the monotonic clock:
-        right to about a second. An unreachable store leaves the older reading in use.
-        """
-        asked = time.monotonic()
-        with self._lock:
-            offset, read_at = self._clock.get("offset"), self._clock.get("read at", 0.0)
-        if offset is None or asked - read_at > CLOCK_SECONDS:
-            try:
-                self.put(key, b"clock", durable=False)
-                written = time.monotonic()
-                info = self.head(key)
-            except StoreError:
-                if offset is None:
-                    raise
-                return time.monotonic() + offset
-            if info is not None:
-                # HTTP dates are cut to whole seconds, so half a second is added back; a folder's are not.
-                whole = info.modified_unix_seconds + (0.0 if self._folder else 0.5)
-                offset = whole - (asked + written) / 2
-                with self._lock:
-                    self._clock.update({"offset": offset, "read at": written})
-        if offset is None:
-            raise StoreError(f"{self.url}: {key} was deleted while its time was read", "absent")
-        return time.monotonic() + offset
+        """The store's clock in Unix seconds, by an object that is written under `key` (`store.clock`)."""
+        return self._clock.now(key)
 
     def doubt_clock(self) -> None:
-        """The next `now` reads the store's clock again: a machine that slept has carried it on too slowly."""
-        with self._lock:
-            self._clock["read at"] = float("-inf")
+        """The next `now` reads the store's clock again."""
+        self._clock.doubt()
+
+    def _touch(self, key: str) -> tuple[float, float] | None:
+        self.put(key, b"clock", durable=False)
+        written = time.monotonic()
+        info = self.head(key)
+        # HTTP dates are cut to whole seconds, so half a second is added back; a folder's are not.
+        return info and (info.modified_unix_seconds + (0.0 if self._folder else 0.5), written)
 
     def probe(self, prefix: str = "probe") -> None:
         """Refuse a store that ignores put-if-absent: there, two closers could both close a round."""
