@@ -24,7 +24,6 @@ from isthmus.model.llama import init_tensor
 from isthmus.outer import outer_method
 from isthmus.outer.exchange import Contribution
 from isthmus.outer.weights import round_weights
-from isthmus.protocol.anchor_upload import AnchorUpload
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.exchange import LedgerExchange
 from isthmus.protocol.judge import check_counted
@@ -36,10 +35,11 @@ from isthmus.protocol.scores import is_spent
 from isthmus.protocol.shards import ShardReader, unpack_shards
 from isthmus.protocol.trust import Refused
 from isthmus.replica.base import Replica
-from isthmus.replica.control_group import ControlGroup, agree, all_true, collect
+from isthmus.replica.control_group import ControlGroup
 from isthmus.replica.meter import Meter
 from isthmus.runlog import finite
 from isthmus.runlog.facts import Facts
+from isthmus.runtime.anchor_writer import AnchorWriter
 from isthmus.runtime.edge import watched_edge
 from isthmus.runtime.middle import Middle
 from isthmus.runtime.own_record import REFUSALS, OwnRecord
@@ -49,7 +49,6 @@ from isthmus.runtime.private_state import PrivateState, Update
 from isthmus.runtime.rehearsal import forget, rehearse
 from isthmus.runtime.stopping import doubles, part_if_asked, save_middle
 from isthmus.runtime.update_scores import UpdateScores
-from isthmus.store import StoreError
 from isthmus.subspace.boundaries import BasisSet, as_sent
 
 Log = Callable[[str], None]
@@ -151,7 +150,7 @@ class Trainer:
         self.behind = True  # until this start has trained a round: the others may have begun it long ago
         self.hasher = ThreadPoolExecutor(1, "digest")
         self.hash_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.upload: AnchorUpload | None = None
+        self.anchors = AnchorWriter(ledger, control, self.exchange, log, background)
         self.seconds: dict[str, float] = defaultdict(float)  # at the edge of a round, by what it was spent on
         self.edge_began: float | None = None
 
@@ -319,16 +318,25 @@ class Trainer:
             assert manifest is not None, "only a settled round is applied"
             check_counted(manifest, updates, whole=len(self.reads) == len(self.ledger.shards))
             self.state.protect()
-            self._continue_upload(round_number - 1)
+            self.anchors.go_on(round_number - 1)
             if updates:  # none, where the round is void
                 weights = round_weights(self.ledger.at(round_number).recipe, updates)
                 self.outer.apply(list(updates.values()), weights)
             self.settle_pending(round_number)
             self.hold(round_number)
-            if updates and manifest.closer == self.member.name and self._anchor_due(round_number):
-                self._write_anchor(round_number)
+            if updates and manifest.closer == self.member.name and self.anchors.due(round_number):
+                self.anchors.write(round_number, self._anchor_shards())
             if self.control.rank == 0:
                 self.retention.after(round_number)
+
+    def _anchor_shards(self) -> dict[int, dict[str, Tensor]]:
+        """theta^(t) with the state of the outer method: of the shards that this process trains."""
+        shards = {}
+        for i in self.writes:
+            tensors = {name: self.anchor[name] for name in self.ledger.shards[i]}
+            outer = {key: t for key, t in self.outer.state().items() if key.split("/", 1)[1] in tensors}
+            shards[i] = tensors | outer
+        return shards
 
     def _saved_shards(self, round_number: int) -> Mapping[int, bytes]:
         """What this replica sent to a round, if this disk or this process still has it."""
@@ -378,62 +386,10 @@ class Trainer:
         with torch.cuda.stream(self.hash_stream) if self.hash_stream else nullcontext():
             return dict(zip(self.reads, shard_digests(self.anchor, shards), strict=True))
 
-    # Anchors in the bucket
-
-    def _anchor_due(self, round_number: int) -> bool:
-        """Every so many rounds, and where somebody asks who cannot get past payloads that are lost."""
-        wanted = agree(self.control, self.exchange.rescue.wants_anchor(round_number))
-        return wanted or round_number % self.recipe.bucket.anchor_every == 0
-
-    def _write_anchor(self, round_number: int) -> None:
-        """The round's closer writes theta^(t): each of its processes the shards it trains."""
-        if self.upload:
-            self.log(
-                f"the anchor of round {round_number} is not written: {self.upload.round}'s still goes up"
-            )
-            return
-        shards = {}
-        for i in self.writes:
-            tensors = {name: self.anchor[name] for name in self.ledger.shards[i]}
-            outer = {key: t for key, t in self.outer.state().items() if key.split("/", 1)[1] in tensors}
-            shards[i] = tensors | outer
-        self.upload = AnchorUpload(self.ledger, round_number, shards)
-        if self.background:
-            self.upload.start()
-        else:
-            self.upload.run()
-            self._continue_upload(round_number)
-
-    def _continue_upload(self, round_number: int) -> None:
-        """The anchor of `round_number` may change. Complete an upload that all processes have done."""
-        upload = self.upload
-        if upload is None:
-            return
-        upload.read.wait()
-        if upload.round == round_number:
-            upload.digest = self.exchange.settle_anchor()
-        if not all_true(self.control, not upload.is_alive()):
-            return
-        self.upload = None
-        try:
-            upload.raise_fault()
-        except StoreError as error:
-            self.log(f"{error}; the anchor of round {upload.round} is left out")
-        if not all_true(self.control, upload.fault is None):
-            return
-        names = collect(self.control, upload.files, len(self.ledger.shards))
-        if self.control.rank == 0:
-            try:
-                self.ledger.complete_anchor(upload.round, upload.digest, names)
-            except StoreError as error:
-                self.log(f"{error}; the anchor of round {upload.round} is left out")
-
     def finish(self) -> None:
         """After the last round: what still goes on in the background."""
         self.exchange.settle_anchor()
-        if self.upload:
-            self.upload.join()
-            self._continue_upload(self.status.round)
+        self.anchors.finish(self.status.round)
         self.state.finish()
 
     # Saving
