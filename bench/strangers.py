@@ -25,6 +25,7 @@ import netns
 
 from isthmus.protocol.access import open_ledger
 
+LOWEST = 19  # priority
 RECIPE = """
 name = "strangers"
 [model]
@@ -44,31 +45,6 @@ kind = "pipelined"
 stages = 2
 compression = "1/4"
 """
-STRANGER = """
-import contextlib, os, socket, sys
-from isthmus.protocol.trust import Signer
-from isthmus.runtime.addresses import Address
-from isthmus.runtime.gate import NotYet, enter
-from isthmus.runtime.handshake import FORTH, LAUNCHERS, WORKERS, Credentials, Guest, Purpose, Stranger
-os.nice(19)
-host, port, run_id = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-other = Credentials(run_id, Signer("edge", os.urandom(32)))
-hello = Guest(other, Purpose(LAUNCHERS, 1)).hello
-times = inside = 0
-while True:
-    with contextlib.ExitStack() as held:
-        for number in range(1000):
-            with contextlib.suppress(OSError):
-                link = held.enter_context(socket.create_connection((host, port), 1.0))
-                words = (b"", b"GET / HTTP/1.1", b"isthmus-stages/2", os.urandom(123), hello)
-                link.sendall(words[number % 5])
-        for what in (LAUNCHERS, WORKERS, FORTH):
-            with contextlib.suppress(Stranger, NotYet, OSError):
-                enter(Address(host, port), other, Purpose(what, 1, 1)).close()
-                inside += 1
-    times += 1
-    print(times, inside, flush=True)
-"""
 
 
 def measure(rounds: int, steps: int) -> tuple[list[float], list[float], int, int]:
@@ -84,7 +60,7 @@ def measure(rounds: int, steps: int) -> tuple[list[float], list[float], int, int
         ledger = open_ledger(url)
         run_id, log = ledger.run.run_id, folder / "stranger.log"
         place = [cables[1].addresses[0], "29500", run_id]
-        command = [sys.executable, "-c", STRANGER, *place]
+        command = [sys.executable, str(Path(netns.__file__).with_name("stranger.py")), *place, str(LOWEST)]
         flooded: set[int] = set()
         floods = inside = 0
         third = max(2, rounds // 6)
