@@ -16,6 +16,7 @@ from pathlib import Path
 
 import netns
 import pytest
+import stranger
 from small_recipes import pipelined, recipe_text
 from torch import Tensor
 
@@ -31,29 +32,6 @@ EXACT = {"inner": {"precision": "fp64"}, "outer": {"inner_steps": 4, "rounds": 5
 RECIPE = recipe_text(pipelined("edge", stages=2, compression="1/4", wire="fp64"), **EXACT)
 LIMIT_SECONDS = 240.0
 ROUNDING = 1e-12
-STRANGER = """
-import contextlib, os, socket, sys
-from pathlib import Path
-from isthmus.protocol.trust import Signer
-from isthmus.runtime.gate import NotYet, enter
-from isthmus.runtime.handshake import FORTH, LAUNCHERS, WORKERS, Credentials, Purpose, Stranger
-from isthmus.runtime.addresses import Address
-host, port, run_id = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-other = Credentials(run_id, Signer("edge", b"x" * 32))
-times = inside = 0
-while True:
-    with contextlib.ExitStack() as held:
-        for number in range(1000):
-            with contextlib.suppress(OSError):
-                link = held.enter_context(socket.create_connection((host, port), 1.0))
-                link.sendall((b"", b"GET / HTTP/1.1", b"isthmus-stages/2", os.urandom(123))[number % 4])
-        for what in (LAUNCHERS, WORKERS, FORTH):
-            with contextlib.suppress(Stranger, NotYet, OSError):
-                enter(Address(host, port), other, Purpose(what, 1, 1)).close()
-                inside += 1
-    times += 1
-    print(times, inside, flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +59,20 @@ class Fleet:
         create(parse_recipe(RECIPE), str(self.bucket), folder / "keys")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
+    def key(self, stage: int) -> Path:
+        """That machine's copy."""
+        path = self.folder / f"keys-{stage}" / "edge.key"
+        if not path.exists():
+            path.parent.mkdir()
+            shutil.copy(self.folder / "keys" / "edge.key", path)
+        return path
+
     def start(self, name: str, machine: str, *words: object) -> None:
         command = [str(word) for word in words]
         self.processes[name] = self.network.start(machine, command, self.folder / f"{name}.log")
 
     def join(self, stage: int, *where: object) -> None:
-        words = ["join", self.bucket, "--replica", "edge", "--key", self.folder / "keys" / "edge.key"]
+        words = ["join", self.bucket, "--replica", "edge", "--key", self.key(stage)]
         words += [
             "--work",
             self.folder / f"work-{stage}",
@@ -163,7 +149,7 @@ def test_a_stranger_at_the_gate_of_secured_stages_changes_nothing(network, tmp_p
     host = cables[1].addresses[0]
     fleet.join(0, "--master", f"{host}:29500")
     run_id = read_run(open_store(str(fleet.bucket))).run_id
-    fleet.start("stranger", "s", sys.executable, "-c", STRANGER, host, 29500, run_id)
+    fleet.start("stranger", "s", sys.executable, stranger.__file__, host, 29500, run_id)
     fleet.until(lambda: "turned away" in fleet.log("stage-0"))
     fleet.join(1, "--master", f"{host}:29500")
     fleet.check(simulated)
@@ -193,25 +179,29 @@ def test_a_stage_that_is_killed_meets_its_neighbour_again(network, tmp_path, sim
 
 
 def test_stages_that_cannot_reach_each_other_train_through_a_relay(network, tmp_path, simulated):
-    """The relay is killed and started again on the way, and a worker is killed."""
+    """The relay is killed and started again on the way, and a worker is killed. The new key is made on the
+    machine of stage 0, and counts from round 2 on: stage 1 gets it from there."""
     for name in ("m0", "hub", "m1"):
         network.machine(name)
     cables = network.cable("m0", "hub"), network.cable("m1", "hub")  # and hub forwards nothing
     with pytest.raises(RuntimeError, match="nreachable"):
         network.run("m1", [sys.executable, "-c", CALL, cables[0].addresses[0]])
     fleet = Fleet(network, tmp_path, ("m0", "m1"))
+    old = fleet.key(1).read_bytes()
+    network.run("m0", netns.isthmus("rotate", fleet.bucket, "edge", "--key", fleet.key(0)))
     fleet.start("relay", "hub", *netns.isthmus("relay"))
     for stage, cable in enumerate(cables):
         fleet.join(stage, "--relay", f"{cable.addresses[1]}:29520")
-    fleet.until(lambda: fleet.rounds() >= 1)
+    fleet.until(lambda: all(NEW_KEY in fleet.log(f"stage-{stage}") for stage in (0, 1)))
     fleet.kill("relay")
     fleet.start("relay", "hub", *netns.isthmus("relay"))
     fleet.until(lambda: fleet.rounds() >= 3)
     fleet.kill_worker(0)
     fleet.check(simulated)
-    shutil.rmtree(tmp_path / "keys")
+    assert fleet.key(1).read_bytes() == fleet.key(0).read_bytes() != old
 
 
+NEW_KEY = "round 2: from here on we sign with our new key"
 CALL = """
 import socket, sys
 socket.create_connection((sys.argv[1], 1), 5)

@@ -43,8 +43,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="replace a replica's key by a new one",
         description="Make a new key for a replica beside its old one, and ask for it with the old one. A "
         "closer takes it up when it settles the open round; from then on the old key is refused. A replica "
-        "that runs on this machine goes on by itself. Copy KEY.next to the other machines of its stages "
-        "before that. If the old key may be stolen, `revoke` and `invite` again.",
+        "that runs goes on by itself: the machine of a stage gives the new key to the others. To one that "
+        "was away, copy it. If the old key may be stolen, `revoke` and `invite` again.",
     )
     rotated.add_argument("url", help="the run's bucket: s3://bucket/prefix, or a folder")
     rotated.add_argument("replica", help="whose key is replaced")

@@ -74,8 +74,20 @@ def open_as(store: Store, replica: str, key: str = "") -> tuple[Ledger, Path]:
         _expect(ledger, path, replica)
     find_member(ledger.run, replica)
     if not take_up_key(ledger, path, replica):
+        _check_not_replaced(ledger, path, replica)
         check_key(ledger.run, replica, path)
     return ledger, path
+
+
+def _check_not_replaced(ledger: Ledger, path: Path, replica: str) -> None:
+    """Not every machine of a replica may have been there when its key was replaced."""
+    epoch = ledger.membership.newest
+    replaced = epoch.used - set(epoch.run.keys.values())
+    if path.is_file() and load_signer(path, replica).public_key in replaced:
+        raise ConfigError(
+            f"{path} is not the key of replica {replica} in this run any more; copy the one from the machine "
+            "where `isthmus rotate` was typed"
+        )
 
 
 def _expect(ledger: Ledger, path: Path, replica: str) -> None:

@@ -69,6 +69,11 @@ class Signer:
     def public_key(self) -> str:
         return self._key.public_key().public_bytes_raw().hex()
 
+    @property
+    def secret(self) -> bytes:
+        """For the other machines of this replica, and for nobody else."""
+        return self._key.private_bytes_raw()
+
     def seal(self, kind: str, run_id: str, body: Mapping[str, Any]) -> bytes:
         signature = self._key.sign(_signed_bytes(kind, run_id, body)).hex()
         return canonical({"body": body, "replica": self.replica, "signature": signature})

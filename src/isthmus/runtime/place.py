@@ -7,10 +7,12 @@ from pathlib import Path
 
 from isthmus.errors import RunStopped
 from isthmus.layout.deal import Deal
-from isthmus.protocol.access import invited, take_up_key
+from isthmus.protocol.access import invited
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.trust import Refused
+from isthmus.replica.control_group import ControlGroup, SingleProcess
 from isthmus.runtime import newcomer
+from isthmus.runtime.key_change import take_up_together
 
 
 class Place:
@@ -23,9 +25,11 @@ class Place:
         log: Callable[[str], None] = lambda text: None,
         key: Path | None = None,
         deal: Callable[[Deal], None] = lambda deal: None,
+        control: ControlGroup | None = None,
     ) -> None:
         self.ledger, self.log, self.key, self.deal = ledger, log, key, deal
-        self.replica = ledger.signer.replica
+        self.replica, self.control = ledger.signer.replica, control or SingleProcess()
+        self.public_key = ""  # of the last round that we entered
         self.waits = self.asked = False
 
     def enter(self, round_number: int) -> bool:
@@ -37,16 +41,21 @@ class Place:
             return self._wait(round_number, epoch.ended.get(name, 0))
         if self.ledger.membership.expected:
             self._come_in(round_number)
-        if public_key != self.ledger.signer.public_key:
-            if not self.key or not take_up_key(self.ledger, self.key, name):
-                raise RunStopped(
-                    f"the key of replica {name} was replaced, from round {round_number} on (epoch "
-                    f"{epoch.number}), and the new one is not here; give it with --key"
-                )
-            self.log(f"round {round_number}: from here on we sign with our new key")
+        if public_key != self.public_key:  # in all our processes alike: it is that of the round's epoch
+            self._take_up_key(round_number, public_key, epoch.number)
         if share := self.ledger.deal(round_number, name):
             self.deal(share)
         return True
+
+    def _take_up_key(self, round_number: int, public_key: str, epoch: int) -> None:
+        before, self.public_key = self.ledger.signer.public_key, public_key
+        if not take_up_together(self.ledger, self.key, public_key, self.control):
+            raise RunStopped(
+                f"the key of replica {self.replica} was replaced, from round {round_number} on (epoch "
+                f"{epoch}), and the new one is not here; give it with --key"
+            )
+        if self.ledger.signer.public_key != before:
+            self.log(f"round {round_number}: from here on we sign with our new key")
 
     def ask(self) -> None:
         """We are ready. Where we are not admitted yet, ask for it; one process of the replica does."""

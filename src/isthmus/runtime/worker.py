@@ -161,7 +161,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
             parting=lambda: control.size == 1 and request.parting.asked(),
         ),
         parting=request.parting,
-        place=Place(ledger, log, key, deal),
+        place=Place(ledger, log, key, deal, control),
         held_out=held_out,
         stream_dtype=precision_dtypes(precision)[1],
     )
