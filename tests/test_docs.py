@@ -108,6 +108,17 @@ def test_every_test_that_is_named_exists(page):
         assert name in names_in(ROOT / path), f"{path}::{name}"
 
 
+def test_a_fleet_that_grows_is_typed_by_the_bench_as_the_page_has_it():
+    (scenario,) = re.findall(r'SCENARIO = """\n(.+?)"""', text(ROOT / "bench" / "growing.py"), re.DOTALL)
+    block = text(OPERATE).split("\n### From three replicas to five")[1].split("\n## ")[0]
+    typed = re.findall(r"^    (isthmus .+)$", block, re.MULTILINE)
+    shown = {"bucket": "s3://my-runs/growing", "relay": "192.0.2.10:29520"}
+    tokens = {name: f"isthmus1.{name}..." for name in ("friend", "attic")}
+    assert typed == [line.format(**shown, **tokens) for line in scenario.splitlines()]
+    verbs = {line.split()[1] for line in typed}
+    assert verbs == {"init", "join", "invite", "relay", "members", "rotate", "revoke", "ledger"}
+
+
 def sources(*folders):
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
