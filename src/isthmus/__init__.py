@@ -1,6 +1,7 @@
 """Isthmus: pre-train one language model on machines that share no fast network."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ __all__ = [
     "simulate",
     "train",
 ]
+
+# Read by OpenMP when torch is loaded: a thread that has nothing to do sleeps. By default it spins for some
+# milliseconds, which on busy cores takes them from the very threads it waits for (docs/use.md, Threads).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Found when they are asked for: `import isthmus` loads nothing else, and none of these loads torch.
 _HOMES = {

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from isthmus.doctor.checks import Check
+from isthmus.planner.rate import usable_cores
 from isthmus.runlog.words import size
 
 LEAST_FREE_BYTES = 10**9  # a few saved rounds fill less than this, even of a small model
@@ -40,9 +41,8 @@ def cpu() -> Cpu:
     known = dict(reversed(lines))
     flags = (known.get("flags") or known.get("Features") or "").split()
     name = known.get("model name") or platform.processor() or platform.machine() or "unknown"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     native = any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
-    return Cpu(" ".join(name.split()), cores, native)
+    return Cpu(" ".join(name.split()), usable_cores(), native)
 
 
 def memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Memory | None:

@@ -4,6 +4,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 FEWEST_STEPS = 5  # from which a median says something
 BUSY_SHARE = 0.25  # of the cores that a measurement wants: others took more, so the rate is not the machine's
@@ -70,6 +71,15 @@ class TrainingRate:
             else "measure again with --seconds 20 or a smaller --preset"
         )
         return f"{' and '.join(found)}: the rate may be too low; {cure}"
+
+
+def usable_cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """That this process may use: by its affinity, and by a container's quota, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # "max": no quota
+        quota, period = (groups / "cpu.max").read_text(encoding="ascii").split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
 
 
 class Cores:

@@ -1,6 +1,5 @@
 """How fast this machine trains: the inner step of a full replica, timed, and counted as the planner does."""
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.data.tokens import Batches
 from isthmus.planner.cost import step_flops
 from isthmus.planner.memory import process_memory
-from isthmus.planner.rate import FEWEST_STEPS, Cores, TrainingRate
+from isthmus.planner.rate import FEWEST_STEPS, Cores, TrainingRate, usable_cores
 from isthmus.replica.full import FullReplica
 
 MOST_SEQUENCES = 32  # inner.batch's default
@@ -120,7 +119,7 @@ def measured_here(recipe: Recipe, seconds: float = 1.0) -> tuple[Recipe, Trainin
     parts = {r.name: max(r.stages, r.processes) for r in recipe.replicas}
     processes = sum(r.count * parts[r.name] for r in recipe.replicas)
     work = sum(recipe.batch_of(r) * r.count for r in recipe.replicas)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     precision = "fp32" if recipe.inner.precision == "auto" else recipe.inner.precision
     with _threads(max(1, cores // processes)):  # as the supervisor gives them
         rate = training_rate(recipe, "cpu", precision, seconds)

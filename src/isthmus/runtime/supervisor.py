@@ -12,6 +12,7 @@ from pathlib import Path
 from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError, RunError
 from isthmus.files import open_own, overwrite_own
+from isthmus.planner.rate import usable_cores
 from isthmus.planner.room import fleet_room
 from isthmus.printing import visible
 from isthmus.reading import read_bytes, read_note, stat_regular
@@ -148,7 +149,7 @@ class LocalSupervisor:
         self.disk = DiskWatch(folder, fleet_room(recipe, recipe.fleet(), here).round)
         self.watchdog = Watchdog()
         self.num_workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
-        threads = common.num_threads or max(1, (os.cpu_count() or 1) // self.num_workers)
+        threads = common.num_threads or max(1, usable_cores() // self.num_workers)
         common = replace(common, num_threads=threads)
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         self.launchers: list[LocalLauncher] = []

@@ -86,7 +86,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     """Build this process's part of the replica, restore its state, and run rounds to the end."""
     import torch
 
-    from isthmus.simulator.picks import checked_corpus, pick_device, pick_precision
+    from isthmus.simulator.picks import checked_corpus, pick_device, pick_precision, pick_threads
 
     device = pick_device(config.device)
     if device.type == "cuda":
@@ -110,8 +110,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
 
     start = StartUp(config.started, log)
     start.mark("imports")
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    pick_threads(config.num_threads)
     try:
         store = open_store(config.url, create=False)
         ledger, key = open_as(store, config.replica, config.key)

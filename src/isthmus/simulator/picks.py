@@ -3,6 +3,7 @@
 A worker that starts again waits for what is imported here, so it is little.
 """
 
+import os
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,7 @@ from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus, open_corpus, pinned
 from isthmus.data.tokens import Batches, few_held_out, validation_batches
 from isthmus.errors import ConfigError
+from isthmus.planner.rate import usable_cores
 
 
 def pick_device(name: str) -> torch.device:
@@ -36,6 +38,20 @@ def pick_precision(recipe: Recipe, device: torch.device) -> str:
     if recipe.inner.precision != "auto":
         return recipe.inner.precision
     return "bf16" if device.type == "cuda" else "fp32"
+
+
+def pick_threads(asked: int = 0) -> int:
+    """CPU threads of this process, which takes them: those that were asked for, by an option or by
+    OMP_NUM_THREADS; else one for each core that it may use.
+
+    How busy the cores are has no say: a sum's last bits may depend on the number of threads.
+    """
+    threads = asked or torch.get_num_threads()
+    if not asked and not os.environ.get("OMP_NUM_THREADS"):
+        threads = min(threads, usable_cores())  # torch knows nothing of a container's quota
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    return threads
 
 
 def checked_corpus(recipe: Recipe, elsewhere: str = "") -> Corpus:

@@ -31,7 +31,14 @@ from isthmus.runlog.live import open_view
 from isthmus.runlog.results import Results
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
-from isthmus.simulator.picks import checked_corpus, held_out_note, pick_device, pick_precision, with_pin
+from isthmus.simulator.picks import (
+    checked_corpus,
+    held_out_note,
+    pick_device,
+    pick_precision,
+    pick_threads,
+    with_pin,
+)
 from isthmus.simulator.rounds import Saver, simulate_rounds
 
 
@@ -173,7 +180,7 @@ def _run(
     first: Mapping[str, torch.Tensor] | None,
 ) -> Results:
     about, setup = run.about, cast(Setup, run.about)
-    status, error = "failed", None
+    status, error, threads = "failed", None, pick_threads()
     try:
         fleet = SimulatedFleet(recipe, corpus, device, setup["precision"], plan, setup["compiled"], first)
         if state:
@@ -184,7 +191,8 @@ def _run(
         ):
             view.hooks = hooks
             how = plan.describe(recipe.num_replicas)
-            view.note(f"{run.path}: {how} on {setup['device']}, {setup['precision']}")
+            cpu = f" with {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else ""
+            view.note(f"{run.path}: {how} on {setup['device']}{cpu}, {setup['precision']}")
             for reason in about.get("auto", ()):
                 view.note(reason)
             if note := held_out_note(recipe, corpus):
