@@ -95,6 +95,15 @@ def test_a_stage_that_is_killed_is_named_and_counted_right_after_its_restart(tra
     assert main(["status", str(train.run)]) == 0
     assert "edge was started again 1 time, the last" in capsys.readouterr().out
     train.until(lambda: "edge was started again: stage 1: killed by signal 9" in train.log.read_text())
+
+    def logs(*stage: str) -> str:
+        capsys.readouterr()
+        assert main(["logs", str(train.run), "--replica", "edge", *stage]) == 0
+        return capsys.readouterr().out
+
+    train.until(lambda: "[edge] stage 1 ended (killed by signal 9)" in logs())  # as its launcher says it
+    assert "[edge/1] first inner step after" in logs("--stage", "1")
+    assert "[edge/0]" not in logs("--stage", "1")
     one = StateBuilder().build(open_source(str(train.run)).look())["replicas"][1]
     assert (one["name"], one["restarts"], one["last_error"]) == ("edge", 1, "stage 1: killed by signal 9")
     assert one["disk_free"]

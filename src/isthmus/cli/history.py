@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import ConfigError
@@ -62,6 +63,9 @@ def show(args: argparse.Namespace) -> int:
         if row["scores"]:
             scores = "  ".join(f"{name} {score:+.4f}" for name, score in row["scores"].items())
             print(f"       scores  {scores}")
+        for name, said in row["held_out"].items():
+            if said["round"] == row["round"] - 1:  # a member repeats it until it has measured again
+                print(f"       held-out loss of theta^({said['round']}) {said['mixed']:.4f}, by {name}")
         for name, reason in row["refused"].items():
             print(f"       refused {name}: {visible(reason)}")
     if first > 1 and args.start is None:
@@ -79,6 +83,9 @@ def row_of(ledger: "Ledger", manifest: "Manifest") -> dict[str, Any]:
         "scores": dict(manifest.scores),
         "probation": dict(manifest.probation),
         "payload_bytes": sum(shard.size for entry in manifest.entries for shard in entry.shards),
+        "held_out": {
+            entry.replica: asdict(entry.facts.held_out) for entry in manifest.entries if entry.facts.held_out
+        },
         "anchor_before": manifest.anchor,
         "void": ledger.repairs.is_void(manifest.round),
     }

@@ -62,6 +62,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         "of a round if need be, and end with status 75 (default 0: SIGTERM is as Ctrl-C)"
     )
     add("--grace", dest="grace_seconds", default=0.0, help=grace, **seconds)
+    scores = "measure the held-out loss on this machine; or never (default: as data.eval_by says)"
+    add("--score", dest="scores", action=argparse.BooleanOptionalAction, help=scores)
     trusts = "between machines use gloo or NCCL, in the clear, in place of TLS; on all stages of a replica"
     add("--trust-network", action="store_true", help=trusts)
     parser.set_defaults(run=join)

@@ -4,13 +4,18 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from isthmus.errors import ConfigError
 from isthmus.printing import visible
 
 if TYPE_CHECKING:
-    from isthmus.protocol.ledger import Ledger
+    from collections.abc import Mapping
+
+    from isthmus.protocol.heartbeat import Heartbeat
+    from isthmus.protocol.ledger import Ledger, Manifest
 
 WRONG_CLOCK_SECONDS = 5.0
 
@@ -51,6 +56,7 @@ class RunStatus:
     members: list[MemberStatus]
     scores: dict[str, float]  # of updates that the last closer scored: nats each adds to the held-out loss
     clock_behind_seconds: float = 0.0  # this machine's, as far as the newest heartbeat shows it
+    held_out: dict[str, Any] | None = None  # the newest held-out loss: round, by whom, and the losses
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -60,24 +66,39 @@ def register(commands: argparse._SubParsersAction) -> None:
         description="Read a run's bucket and print how it stands: its round, every replica's state, rate "
         "and loss, and the replicas that the open round waits for. It writes nothing, so ages are by this "
         "machine's clock. A bucket that is elsewhere than in the run directory is asked for first.",
-        epilog="examples:\n  isthmus status s3://my-runs/first\n  isthmus status runs/demo --json\n",
+        epilog="examples:\n  isthmus status s3://my-runs/first\n  isthmus status runs/demo --json\n"
+        "  isthmus status s3://my-runs/first --follow\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--follow", action="store_true", help="again and again, until the run ends or Ctrl-C")
     parser.set_defaults(run=status)
 
 
 def status(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import open_ledger
 
-    found = gather(open_ledger(args.url))
+    ledger = open_ledger(args.url)
+
+    def look() -> RunStatus:
+        found = gather(ledger)
+        return found if found.held_out else replace(found, held_out=_recorded(args.url))
+
+    if args.follow:
+        from isthmus.cli.follow import follow
+
+        if args.json:
+            raise ConfigError("--follow draws a table or prints lines; drop it, or --json")
+        return follow(look)
+    found = look()
     print(json.dumps(asdict(found), indent=2) if args.json else table(found))
     return 0
 
 
 def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus:
     from isthmus.protocol.heartbeat import GONE, WAITING, Heartbeat, silent_after, waiting_text
+    from isthmus.protocol.log_lines import heard_stages
     from isthmus.protocol.standing import missing_in_words, said_by_launcher, trouble
 
     recipe = ledger.run.recipe
@@ -103,6 +124,9 @@ def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus
             heartbeat = said_by_launcher(heartbeat or Heartbeat(), waiting[0])
         vitals = (heartbeat or Heartbeat()).vitals
         missing = heartbeat.missing if heartbeat and state == WAITING else ()
+        if member.config.stages > 1 and state in ("silent", "not seen"):
+            heard = heard_stages(ledger, member.name, member.config.stages, now)
+            missing = tuple(s for s in range(member.config.stages) if s not in heard) if heard else ()
         wrong = [*missing_in_words(missing, member.config.stages), *(trouble(heartbeat) if heartbeat else ())]
         members.append(
             MemberStatus(
@@ -143,7 +167,36 @@ def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus
         members=members,
         scores=dict(manifest.scores) if manifest else {},
         clock_behind_seconds=newest - now,
+        held_out=_held_out(manifest, {name: beat for name, (beat, _) in beats.items()}),
     )
+
+
+def _held_out(manifest: "Manifest | None", beats: "Mapping[str, Heartbeat]") -> dict[str, Any] | None:
+    """As the last round's members report it, and those who have ended since."""
+    from isthmus.runlog.held_out import HeldOutLosses
+
+    if manifest is None:
+        return None
+    losses = HeldOutLosses()
+    losses.add(manifest)
+    for name, beat in beats.items():
+        if beat.gone:
+            losses.add_facts(name, beat.farewell, manifest.round)
+    return asdict(losses.last[0]) | {"by": losses.last[1]} if losses.last else None
+
+
+def _recorded(url: str) -> dict[str, Any] | None:
+    """The newest held-out loss of a run directory: `train` measures it itself, and writes it there."""
+    from isthmus.runlog import RunDir
+
+    if "://" in url or not (Path(url) / "metrics.jsonl").is_file():
+        return None
+    rows = [row for row in RunDir.open(url).rows() if row.loss_mixed is not None]
+    if not rows:
+        return None
+    last = rows[-1]
+    losses = {"full": last.loss_full, "pipelined": last.loss_pipelined, "mixed": last.loss_mixed}
+    return {"round": last.round, **losses, "by": "train"}
 
 
 def table(found: RunStatus) -> str:
@@ -180,6 +233,8 @@ def table(found: RunStatus) -> str:
         )
     if found.awaited:
         lines.append(f"round {found.round + 1} waits for {', '.join(found.awaited)}")
+    if said := found.held_out:
+        lines.append(f"held-out loss {said['mixed']:.3f} after round {said['round']}, by {said['by']}")
     if found.scores:
         said = ", ".join(f"{name} {score:+.4f}" for name, score in found.scores.items())
         lines.append(f"round {found.round} scored {said} (nats of held-out loss; below 0 helps)")

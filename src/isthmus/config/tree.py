@@ -29,8 +29,10 @@ class DataConfig:
     corpus: str = "builtin:sample"
     eval_batches: int = 4  # held-out batches of `inner.batch` sequences
     eval_every: int = 1  # rounds
+    eval_by: str = "auto"  # which replica measures a bucket run; "auto": the first full one; or "none"
 
     def __post_init__(self) -> None:
+        name_of("data.eval_by", self.eval_by, "-_.")
         within("data.eval_batches", self.eval_batches, 1, 1e6)
         within("data.eval_every", self.eval_every, 1, 1e9)
 

@@ -21,6 +21,7 @@ from isthmus.protocol.trust import MAX_DOCUMENT_BYTES
 from isthmus.reading import parse_json
 from isthmus.runlog import Row
 from isthmus.runlog.clean import clean_rows, text
+from isthmus.runlog.held_out import HeldOutLosses
 from isthmus.store.objects import open_store
 from isthmus.store.retry import StoreError, StoreRefused
 from isthmus.store.url import parse_url
@@ -80,6 +81,7 @@ class BucketReader:
         self.looked = 0.0
         self.settled: dict[int, Settled] = {}
         self.rows: dict[int, Row] = {}  # one for each settled round; `tokens` are its own
+        self.losses = HeldOutLosses()
         self.late: set[tuple[int, str]] = set()
         self.judged: set[int] = set()
         self.fault = self.older_fault = ""
@@ -106,6 +108,9 @@ class BucketReader:
             self._read_heartbeats(raw)
             if not self.fault:
                 self._advance([seen.heartbeat.round for seen in raw.heartbeats.values()], deadline)
+                for name, seen in raw.heartbeats.items():
+                    if seen.heartbeat.gone:
+                        self.losses.add_facts(name, seen.heartbeat.farewell, self.done)
                 self._read_older(deadline)
             if not begins or time.monotonic() < deadline:
                 self._find_late(deadline)
@@ -166,6 +171,7 @@ class BucketReader:
             manifest.seconds if math.isfinite(manifest.seconds) else 0.0,
             {text(name, 80): score for name, score in manifest.scores},
         )
+        self.losses.add(manifest)
         row = Row.from_manifest(self.recipe, manifest, 0)
         self.rows[manifest.round] = clean_rows([row], self.recipe)[0][0]
 
@@ -206,10 +212,10 @@ class BucketReader:
                 self.judged.add(t)
 
     def all_rows(self) -> list[Row]:
-        """Rows as `train` writes them, without what only a recorder measures: held-out losses and bias. Of
-        rounds that are not read yet, all are taken to have contributed."""
+        """Rows as `train` writes them, with the held-out losses that a member has measured and without bias.
+        Of rounds that are not read yet, all are taken to have contributed."""
         tokens, found = self.unread * self.recipe.round_tokens, []
         for t in range(self.first, self.done + 1) if self.done else ():
             tokens += self.rows[t].tokens
-            found.append(replace(self.rows[t], tokens=tokens))
-        return found
+            found.append(replace(self.losses.filled(self.rows[t]), tokens=tokens))
+        return found if self.unread else [*self.losses.untrained(self.recipe), *found]

@@ -184,18 +184,20 @@ class RunSource:
 
 
 class BucketSource:
-    """A bucket alone: rounds, members and training losses; held-out losses are not measured there."""
+    """A bucket alone: rounds, members, training losses, and held-out losses as a member measured them."""
 
     def __init__(self, reader: "BucketReader", where: str) -> None:
         self.reader, self.where = reader, where
         self.rows: list[Row] = []
+        self.known = 0, 0  # rounds, and those with a held-out loss
 
     def look(self, budget_seconds: float = 2.0) -> Raw:
         raw = Raw(self.reader.recipe, {}, [], self.where, has_bucket=True)
         self.reader.look(raw, budget_seconds)
         raw.recipe = self.reader.recipe
-        if len(self.reader.rows) > len(self.rows):  # settled rounds stay as they are
-            self.rows = self.reader.all_rows()
+        known = len(self.reader.rows), len(self.reader.losses.found)
+        if known != self.known:  # settled rounds stay as they are
+            self.rows, self.known = self.reader.all_rows(), known
         raw.rows = self.rows
         gone = [seen.heartbeat.gone for seen in raw.heartbeats.values()]
         status = "running"

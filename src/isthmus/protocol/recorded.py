@@ -3,19 +3,24 @@
 from isthmus.protocol.ledger import Ledger
 from isthmus.runlog.clean import clean_row
 from isthmus.runlog.facts import Facts
+from isthmus.runlog.held_out import HeldOutLosses
 from isthmus.runlog.row import Row
 
 
 def bucket_rows(ledger: Ledger) -> list[Row]:
-    """One for each settled round, and row 0, without a replay. Held-out losses are not in them. What a
-    stranger wrote is cleaned, as that of a run directory is."""
+    """One for each settled round, and row 0, without a replay; with the held-out losses that a member has
+    measured. What a stranger wrote is cleaned, as that of a run directory is."""
     recipe, last = ledger.run.recipe, ledger.last_round()
-    rows = [Row.untrained(recipe, None, 0.0)]
+    rows, losses = [Row.untrained(recipe, None, 0.0)], HeldOutLosses()
     for manifest in ledger.between(1, last):
         rows.append(Row.from_manifest(recipe, manifest, rows[-1].tokens))
+        losses.add(manifest)
     if last:
-        rows[-1].add_farewells(recipe, farewells(ledger))
-    return [clean_row(row, recipe) for row in rows]
+        ended = farewells(ledger)
+        rows[-1].add_farewells(recipe, ended)
+        for name, facts in ended.items():
+            losses.add_facts(name, facts, last)
+    return [clean_row(losses.filled(row), recipe) for row in rows]
 
 
 def farewells(ledger: Ledger) -> dict[str, Facts]:

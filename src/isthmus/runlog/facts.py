@@ -7,7 +7,32 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 MAX_WORD = 200  # characters of a short text
+MOST_LOSS = 1e6  # nats
 MAX_PROCESSES = 32  # a replica of more processes reports no `measured`: a commit would get too long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """The held-out losses of theta^(round), in nats, as one replica measured them; see row.py."""
+
+    round: int
+    full: float
+    pipelined: float | None = None
+    mixed: float
+
+    @classmethod
+    def from_dict(cls, body: Any) -> "HeldOut | None":
+        """From a stranger: None unless all of it is as it should be."""
+        if not isinstance(body, dict) or not _is_number(body.get("round"), int) or body["round"] < 0:
+            return None
+        losses = {name: number(body, name) for name in ("full", "pipelined", "mixed")}
+        if losses["full"] is None or losses["mixed"] is None:
+            return None
+        if any(loss is not None and not 0 <= loss < MOST_LOSS for loss in losses.values()):
+            return None
+        return cls(
+            round=body["round"], full=losses["full"], pipelined=losses["pipelined"], mixed=losses["mixed"]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +45,7 @@ class Facts:
     trip_seconds: float | None = None  # the slowest link, there and back
     bytes: Mapping[str, int] = field(default_factory=dict)  # by purpose, since the last commit
     measured: Mapping[str, Sequence[float]] = field(default_factory=dict)  # one number for each process
+    held_out: HeldOut | None = None  # the last that this replica measured, if it does
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it: what is not known is left out."""
@@ -35,6 +61,7 @@ class Facts:
             trip_seconds=number(body, "trip_seconds"),
             bytes={name: n for name, n in _named(body, "bytes") if _is_number(n, int) and n >= 0},
             measured={name: row for name, row in _named(body, "measured") if _is_figures(row)},
+            held_out=HeldOut.from_dict(body.get("held_out")),
         )
 
     def plus(self, more: "Facts") -> "Facts":

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from isthmus.config import Member, Recipe
     from isthmus.protocol.heartbeat import Heartbeat
     from isthmus.protocol.ledger import Ledger
+    from isthmus.protocol.log_lines import LogLines
     from isthmus.runtime.addresses import Place, Places
     from isthmus.runtime.handshake import Credentials
 
@@ -56,6 +57,7 @@ def _launch(config: LauncherConfig) -> int:
         wait_until_free,
     )
     from isthmus.runtime.handshake import Credentials
+    from isthmus.runtime.recent import Publisher, keep, recent_file
     from isthmus.runtime.waiting import WaitingNotes
     from isthmus.store.objects import open_store
 
@@ -88,11 +90,32 @@ def _launch(config: LauncherConfig) -> int:
     stages = member.config.stages
     log(f'joining "{run.recipe.name}" as {member.config.kind} replica of {stages} stage{"s" * (stages > 1)}')
     config = replace(config, key=str(key.resolve()), work_dir=str(work))
+    work.mkdir(parents=True, exist_ok=True)
+    log = logger(member.name, partial(keep, recent_file(work, config.launcher_name)))
     say = partial(_beat, ledger, key) if leads else None
     waiting = WaitingNotes(work, say, run.recipe.bucket.heartbeat_seconds)
     waiting.start()
     num_workers = max(stages, member.config.processes)
-    return agent.run_agent(config, num_workers, places, log, waiting, credentials)
+    here = range(num_workers) if config.stage is None else [config.stage]
+    beat_seconds = run.recipe.bucket.heartbeat_seconds
+    lines = Publisher(work, config.launcher_name, here, partial(_put_lines, ledger, key), beat_seconds)
+    lines.start()
+    try:
+        return agent.run_agent(config, num_workers, places, log, waiting, credentials)
+    except (ConfigError, RunError) as error:  # whoever called prints it
+        keep(recent_file(work, config.launcher_name), f"{time.strftime('%H:%M:%S')} [{member.name}] {error}")
+        raise
+    finally:
+        lines.finish()
+
+
+def _put_lines(ledger: "Ledger", key: Path, lines: "LogLines") -> None:
+    """With the key that the file has now, on a ledger of its own: another thread beats with the other."""
+    from isthmus.protocol.ledger import Ledger
+    from isthmus.protocol.log_lines import put_log
+    from isthmus.protocol.trust import load_signer
+
+    put_log(Ledger(ledger.store, ledger.run, load_signer(key, ledger.signer.replica)), lines)
 
 
 def _beat(ledger: "Ledger", key: Path, heartbeat: "Heartbeat") -> None:

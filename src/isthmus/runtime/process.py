@@ -45,6 +45,7 @@ class LauncherConfig:
     stall_seconds: float = 30.0  # a worker that makes no progress for so long is killed
     relay: str = ""  # HOST:PORT of a relay through which stages meet, in place of the master
     grace_seconds: float = 0.0  # after SIGTERM, until the machine is taken; 0: SIGTERM is as Ctrl-C
+    scores: bool | None = None  # measure the held-out loss here; None: as the recipe says
     trust_network: bool = False  # links by gloo or NCCL between machines, too
     secured: bool = False  # links are made over TLS; the launcher finds out
     handover: str = ""  # where the launcher hands connections over to its worker
@@ -81,11 +82,14 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def logger(name: str) -> Log:
+def logger(name: str, kept: Callable[[str], None] = lambda line: None) -> Log:
+    """To stderr; `kept` gets each line, too."""
+
     def log(text: str) -> None:
-        # In one write: several processes share the file.
-        sys.stderr.write(f"{time.strftime('%H:%M:%S')} [{name}] {visible(text)}\n")
+        line = f"{time.strftime('%H:%M:%S')} [{name}] {visible(text)}"
+        sys.stderr.write(f"{line}\n")  # in one write: several processes share the file
         sys.stderr.flush()
+        kept(line)
 
     return log
 

@@ -238,7 +238,7 @@ class Scoring(threading.Thread):
 
 def write_from_bucket(ledger: Ledger, path: str | Path) -> RunDir:
     """A run directory from a bucket alone, for a run that was joined and that no machine records: what the
-    replicas reported, without a replay. Held-out losses are not in it."""
+    replicas reported, without a replay; held-out losses as far as one of them measured any."""
     recipe, rows = ledger.run.recipe, bucket_rows(ledger)
     about = About(
         mode=REAL,

@@ -119,7 +119,8 @@ def resume(
 
 
 def _supervisor(run: RunDir, device: str, apart: Collection[str] = (), **launcher: Any) -> LocalSupervisor:
-    common = LauncherConfig(url=bucket_of(run), replica="", device=device, **launcher)
+    # This process records the run, and measures its held-out losses.
+    common = LauncherConfig(url=bucket_of(run), replica="", device=device, scores=False, **launcher)
     return LocalSupervisor(run.recipe, run.path.resolve(), common, apart)
 
 

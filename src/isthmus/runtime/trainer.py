@@ -38,7 +38,7 @@ from isthmus.replica.base import Replica
 from isthmus.replica.control_group import ControlGroup
 from isthmus.replica.meter import Meter
 from isthmus.runlog import finite
-from isthmus.runlog.facts import Facts
+from isthmus.runlog.facts import Facts, HeldOut
 from isthmus.runtime.anchor_writer import AnchorWriter
 from isthmus.runtime.edge import watched_edge
 from isthmus.runtime.middle import Middle
@@ -143,6 +143,7 @@ class Trainer:
         self.update: tuple[int, Update] | None = None  # the last one, with its round
         self.step_count = 0  # inner steps that the optimiser has taken
         self.fresh_steps = 0  # inner steps that no update of ours has carried yet
+        self.last_held_out: HeldOut | None = None  # what this process measured; it goes out with each update
         # Of a round that a start before this one has begun, with its weights.
         self.middle: tuple[Middle, Mapping[str, Tensor]] | None = None
         self.saves_middle = member.config.kind == "full" and max(1, member.config.processes) == 1
@@ -440,6 +441,7 @@ class Trainer:
             trip_seconds=trip,
             bytes=counts,
             measured={name: [figure] for name, figure in figures.items()},
+            held_out=self.last_held_out,
         )
 
     @contextmanager

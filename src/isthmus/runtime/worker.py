@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from isthmus.runtime.failure import PASSING_STATUS, Failure, Settled, failure_no
 from isthmus.runtime.liveness import AliveFile
 from isthmus.runtime.parting import Parted, Parting
 from isthmus.runtime.process import LauncherConfig, Log, die_with_parent, logger
+from isthmus.runtime.recent import keep, recent_file
 from isthmus.runtime.waiting import NOTE
 from isthmus.store.retry import StoreError
 
@@ -63,7 +65,8 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # the launcher handles both, and asks us to leave
         signal.signal(number, signal.SIG_IGN)
     at, work = Assignment.from_environment(), Path(config.work_dir)
-    log = logger(config.replica if at.size == 1 else f"{config.replica}/{at.rank}")
+    kept = partial(keep, recent_file(work, str(at.rank)))
+    log = logger(config.replica if at.size == 1 else f"{config.replica}/{at.rank}", kept)
     AliveFile(work / f"alive-{at.rank}").start()
     try:
         return run_worker(config, at, log)
@@ -101,9 +104,12 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     from isthmus.replica.base import precision_dtypes
     from isthmus.replica.full import FullReplica
     from isthmus.replica.leader import LeaderReplica, follow_leader
+    from isthmus.runtime.after_round import AfterRound
     from isthmus.runtime.heartbeats import HeartbeatThread
+    from isthmus.runtime.held_out import HeldOutLoss
     from isthmus.runtime.place import Place
     from isthmus.runtime.recovery import Recovery
+    from isthmus.runtime.round_lines import RoundLines
     from isthmus.runtime.stopping import save_delivered, save_edge
     from isthmus.runtime.trainer import Trainer
     from isthmus.store.objects import open_store
@@ -120,7 +126,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     whole = member.config.kind == "full"
     if whole and at.size > 1 and device.type == "cuda" and device.index is None:
         device = torch.device("cuda", at.rank)
-    precision, batches, held_out = pick_precision(recipe, device), None, None
+    precision, batches, corpus, held_out = pick_precision(recipe, device), None, None, None
     if whole or at.rank == 0:
         corpus = checked_corpus(recipe, config.corpus)
         batches = Batches.of(recipe, corpus.train)
@@ -164,6 +170,18 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         held_out=held_out,
         stream_dtype=precision_dtypes(precision)[1],
     )
+    trainer.exchange.tells_anchors = not sys.stderr.isatty()
+    told_here = at.rank == 0 or config.stage is not None
+    lines = RoundLines(log, recipe.outer.rounds) if told_here else None
+    loss = None
+    if (
+        config.scores is not False
+        and corpus
+        and held_out is not None
+        and len(trainer.reads) == len(ledger.shards)
+    ):
+        dtype = precision_dtypes(precision)[1]
+        loss = HeldOutLoss(recipe, member, ledger, corpus, trainer.anchor, dtype, config.scores)
     heartbeats = HeartbeatThread(trainer, incarnation, recipe.bucket.heartbeat_seconds, Path(config.work_dir))
 
     def leave() -> bool:
@@ -184,6 +202,8 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         recovery = Recovery(trainer)
         done = recovery.resume()
         settled = Settled(Path(config.work_dir), at.rank)
+        after = AfterRound(trainer, settled, lines, loss)
+        after.begin(done)
         start.mark("resume")
 
         def progress(h: int) -> None:
@@ -198,7 +218,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         while to_the_end is None:
             rounds = range(done + 1, recipe.outer.rounds + 1)
             try:
-                to_the_end = run_rounds(trainer, trainer.exchange, rounds, progress, settled.round, leave)
+                to_the_end = run_rounds(trainer, trainer.exchange, rounds, progress, after, leave)
             except LedPast as gap:
                 done = recovery.pass_over(gap)
         trainer.finish()
