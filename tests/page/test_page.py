@@ -65,15 +65,17 @@ def test_a_phone_has_one_column_and_never_scrolls_sideways(page, run, url, width
     assert paper == ("rgb(20, 23, 26)" if dark else "rgb(251, 250, 248)")
 
 
+@pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("state", ["training", "delivering", "catching up", "silent"])
-def test_on_a_phone_the_table_of_the_fleet_is_whole(page, run, url, state):
+def test_the_table_of_the_fleet_is_whole(page, run, url, state, width):
     """With all the columns of real processes, one of which gives no sign of life."""
-    page.look_as(390, 844, touch=True)
+    page.look_as(width, 844, touch=width < 500)
     page.go(url)
     page.value(
         "(() => { const state = structuredClone(last), now = Date.now() / 1000; state.run.bucket = true;"
         f"for (const one of state.replicas) Object.assign(one, {{ state: '{state}', seen_unix: now - 17,"
         "  why: 'stage 0 gives no sign of life', inner_step: 14, loss: 5.038, rate: '1.7k tok/s',"
+        "  restarts: 2, disk_free: '29.7 GB', last_error: 'its launcher ended without a word',"
         "  processes: [{ stage: 0, state: 'silent' }, { stage: 1, state: 'runs' }] });"
         "members(state); })()"
     )
