@@ -10,7 +10,7 @@ from experiments.lines import Line, digest, identity, read
 from experiments.recommended import recommended
 from experiments.tables import Row, Scale, recipe_of
 from experiments.work import COMPILE_SECONDS, rate
-from isthmus.config import Recipe, parse_recipe
+from isthmus.config import Recipe, stored_recipe
 from isthmus.errors import ConfigError
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
 from isthmus.runlog.words import count, duration, fleet_in_words
@@ -103,7 +103,7 @@ def read_fullsize(folder: Path, scale: Scale = SCALES[NAME]) -> list[Line]:
         lacking = [name for name in FIELDS if line.get(name) is None]
         if lacking:
             raise ConfigError(f'{folder / FILE} has a line without "{lacking[0]}"; remove it, run it anew')
-        if line["curve"] and line["curve"][-1][0] == parse_recipe(line["recipe"]).outer.rounds:
+        if line["curve"] and line["curve"][-1][0] == stored_recipe(line["recipe"]).outer.rounds:
             found.append(line)
     return found
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from experiments.estimates import VIEWS
 from experiments.fullsize import NAME, SCALES, rows_at
 from experiments.lines import Line
-from isthmus.config import parse_recipe
+from isthmus.config import stored_recipe
 from isthmus.runlog import STAGE_PURPOSES
 from isthmus.runlog.words import duration, size
 
@@ -70,7 +70,7 @@ def fullsize_facts(lines: Mapping[str, Line]) -> str:
         rate, whole = line["tokens_per_second"] / 1e3, line["sustained_tokens_per_second"] / 1e3
         rows.append([
             f"`{name}`", f"`{line['digest']}`", str(line["seed"]),
-            f"{parse_recipe(line['recipe']).inner.lr:g}",
+            f"{stored_recipe(line['recipe']).inner.lr:g}",
             f"{rate:,.0f} k tokens/s in the median round, {whole:,.0f} k with compilation",
             duration(line["seconds"]),
             f"{line['predicted_bytes'] / 2**30:.1f} and {line['peak_bytes'] / 2**30:.1f} GiB",
@@ -84,7 +84,7 @@ def fullsize_setup(lines: Mapping[str, Line]) -> str:
     if not lines:
         return ""
     line = next(iter(lines.values()))
-    recipe = parse_recipe(line["recipe"])
+    recipe = stored_recipe(line["recipe"])
     model, inner, outer = recipe.model, recipe.inner, recipe.outer
     held_out = recipe.data.eval_batches * inner.batch * model.context
     return (

@@ -29,7 +29,7 @@ FIELDS = (
 # follow from other settings.
 _APART = {"name", "seed", "data.corpus", "data.eval_every", "bucket.norm_limit", "model.boundary_tables"}
 # Defaults that have changed since the first lines were written: digests know the value that they had then.
-_FIRST = {"outer.clip": "none"}
+_FIRST = {"outer.clip": "none", "subspace.decay_t_perp": True}
 
 
 def digest(recipe: Recipe) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from experiments.lines import Line, digest
-from isthmus.config import Recipe, SubspaceConfig, parse_recipe
+from isthmus.config import Recipe, SubspaceConfig, stored_recipe
 from isthmus.files import replace_file
 from isthmus.planner.loss_price import FILE, LEARNED
 
@@ -33,7 +33,7 @@ def measured(lines: Sequence[Line]) -> dict[str, Points]:
     """
     losses: dict[str, dict[str, ByPair]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for line in lines:
-        recipe = parse_recipe(line["recipe"])
+        recipe = stored_recipe(line["recipe"])
         if not line.get("failed") and _plainly_pipelined(recipe):
             learned = LEARNED if recipe.subspace.anchor == "learned" else ""
             group = losses[f"{recipe.inner.optimizer}{learned}"][digest(_opened(recipe))]
@@ -56,15 +56,17 @@ def _num_seeds(points: Points) -> float:
 
 def _plainly_pipelined(recipe: Recipe) -> bool:
     """Every replica in stages, and nothing else about boundaries changed: no ablation, no finish."""
-    plain = SubspaceConfig(anchor=recipe.subspace.anchor)
+    subspace = recipe.subspace
+    plain = SubspaceConfig(anchor=subspace.anchor, decay_t_perp=subspace.decay_t_perp)
     one = len(recipe.replicas) == 1 and recipe.replicas[0].stages > 1
-    return one and recipe.subspace == plain and not recipe.finish.rounds
+    return one and subspace == plain and not recipe.finish.rounds
 
 
 def _opened(recipe: Recipe) -> Recipe:
     wire, compression = OPEN
     replica = replace(recipe.replicas[0], wire=wire, compression=compression)
-    return replace(recipe, subspace=SubspaceConfig(), replicas=(replica,))
+    subspace = SubspaceConfig(decay_t_perp=recipe.subspace.decay_t_perp)
+    return replace(recipe, subspace=subspace, replicas=(replica,))
 
 
 def _pair(recipe: Recipe) -> Pair:

@@ -177,9 +177,9 @@ def rung(fleet: str, ratio: str) -> str:
 
 def recipe_of(row: Row, scale: Scale, seed: int, corpus: str, lrs: dict[str, float]) -> Recipe:
     """The row as a recipe. `lrs` gives the learning rate of each method."""
-    # The paper's method has no clip.
-    outer = '[outer]\nclip = "none"\n'
-    base = f'name = "{scale.name}-{row.name}"\n[model]\npreset = "nano"\n{outer}{FLEETS[row.fleet]}'
+    # The paper's method has no clip. The lines that are there were made when T_perp decayed with the rest.
+    ours = '[outer]\nclip = "none"\n[subspace]\ndecay_t_perp = true\n'
+    base = f'name = "{scale.name}-{row.name}"\n[model]\npreset = "nano"\n{ours}{FLEETS[row.fleet]}'
     lr = [f"inner.lr={lrs[row.method]:g}"] if row.tuned else []
     size = [*scale.settings, f"outer.inner_steps={scale.inner_steps}", f"outer.rounds={scale.rounds}"]
     text = f'data.corpus="{corpus}"'

@@ -10,7 +10,7 @@ import pytest
 from experiments.catalog import rows_of
 from experiments.lines import digest
 from experiments.tables import SCALES, recipe_of
-from isthmus.config import BucketConfig, OuterConfig, dump_recipe, load_recipe, parse_recipe
+from isthmus.config import BucketConfig, OuterConfig, dump_recipe, load_recipe, parse_recipe, stored_recipe
 from isthmus.config.shipped import shipped_names
 from isthmus.protocol.access import open_ledger
 from isthmus.runlog import RunDir
@@ -34,6 +34,17 @@ def test_a_run_made_before_goes_on_without_the_clip(tmp_path: Path, name: str):
         assert (recipe.outer.clip, recipe.bucket.norm_limit) == ("none", 20.0)
 
 
+@pytest.mark.parametrize("name", ["train", "simulate"])
+def test_a_run_made_before_goes_on_with_the_decay_of_t_perp(tmp_path: Path, name: str):
+    with tarfile.open(Path(__file__).parent / "v0.1" / f"{name}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    assert RunDir.open(tmp_path / name).recipe.subspace.decay_t_perp
+    if name == "train":
+        assert open_ledger(str(tmp_path / name / "bucket")).run.recipe.subspace.decay_t_perp
+    assert not parse_recipe(SMALLEST).subspace.decay_t_perp
+    assert not stored_recipe(dump_recipe(parse_recipe(SMALLEST))).subspace.decay_t_perp
+
+
 def test_what_is_stored_of_a_recipe_names_every_default():
     """run.json and recipe.toml are dumps: a default that changes later does not change them."""
     stored = tomllib.loads(dump_recipe(parse_recipe(SMALLEST)))
@@ -44,7 +55,7 @@ def test_what_is_stored_of_a_recipe_names_every_default():
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.jsonl")), ids=lambda path: path.stem)
 def test_a_stored_result_is_still_found_by_its_digest(path: Path):
     for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-        recipe = parse_recipe(line["recipe"])
+        recipe = stored_recipe(line["recipe"])
         assert recipe.outer.clip == "none"
         assert digest(recipe) == line["digest"]
 

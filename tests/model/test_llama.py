@@ -81,3 +81,14 @@ def test_first_values_depend_on_seed_and_name_alone():
 def test_too_long_a_sequence_is_refused():
     with pytest.raises(ValueError, match="context"):
         Llama(TINY)(tokens(1, 13))
+
+
+def test_first_values_do_not_depend_on_torchs_default_type():
+    drawn = init_params(TINY, seed=3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        again = init_params(TINY, seed=3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(drawn[name], again[name]) for name in drawn)
+    assert {p.dtype for p in again.values()} == {torch.float32}

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from isthmus import simulate
 from isthmus.config import parse_recipe
 from isthmus.data.corpus import open_corpus
+from isthmus.layout.stages import boundaries
 from isthmus.layout.traffic import round_bytes
 from isthmus.model.inner import learning_rate
 from isthmus.model.llama import forward, init_params, rope_table, token_losses
@@ -15,7 +16,7 @@ from isthmus.outer.rounds import run_rounds
 from isthmus.planner.memory import SimulatorPlan
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
-from isthmus.subspace import SubspaceBoundary, split
+from isthmus.subspace import SubspaceBoundary, reproject, split
 from isthmus.subspace.boundaries import projected_names, write_projection
 
 BASE = recipe_text(inner={"precision": "fp64"}, outer={"inner_steps": 3, "rounds": 3, "values": "fp64"})
@@ -106,6 +107,50 @@ def test_adamw_with_m_full_replicas_is_one_replica_with_m_times_the_batch(corpus
     fleet = train(corpus, FULL, "outer.method=adamw")
     reference = plain_adamw(recipe, 6, lambda step: probe.batches.stacked(step).flatten(0, 1))
     assert relative(fleet.anchor, reference) < 1e-10
+
+
+def literal_t_s_and_t_perp(recipe, basis, edges, rounds, batch):
+    """Sec. 2.4 as it is written: T_S is trained, T_perp is a buffer, and eqs. 3-4 after every round."""
+    params = {n: p.double() for n, p in init_params(recipe.model, recipe.seed).items()}
+    t_s, t_perp = split(params["tok_embeddings.weight"], basis)
+    params["tok_embeddings.weight"] = t_s.clone()
+    trained = [p.requires_grad_() for p in params.values()]
+    opt = torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=recipe.inner.weight_decay)
+    rope = rope_table(recipe.model, recipe.model.context, torch.float64)
+    for t in range(rounds):
+        rest = t_perp
+
+        def boundary(x, tokens, rest=rest):
+            return (x - rest[tokens]) @ basis @ basis.T + rest[tokens]
+
+        for step in range(t * recipe.outer.inner_steps, (t + 1) * recipe.outer.inner_steps):
+            ids = batch(step).long()
+            opt.param_groups[0]["lr"] = learning_rate(step, recipe.inner, recipe.num_inner_steps)
+            opt.zero_grad()
+            whole = params | {"tok_embeddings.weight": params["tok_embeddings.weight"] + rest}
+            crossed = {edge: [(slice(0, len(ids)), boundary)] for edge in edges}
+            logits = forward(whole, ids[:, :-1], recipe.model, rope, crossed)
+            token_losses(logits, ids[:, 1:]).backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            opt.step()
+        with torch.no_grad():
+            t_s, t_perp = reproject(params["tok_embeddings.weight"], t_perp, basis)
+            params["tok_embeddings.weight"].copy_(t_s)
+    return {n: p.detach() for n, p in params.items()} | {"tok_embeddings.weight": t_s + t_perp}
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1, 5.0])
+def test_one_table_is_t_s_and_t_perp_at_any_weight_decay(corpus, weight_decay):  # sec. 2.4, eqs. 3-4
+    edge = pipelined("edge", stages=2, compression="1/4", wire="fp64")
+    settings = ["outer.keep=4096", "outer.clip=none", f"inner.weight_decay={weight_decay}", "inner.lr=0.01"]
+    recipe, probe = build(corpus, edge, *settings)
+    basis = probe.bases.get(recipe.fleet()[0], 0)
+    edges = boundaries(recipe.model.layers, 2)
+    reference = literal_t_s_and_t_perp(recipe, basis, edges, 2, lambda step: probe.batches.at(0, step))
+    assert relative(train(corpus, edge, *settings).anchor, reference) < 1e-10
+    if weight_decay:
+        decayed = train(corpus, edge, *settings, "subspace.decay_t_perp=true")
+        assert relative(decayed.anchor, reference) > 1e-5
 
 
 def test_identical_replicas_make_both_aggregations_agree(corpus):

@@ -6,7 +6,15 @@ May import nothing else; standard library only.
 from isthmus.config.checks import nearest
 from isthmus.config.fleet import AUTO, BucketConfig, LinkConfig, Member, ReplicaConfig, ScoreConfig
 from isthmus.config.model import PRESETS, ModelConfig
-from isthmus.config.toml import build_table, dump_recipe, load_recipe, parse_recipe, read_toml, toml_line
+from isthmus.config.toml import (
+    build_table,
+    dump_recipe,
+    load_recipe,
+    parse_recipe,
+    read_toml,
+    stored_recipe,
+    toml_line,
+)
 from isthmus.config.tree import (
     DataConfig,
     FinishConfig,
@@ -37,5 +45,6 @@ __all__ = [
     "nearest",
     "parse_recipe",
     "read_toml",
+    "stored_recipe",
     "toml_line",
 ]

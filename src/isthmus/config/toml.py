@@ -33,6 +33,20 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), source: str = "recipe
     return _overridden(_parse(text, source), overrides)
 
 
+# What a run did before there was a key for it, where the key's default is to do otherwise.
+BEFORE = {("subspace", "decay_t_perp"): True}
+
+
+def stored_recipe(text: str, source: str = "recipe") -> Recipe:
+    """The recipe of a run, as `dump_recipe` wrote it: a key that it lacks is younger than the run."""
+    table = _parse(text, source)
+    for (section, key), value in BEFORE.items():
+        found = table.setdefault(section, {})
+        if isinstance(found, dict):
+            found.setdefault(key, value)
+    return _overridden(table, ())
+
+
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
     """The tables of a file, or one line that says why it cannot be read as TOML."""
     try:

@@ -132,6 +132,7 @@ class SubspaceConfig:
     anchor: str = (
         "fixed"  # T_perp alone; or "learned": a table at each boundary, trained and sent with the rest
     )
+    decay_t_perp: bool = False  # true: weight decay also shrinks T_perp, which is a constant in the paper
     adaptation: bool = True  # eqs. 3-4 after every round; false: T_perp stays at its first value
     weight_projection: bool = False  # Table 5b: compressed W_p1 and W_p2 back onto S after every step
     grassmann_every: int = 0  # Table 5c: inner steps between updates of U; 0: never

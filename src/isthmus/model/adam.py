@@ -1,6 +1,6 @@
 """InnerOpt's step on a GPU: two kernels for each tensor, for one replica or for a stack of them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -69,8 +69,9 @@ class FusedAdamW:
         now = [lr, 1 / (1 - config.beta1**count), (1 - config.beta2**count) ** -0.5]
         self.now.copy_(torch.tensor(now), non_blocking=True)
 
-    def step(self, scales: Tensor, config: InnerConfig) -> None:
-        """The prepared update of what has a second moment, with gradients multiplied by scales (R, T)."""
+    def step(self, scales: Tensor, config: InnerConfig, undecayed: Collection[str] = ()) -> None:
+        """The prepared update of what has a second moment, with gradients multiplied by scales (R, T).
+        Weights in `undecayed` do not decay."""
         kernels = _kernels()
         scales = scales.contiguous()
         for t, (name, p) in enumerate(self.params.items()):
@@ -78,8 +79,8 @@ class FusedAdamW:
                 continue  # Muon's
             kernels.adamw_kernel[(self.counts[t], self.rows)](
                 p, self.first[name], self.second[name], self.grad(name), self.copies.get(name, p),
-                scales[:, t:], p.numel() // self.rows, scales.shape[1], self.now, config.weight_decay,
-                config.beta1, config.beta2, config.eps,
+                scales[:, t:], p.numel() // self.rows, scales.shape[1], self.now,
+                0.0 if name in undecayed else config.weight_decay, config.beta1, config.beta2, config.eps,
                 BLOCK=BLOCK, COPIED=name in self.copies,
             )  # fmt: skip
 

@@ -2,7 +2,7 @@
 replica or a stack of them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -67,7 +67,8 @@ class InnerOpt:
 
     `modified` names the d-sided matrices with the row-constant second moment of Table 5d, each with a mask
     (R,) of the replicas that use it. `copies` are bf16 leaves: the forward reads them in place of some
-    weights. They are for a GPU (see `adam`) and stay equal to the weights.
+    weights. They are for a GPU (see `adam`) and stay equal to the weights. `undecayed` names weights whose
+    decay is somebody else's.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class InnerOpt:
         groups: Tensor | None = None,
         modified: Mapping[str, Tensor] | None = None,
         copies: Mapping[str, Tensor] | None = None,
+        undecayed: Collection[str] = (),
     ) -> None:
         self.params, self.config, self.total_steps = dict(params), config, total_steps
         self.stacked, self.groups, self.modified = stacked, groups, dict(modified or {})
@@ -89,7 +91,7 @@ class InnerOpt:
         self.muon = muon.chosen(self.params, stacked) if config.optimizer == "muon" else []
         with_second = [name for name in self.params if name not in set(self.muon)]
         self.second = {name: torch.zeros_like(self.params[name]) for name in with_second}
-        self.copies = dict(copies or {})
+        self.copies, self.undecayed = dict(copies or {}), frozenset(undecayed)
         quick = not self.modified and FusedAdamW.fits(self.params)
         rows = len(next(iter(self.params.values()))) if stacked else 1
         self.fused = FusedAdamW(self.params, self.first, self.second, self.copies, rows) if quick else None
@@ -136,30 +138,33 @@ class InnerOpt:
     @torch.no_grad()
     def update(self, squared_norm: Tensor | None = None) -> Tensor:
         """The device's part: clip, then step. A stage clips by the squared norm (1,) of its replica."""
-        limit = self.config.clip or math.inf
+        c, limit = self.config, self.config.clip or math.inf
         if self.fused:
             known = squared_norm is not None
             squares = squared_norm.new_zeros(1, len(self.params)) if known else self.fused.squares()
             scales, norms = clip_scales(squares, limit, self.groups, squared_norm)
-            self.fused.step(scales, self.config)
+            self.fused.step(scales, c, self.undecayed)
             if self.muon:
                 columns = dict(zip(self.params, scales.unbind(1), strict=True))
                 clipped = {name: self._scaled(self.fused.grad(name), columns[name]) for name in self.muon}
-                self._muon_step(clipped, self.fused.now[0])
+                self._muon_step(clipped, self.current_lr)
             return norms
         grads = self._grads()
         norms = clip_(grads, limit, self.groups, self.stacked, squared_norm)
-        self._plain_step()
+        self._plain_step(c.weight_decay, [name for name in self.steps if name not in self.undecayed])
+        self._plain_step(0.0, [name for name in self.steps if name in self.undecayed])
         if self.muon:
             self._muon_step(grads, self.lr)
         for name, mask in self.modified.items():
             self._modified_step(name, mask, self.lr)
         return norms
 
-    def _plain_step(self) -> None:
-        """AdamW as torch has it. Not by its optimiser class, which imports torch's compiler: that takes every
-        process seconds at its start."""
-        c, names = self.config, list(self.steps)
+    def _plain_step(self, weight_decay: float, names: Collection[str]) -> None:
+        """AdamW of these as torch has it. Not by its optimiser class, which imports torch's compiler: that
+        takes every process seconds at its start."""
+        if not names:
+            return
+        c = self.config
         adamw(
             [self.params[name] for name in names],
             [_grad(self.params[name]) for name in names],
@@ -174,8 +179,13 @@ class InnerOpt:
             beta1=c.beta1,
             beta2=c.beta2,
             eps=c.eps,
-            weight_decay=c.weight_decay,
+            weight_decay=weight_decay,
         )
+
+    @property
+    def current_lr(self) -> float | Tensor:
+        """Of the update that was prepared: on the device where a recorded step reads it anew."""
+        return self.fused.now[0] if self.fused else self.lr
 
     def _scaled(self, grad: Tensor, factor: Tensor) -> Tensor:
         """In the precision of the weights, times (R,)."""

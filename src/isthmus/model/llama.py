@@ -36,17 +36,18 @@ HEAD_WEIGHTS = ("norm.weight", "output.weight")
 
 
 def init_tensor(name: str, shape: Sequence[int], model: ModelConfig, seed: int) -> Tensor:
-    """A parameter's first value: a pure function of (seed, name), so a stage draws only its own."""
+    """A parameter's first value: a pure function of (seed, name), so a stage draws only its own. In
+    float32 whatever torch's default type is: float64 would be other draws."""
     if len(shape) == 1:
-        return torch.ones(shape)  # norm gains
+        return torch.ones(shape, dtype=torch.float32)  # norm gains
     if name.startswith(TABLES):
-        return torch.zeros(tuple(shape))  # a boundary begins as the paper's
+        return torch.zeros(tuple(shape), dtype=torch.float32)  # a boundary begins as the paper's
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     std = model.init_std
     if name.endswith(("wo.weight", "w2.weight")):  # what writes into the stream, 2 x layers times
         std /= math.sqrt(2 * model.layers)
-    return torch.randn(tuple(shape), generator=generator) * std
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32) * std
 
 
 def init_params(model: ModelConfig, seed: int, names: Collection[str] | None = None) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from isthmus.config import Recipe, parse_recipe
+from isthmus.config import Recipe, stored_recipe
 from isthmus.errors import ConfigError
 from isthmus.reading import parse_json, read_bytes, stat_regular
 from isthmus.store.retry import StoreRefused
@@ -122,7 +122,7 @@ def _checked(key: str) -> str:
 
 def resolved_recipe(text: str, source: str) -> Recipe:
     """The recipe of a run, in which everything that was "auto" has been picked."""
-    recipe = parse_recipe(text, source=source)
+    recipe = stored_recipe(text, source)
     for replica in recipe.replicas:
         replica.ratio  # noqa: B018 - raises where "auto" was left in it
     return recipe

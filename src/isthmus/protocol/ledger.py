@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from isthmus.config import Recipe, dump_recipe, parse_recipe
+from isthmus.config import Recipe, dump_recipe, stored_recipe
 from isthmus.errors import ConfigError, Unreachable
 from isthmus.protocol.anchors import Anchors
 from isthmus.protocol.chain import check_pinned
@@ -100,7 +100,7 @@ def parse_run(data: bytes) -> RunInfo:
     try:
         check(body, RUN)
         keys, closers = dict(body["keys"]), tuple(body["closers"])
-        recipe = parse_recipe(body["recipe"])
+        recipe = stored_recipe(body["recipe"])
         if keys.keys() != {member.name for member in recipe.fleet()}:
             raise Refused("its keys are not those of the recipe's replicas")
         if any(stages > recipe.model.layers for stages in body.get("room", ())):

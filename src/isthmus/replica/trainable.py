@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from isthmus.config import Member, Recipe
-from isthmus.layout.stages import is_looked_up, stage_of
+from isthmus.layout.stages import EMBEDDING, is_looked_up, stage_of
 from isthmus.model.adam import FusedAdamW
 from isthmus.model.inner import InnerOpt
 from isthmus.subspace.boundaries import BasisSet, projected, projected_names
+from isthmus.subspace.embedding import split
 
 
 class Trainable:
@@ -37,6 +38,7 @@ class Trainable:
         self.params = {name: p.requires_grad_() for name, p in params.items()}
         first = next(iter(self.params.values()))
         self.master_dtype, self.device = first.dtype, first.device
+        self.table: Tensor | None = None  # whose part outside S compressed replicas keep for a round
         modified = self._modified()
         possible = bf16_copies and not modified and FusedAdamW.fits(self.params)
         self.copies = self._bf16_copies() if possible else {}
@@ -48,6 +50,7 @@ class Trainable:
             groups=self._clip_groups(),
             modified=modified,
             copies=self.copies,
+            undecayed=(EMBEDDING,) if self._keeps_t_perp() else (),
         )
 
     @property
@@ -114,9 +117,29 @@ class Trainable:
         Returns the gradient norms (R,) before clipping. A stage clips by the squared norm (1,) of its whole
         replica.
         """
+        if self._keeps_t_perp():
+            self._decay_embedding()
         norms = self.opt.update(squared_norm)
         self._project_weights()
         return norms
+
+    def _keeps_t_perp(self) -> bool:
+        """Weights that full replicas share with compressed ones are full replicas' weights."""
+        compressed = [member.config.compressed for member in self.members]
+        some = any(compressed) if self.stacked else all(compressed)
+        return some and EMBEDDING in self.params and not self.recipe.subspace.decay_t_perp
+
+    def _decay_embedding(self) -> None:
+        """AdamW's weight decay of TE: in compressed replicas of T_S = TE - T_perp alone. There T_S is what is
+        trained, and T_perp a constant of the round (sec. 2.4)."""
+        rate = self.opt.current_lr * self.recipe.inner.weight_decay
+        for rows, member in self._alike():
+            embedding = self.params[EMBEDDING].detach()[rows]
+            if member.config.compressed:
+                assert self.table is not None, "compressed replicas have a table"
+                embedding.lerp_(split(self.table, self.bases.get(member, 0))[1], rate)
+            else:
+                embedding.mul_(1 - rate)
 
     def _project_weights(self) -> None:
         """Table 5b: W_p1 and W_p2 of compressed replicas return to S."""

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypedDict
 
-from isthmus.config import Recipe, dump_recipe, parse_recipe
+from isthmus.config import Recipe, dump_recipe, stored_recipe
 from isthmus.errors import ConfigError
 from isthmus.files import open_own, replace_file
 from isthmus.layout.traffic import PURPOSES, REPLICA_PURPOSES, STAGE_PURPOSES
@@ -96,7 +96,7 @@ class RunDir:
             what = "is not a run: it holds no readable recipe.toml" if path.is_dir() else "is not a folder"
             what = what if os.path.lexists(path) else "does not exist"
             raise ConfigError(f"{path} {what}; give the folder of a run, such as runs/demo") from None
-        return cls(path, parse_recipe(text, source=str(path / "recipe.toml")))
+        return cls(path, stored_recipe(text, str(path / "recipe.toml")))
 
     @property
     def recipe_path(self) -> Path:
