@@ -30,8 +30,8 @@ __all__ = [
     "train",
 ]
 
-# Read by OpenMP when torch is loaded: a thread that has nothing to do sleeps. By default it spins for some
-# milliseconds, which on busy cores takes them from the very threads it waits for (docs/use.md, Threads).
+# Read by OpenMP when torch is loaded: a thread that has nothing to do sleeps (docs/operate.md, Threads). By
+# default it spins for some milliseconds, and takes busy cores from the very threads that it waits for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Found when they are asked for: `import isthmus` loads nothing else, and none of these loads torch.

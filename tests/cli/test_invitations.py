@@ -51,13 +51,14 @@ def asks(token: Token, key: str) -> None:
 def test_a_token_becomes_a_replica_whose_key_never_left_its_machine(owned, capsys):
     a, b, c = owned.replicas()
     settled(1, a, a, b, c)
-    token = invited(capsys, "edge-7", "--like", "c")
+    token = invited(capsys, "edge-7", "--like", "c", "--batch", "2")
     asks(token, "friend/edge-7.key")
     assert Path("friend/edge-7.key").stat().st_mode & 0o777 == 0o600
     settled(2, a, a, b, c)
     key = prepare("bucket", token, "friend/edge-7.key")  # typed again: it is in
     assert owned.epoch.run.keys["edge-7"] == load_signer(key, "edge-7").public_key
-    assert owned.epoch.run.recipe.fleet()[-1].config.stages == 2
+    config = owned.epoch.run.recipe.fleet()[-1].config
+    assert (config.stages, config.batch) == (2, 2)
     secrets = [Path("friend/edge-7.key").read_text().split()[0], token.seed.hex()]
     stored = b"".join(path.read_bytes() for path in Path("bucket").rglob("*") if path.is_file())
     assert not any(secret.encode() in stored or bytes.fromhex(secret) in stored for secret in secrets)
@@ -163,6 +164,10 @@ BAD = {
     "taken": (("invite", "bucket", "--replica", "a", *OWNER), "there is a replica a in this run"),
     "like": (("invite", "bucket", "--replica", "d", "--like", "z", *OWNER), 'there is no replica "z"'),
     "stages": (("invite", "bucket", "--replica", "d", "--stages", "9", *OWNER), "stages for 2 layers"),
+    "batch": (
+        ("invite", "bucket", "--replica", "d", "--batch", "-1", *OWNER),
+        "batch is -1; it must be at least 0",
+    ),
     "days": (("invite", "bucket", "--replica", "d", "--days", "0", *OWNER), "--days is 0"),
     "no key": (("invite", "bucket", "--replica", "d"), "no owner's key at keys/little/run.owner.key"),
     "a replica's key": (

@@ -73,6 +73,7 @@ def _register_invite(commands: argparse._SubParsersAction) -> None:
     add("--mbps", type=float, help="its links, each way")
     add("--latency-ms", type=float, help="its links, one way")
     add("--processes", type=int, help="of a full replica: GPUs of one machine that share every batch")
+    add("--batch", type=int, help="sequences of its inner step, by which its updates are weighed (the run's)")
     add("--closer", action="store_true", help="it may close rounds: only for a machine that you trust")
     days = "how long the token is good for (7)"
     add("--days", type=float, default=7.0, help=days)
@@ -160,7 +161,7 @@ def newcomer(ledger: "Ledger", args: argparse.Namespace) -> "ReplicaConfig":
         config = replace(alike[args.like], name=args.replica, count=1)
     changed: dict[str, Any] = {
         name: value
-        for name in ("stages", "compression", "wire", "processes")
+        for name in ("stages", "compression", "wire", "processes", "batch")
         if (value := getattr(args, name)) is not None
     }
     if args.stages is not None:
