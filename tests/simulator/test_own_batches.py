@@ -16,6 +16,7 @@ from isthmus.errors import ConfigError
 from isthmus.layout.traffic import inner_step_bytes
 from isthmus.outer.rounds import run_rounds
 from isthmus.outer.weights import round_weights
+from isthmus.planner.cost import round_seconds
 from isthmus.planner.memory import SimulatorPlan, parts_of, plan_simulator, stacked_members
 from isthmus.planner.plan import predict
 from isthmus.replica.full import FullReplica
@@ -131,6 +132,19 @@ def test_tokens_bytes_and_step_times_follow_the_batch_of_each_kind():
     assert own["strong"].compute.flops_per_step == 1.5 * others["strong"].compute.flops_per_step
     assert own["weak"].compute.seconds_per_step == 0.5 * others["weak"].compute.seconds_per_step
     assert own["weak"].memory[0]["activations"] < others["weak"].memory[0]["activations"]
+
+
+def test_the_virtual_clock_waits_for_the_largest_batch_where_no_rate_is_stated():
+    alone, mixed = (
+        parse_recipe(
+            recipe_text(replicas("a", batch=6) + replicas("b", batch=batch)), ["outer.inner_steps=10"]
+        )
+        for batch in (6, 2)
+    )
+    # The average replica of `mixed` takes 4 sequences in a second, so that of 6 takes 1.5 s.
+    exchange = round_seconds(alone, 0.0)
+    assert round_seconds(alone, 1.5) - exchange == pytest.approx(15.0)
+    assert round_seconds(mixed, 1.0) - exchange == pytest.approx(15.0)
 
 
 def test_weights_are_the_recipes_and_as_small_as_they_can_be():

@@ -192,6 +192,9 @@ def roles(found: "Survey") -> list[str]:
     lines.append(
         '  recomputed: with inner.recompute = true, or recompute = "yes" in its table; a third more compute'
     )
+    lines.append(
+        "  a larger batch is trained in parts of that size: micro_batches in its table, chosen by itself"
+    )
     return lines
 
 

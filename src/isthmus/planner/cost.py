@@ -33,10 +33,16 @@ def inner_step_seconds(recipe: Recipe, member: Member, measured_seconds: float) 
 
 
 def round_seconds(recipe: Recipe, measured_step_seconds: float) -> float:
-    """One outer round: H inner steps of the slowest replica, then its exchange, up and then down."""
-    sizes = shard_bytes(recipe)
+    """One outer round: H inner steps of the slowest replica, then its exchange, up and then down.
+
+    measured_step_seconds are those of the average replica; a larger batch takes as much longer.
+    """
+    sizes, average = shard_bytes(recipe), recipe.step_sequences / recipe.num_replicas
     return max(
-        recipe.outer.inner_steps * inner_step_seconds(recipe, member, measured_step_seconds)
+        recipe.outer.inner_steps
+        * inner_step_seconds(
+            recipe, member, measured_step_seconds * (recipe.batch_of(member.config) / average)
+        )
         + exchange_seconds(recipe, member, sizes)
         for member in recipe.fleet()
     )
