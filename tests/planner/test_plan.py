@@ -221,7 +221,7 @@ def test_a_small_model_without_a_rate_is_measured_here_and_planned_for_this_mach
         tokens_per_second=1.0,
     )
     monkeypatch.setattr(speed, "training_rate", lambda *given: rate)
-    monkeypatch.setattr(speed.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(speed, "usable_cores", lambda: 2)
     body = json.loads(run(capsys, DEMO, "--json"))
     # Two cores: half of one for a full replica, a third for each of four stages.
     assert [kind["compute"]["tflops"] for kind in body["kinds"]] == [0.03, 0.02]
