@@ -273,6 +273,8 @@ class Trainer:
         """The same of a round whose middle a start before this one has saved."""
         assert self.middle, "a middle was restored"
         (about, params), self.middle = self.middle, None
+        if not about.num_steps:  # it stopped at the edge of a round
+            return
         self.step_count += about.num_steps
         self.fresh_steps += about.num_steps
         self._carry(about.round, about.num_steps, params)
