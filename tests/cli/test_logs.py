@@ -18,7 +18,15 @@ from isthmus.config import parse_recipe
 from isthmus.protocol.access import open_as, open_ledger
 from isthmus.protocol.heartbeat import Heartbeat, Vitals
 from isthmus.protocol.ledger import Ledger
-from isthmus.protocol.log_lines import MOST_LINE, MOST_LINES, LogLines, new_lines, put_log, read_log
+from isthmus.protocol.log_lines import (
+    ALIVE_SECONDS,
+    MOST_LINE,
+    MOST_LINES,
+    LogLines,
+    new_lines,
+    put_log,
+    read_log,
+)
 from isthmus.protocol.trust import Refused
 from isthmus.runtime.crashes import Crashes, note_error
 from isthmus.runtime.create import create
@@ -143,7 +151,8 @@ def test_only_new_lines_are_put_and_a_bucket_that_is_away_is_tried_again(tmp_pat
             raise StoreError("bucket: put", "network")
         put.append((log.stage, log.lines))
 
-    publisher = Publisher(tmp_path, "launcher", [0, 1], put_one, 1.0)
+    now = [100.0]
+    publisher = Publisher(tmp_path, "launcher", [0, 1], put_one, 1.0, clock=lambda: now[0])
     publisher.tell()
     keep(recent_file(tmp_path, "launcher"), "12:00:00 [edge] joining")
     keep(recent_file(tmp_path, "1"), "12:00:01 [edge/1] hello")
@@ -156,6 +165,15 @@ def test_only_new_lines_are_put_and_a_bucket_that_is_away_is_tried_again(tmp_pat
     keep(recent_file(tmp_path, "1"), "12:00:02 [edge/1] bye")
     publisher.finish()
     assert put[2:] == [(1, ("12:00:01 [edge/1] hello", "12:00:02 [edge/1] bye"))]
+    now[0] += ALIVE_SECONDS
+    publisher.tell()
+    assert len(put) == 3  # its leader's heartbeat says that it lives
+    later = Publisher(tmp_path, "launcher", [1], put_one, 1.0, clock=lambda: now[0])
+    for _ in range(2):
+        later.tell()
+        later.tell()
+        now[0] += ALIVE_SECONDS
+    assert len(put) == 5, "a machine without the leader says so itself"
 
 
 def test_a_reader_that_follows_sees_each_line_once():
@@ -176,6 +194,9 @@ def test_a_silent_replica_whose_other_stage_still_speaks_lacks_only_the_one_that
     os.utime(live, (time.time() - 300, time.time() - 300))
     member = gather(open_ledger("bucket")).members[1]
     assert (member.state, member.missing) == ("silent", ())  # nobody knows
+    put_log(edge, LogLines(0, ("12:00:00 [edge/0] round 1",)))
+    log = bucket / "members/edge/log-0.json"
+    os.utime(log, (time.time() - 301, time.time() - 301))
     put_log(edge, LogLines(1, ("12:00:01 [edge] waiting for stage 0",)))
     found = gather(open_ledger("bucket"))
     assert found.members[1].missing == (0,)

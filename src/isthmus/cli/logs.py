@@ -45,15 +45,16 @@ def logs(args: argparse.Namespace) -> int:
         )
     stages = range(min(num_stages, MOST_SHOWN_STAGES)) if args.stage is None else [args.stage]
     told: dict[int, tuple[str, ...]] = {}
-    if not show_new(ledger, args.replica, stages, told):
-        which = f", stage {args.stage}" if args.stage is not None else ""
-        print(f"isthmus: no line of replica {args.replica}{which} is in the bucket yet", file=sys.stderr)
     try:
+        if not show_new(ledger, args.replica, stages, told):
+            which = f", stage {args.stage}" if args.stage is not None else ""
+            print(f"isthmus: no line of replica {args.replica}{which} is in the bucket yet", file=sys.stderr)
         while args.follow:
             time.sleep(FOLLOW_SECONDS)
             show_new(ledger, args.replica, stages, told)
     except KeyboardInterrupt:
-        pass  # that is how it ends
+        if not args.follow:
+            raise
     return 0
 
 

@@ -125,7 +125,8 @@ def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus
         vitals = (heartbeat or Heartbeat()).vitals
         missing = heartbeat.missing if heartbeat and state == WAITING else ()
         if member.config.stages > 1 and state in ("silent", "not seen"):
-            heard = heard_stages(ledger, member.name, member.config.stages, now)
+            since = written_at if heartbeat else 0.0
+            heard = heard_stages(ledger, member.name, member.config.stages, since, now)
             missing = tuple(s for s in range(member.config.stages) if s not in heard) if heard else ()
         wrong = [*missing_in_words(missing, member.config.stages), *(trouble(heartbeat) if heartbeat else ())]
         members.append(

@@ -16,7 +16,8 @@ MOST_LINES = 60
 MOST_LINE = 300  # characters
 MOST_LOG_BYTES = 1 << 17
 MOST_ASKED = 16  # stages of a replica
-HEARD_SECONDS = 60.0
+ALIVE_SECONDS = 45.0  # a machine without the replica's leader puts its lines again after so long
+HEARD_SECONDS = 2 * ALIVE_SECONDS
 KIND = "log"
 LOG = {"stage": Whole(0, MOST_STAGES), "lines": Many(Text(MOST_LINE), MOST_LINES)}
 
@@ -63,13 +64,13 @@ def read_log(ledger: Ledger, replica: str, stage: int) -> tuple[LogLines, float]
     return (log, found[1].modified_unix_seconds) if mine else None
 
 
-def heard_stages(ledger: Ledger, replica: str, num_stages: int, now: float) -> list[int]:
-    """Stages of a silent replica whose own machines have said something a short while ago: those that wait
-    for the one that has gone say so again and again. `now` is the store's."""
+def heard_stages(ledger: Ledger, replica: str, num_stages: int, since: float, now: float) -> list[int]:
+    """Stages of a silent replica whose own machines have put their lines since its last heartbeat, and not
+    long ago: they wait for the one that has gone. Both times are the store's."""
     heard = []
     for stage in range(min(num_stages, MOST_ASKED)):
         found = read_log(ledger, replica, stage)
-        if found and now - found[1] < HEARD_SECONDS:
+        if found and found[1] > since and now - found[1] < HEARD_SECONDS:
             heard.append(stage)
     return heard
 

@@ -6,13 +6,14 @@ members/<replica>/log-<stage>.json: bounded, escaped, and without what nobody el
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from isthmus.errors import ConfigError, RunError
 from isthmus.files import open_own, own_size, replace_file
 from isthmus.printing import visible
-from isthmus.protocol.log_lines import MOST_LINE, MOST_LINES, LogLines
+from isthmus.protocol.log_lines import ALIVE_SECONDS, MOST_LINE, MOST_LINES, LogLines
 from isthmus.reading import read_bytes
 from isthmus.runtime.redact import redacted
 
@@ -63,12 +64,19 @@ class Publisher(threading.Thread):
     """Puts the last lines of each stage on this machine into the bucket, when there are new ones."""
 
     def __init__(
-        self, work: Path, launcher: str, stages: Sequence[int], put: Put, every_seconds: float
+        self,
+        work: Path,
+        launcher: str,
+        stages: Sequence[int],
+        put: Put,
+        every_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(daemon=True, name="log-lines")
         self.work, self.launcher, self.stages, self.put = work, launcher, tuple(stages), put
-        self.every = max(LEAST_SECONDS, every_seconds)
+        self.every, self.leads = max(LEAST_SECONDS, every_seconds), 0 in stages
         self.told: dict[int, tuple[str, ...]] = {}
+        self.clock, self.put_at = clock, 0.0
         self.ended = threading.Event()
 
     def run(self) -> None:
@@ -82,10 +90,11 @@ class Publisher(threading.Thread):
             if stage == self.stages[0]:
                 files.insert(0, recent_file(self.work, self.launcher))
             lines = shared_lines(files)
-            if lines and lines != self.told.get(stage):
+            due = not self.leads and self.clock() - self.put_at >= ALIVE_SECONDS
+            if lines and (lines != self.told.get(stage) or due):
                 with contextlib.suppress(RunError, OSError):  # the next ones may get through
                     self.put(LogLines(stage, lines))
-                    self.told[stage] = lines
+                    self.told[stage], self.put_at = lines, self.clock()
 
     def finish(self) -> None:
         """Before this process ends: what was said last."""
