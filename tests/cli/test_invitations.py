@@ -1,6 +1,7 @@
 """`invite`, `join --token`, `members`, `revoke`, `rotate`, `extend`: what an owner and a friend type."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -217,6 +218,28 @@ def test_members_tells_who_since_when_and_how_often(owned, capsys):
     typed(capsys, "revoke", "bucket", "c", *OWNER)
     out, _ = typed(capsys, "members", "bucket")
     assert "epoch 3 is written; a closer takes it up when it settles the open round" in out
+
+
+def test_members_tells_who_is_invited_and_has_not_come(owned, capsys):
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+
+    def listed() -> list[tuple[str, int, bool]]:
+        found = json.loads(typed(capsys, "members", "bucket", "--json")[0])["invited"]
+        return [(each["replica"], each["stages"], each["asked"]) for each in found]
+
+    assert listed() == []
+    token = invited(capsys, "d", "--days", "2")
+    invited(capsys, "edge-7", "--like", "c", "--days", "1")
+    owned.store.put(f"invitations/{'0' * 64}.json", b"junk")
+    assert listed() == [("edge-7", 2, False), ("d", 1, False)]
+    asks(token, "friend/d.key")
+    typed(capsys, "revoke", "bucket", "edge-7", *OWNER)
+    assert listed() == [("d", 1, True)]
+    out, _ = typed(capsys, "members", "bucket")
+    assert re.search(r"^d +full +- +invited: ready, admitted when the open round is settled$", out, re.M)
+    settled(2, a, a, b, c)
+    assert listed() == []
 
 
 def test_a_rotated_key_is_beside_the_old_one_until_it_counts(owned, capsys):

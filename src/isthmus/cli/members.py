@@ -4,7 +4,7 @@ import argparse
 import json
 import shlex
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from isthmus.cli.invite import add_owner
@@ -15,6 +15,7 @@ from isthmus.runlog import REAL, RunDir
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from isthmus.protocol.invited import Invited
     from isthmus.protocol.ledger import Ledger, Manifest
 
 RECENT = 200  # rounds whose manifests are read
@@ -50,6 +51,7 @@ class MembersReport:
     counted_from: int  # the first round that was read
     members: list[MemberLine]
     note: str = ""
+    invited: "list[Invited]" = field(default_factory=list)  # who has not come yet
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -103,6 +105,7 @@ def members(args: argparse.Namespace) -> int:
 
 def gather(ledger: "Ledger", now: float | None = None) -> MembersReport:
     from isthmus.protocol.heartbeat import silent_after
+    from isthmus.protocol.invited import open_invitations
 
     now = time.time() if now is None else now
     beats, _ = ledger.heartbeats(now)
@@ -150,6 +153,7 @@ def gather(ledger: "Ledger", now: float | None = None) -> MembersReport:
         counted_from=first,
         members=list(lines.values()),
         note=ledger.membership.odd,
+        invited=open_invitations(ledger, now),
     )
 
 
@@ -190,6 +194,15 @@ def table(found: MembersReport) -> str:
             f"{until:>7}{m.given:>7}{m.refused:>9}{m.scored:>8}"
             f"{'-' if m.score is None else f'{m.score:+.4f}':>9}{'  on probation' if m.probation else ''}"
         )
+    for each in found.invited:
+        kind = each.kind if each.stages == 1 else f"{each.stages} stages"
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.expires))
+        says = (
+            "ready, admitted when the open round is settled"
+            if each.asked
+            else f"has not asked; until {until}"
+        )
+        lines.append(f"{each.replica:<18}{kind:<11}{'-':<8}invited: {says}")
     lines.append(f"given, refused and scores (mean nats of held-out loss; below 0 helps) are of {span}")
     if found.written > found.epoch:
         lines.append(f"epoch {found.written} is written; a closer takes it up when it settles the open round")
