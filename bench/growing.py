@@ -143,9 +143,10 @@ class Fleet:
         manifests = list(ledger.between(1, ledger.last_round()))
         counted = [m.round for m in manifests if replica in [entry.replica for entry in m.entries]]
         came = [m.round for m in manifests if m.round in counted or replica in dict(m.refused)]
+        first, counts = came[0] - since + 1, counted[0] - since + 1  # of its rounds as a member
         self.say(
-            f"{replica}: a member since round {since}; its first update is of round {came[0]}, "
-            f"{came[0] - since + 1} rounds from its admission on; round {counted[0]} counts it"
+            f"{replica}: a member since round {since}; first update in round {came[0]}, its {first}.; first "
+            f"counted in round {counted[0]}, its {counts}."
         )
 
 

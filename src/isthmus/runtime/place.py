@@ -31,6 +31,7 @@ class Place:
         self.replica, self.control = ledger.signer.replica, control or SingleProcess()
         self.public_key = ""  # of the last round that we entered
         self.waits = self.asked = False
+        self.admitted: Callable[[], None] = lambda: None  # is called when we come in by an invitation
 
     def enter(self, round_number: int) -> bool:
         """Do we train this round? False until the first round of the epoch that admits us. RunStopped where
@@ -97,3 +98,4 @@ class Place:
         if self.key:
             invited(self.key).unlink(missing_ok=True)
         self.log(f"admitted: round {round_number} is our first")
+        self.admitted()

@@ -205,6 +205,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         after = AfterRound(trainer, settled, lines, loss)
         after.begin(done)
         start.mark("resume")
+        trainer.place.admitted = lambda: start.mark("admission")
 
         def progress(h: int) -> None:
             if not start.told:
@@ -230,6 +231,8 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
             save_edge(trainer)
         trainer.status.state = "finished" if to_the_end else "left"
         trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
+        if ledger.membership.expected:
+            log(f"replica {member.name} was not admitted before the run ended")
         log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
         if wanted == PART and not request.parting.asked():
             raise RunError(
