@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from experiments.catalog import rows_of
+from experiments.evidence import LEVEL, benjamini_hochberg, holm, two_sided
 from experiments.lines import Line, digest, tuned_lrs
 from experiments.tables import VIEWS, Row, Scale, recipe_of, rung
 from isthmus.errors import ConfigError
-
-# Student's t, two-sided 95 %, by degrees of freedom: two standard errors are too few for three seeds.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +36,15 @@ class Estimate:
         return f"{self.mean:{sign}.{digits}f}{error}{unit}"
 
 
+Compared = tuple[str, str, str]  # a row, another one, and the loss
+
+
 class Book:
     """The lines that the tables of a scale ask for now: those of the current recipes, on one corpus."""
 
     def __init__(self, lines: Sequence[Line], scale: Scale) -> None:
         self.aliases: dict[str, str] = {}
+        self.family: list[Compared] = []  # what is judged together: all verdicts of a page
         self.scale, self.rows, self.lrs = scale, rows_of(scale), tuned_lrs(scale, lines)
         wanted = {name: digest(self.recipe(name)) for name in self.rows}
         known = set(wanted.values())
@@ -104,8 +106,24 @@ class Book:
                 points.setdefault(line["tokens"] * point[0] / line["curve"][-1][0], []).append(point[at])
         return [(x, statistics.mean(ys)) for x, ys in sorted(points.items()) if len(ys) == len(lines)]
 
+    def chance(self, compared: Compared) -> float | None:
+        """That a difference as clear as this one comes about where there is none."""
+        name, other, view = compared
+        gap = self.gap(name, view, other)
+        if gap is None or gap.error is None:
+            return None
+        return two_sided(gap.mean / gap.error if gap.error else math.inf, gap.count - 1)
+
+    def corrected(self, compared: Compared) -> tuple[float, float]:
+        """(Benjamini and Hochberg's, Holm's) adjusted p-value of one comparison among its family."""
+        family = list(dict.fromkeys([*self.family, compared]))
+        chances = {one: p for one in family if (p := self.chance(one)) is not None}
+        at = list(chances).index(compared)
+        return benjamini_hochberg(list(chances.values()))[at], holm(list(chances.values()))[at]
+
     def verdict(self, name: str, other: str, view: str) -> str:
-        """How one row's loss compares with another's, in words that claim only what the seeds show."""
+        """How one row's loss compares with another's, in words that claim only what the seeds show, among
+        all that the page compares; a dagger where Holm's procedure agrees."""
         gap = self.gap(name, view, other)
         if gap is None:
             return "not compared yet"
@@ -113,6 +131,9 @@ class Book:
         word = "higher" if gap.mean > 0 else "lower"
         if gap.error is None:
             return f"{word} by {shown} (one seed)"
-        if abs(gap.mean) < T95[min(gap.count - 1, len(T95)) - 1] * gap.error:
-            return f"not clearly different ({gap.text(2, '+', ' %')})"
-        return f"{word} by {shown}"
+        clear, surely = self.corrected((name, other, view))
+        if clear <= LEVEL:
+            return f"{word} by {shown}" + " †" * (surely <= LEVEL)
+        if (self.chance((name, other, view)) or 0) <= LEVEL:
+            return f"{word} by {shown} before correction only"
+        return f"not clearly different ({gap.text(2, '+', ' %')})"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.catalog import tables_of
-from experiments.estimates import Book, Estimate
+from experiments.estimates import Book, Compared, Estimate
 from experiments.finish import enough, finish_table
 from experiments.fullsize import NAME as FULLSIZE
 from experiments.fullsize import read_fullsize, shown_lines
@@ -56,10 +56,18 @@ def write_page(results: Path, docs: Path, scale: Scale) -> list[Path]:
 def render(template: str, book: Book, drawn: Sequence[str] = (), fullsize: Fullsize | None = None) -> str:
     before, _, after = template.partition("{{results}}\n")
     page = before + (after if book.lines else NONE_YET)
+    book.family = verdicts(page, book)
     filled = re.sub(
         r"\{\{([^}]*)\}\}", lambda found: _fill(found.group(1), book, drawn, fullsize or {}), page
     )
     return NOTE + filled
+
+
+def verdicts(page: str, book: Book) -> list[Compared]:
+    """Every comparison of two rows that a page judges, each once."""
+    found = (match.split() for match in re.findall(r"\{\{verdict ([^}]*)\}\}", page))
+    named = [tuple(book.aliases.get(word, word) for word in words) for words in found if len(words) == 3]
+    return [(row, other, view) for row, other, view in dict.fromkeys(named)]
 
 
 def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> str:
