@@ -13,6 +13,7 @@ from isthmus.errors import ConfigError
 from isthmus.planner.cost import step_flops
 from isthmus.planner.devices import DEVICES, assume, device_tflops, known_device
 from isthmus.planner.plan import predict
+from isthmus.planner.rate import usable_cores
 
 RECIPE = """
 name = "r"
@@ -105,7 +106,7 @@ def test_this_machines_memory_and_cores_are_those_of_the_system():
     found = machine.memory()
     assert 0 < found.available_bytes <= found.total_bytes
     assert found.total_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert machine.cpu().cores == len(os.sched_getaffinity(0))
+    assert machine.cpu().cores == usable_cores()
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path):
