@@ -9,6 +9,9 @@ from math import ceil
 BEATS_A_ROUND = 5  # of a long round; in short ones a heartbeat comes every bucket.heartbeat_seconds
 MOST_BEAT_SECONDS = 60.0  # between two heartbeats, unless the recipe states more
 
+# The last lines of a process's log, which it adds to once a round
+LOG_SECONDS = 5.0  # between two puts of them, at least
+
 # Looks for the end of a round
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.2, 1.0  # between two looks, where rounds are short
 EARLY = 0.05  # of a round: so much sooner than the last ones it may end

@@ -178,6 +178,7 @@ def _replica(member: Member, raw: Raw, now: float) -> dict[str, Any]:
         "last_error": vitals.last_error,
         "last_error_unix": _ago(seen, vitals.last_error_seconds),
         "disk_free": "" if vitals.disk_free_bytes is None else size(vitals.disk_free_bytes),
+        "disk_free_bytes": number(vitals.disk_free_bytes),
         "disk_short": vitals.disk_is_short,
         "trouble": [f"it {words}" for words in trouble(heartbeat)] if seen else [],
         "processes": [

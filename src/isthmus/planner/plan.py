@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
-from isthmus.layout.requests import READS, round_requests
+from isthmus.layout.requests import LOG_SECONDS, READS, round_requests
 from isthmus.layout.traffic import STAGE_PURPOSES, inner_step_bytes, machine_shards, shard_bytes
 from isthmus.layout.wire import FLOAT_BYTES
 from isthmus.planner.auto import resolve
@@ -350,7 +350,8 @@ def _requests(recipe: Recipe, kinds: tuple[KindForecast, ...], round_seconds: fl
         applied_shards=round(applied),
     )
     reads = sum(each[verb] for verb in READS)
-    writes = sum(each.values()) - reads
+    logs = processes * min(1.0, round_seconds / LOG_SECONDS)  # by launchers; see runtime/recent.py
+    writes = sum(each.values()) - reads + logs
     return {"get": round(reads), "put": round(writes), "payload_get": round(each["payload get"])}
 
 

@@ -12,14 +12,13 @@ from pathlib import Path
 
 from isthmus.errors import ConfigError, RunError
 from isthmus.files import open_own, own_size, replace_file
+from isthmus.layout.requests import LOG_SECONDS
 from isthmus.printing import visible
 from isthmus.protocol.log_lines import ALIVE_SECONDS, MOST_LINE, MOST_LINES, LogLines
 from isthmus.reading import read_bytes
 from isthmus.runtime.redact import redacted
 
 MOST_BYTES = 1 << 16  # of a process's file, which is then cut to half
-LEAST_SECONDS = 5.0  # between two looks for new lines
-
 Put = Callable[[LogLines], None]
 
 
@@ -74,7 +73,7 @@ class Publisher(threading.Thread):
     ) -> None:
         super().__init__(daemon=True, name="log-lines")
         self.work, self.launcher, self.stages, self.put = work, launcher, tuple(stages), put
-        self.every, self.leads = max(LEAST_SECONDS, every_seconds), 0 in stages
+        self.every, self.leads = max(LOG_SECONDS, every_seconds), 0 in stages
         self.told: dict[int, tuple[str, ...]] = {}
         self.clock, self.put_at = clock, 0.0
         self.ended = threading.Event()
