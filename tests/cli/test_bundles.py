@@ -7,7 +7,8 @@ import pytest
 from owned import MORE, Owned
 from small_recipes import EDGE, RACK, recipe_text
 
-from isthmus.cli.main import main
+from isthmus.cli.bundles import PLACES, take
+from isthmus.cli.main import build_parser, main
 from isthmus.errors import ConfigError
 from isthmus.protocol import bundle as bundles
 from isthmus.protocol.bundle import parse_bundle, read_bundle, store_settings
@@ -94,6 +95,29 @@ def test_join_by_the_file_alone_is_join_with_url_replica_and_key(here, capsys, j
     assert "is for replica edge" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            "status FILE",
+            "watch FILE",
+            "members FILE",
+            "ledger show FILE",
+            "export FILE --to hf x",
+            "eval FILE",
+        ),
+        *("generate FILE prompt", "doctor FILE", "rotate FILE edge", "revoke FILE edge"),
+    ],
+)
+def test_every_command_that_takes_a_run_takes_the_file(here, capsys, words):
+    keys, *_ = made(capsys)
+    typed = [str(keys / "edge.isthmus.toml") if word == "FILE" else word for word in words.split()]
+    args = build_parser().parse_args(typed)
+    take(args)
+    found = [getattr(args, place) for place in PLACES if hasattr(args, place)]
+    assert found in ([str(here / "bucket")], [[str(here / "bucket")]])
+
+
 def test_a_file_leads_to_its_own_run_only(here, capsys, joined):
     keys, *_ = made(capsys)
     os.rename("bucket", "first")
@@ -147,6 +171,7 @@ def test_an_owner_is_told_what_the_files_lack_or_give_away(here, aws, capsys):
     said = " ".join(what_else("s3://x/y", store_settings("s3://x/y", None)))
     assert "where only this machine finds it" in said
     assert "hold no credentials" in said
+    assert "(GOOGLE_" in " ".join(what_else("gs://x/y", {}))
     assert "the files hold credentials" in " ".join(what_else("s3://x/y", store_settings("s3://x/y", "")))
     assert what_else("/mnt/runs", {}) == []
 

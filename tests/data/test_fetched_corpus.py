@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 from corpus_texts import json_lines, make_texts
+from small_recipes import RACK, recipe_text
 
 from isthmus.data import fetch
 from isthmus.data.corpus import open_corpus
 from isthmus.data.fetch import Copy
 from isthmus.data.push import push
 from isthmus.errors import ConfigError
-from isthmus.store import Store
+from isthmus.export.source import open_trained
+from isthmus.protocol.ledger import read_run
+from isthmus.runlog import RunDir
+from isthmus.runtime.checks import check_corpus
+from isthmus.store import Store, open_store
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +129,57 @@ def test_a_file_longer_than_the_manifest_says_is_not_downloaded(url, bucket):
         file.truncate(1 << 40)
     with pytest.raises(ConfigError, match=r"train-00000\.bin is not what its manifest says"):
         open_corpus(url).verify()
+
+
+def test_what_a_killed_fetch_left_is_removed(url, cache, prepared):
+    folder = cache / digest(prepared)
+    open_corpus(url)
+    left = folder / ".train-00000.bin.4711.0a1b2c3d.tmp"
+    left.write_bytes(b"half")
+    assert len(open_corpus(url).train)
+    assert not left.exists()
+
+
+def test_a_run_fixes_the_corpus_at_its_url(url, prepared, bucket, tmp_path, isthmus, monkeypatch):
+    (tmp_path / "r.toml").write_text(recipe_text(RACK, model={"vocab": 300}, data={"corpus": url}))
+    run = tmp_path / "run"
+    assert isthmus("simulate", tmp_path / "r.toml", "--run", run, "--quiet", "--device", "cpu")[0] == 0
+    fixed = RunDir.open(run).recipe.data.corpus
+    assert fixed == f"{url}#{digest(prepared)}"
+    assert open_trained(str(run)).corpus.sha256 == open_corpus(prepared).sha256
+    for path in make(tmp_path / "other", isthmus, seed=1).iterdir():
+        (bucket / path.name).write_bytes(path.read_bytes())
+    assert open_corpus(fixed).sha256 == open_corpus(prepared).sha256  # from the cache
+    assert isthmus("init", run / "recipe.toml", tmp_path / "run-bucket", "--keys", tmp_path / "keys")[0] == 0
+    found = read_run(open_store(str(tmp_path / "run-bucket")))
+    assert (found.corpus, found.recipe.data.corpus) == (open_corpus(prepared).sha256, fixed)
+    check_corpus(found)
+    with pytest.raises(ConfigError, match="is not the one this run began with, of sha256"):
+        check_corpus(found, str(tmp_path / "other"))
+    check_corpus(found, str(prepared))
+    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path / "empty"))
+    names = gets(monkeypatch)
+    with pytest.raises(ConfigError, match="an address from a file is not followed: give --corpus that URL"):
+        open_trained(str(run))
+    assert names == []
+    for odd in ("#", "#abc", "#" + "g" * 64):
+        with pytest.raises(ConfigError, match="does not end in the sha256 of a manifest"):
+            open_corpus(url + odd)
+
+
+def test_who_joins_without_the_corpus_hears_which_one_it_must_be(prepared, tmp_path, isthmus, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.toml").write_text(recipe_text(RACK, model={"vocab": 300}, data={"corpus": "corpus"}))
+    status, _, err = isthmus("init", "r.toml", "bucket")
+    wanted = open_corpus(prepared).sha256
+    assert (status, f"a copy of corpus, of sha256 {wanted[:12]}" in err) == (0, True)
+    (tmp_path / "friend").mkdir()
+    os.rename("keys/small/rack.isthmus.toml", "friend/rack.isthmus.toml")
+    monkeypatch.chdir(tmp_path / "friend")
+    status, _, err = isthmus("join", "rack.isthmus.toml")
+    assert status == 2
+    assert f"there is no corpus in corpus on this machine; this run's is the one of sha256 {wanted}" in err
+    assert "--corpus" in err
 
 
 def test_another_corpus_at_the_url_of_a_run_is_refused(url, bucket, prepared, tmp_path, isthmus):

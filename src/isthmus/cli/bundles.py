@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.errors import ConfigError
-from isthmus.store.url import is_url
+from isthmus.store.url import CREDENTIALS, is_url
 
 if TYPE_CHECKING:
     from isthmus.protocol.bundle import Bundle
@@ -67,11 +67,12 @@ def what_else(url: str, store: Mapping[str, str]) -> list[str]:
             "the files hold credentials for the bucket: whoever has one can do there what these may; give "
             "each friend others (PROFILE) where you can, and take them back when somebody leaves"
         )
-    elif "://" in url:
-        said.append(
-            "the files hold no credentials for the bucket: tell each friend which to set (AWS_ACCESS_KEY_ID "
-            "and AWS_SECRET_ACCESS_KEY), or see --with-credentials"
-        )
+    elif is_url(url):
+        scheme = url.partition(":")[0]
+        names = f"{' or '.join(CREDENTIALS.get(scheme, ()))}"
+        if scheme == "s3":
+            names = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or see --with-credentials"
+        said.append(f"the files hold no credentials for the bucket: tell each friend which to set ({names})")
     return said
 
 

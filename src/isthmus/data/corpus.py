@@ -174,6 +174,19 @@ def open_remote(spec: str) -> Corpus:
     return Corpus(url.rstrip("/").rpartition("/")[2], copy.folder, copy.manifest, split)
 
 
+def open_here(spec: str) -> Corpus:
+    """The same without asking anybody elsewhere: the folder that names the URL may be a stranger's."""
+    if is_url(spec):
+        from isthmus.data.fetch import has_copy
+
+        if not has_copy(spec.partition("#")[2]):
+            raise ConfigError(
+                f"the text of this run is at {spec}, says its recipe; an address from a file is not "
+                "followed: give --corpus that URL if you trust it"
+            )
+    return open_corpus(spec)
+
+
 def pinned(spec: str, corpus: Corpus) -> str:
     """The same corpus, and no other that somebody may put there later."""
     return f"{spec}#{corpus.manifest.digest}" if is_url(spec) and "#" not in spec else spec

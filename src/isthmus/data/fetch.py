@@ -59,7 +59,8 @@ class Copy:
                 )
         copy = cls(url, private_folder(cache / manifest.digest), manifest)
         if _cached_manifest(copy.folder) != data:
-            replace_file(copy.folder / MANIFEST, data)
+            with copy._locked():
+                replace_file(copy.folder / MANIFEST, data)
         if own_size(copy.folder / TOKENIZER) is None:
             with copy._locked(), in_words(url):
                 copy._take(_opened(url), TOKENIZER, MAX_TOKENIZER_BYTES, manifest.tokenizer_sha256)
@@ -131,7 +132,19 @@ class Copy:
         """One process fetches; others wait for it."""
         with open_own(self.folder / ".lock", mode=0o600) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            for path in self.folder.glob(".*.tmp"):  # of a process that was killed
+                path.unlink(missing_ok=True)
             yield
+
+
+def has_copy(manifest_sha256: str) -> bool:
+    """Is all of that corpus here?"""
+    folder = cache_folder() / manifest_sha256
+    data = _cached_manifest(folder) if manifest_sha256 else None
+    if data is None or own_size(folder / TOKENIZER) is None:
+        return False
+    copy = Copy("", folder, parse_manifest(data, str(folder / MANIFEST)))
+    return not copy._missing("train") and not copy._missing("validation")
 
 
 def cache_folder() -> Path:

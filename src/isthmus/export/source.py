@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import Member, Recipe
-from isthmus.data.corpus import Corpus, open_corpus
+from isthmus.data.corpus import Corpus, open_corpus, open_here
 from isthmus.errors import ConfigError
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model import checkpoint
@@ -80,7 +80,7 @@ def open_trained(spec: str, corpus: str | None = None) -> Trained:
     round_number, params, bases = found
     if run.recipe.subspace.grassmann_every and not bases:
         raise ConfigError(f"{run.path} has turned its U and lost its state/; its boundaries cannot be made")
-    text = open_corpus(corpus or run.recipe.data.corpus)
+    text = open_corpus(corpus) if corpus else open_here(run.recipe.data.corpus)
     wanted = run.about.get("tokenizer_sha256")
     if wanted and text.tokenizer_sha256 != wanted:
         raise ConfigError(

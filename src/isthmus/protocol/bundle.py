@@ -68,7 +68,7 @@ class Bundle:
             f"  isthmus join {file}{apart}",
         ]
         if "://" in self.url and not self.has_credentials:
-            head.append("Credentials for the bucket are not in it: set what the sender tells you, most often")
+            head.append("Credentials for the bucket are not in it: set what the sender tells you, for s3://")
             head.append("AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, in the environment.")
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "store"}
         lines = [*(f"# {line}" for line in head), toml_line("format", FORMAT)]
