@@ -56,7 +56,9 @@ def test_a_token_becomes_a_replica_whose_key_never_left_its_machine(owned, capsy
     asks(token, "friend/edge-7.key")
     assert Path("friend/edge-7.key").stat().st_mode & 0o777 == 0o600
     settled(2, a, a, b, c)
+    assert Path("friend/edge-7.key.invited").exists()
     key = prepare("bucket", token, "friend/edge-7.key")  # typed again: it is in
+    assert not Path("friend/edge-7.key.invited").exists()
     assert owned.epoch.run.keys["edge-7"] == load_signer(key, "edge-7").public_key
     config = owned.epoch.run.recipe.fleet()[-1].config
     assert (config.stages, config.batch) == (2, 2)

@@ -45,6 +45,7 @@ def prepare(url: str, token: Token, key: str = "", stage: int | None = None) -> 
         save_secret(path, new_secret(), run.digest)
     own = load_signer(path, token.name)
     if _admitted(ledger, token, own, path):
+        invited(path).unlink(missing_ok=True)
         return path
     body = {"name": token.name, "key": own.public_key}
     request = token.signer.seal("request", run.run_id, body)
