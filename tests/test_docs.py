@@ -31,11 +31,14 @@ ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 DOCS = ROOT / "docs"
 METHOD, OPERATE, PROTOCOL = DOCS / "method.md", DOCS / "operate.md", DOCS / "protocol.md"
-SECURITY, EVENING = DOCS / "security.md", DOCS / "first-evening.md"
+SECURITY, EVENING, PLACES = (DOCS / f"{name}.md" for name in ("security", "first-evening", "places"))
 ARCHITECTURE, PLAN, USE, WATCH = (DOCS / f"{name}.md" for name in ("architecture", "plan", "use", "watch"))
 PAGES = pytest.mark.parametrize(
     "page",
-    [README, CONTRIBUTING, ARCHITECTURE, METHOD, OPERATE, EVENING, PROTOCOL, PLAN, SECURITY, USE, WATCH],
+    [
+        *(README, CONTRIBUTING, ARCHITECTURE, METHOD, OPERATE, EVENING),
+        *(PLACES, PROTOCOL, PLAN, SECURITY, USE, WATCH),
+    ],
     ids=lambda page: page.name,
 )
 OURS = ("src/", "tests/", "docs/", "bench/", "experiments/")
