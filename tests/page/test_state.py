@@ -202,7 +202,7 @@ def test_the_last_error_restarts_and_the_room_on_the_disk_are_in_the_state():
     assert (one["restarts"], one["last_error"], one["last_error_unix"]) == (7, "out of memory", 968.0)
     assert (one["disk_free"], one["disk_short"]) == ("1.0 MB", True)
     assert one["trouble"] == [
-        "it was started again 7 times, the last 30 s ago: out of memory",
+        "it was started again 7 times, the last 32 s ago: out of memory",
         "it has 1.0 MB free on the disk of its state, and its next save needs 2.0 MB",
     ]
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isthmus.disk import in_words
 from isthmus.errors import ConfigError
 from isthmus.printing import visible
 
@@ -128,7 +129,10 @@ def gather(ledger: "Ledger", wall: Callable[[], float] = time.time) -> RunStatus
             since = written_at if heartbeat else 0.0
             heard = heard_stages(ledger, member.name, member.config.stages, since, now)
             missing = tuple(s for s in range(member.config.stages) if s not in heard) if heard else ()
-        wrong = [*missing_in_words(missing, member.config.stages), *(trouble(heartbeat) if heartbeat else ())]
+        wrong = [
+            *missing_in_words(missing, member.config.stages),
+            *(trouble(heartbeat, age) if heartbeat else ()),
+        ]
         members.append(
             MemberStatus(
                 replica=member.name,
@@ -209,7 +213,8 @@ def table(found: RunStatus) -> str:
     if found.last_round_seconds is not None:
         lines[0] += f", the last took {found.last_round_seconds:.1f} s"
     lines.append(
-        f"{'replica':<16}{'kind':<11}{'state':<14}{'seen':>7}{'step':>8}{'loss':>8}{'tok/s':>10}  this round"
+        f"{'replica':<16}{'kind':<11}{'state':<14}{'seen':>7}{'step':>8}{'loss':>8}{'tok/s':>10}{'disk':>10}"
+        "  this round"
     )
     for m in found.members:
         kind = m.kind if m.stages == 1 else f"{m.stages} stages"
@@ -217,6 +222,7 @@ def table(found: RunStatus) -> str:
         lines.append(
             f"{m.replica:<16}{kind:<11}{m.state:<14}{seen:>7}{number(m.inner_step, 'd'):>8}"
             f"{number(m.loss, '.3f'):>8}{number(m.tokens_per_second, ',.0f'):>10}"
+            f"{'-' if m.disk_free_bytes is None else in_words(m.disk_free_bytes):>10}"
             f"  {'delivered' if m.delivered else '-'}"
         )
     lines += [f"{m.replica} waits: {visible(m.waits_for)}" for m in found.members if m.waits_for]

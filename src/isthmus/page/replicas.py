@@ -180,7 +180,7 @@ def _replica(member: Member, raw: Raw, now: float) -> dict[str, Any]:
         "disk_free": "" if vitals.disk_free_bytes is None else size(vitals.disk_free_bytes),
         "disk_free_bytes": number(vitals.disk_free_bytes),
         "disk_short": vitals.disk_is_short,
-        "trouble": [f"it {words}" for words in trouble(heartbeat)] if seen else [],
+        "trouble": [f"it {words}" for words in trouble(heartbeat, now - seen.seen_unix)] if seen else [],
         "processes": [
             {
                 "stage": file.stage,

@@ -30,10 +30,11 @@ def missing_in_words(missing: Sequence[int], num_stages: int) -> list[str]:
     return [f"lacks stage{'s' * (len(known) > 1)} {named}{rest}"]
 
 
-def trouble(heartbeat: Heartbeat) -> list[str]:
-    """What went wrong on the replica's machine, one line each."""
+def trouble(heartbeat: Heartbeat, age_seconds: float) -> list[str]:
+    """What went wrong on the replica's machine, one line each; `age_seconds` is the heartbeat's."""
     vitals, said = heartbeat.vitals, []
-    ago = f", {vitals.last_error_seconds:.0f} s ago" if vitals.last_error_seconds is not None else ""
+    seconds = None if vitals.last_error_seconds is None else vitals.last_error_seconds + age_seconds
+    ago = f", {seconds:.0f} s ago" if seconds is not None else ""
     why = f": {vitals.last_error}" if vitals.last_error else ""
     if vitals.restarts:
         times = f"{vitals.restarts:,} time{'s' * (vitals.restarts != 1)}"
