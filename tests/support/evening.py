@@ -47,6 +47,10 @@ class Evening:
     def endpoint(self) -> str:
         return f"127.0.0.1:{self.ports[-2]}"
 
+    @property
+    def master(self) -> str:
+        return f"127.0.0.1:{self.ports[0]}.{self.ports[1]}"
+
     def typed(self, block: str) -> str:
         """A block as it runs here: this server's ports, and the secret that the lab has sent."""
         apart = " ".join(
@@ -58,6 +62,7 @@ class Evening:
         apart += f" -filer.localSocket={self.folder}/filer.sock"
         here = block.replace("192.168.1.5:8333", self.endpoint).replace("0.0.0.0", "127.0.0.1")
         here = here.replace("weed server", f"exec {self.weed} -logdir={self.folder} server {apart}")
+        here = here.replace("weed shell -master=127.0.0.1:9333", f"{self.weed} shell -master={self.master}")
         here = re.sub("^isthmus join", "exec isthmus join", here, flags=re.MULTILINE)
         if "the-secret-that-the-lab-sent" in here:
             people = json.loads((self.folder / "lab" / "s3.json").read_text())["identities"]
@@ -137,7 +142,7 @@ class Evening:
         key = lab["credentials"][0]
         options = {"endpoint": f"http://{self.endpoint}", "client_options": {"allow_http": True}}
         store = S3Store(
-            "evening", access_key_id=key["accessKey"], secret_access_key=key["secretKey"], **options
+            "another", access_key_id=key["accessKey"], secret_access_key=key["secretKey"], **options
         )
         deadline = time.monotonic() + WAIT_SECONDS
         while True:  # the gateway answers before its volumes do
