@@ -260,3 +260,17 @@ def test_init_refuses_a_url_without_a_corpus(here, capsys):
     assert main(["init", "r.toml", "bucket", "--set", f"data.corpus=file://{here}/empty"]) == 2
     assert "upload one by `isthmus data push" in capsys.readouterr().err
     assert not (here / "keys").exists()
+
+
+def test_with_credentials_in_it_the_file_is_all_that_a_friend_needs(here, seaweed_url, capsys, monkeypatch):
+    words = ["init", "r.toml", seaweed_url]
+    assert main([*words, "--with-credentials"]) == 0
+    assert "the files hold credentials" in capsys.readouterr().err
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.setenv(name, "")  # which is put back afterwards, whatever the file sets
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "no-such-file")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "no-such-file")
+    assert main(["status", seaweed_url]) == 2
+    assert "no credentials for" in capsys.readouterr().err
+    assert main(["status", "keys/tiny/edge.isthmus.toml"]) == 0
+    assert 'run "tiny"' in capsys.readouterr().out
