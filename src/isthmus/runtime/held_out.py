@@ -77,10 +77,19 @@ class HeldOutLoss:
             self.scorer = self._make(recipe)
         self.scorer.bases.begin_round(round_number)
         scores = self.scorer.score(self.anchor, self._table())
+        self._give_back()
         full, mixed = scores["loss_full"], scores["loss_mixed"]
         if full is None or mixed is None or not (math.isfinite(full) and math.isfinite(mixed)):
             return None
         return HeldOut(round=round_number, full=full, pipelined=scores["loss_pipelined"], mixed=mixed)
+
+    def _give_back(self) -> None:
+        """Where a GPU's memory is scarce, the inner steps need what the forwards needed."""
+        device = self.anchor[EMBEDDING].device
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            if free < total // 4:
+                torch.cuda.empty_cache()
 
     def _make(self, recipe: Recipe) -> Scorer:
         weights = self.anchor[EMBEDDING]
