@@ -6,11 +6,13 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from hypothesis import settings
 
-# How long an example takes says how busy the machine is.
-settings.register_profile("isthmus", deadline=None)
-settings.load_profile("isthmus")
+if find_spec("hypothesis"):  # a GPU machine may not have it
+    from hypothesis import settings
+
+    # How long an example takes says how busy the machine is.
+    settings.register_profile("isthmus", deadline=None)
+    settings.load_profile("isthmus")
 
 # A GPU machine may have no object store at hand; the tests of kernels need none.
 pytest_plugins = ["command_fixtures", *(["store_fixtures"] if find_spec("obstore") else [])]
