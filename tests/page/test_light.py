@@ -50,4 +50,4 @@ def test_watching_a_bucket_loads_no_torch(made: Path):
 def test_leaving_loads_no_torch(made: Path):
     key = str(made / "keys" / "rack-0.key")
     said = answer(COMMAND, "leave", str(made / "bucket"), "--replica", "rack-0", "--key", key)
-    assert said.startswith("rack-0 will leave at the end of round")
+    assert said.startswith("rack-0 will leave at the end of the round that it is in")
