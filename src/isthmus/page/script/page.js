@@ -1,5 +1,8 @@
 // The top of the page and its end; which section is drawn from what; asking for the state
 
+// A name such as edge-1 is not parted at its hyphen.
+const unparted = (parts) => parts.flatMap((part) => typeof part !== "string" ? part : part.split(/(\S{1,24}-\d+)/).map((text, i) => i % 2 ? h("span", { class: "whole" }, text) : text));
+
 function top_(state) {
   const run = state.run;
   document.title = `${run.name}, round ${run.round} of ${run.rounds} - Isthmus`;
@@ -8,7 +11,7 @@ function top_(state) {
   badge.hidden = false; badge.textContent = run.status; badge.className = `badge ${run.tone}`;
   $("facts").textContent = [`${run.fleet.replace(/,$/, "")}, ${run.parameters} parameters`, ...run.facts].join(" · ");
   const share = Math.min(1, run.rounds ? run.round / run.rounds : 0);
-  show("now", h("p", {}, explained(state.now)), h("div", { class: "bar" }, h("span", {}, `round ${run.round.toLocaleString("en")} of ${run.rounds.toLocaleString("en")}`),
+  show("now", h("p", {}, unparted(explained(state.now))), h("div", { class: "bar" }, h("span", {}, `round ${run.round.toLocaleString("en")} of ${run.rounds.toLocaleString("en")}`),
     h("progress", { max: 1, value: share, "aria-label": "Rounds done" }), h("span", {}, run.left ? `about ${run.left} left` : `${Math.round(100 * share)} %`)));
   const ended = written || run.status !== "running";
   $("words").hidden = !ended;
