@@ -33,6 +33,8 @@ __all__ = [
 # Read by OpenMP when torch is loaded: a thread that has nothing to do sleeps (docs/operate.md, Threads). By
 # default it spins for some milliseconds, and takes busy cores from the very threads that it waits for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# On a Mac: the CPU does what torch cannot do on the GPU yet.
+os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
 
 # Found when they are asked for: `import isthmus` loads nothing else, and none of these loads torch.
 _HOMES = {

@@ -23,6 +23,37 @@ def usable(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and _triton_is_installed()
 
 
+# What Apple's GPUs lack. Nothing here has run on one: tests put the CPU in its place (tests/test_mps.py).
+NO_DOUBLE = frozenset({"mps"})
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """float64 where the device has it: for sums that are only shown."""
+    return torch.float32 if device.type in NO_DOUBLE else torch.float64
+
+
+def in_double(work: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What `work` makes of a tensor in float64. Where its device has none, the CPU does it, and the result
+    comes back in float32."""
+    if tensor.device.type not in NO_DOUBLE:
+        return work(tensor.double())
+    return work(tensor.cpu().double()).float().to(tensor.device)
+
+
+def outer_device(device: torch.device) -> torch.device:
+    """Where a replica keeps its anchor and takes the outer step. All must reach the same bits, which Metal's
+    arithmetic does not promise: with an Apple GPU it is the CPU."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def wait_for(device: torch.device) -> None:
+    """Until all that was launched is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 class Replayed:
     """Work that a GPU repeats: recorded once as a CUDA graph, then launched as one.
 
@@ -73,12 +104,14 @@ class Pace:
     LEAD = 4  # enough for the host to prepare what follows the last one
 
     def __init__(self, device: torch.device) -> None:
-        self.on = device.type == "cuda"
+        self.on, self.device = device.type == "cuda", device
         self.marks: deque[torch.cuda.Event] = deque()
 
     def launched(self) -> None:
         """Another step was launched: wait until the one LEAD steps before it is done."""
         if not self.on:
+            if self.device.type == "mps":
+                wait_for(self.device)
             return
         self.marks.append(torch.cuda.Event(blocking=True))
         self.marks[-1].record()
@@ -116,7 +149,7 @@ class HostCopy:
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             for name, tensor in tensors.items():
                 own = self.buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                copies[name] = own.copy_(tensor.detach(), non_blocking=True)
+                copies[name] = own.copy_(tensor.detach(), non_blocking=self.stream is not None)
                 at += aligned(tensor.nbytes)
         if self.stream:
             self.done = torch.cuda.Event(blocking=True)

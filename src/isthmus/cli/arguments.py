@@ -23,7 +23,7 @@ def add_run(parser: argparse.ArgumentParser, resume: str) -> None:
         "--run", dest="run_dir", metavar="DIR", help="the run directory (default: the first free runs/NAME)"
     )
     parser.add_argument("--resume", metavar="RUN", help=resume)
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
     add_log(parser)
 
 

@@ -36,7 +36,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--harness", metavar="TASKS", help="also run these tasks of the lm-evaluation-harness, by commas"
     )
     parser.add_argument("--include", metavar="DIR", help="where the harness finds tasks of your own")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
     parser.add_argument("--json", action="store_true", help="print the scores as JSON")
     parser.set_defaults(run=evaluate)
 

@@ -46,7 +46,9 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--batches", type=int, metavar="N", help="held-out batches (default: as the recipe; 0: all)"
     )
-    parser.add_argument("--device", default="auto", help="to measure on: auto (default), cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--device", default="auto", help="to measure on: auto (default), cpu, cuda, cuda:N or mps"
+    )
     parser.add_argument("--json", action="store_true", help="print the losses as JSON")
     parser.set_defaults(run=export)
 

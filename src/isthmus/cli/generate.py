@@ -46,7 +46,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="auto (default): plain, but through the boundaries if every replica trained so",
     )
     parser.add_argument("--corpus", metavar="DIR", help="the run's corpus, if not where its recipe says")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
     parser.add_argument(
         "--json", action="store_true", help="print prompt, text and counts as JSON at the end"
     )

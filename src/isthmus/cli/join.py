@@ -44,7 +44,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     add("--work", dest="work_dir", default="", metavar="DIR", help="private state (default: work/RUN/NAME)")
     texts = "the run's text on this machine, or its URL, if not where the recipe says"
     add("--corpus", default="", metavar="DIR", help=texts)
-    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    add("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
     threads = "CPU threads of each process (default: torch's)"
     add("--threads", dest="num_threads", type=int, default=0, metavar="THREADS", help=threads)
     compiles = "torch.compile, layer by layer: a longer first step, shorter others (default: on a GPU)"
@@ -119,5 +119,5 @@ def leave(args: argparse.Namespace) -> int:
         raise ConfigError(f"replica {args.replica} is not in the run now")
     heartbeat, _ = found
     ledger.ask_to_leave(heartbeat.incarnation)
-    print(f"{args.replica} will leave at the end of round {heartbeat.round + 1}.")
+    print(f"{args.replica} will leave at the end of the round that it is in.")
     return 0

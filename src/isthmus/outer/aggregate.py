@@ -2,8 +2,8 @@
 
 Payloads are added one after another, in the order given, by single rounded operations: read, add, write,
 and in the end one division, by a tensor (CUDA multiplies by a reciprocal when it divides by a number).
-Weights are whole numbers (`weights.round_weights`): a value is multiplied by its replica's before it is added,
-and a sum divided by the weights of those that are in it.
+Weights are whole numbers (`weights.round_weights`): a value is multiplied by its replica's before it is
+added, and a sum divided by the weights of those that are in it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from isthmus import gpu
 from isthmus.layout.chunks import Layout
 from isthmus.sparse.bundle import Bundle, Group, Shapes, SparseChunks, arrange, owners
 from isthmus.sparse.topk import add_at, decode, flat_positions, origins
@@ -261,7 +262,7 @@ def _norms(bundle: Bundle) -> Tensor:
     for names, group in zip(arrange(*bundle.key).groups, bundle.groups, strict=True):
         num_rows = max(1, NORM_ENTRIES // group.values.shape[1])  # a model's dense groups are large
         blocks = group.values.split(num_rows)
-        squares = torch.cat([_sum_halves(block.double().square().mT) for block in blocks])  # (C,)
+        squares = torch.cat([_halved(block) for block in blocks])  # (C,)
         alike: dict[int, list[tuple[str, Tensor]]] = {}  # by the number of chunks
         for name in names:
             _, _, first, stop = arrange(*bundle.key).locations[name]
@@ -275,8 +276,12 @@ def _norms(bundle: Bundle) -> Tensor:
 def _norm(item: Item) -> Tensor:
     """The 2-norm in float64, summed in halves: a reduction's own order differs between devices."""
     values = item.values if isinstance(item, SparseChunks) else item.detach().reshape(1, -1)
-    squares = _sum_halves(values.double().square().mT)  # (C,)
-    return _sum_halves(squares).sqrt()
+    return _sum_halves(_halved(values)).sqrt()
+
+
+def _halved(values: Tensor) -> Tensor:
+    """The squares of each chunk's values (C, J), summed: (C,)"""
+    return gpu.in_double(lambda wide: _sum_halves(wide.square().mT), values)
 
 
 def _sum_halves(rows: Tensor) -> Tensor:

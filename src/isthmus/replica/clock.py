@@ -5,12 +5,14 @@ from types import TracebackType
 
 import torch
 
+from isthmus import gpu
+
 
 class Clock:
     """`with clock:` adds the time of its block; on a GPU by events, so that the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
+        self.on_cuda, self.device = device.type == "cuda", device
         self.seconds = self.started = self.lapped = 0.0
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -23,6 +25,8 @@ class Clock:
 
     def __exit__(self, fault: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
         if not self.on_cuda:
+            if self.device.type == "mps":
+                gpu.wait_for(self.device)
             self.seconds += time.perf_counter() - self.started
         elif fault is None:
             end = torch.cuda.Event(enable_timing=True)

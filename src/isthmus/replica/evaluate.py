@@ -141,13 +141,13 @@ class Scorer:
         weights = dict(near or anchor)
         if member is not None:
             weights |= projected(self.recipe, member, self.bases, anchor)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros((), dtype=gpu.wide(self.device), device=self.device)
         for number, batch in enumerate(self.held_out):
             crossings: list[list[Tensor]] = []  # [part of the batch][boundary]
             for part in batch.split(self.rows or len(batch)):
                 crossings.append([])
                 loss = self._part_loss(weights, part, table, member, crossings[-1] if number == 0 else None)
-                total += loss.double() * len(part)
+                total += loss.to(total.dtype) * len(part)
             shares += [share(torch.stack(parts).sum(0)) for parts in zip(*crossings, strict=True)]
         return total / sum(map(len, self.held_out))
 

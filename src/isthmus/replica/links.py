@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from isthmus import gpu
 from isthmus.layout.traffic import STAGE_PURPOSES
 
 LINK_PURPOSES = (*STAGE_PURPOSES, "control")  # control: agreeing on norm and loss, not part of the traffic
@@ -84,7 +85,7 @@ def pack(frame: Mapping[str, Tensor], buffer: Tensor) -> None:
     at = 0
     for tensor in frame.values():
         data = tensor.detach().contiguous().flatten().view(torch.uint8)
-        buffer[at : at + len(data)].copy_(data, non_blocking=True)
+        buffer[at : at + len(data)].copy_(data, non_blocking=data.is_cuda or buffer.is_cuda)
         at += len(data)
 
 
@@ -92,9 +93,11 @@ def unpack(buffer: Tensor, frame: Frame, device: torch.device) -> tuple[Tensor, 
     """The tensors of a frame; where they may, they lie in the buffer itself."""
     tensors, at = [], 0
     for spec in frame:
-        data = buffer[at : at + spec.num_bytes]
-        if data.device != device or data.data_ptr() % ALIGNED:  # a copy of its own is aligned
-            data = data.to(device, copy=True, non_blocking=True)
+        data, there = buffer[at : at + spec.num_bytes], device
+        if spec.dtype == torch.float64 and device.type in gpu.NO_DOUBLE:
+            there = torch.device("cpu")  # where such frames are read
+        if data.device != there or data.data_ptr() % ALIGNED:  # a copy of its own is aligned
+            data = data.to(there, copy=True, non_blocking=there.type == "cuda")
         tensors.append(data.view(spec.dtype).view(spec.shape))
         at += spec.num_bytes
     return tuple(tensors)

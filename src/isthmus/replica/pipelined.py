@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from isthmus import gpu
 from isthmus.config import Member, Recipe
 from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError
@@ -250,7 +251,7 @@ class _StageStep:
         self.stage, self.before, self.after = stage, before, after
         self.clock, self.timeout_seconds = clock, timeout_seconds
         self.micro_batches: Sequence[Tensor] = ()
-        self.loss = torch.zeros((), dtype=torch.float64, device=stage.device)
+        self.loss = torch.zeros((), dtype=gpu.wide(stage.device), device=stage.device)
         self.compute_seconds = 0.0  # with packing and sending, which the clock leaves out
         # Of micro-batch 0: when its activations arrived and left, when its gradient arrived and left.
         self.arrived = self.returned = 0.0
@@ -320,9 +321,9 @@ class _StageStep:
         with self.clock:
             square = self.stage.squared_norm()
         sides = list(self.stage.sound)
-        sound = [self.stage.sound[side].all().double() for side in sides]
+        sound = [self.stage.sound[side].all().to(self.loss.dtype) for side in sides]
         self.square, loss, *sound = torch.stack(
-            [square.double().view(()), self.loss, *sound]
+            [square.to(self.loss.dtype).view(()), self.loss, *sound]
         ).tolist()  # the device is waited for once
         for side, fine in zip(sides, sound, strict=True):
             if not fine:

@@ -93,14 +93,14 @@ class Stack(Trainable):
         for the stream on which each weight was made."""
         self.zero_grad()
         leaves = self.leaves
-        losses = torch.zeros(len(self.members), device=tokens.device, dtype=torch.float64)
+        losses = torch.zeros(len(self.members), device=tokens.device, dtype=gpu.wide(tokens.device))
         weight = 1 / (self.grad_accum_steps * (len(self.members) if self.shared else 1))
         for part in tokens.chunk(self.grad_accum_steps, dim=1):
             part_losses = self._member_losses(leaves, part)
             grads = torch.autograd.grad(part_losses.sum() * weight, list(leaves.values()))
             for leaf, grad in zip(leaves.values(), grads, strict=True):
                 leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
-            losses += part_losses.detach().double() / self.grad_accum_steps
+            losses += part_losses.detach().to(losses.dtype) / self.grad_accum_steps
         if self.reduce_grads:
             self.reduce_grads([leaf.grad for leaf in leaves.values() if leaf.grad is not None])
         return losses, self.update()

@@ -110,16 +110,17 @@ class Trainer:
         self.writes = [i for i, shard in enumerate(ledger.shards) if own.keys() >= set(shard)]
         self.reads = [i for i, shard in enumerate(ledger.shards) if set(names) >= set(shard)]
         shapes = recipe.model.shapes()
+        where = gpu.outer_device(device)
         self.anchor = {  # a replica is made with theta^(0); the embedding of later stages is not in it
-            name: own[name].clone()
+            name: own[name].to(where, copy=True)
             if name in own
-            else init_tensor(name, shapes[name], recipe.model, recipe.seed).to(device, master_dtype)
+            else init_tensor(name, shapes[name], recipe.model, recipe.seed).to(where, master_dtype)
             for name in names
         }
-        self.bases = BasisSet(recipe, device, master_dtype)
+        self.bases = BasisSet(recipe, where, master_dtype)
         self.outer = outer_method(recipe.outer, self.anchor)
         with_feedback = recipe.outer.method == "sparseloco"
-        self.feedback = {name: torch.zeros_like(p) for name, p in own.items()} if with_feedback else {}
+        self.feedback = {name: torch.zeros_like(p, device=where) for name, p in own.items() if with_feedback}
         reader = ShardReader(ledger, self.reads)
         self.place, self.parting = place or Place(ledger, log), parting or Parting()
         # Where the membership may change, so may who closes.
@@ -260,8 +261,7 @@ class Trainer:
 
     def _carry(self, round_number: int, num_steps: int, params: Mapping[str, Tensor]) -> None:
         """The round was settled in the middle of our inner steps: what they gave goes to the feedback."""
-        params = as_sent(self.recipe, self.member, self.bases, params, self.anchor)
-        self.outer.carry(params, self.feedback)
+        self.outer.carry(self._as_sent(params), self.feedback)
         self.state.hurry()
         self.pending = None
         self.log(
@@ -279,10 +279,14 @@ class Trainer:
         self.fresh_steps += about.num_steps
         self._carry(about.round, about.num_steps, params)
 
+    def _as_sent(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As `as_sent`, where the anchor is."""
+        here = {name: p.detach().to(self.anchor[name].device) for name, p in params.items()}
+        return as_sent(self.recipe, self.member, self.bases, here, self.anchor)
+
     def _encode(self, again: Update | None) -> Update:
         """Anchor - params to error feedback and payload (eq. 2)."""
-        params = {name: p.detach() for name, p in self.replica.named_parameters().items()}
-        params = as_sent(self.recipe, self.member, self.bases, params, self.anchor)
+        params = self._as_sent(self.replica.named_parameters())
         if again is None:
             self.record.tell()
         if again is not None:

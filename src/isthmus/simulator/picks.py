@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from isthmus import gpu
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus, open_corpus, pinned
 from isthmus.data.tokens import Batches, few_held_out, validation_batches
@@ -19,8 +20,13 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or not (number.isdigit() or not number):
-        raise ConfigError(f'device is "{name}"; it is one of auto, cpu, cuda, cuda:N')
+    if kind not in ("cpu", "cuda", "mps") or not (number.isdigit() or not number):
+        raise ConfigError(f'device is "{name}"; it is one of auto, cpu, cuda, cuda:N, mps')
+    if kind == "mps" and (number.strip("0") or not torch.backends.mps.is_available()):
+        raise ConfigError(
+            f'device is "{name}", but torch finds no Apple GPU of that name here (macOS 14 on Apple silicon '
+            "has one: mps); use --device cpu"
+        )
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         there = (
@@ -35,6 +41,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_precision(recipe: Recipe, device: torch.device) -> str:
+    if recipe.inner.precision == "fp64" and device.type in gpu.NO_DOUBLE:
+        raise ConfigError(
+            f'inner.precision is "fp64", which {device.type} does not have; set fp32, or use --device cpu'
+        )
     if recipe.inner.precision != "auto":
         return recipe.inner.precision
     return "bf16" if device.type == "cuda" else "fp32"

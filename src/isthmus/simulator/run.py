@@ -104,7 +104,7 @@ def about_run(
     return About(
         isthmus=__version__,
         torch=torch.__version__,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         precision=precision,
         parameters=recipe.model.num_parameters,
         auto=[pick.reason for pick in picks],

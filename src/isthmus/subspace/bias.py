@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from isthmus import gpu
 from isthmus.model.llama import BoundaryFunction
 from isthmus.subspace import project, split
 
@@ -57,7 +58,7 @@ def drift(table: Tensor, frozen: Tensor, basis: Tensor) -> Tensor:
 
     It takes ROWS rows at a time: the device must not run out of memory for this.
     """
-    moved = whole = torch.zeros((), dtype=torch.float64, device=basis.device)
+    moved = whole = torch.zeros((), dtype=gpu.wide(basis.device), device=basis.device)
     for now, before in zip(table.split(ROWS), frozen.split(ROWS), strict=True):
         _, t_perp = split(before.to(basis), basis)
         _, new = split(now.to(basis), basis)
@@ -66,9 +67,9 @@ def drift(table: Tensor, frozen: Tensor, basis: Tensor) -> Tensor:
 
 
 def _energy(x: Tensor) -> Tensor:
-    return x.square().sum(dtype=torch.float64)
+    return x.square().sum(dtype=gpu.wide(x.device))
 
 
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:
     # An empty stream has no dropped energy.
-    return part / whole.clamp(min=torch.finfo(torch.float64).tiny)
+    return part / whole.clamp(min=torch.finfo(whole.dtype).tiny)

@@ -43,8 +43,9 @@ class Rounded:
 
 
 def _fractions(device: torch.device) -> Tensor:
-    powers = torch.arange(256, dtype=torch.float64, device=device) / -STEPS_PER_OCTAVE
-    return torch.exp2(powers).float()
+    at = torch.device("cpu") if device.type in gpu.NO_DOUBLE else device
+    powers = torch.arange(256, dtype=torch.float64, device=at) / -STEPS_PER_OCTAVE
+    return torch.exp2(powers).float().to(device)
 
 
 _kept_fractions = lru_cache(maxsize=8)(_fractions)
@@ -56,11 +57,18 @@ def fractions(device: torch.device) -> Tensor:
     return _fractions(device) if torch.compiler.is_compiling() else _kept_fractions(device)
 
 
+def _mean(z: Tensor) -> Tensor:
+    """Over a sequence's tokens, summed in float64: its order hardly ever shows."""
+    if z.device.type in gpu.NO_DOUBLE:
+        return gpu.in_double(lambda wide: wide.sum(-2) * (1 / z.shape[-2]), z)
+    return (z.sum(-2, dtype=torch.float64) * (1 / z.shape[-2])).float()
+
+
 def rounded(z: Tensor, bits: int, centred: bool) -> Rounded:
     """z (..., L, K) to codes of so many bits, to nearest."""
     most = largest_code(bits)
     x = z if z.dtype == torch.float64 else z.float()
-    mean = (z.sum(-2, dtype=torch.float64) * (1 / z.shape[-2])).float().bfloat16() if centred else None
+    mean = _mean(z).bfloat16() if centred else None
     rest = x if mean is None else x - mean[..., None, :].to(x.dtype)
     needed = rest.abs().amax(-1) * (
         1 / most
