@@ -6,6 +6,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
+from auto_recipes import RACK, WIRE, auto_recipe, small_auto_recipe
 
 from isthmus.cli.main import main
 from isthmus.config import Member, parse_recipe
@@ -17,45 +18,8 @@ from isthmus.planner.paper_loss import LOSSES, loss_at, penalty
 from isthmus.planner.plan import predict
 from isthmus.planner.step import FORWARD_SHARE, compute_of, steady_pace
 
-TEXT = """
-name = "auto"
-[model]
-preset = "512m"
-[inner]
-micro_batches = 16
-[[replicas]]
-name = "rack"
-tflops = 100.0
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 4
-compression = "auto"
-wire = "bf16"
-tflops = 20.0
-link = { mbps = 100.0, latency_ms = 20.0 }
-"""
-NANO = """
-name = "small"
-[model]
-preset = "nano"
-[data]
-eval_batches = 1
-[inner]
-batch = 4
-micro_batches = 4
-[outer]
-inner_steps = 2
-rounds = 1
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 2
-compression = "auto"
-wire = "bf16"
-tflops = 0.05
-link = { mbps = 8.0, latency_ms = 1.0 }
-"""
+TEXT = auto_recipe("512m", RACK, WIRE)
+NANO = small_auto_recipe(8.0, WIRE)
 
 
 MILDEST_FIRST = ("none", *LADDER)

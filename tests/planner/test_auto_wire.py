@@ -6,6 +6,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
+from auto_recipes import auto_recipe, small_auto_recipe
 
 from isthmus.cli.main import main
 from isthmus.config import Member, dump_recipe, parse_recipe
@@ -18,40 +19,8 @@ from isthmus.planner.loss_price import price_of
 from isthmus.planner.plan import predict
 from isthmus.planner.step import compute_of
 
-TEXT = """
-name = "auto"
-[model]
-preset = "178m"
-[inner]
-micro_batches = 16
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 4
-compression = "auto"
-tflops = 20.0
-link = { mbps = 100.0, latency_ms = 20.0 }
-"""
-NANO = """
-name = "small"
-[model]
-preset = "nano"
-[data]
-eval_batches = 1
-[inner]
-batch = 4
-micro_batches = 4
-[outer]
-inner_steps = 2
-rounds = 1
-[[replicas]]
-name = "edge"
-kind = "pipelined"
-stages = 2
-compression = "auto"
-tflops = 0.05
-link = { mbps = 4.0, latency_ms = 1.0 }
-"""
+TEXT = auto_recipe("178m")
+NANO = small_auto_recipe(4.0)
 MBPS = (3, 8, 20, 45, 100, 220, 400, 1000, 2000, 5000)
 
 
