@@ -92,15 +92,20 @@ def test_recipes_are_found_by_name_from_an_empty_folder(installed, target: Path,
     assert (tmp_path / "bucket" / "run.json").is_file()
     assert 'did you mean "demo"?' in installed("plan", "dem", status=2)
     assert WHERE in installed("reproduce", "1", status=2)
+    assert "178m-recommended" in installed("completion", "bash")
 
 
 def test_the_first_steps_lead_from_an_empty_folder_to_a_model(installed, tmp_path: Path):
-    """Text of one's own, a run of it, then a fleet of real processes, and what its last lines name."""
+    """Text and a recipe of one's own, a run of it, then a fleet of real processes, and what its last lines
+    name."""
     (tmp_path / "my-texts").mkdir()
     for i in range(200):
         (tmp_path / "my-texts" / f"{i}.txt").write_text(f"On day {i} it was the sea that came to us. " * 40)
     installed("data", "prepare", "my-texts/", "--to", "corpus/", "--vocab", "300")
-    installed("simulate", "demo", "--run", "own", "--set", "data.corpus=corpus/", *SMALL, "--device", "cpu")
+    installed("new", "mine.toml")
+    installed(
+        "simulate", "mine.toml", "--run", "own", "--set", "data.corpus=corpus/", *SMALL, "--device", "cpu"
+    )
     assert RunDir.open(tmp_path / "own").about.get("status") == "finished"
     last = installed("train", "demo", *SMALL, "--device", "cpu").splitlines()[-3:]
     assert [row.round for row in RunDir.open(tmp_path / "runs" / "demo").rows()] == [0, 1]

@@ -5,8 +5,8 @@ A corpus may come from anywhere. Every number, name and type in it is checked he
 
 import hashlib
 import json
-import shlex
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
