@@ -37,7 +37,7 @@ PAGES = pytest.mark.parametrize(
     "page",
     [
         *(README, CONTRIBUTING, ARCHITECTURE, METHOD, OPERATE, EVENING),
-        *(PLACES, PROTOCOL, PLAN, SECURITY, USE, WATCH),
+        *(PLACES, PROTOCOL, PLAN, SECURITY, USE, WATCH, DOCS / "api.md"),
     ],
     ids=lambda page: page.name,
 )
