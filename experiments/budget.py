@@ -25,6 +25,13 @@ def open_stage_bytes(recipe: Recipe) -> int:
     return recipe.outer.inner_steps * max(each)
 
 
+def stage_share(recipe: Recipe) -> float:
+    """Bytes between stages over the whole run, of those with nothing compressed, in bf16. In finishing rounds
+    whole streams cross, however far a boundary has opened."""
+    opened = recipe.finish.rounds / recipe.outer.rounds
+    return opened + (1 - opened) * stage_bytes(recipe) / open_stage_bytes(recipe)
+
+
 def replica_bytes(recipe: Recipe) -> int:
     """Up and down of all replicas in a round."""
     sizes = shard_bytes(recipe)

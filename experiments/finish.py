@@ -3,6 +3,7 @@
 Standard library only.
 """
 
+from experiments.budget import stage_share
 from experiments.estimates import Book, Estimate
 from experiments.paper import finish_name, finishes
 from experiments.tables import rung
@@ -12,12 +13,14 @@ HEAD = (
     "k/d",
     "boundaries",
     "tokens in them",
+    "bytes between stages, of open",
     "plain before",
     "compressed before",
     "plain after",
     "compressed after",
     "plain, against compressed without finishing",
     "against SparseLoCo",
+    "lower with no more bytes",
     "seeds",
 )
 
@@ -62,15 +65,30 @@ def finish_table(book: Book) -> str:
 
 def _cells(book: Book, ratio: str, name: str, words: str) -> list[str]:
     tokens = finishing_tokens(book, name)
-    cells = [ratio, words, f"{tokens / 1e6:.1f} M" if tokens else ""]
+    share = f"{100 * stage_share(book.recipe(name)):.1f} %"
+    cells = [ratio, words, f"{tokens / 1e6:.1f} M" if tokens else "", share]
     if not book.finished(name):
-        return [*cells, "diverged" if book.failed(name) else "not run", *[""] * (len(HEAD) - 4)]
+        return [*cells, "diverged" if book.failed(name) else "not run", *[""] * (len(HEAD) - 5)]
     both = [before(book, name, view) if tokens else None for view in ("full", "pipelined")]
     both += [book.loss(name, "full"), closed(book, name)]
     cells += [estimate.text(3) if estimate else "" for estimate in both]
     gaps = (price(book, name, ratio), book.gap(name, "full"))
     cells += [gap.text(2, "+", " %") if gap else "" for gap in gaps]
+    better = dominating(book, name)
+    cells.append(f"k/d = {better} throughout" if better else "")
     return [*cells, str(len(book.finished(name)))]
+
+
+def dominating(book: Book, name: str) -> str | None:
+    """The k/d that, held to the end, sends no more bytes between stages and has the lowest plain loss of all
+    that are below this row's; None where none is."""
+    ours, share = book.loss(name, "full"), stage_share(book.recipe(name))
+    lower = {}
+    for ratio in dict.fromkeys((*book.scale.ladder(), *book.scale.finished())):
+        loss = book.loss(rung("pp", ratio), "full")
+        if ours and loss and loss.mean < ours.mean and stage_share(book.recipe(rung("pp", ratio))) <= share:
+            lower[ratio] = loss.mean
+    return min(lower, key=lower.__getitem__) if lower else None
 
 
 def enough(book: Book, ratio: str, percent: float, how: str) -> str:

@@ -5,6 +5,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from experiments.bytes_plot import draw_bytes
 from experiments.estimates import VIEWS, Book
 from experiments.finish import finishing_tokens, price
 from experiments.lines import Line
@@ -23,7 +24,8 @@ def draw_all(book: Book, folder: Path, fullsize: Mapping[str, Line] | None = Non
 
     matplotlib.use("Agg")
     drawn = []
-    plots = {"curves": _curves, "ladder": _ladder, "h": _by_h, "finish": _finish, "frontier": _frontier}
+    plots = {"curves": _curves, "ladder": _ladder, "h": _by_h, "finish": _finish, "frontier": _frontier,
+             "bytes": draw_bytes}  # fmt: skip
     for name, draw in (plots | {"178m": lambda book: _fullsize(fullsize or {})}).items():
         # Text stays text, ids hash to the same names, and no date: the file depends on the numbers alone.
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "isthmus"}):

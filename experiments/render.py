@@ -2,7 +2,8 @@
 
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
-{{seeds ROW}}, {{setup}}, {{speed}}, {{runs}}, {{frontier}}, {{claims}} and
+{{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{repeats K/D}}, {{sent ROW}}, {{setup}},
+{{speed}}, {{runs}}, {{frontier}}, {{claims}} and
 {{178m table|claim|facts|setup}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the
 steepest rung of the ladder. What follows the line {{results}} is left out as long as there is no result.
 """
@@ -11,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from experiments import checks
+from experiments.budget import stage_share
 from experiments.catalog import tables_of
 from experiments.estimates import Book, Compared, Estimate
 from experiments.finish import enough, finish_table
@@ -65,9 +68,10 @@ def render(template: str, book: Book, drawn: Sequence[str] = (), fullsize: Fulls
 
 def verdicts(page: str, book: Book) -> list[Compared]:
     """Every comparison of two rows that a page judges, each once."""
-    found = (match.split() for match in re.findall(r"\{\{verdict ([^}]*)\}\}", page))
-    named = [tuple(book.aliases.get(word, word) for word in words) for words in found if len(words) == 3]
-    return [(row, other, view) for row, other, view in dict.fromkeys(named)]
+    named = []
+    for row, other, view in re.findall(r"\{\{verdict (\S+) (\S+) (\S+)\}\}", page):
+        named.append((book.aliases.get(row, row), book.aliases.get(other, other), view))
+    return list(dict.fromkeys(named))
 
 
 def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> str:
@@ -79,6 +83,11 @@ def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> st
         "loss": lambda row, view: _text(book.loss(row, view), 3),
         "gap": lambda row, view, other=None: _text(book.gap(row, view, other), 2, "+", " %"),
         "verdict": book.verdict,
+        "judged": lambda: checks.judged(book),
+        "scoring": lambda row, other: checks.scoring(book, row, other),
+        "commits": lambda: checks.commits(book),
+        "repeats": lambda ratio: checks.repeats(book, ratio),
+        "sent": lambda row: f"{100 * stage_share(book.recipe(row)):.1f} %",
         "finish": lambda: finish_table(book),
         "enough": lambda ratio, percent, how: enough(book, ratio, float(percent), how),
         "h": lambda: str(book.scale.inner_steps),

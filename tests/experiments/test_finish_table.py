@@ -5,9 +5,10 @@ import torch
 from result_lines import line as fabricated_line
 
 from experiments import trial
+from experiments.budget import stage_bytes
 from experiments.catalog import rows_of
 from experiments.estimates import Book
-from experiments.finish import enough
+from experiments.finish import dominating, enough
 from experiments.paper import finishes
 from experiments.plots import draw_all
 from experiments.render import render
@@ -61,12 +62,32 @@ def test_the_table_has_losses_before_and_after_and_their_distance_from_what_was_
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     tokens = 5 * recipe_of(rows_of(SCALE)["pp-8"], SCALE, 0, "", SCALE.lr).round_tokens
     assert cells[2] == f"{tokens / 1e6:.1f} M"
-    assert [cell.split()[0] for cell in cells[3:7]] == ["5.200", "4.300", "4.350", "4.850"]
+    assert [cell.split()[0] for cell in cells[4:8]] == ["5.200", "4.300", "4.350", "4.850"]
     gaps = [100 * 0.15 / base for base in (4.1, 4.2, 4.3)]
-    assert float(cells[7].split()[0]) == pytest.approx(sum(gaps) / 3, abs=0.006)
-    assert cells[9] == "3"
+    assert float(cells[8].split()[0]) == pytest.approx(sum(gaps) / 3, abs=0.006)
+    assert cells[11] == "3"
     assert "| 1/64 | opened over 5 rounds |" in text
     assert "not run" in text
+
+
+def test_bytes_stand_beside_a_finish_and_so_does_what_is_lower_with_no_more_of_them():
+    [row] = [r for r in render("{{finish}}", Book(some_lines(), SCALE)).splitlines() if "over 5 rounds" in r][
+        :1
+    ]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    closed, opened = (recipe_of(rows_of(SCALE)[n], SCALE, 0, "", SCALE.lr) for n in ("pp-8", "dense"))
+    # Five of a hundred rounds send whole streams.
+    sent = (95 * stage_bytes(closed) + 5 * stage_bytes(opened)) / (100 * stage_bytes(opened))
+    assert cells[3] == f"{100 * sent:.1f} %"
+    assert cells[10] == ""  # nothing that sends as little is lower
+    lines = [
+        *lines_of("pp-64-open-20", [5.0] * 3),
+        *lines_of("pp-24", [4.9] * 3),
+        *lines_of("pp-8", [4.8] * 3),
+    ]
+    assert dominating(Book(lines, SCALE), "pp-64-open-20") == "1/8"
+    assert dominating(Book(lines[:6], SCALE), "pp-64-open-20") == "1/24"
+    assert dominating(Book(lines[:6], SCALE), "pp-24") is None
 
 
 def test_enough_is_the_fewest_rounds_that_keep_the_bound():

@@ -118,5 +118,6 @@ def test_the_whole_page_and_its_plots_are_the_same_bytes_twice(tmp_path):
         (folder / TEMPLATE.name).write_bytes(TEMPLATE.read_bytes())
         drawn.append({p.name: p.read_bytes() for p in write_page(tmp_path / "results", folder, SCALE)})
     assert drawn[0] == drawn[1]
-    assert set(drawn[0]) == {"results.md", "results-curves.svg", "results-ladder.svg", "results-h.svg"}
+    plots = {f"results-{name}.svg" for name in ("curves", "ladder", "h", "bytes")}
+    assert set(drawn[0]) == {"results.md", *plots}
     assert b"{{" not in drawn[0]["results.md"]

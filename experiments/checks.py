@@ -1,0 +1,78 @@
+"""What a reviewer asks of the verdicts: how many are judged, which share of a gain is the score's, whether
+both sides ran the same code, and how far one run is from itself. Standard library only.
+"""
+
+import statistics
+
+from experiments.estimates import Book
+from experiments.evidence import LEVEL
+from experiments.tables import rung
+
+
+def judged(book: Book) -> str:
+    """How many comparisons the page makes, and how many are clear by which procedure."""
+    there = [one for one in book.family if book.chance(one) is not None]
+    alone = sum((book.chance(one) or 0) <= LEVEL for one in there)
+    corrected = [book.corrected(one) for one in there]
+    clear, surely = (sum(pair[at] <= LEVEL for pair in corrected) for at in (0, 1))
+    return f"of {len(there)} comparisons {alone} are clear one by one, {clear} among all, {surely} by Holm's"
+
+
+def scoring(book: Book, name: str, other: str) -> str:
+    """The share of the mixed gain of a row over another that the same boundaries for both do not show."""
+    ours, theirs = ([book.losses(row, view) for view in ("mixed", "pipelined")] for row in (name, other))
+    shared = set.intersection(*(set(losses) for losses in (*ours, *theirs)))
+    if not shared:
+        return "not run"
+    mixed, pipelined = (
+        statistics.mean(theirs[at][seed] - ours[at][seed] for seed in shared) for at in (0, 1)
+    )
+    return f"{100 * (1 - pipelined / mixed):.0f} %" if mixed > 0 else "no gain"
+
+
+def mixed_commits(book: Book) -> list[tuple[str, str]]:
+    """Pairs of compared rows of which a seed was run by two commits."""
+    found = []
+    for name, other in dict.fromkeys((name, other) for name, other, _ in book.family):
+        ours, theirs = book.runs.get(name, {}), book.runs.get(other, {})
+        shared = ours.keys() & theirs.keys()
+        if any(ours[seed]["commit"] != theirs[seed]["commit"] for seed in shared):
+            found.append((name, other))
+    return found
+
+
+def commits(book: Book) -> str:
+    pairs = {(name, other) for name, other, view in book.family if book.chance((name, other, view))}
+    apart = [pair for pair in mixed_commits(book) if pair in pairs]
+    listed = ", ".join(f"`{name}` and `{other}`" for name, other in apart)
+    return f"{len(pairs) - len(apart)} of {len(pairs)}" + (f"; not of {listed}" if apart else "")
+
+
+def repeated(book: Book, ratio: str) -> dict[int, float]:
+    """By seed, in percent: a run that compressed to the end against the one that its finishing runs share, at
+    the last round at which both were scored before any boundary opened. Nothing but the GPU differs. Equal to
+    the last digit: they were trained as one, and say nothing."""
+    plain, found = book.runs.get(rung("pp", ratio), {}), {}
+    for name, row in book.rows.items():
+        if not (name.startswith(f"{rung('pp', ratio)}-") and any("finish.rounds" in s for s in row.settings)):
+            continue
+        for seed, line in book.runs[name].items():
+            if seed not in plain:
+                continue
+            mine = {point[0]: point[2] for point in plain[seed]["curve"] if point[2]}
+            its = {p[0]: p[2] for p in line["curve"] if p[2] and 0 < p[0] <= line["rounds_shared"]}
+            both = mine.keys() & its.keys()
+            if both and mine[at := max(both)] != its[at]:
+                found.setdefault(seed, 100 * (its[at] - mine[at]) / mine[at])
+    return dict(sorted(found.items()))
+
+
+def repeats(book: Book, ratio: str) -> str:
+    """The mean size of that difference beside the spread of seeds, both in percent of the loss."""
+    again = [abs(value) for value in repeated(book, ratio).values()]
+    losses = list(book.losses(rung("pp", ratio), "pipelined").values())
+    if not again or len(losses) < 2:
+        return "not run"
+    spread = 100 * statistics.stdev(losses) / statistics.mean(losses)
+    times = "once" if len(again) == 1 else f"{len(again)} times"
+    return f"{statistics.mean(again):.2f} % (repeated {times}), where seeds differ by {spread:.2f} %"
