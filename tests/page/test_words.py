@@ -40,8 +40,10 @@ def drawn(page, url):
     return page
 
 
-def test_every_word_answers_once_in_its_section_and_stays_in_the_window(drawn, page):
+def test_every_word_answers_once_in_its_section_and_stays_in_the_window(page, url):
     page.look_as(360, 740, touch=True)
+    page.go(url)
+    page.value("window.answer_ = document.getElementById('answer')")
     marked = page.value("[...document.querySelectorAll('main .word')].map(w => w.dataset.word)")
     assert {"T_perp", "drift out of S", "energy", "boundary", "held-out loss", "subspace"} <= set(marked)
     doubled = page.value(
@@ -59,6 +61,8 @@ def test_every_word_answers_once_in_its_section_and_stays_in_the_window(drawn, p
     )
     assert bad == []
     assert page.value("document.querySelectorAll('[aria-expanded=true]').length") == 1
+    page.value("dispatchEvent(new Event('resize'))")  # as when a phone's address bar comes or goes
+    assert shown(page) is not None
     page.value("document.querySelector('h1').click()")
     assert shown(page) is None
 

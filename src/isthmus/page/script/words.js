@@ -117,7 +117,8 @@ addEventListener("keydown", (event) => {
   if (event.key === "Escape") dismiss();
   if ((event.key === "Enter" || event.key === " ") && event.target.dataset?.word) { event.preventDefault(); event.target.click(); }
 });
-addEventListener("resize", dismiss);
+let width_ = innerWidth; // a phone changes its height while one scrolls, which moves nothing
+addEventListener("resize", () => { if (innerWidth !== width_) { width_ = innerWidth; dismiss(); } });
 
 // In each section a word can be asked where it is first; after that it is a word like others.
 function onceEach() {
