@@ -4,13 +4,15 @@ them, closers never read them, and whoever shows them shows them as text."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isthmus.config.fleet import MOST_STAGES
-from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.schema import Many, Text, Whole, check
 from isthmus.protocol.trust import Refused, open_sealed
-from isthmus.store import StoreRefused
+from isthmus.store.retry import StoreRefused
+
+if TYPE_CHECKING:  # a worker imports this before it can say that a package is missing
+    from isthmus.protocol.ledger import Ledger
 
 MOST_LINES = 60
 MOST_LINE = 300  # characters
@@ -43,12 +45,12 @@ def log_key(replica: str, stage: int) -> str:
     return f"members/{replica}/log-{stage}.json"
 
 
-def put_log(ledger: Ledger, log: LogLines) -> None:
+def put_log(ledger: "Ledger", log: LogLines) -> None:
     sealed = ledger.signer.seal(KIND, ledger.run.run_id, log.to_dict())
     ledger.store.put(log_key(ledger.signer.replica, log.stage), sealed, durable=False)
 
 
-def read_log(ledger: Ledger, replica: str, stage: int) -> tuple[LogLines, float] | None:
+def read_log(ledger: "Ledger", replica: str, stage: int) -> tuple[LogLines, float] | None:
     """(the last lines of a stage, when they were written by the store's clock); None where there are none
     that the replica has signed."""
     key = log_key(replica, stage)
@@ -64,7 +66,7 @@ def read_log(ledger: Ledger, replica: str, stage: int) -> tuple[LogLines, float]
     return (log, found[1].modified_unix_seconds) if mine else None
 
 
-def heard_stages(ledger: Ledger, replica: str, num_stages: int, since: float, now: float) -> list[int]:
+def heard_stages(ledger: "Ledger", replica: str, num_stages: int, since: float, now: float) -> list[int]:
     """Stages of a silent replica whose own machines have put their lines since its last heartbeat, and not
     long ago: they wait for the one that has gone. Both times are the store's."""
     heard = []
