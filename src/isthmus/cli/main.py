@@ -100,8 +100,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def refuse(parser: argparse.ArgumentParser, given: list[str], unknown: str) -> NoReturn:
-    """An argument that a command does not take: the nearest option that it does."""
+def refuse(parser: argparse.ArgumentParser, given: list[str], unknown: str) -> None:
+    """Exit by one line: an argument that the command does not take, and the nearest option that it does."""
     for word in given:
         below = next((a for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None)
         if below is not None and word in below.choices:
