@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bytes_plot import draw_bytes
-from experiments.estimates import VIEWS, Book
+from experiments.estimates import VIEWS, Book, Estimate
 from experiments.finish import finishing_tokens, price
+from experiments.law import VIEWS as LAW_VIEWS
+from experiments.law import fit, prices
+from experiments.law_rows import HS
 from experiments.lines import Line
 from experiments.paper import PAPER_LADDER, finish_name, finishes
 from experiments.search import FRONTIER, STEMS, frontier
@@ -25,7 +28,7 @@ def draw_all(book: Book, folder: Path, fullsize: Mapping[str, Line] | None = Non
     matplotlib.use("Agg")
     drawn = []
     plots = {"curves": _curves, "ladder": _ladder, "h": _by_h, "finish": _finish, "frontier": _frontier,
-             "bytes": draw_bytes}  # fmt: skip
+             "bytes": draw_bytes, "law": _law}  # fmt: skip
     for name, draw in (plots | {"178m": lambda book: _fullsize(fullsize or {})}).items():
         # Text stays text, ids hash to the same names, and no date: the file depends on the numbers alone.
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "isthmus"}):
@@ -61,12 +64,12 @@ def _legend(axes: Any) -> None:
         axes.legend(fontsize=8, framealpha=0.9, edgecolor="none", labelcolor=INK)
 
 
-def _points(axes: Any, xs: list, estimates: list, colour: str, label: str) -> None:
+def _points(axes: Any, xs: list, estimates: list, colour: str, label: str, line: str = "-") -> None:
     found = [(x, e) for x, e in zip(xs, estimates, strict=True) if e]
     if found:
         ys, errors = [e.mean for _, e in found], [e.error or 0 for _, e in found]
         axes.errorbar([x for x, _ in found], ys, errors, color=colour, marker="o", markersize=4,
-                      linewidth=1.6, capsize=2.5, label=label)  # fmt: skip
+                      linestyle=line, linewidth=1.6, capsize=2.5, label=label)  # fmt: skip
 
 
 def _ladder(book: Book) -> Any:
@@ -168,6 +171,29 @@ def _frontier(book: Book) -> Any:
     axes.set_xticks(xs, [f"{factor} x" for factor in FRONTIER])
     axes.set_xlabel("fewer bytes between stages", color=SOFT, fontsize=9)
     _legend(axes)
+    return figure
+
+
+def _law(book: Book) -> Any:
+    """The price by the share that is compressed, at each H, with the line through the origin."""
+    found = {view: {h: prices(book, h, view) for h in HS} for view in LAW_VIEWS}
+    if not any(found["full"].values()):
+        return None
+    titles = [f"as a {view} forward" for view in LAW_VIEWS]
+    figure, panels = _panels(len(LAW_VIEWS), titles, "% above the same, uncompressed")
+    for axes, view in zip(panels, LAW_VIEWS, strict=True):
+        for at, h in enumerate(HS):
+            fitted, seeds = fit(found[view][h]), list(found[view][h].values())
+            if fitted is None:
+                continue
+            shares = sorted(seeds[0])
+            estimates = [Estimate.of([seed[share] for seed in seeds]) for share in shares]
+            _points(axes, shares, estimates, COLOURS[at], f"H = {h}", line="")
+            slope, error = fitted.slope.mean, fitted.slope.error or 0.0
+            axes.plot([0, 1], [0, slope], color=COLOURS[at], linewidth=1.3)
+            axes.fill_between([0, 1], [0, slope - error], [0, slope + error], color=COLOURS[at], alpha=0.18)
+        axes.set_xlabel("1 - alpha: the share of replicas that compress", color=SOFT, fontsize=9)
+        _legend(axes)
     return figure
 
 

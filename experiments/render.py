@@ -3,7 +3,7 @@
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
 {{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{repeats K/D}}, {{sent ROW}}, {{setup}},
-{{speed}}, {{runs}}, {{frontier}}, {{claims}} and
+{{speed}}, {{runs}}, {{frontier}}, {{claims}}, {{law table|answer}} and
 {{178m table|claim|facts|setup}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the
 steepest rung of the ladder. What follows the line {{results}} is left out as long as there is no result.
 """
@@ -20,6 +20,7 @@ from experiments.finish import enough, finish_table
 from experiments.fullsize import NAME as FULLSIZE
 from experiments.fullsize import read_fullsize, shown_lines
 from experiments.fullsize_page import fullsize_claim, fullsize_facts, fullsize_setup, fullsize_table
+from experiments.law import law_answer, law_table
 from experiments.lines import Line, read
 from experiments.search_page import BYTES, bytes_of, claims, frontier_table
 from experiments.tables import LADDER, Scale, Shown, Table
@@ -98,6 +99,7 @@ def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> st
         "runs": lambda: runs_of(book),
         "frontier": lambda: frontier_table(book),
         "claims": lambda: claims(book),
+        "law": lambda part: {"table": law_table, "answer": law_answer}[part](book),
         FULLSIZE: lambda part: FULLSIZE_PARTS[part](fullsize),
     }
     try:

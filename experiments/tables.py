@@ -56,6 +56,7 @@ class Scale:
     lr: dict[str, float]  # where no run of the tune table is there
     lrs: dict[str, tuple[float, ...]] = field(default_factory=dict)  # what the tune table tries
     by_h: tuple[int, ...] = (15, 50, 100)  # besides `inner_steps`
+    decay_t_perp: bool = False  # true: its first lines were made when T_perp decayed with the rest
     record: bool = True  # false: a trial of the machinery, whose lines never go into results/
     # Assumed until runs have been measured, all workers together: the rate of inner steps, and the device's
     # time for one exchange of sparse payloads.
@@ -104,7 +105,7 @@ SCALES = {
             "12m",
             "width 384, 4 layers, one to a stage",
             ("model.preset=20m", "model.layers=4", "model.ffn=704", *_SMALL),
-            30, 100, _LR, _LRS, tokens_per_second=1.8e6, round_seconds=0.05,
+            30, 100, _LR, _LRS, decay_t_perp=True, tokens_per_second=1.8e6, round_seconds=0.05,
         ),
         Scale(
             "10m", "width 256, 8 layers", ("model.preset=10m", *_SMALL), 30, 100, _LR, _LRS,
@@ -177,8 +178,8 @@ def rung(fleet: str, ratio: str) -> str:
 
 def recipe_of(row: Row, scale: Scale, seed: int, corpus: str, lrs: dict[str, float]) -> Recipe:
     """The row as a recipe. `lrs` gives the learning rate of each method."""
-    # The paper's method has no clip. The lines that are there were made when T_perp decayed with the rest.
-    ours = '[outer]\nclip = "none"\n[subspace]\ndecay_t_perp = true\n'
+    decays = "true" if scale.decay_t_perp else "false"
+    ours = f'[outer]\nclip = "none"\n[subspace]\ndecay_t_perp = {decays}\n'  # the paper's method has no clip
     base = f'name = "{scale.name}-{row.name}"\n[model]\npreset = "nano"\n{ours}{FLEETS[row.fleet]}'
     lr = [f"inner.lr={lrs[row.method]:g}"] if row.tuned else []
     size = [*scale.settings, f"outer.inner_steps={scale.inner_steps}", f"outer.rounds={scale.rounds}"]
