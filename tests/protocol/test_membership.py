@@ -512,7 +512,7 @@ def _read(owned: Owned) -> Any:
 
 
 def places(ledger: Ledger, round_number: int) -> list[int]:
-    """Every place in the run's order that somebody takes in a round."""
+    """Every sequence of the run's order that somebody takes in a round."""
     found = []
     for member in ledger.at(round_number).recipe.fleet():
         deal = ledger.deal(round_number, member.name)

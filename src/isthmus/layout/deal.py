@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """A replica's batches in one round: in inner step h, `batch` sequences from first + h * each + offset on."""
+    """A replica's batches in one round: in inner step h, `batch` sequences from first + h * each + offset."""
 
     first_step: int  # of the round, counted over the whole run
     num_steps: int

@@ -18,6 +18,8 @@ class Stack(Trainable):
     """R replicas with weights of their own (R, ...), or, when `shared`, M replicas that average every
     gradient and so have one set of weights: a full replica, and the per-step AdamW baseline."""
 
+    table: Tensor
+
     def __init__(
         self,
         recipe: Recipe,
@@ -56,7 +58,6 @@ class Stack(Trainable):
     def _build_boundaries(self) -> None:
         """As the boundaries of this round are: compressing, or opening."""
         recipe, members, bases = self.recipe, self.members, self.bases
-        assert self.table is not None, "every stack has the anchor's table"
         rows = recipe.batch_of(members[0].config) // self.grad_accum_steps if self.shared else 1
         self.boundary_fns = boundary_functions(recipe, members, bases, self.table, rows, params=self.leaves)
         self.opening = bases.opening
