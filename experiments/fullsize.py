@@ -33,6 +33,7 @@ SCALES = {
         rounds=77,
         lr={},
         tokens_per_second=420_000.0,
+        decay_t_perp=True,
     ),
     "toy": Scale(
         f"{NAME}-toy",
