@@ -7,13 +7,14 @@ from experiments.law_rows import law_rows, law_tables
 from experiments.paper import paper_rows, paper_tables
 from experiments.search import search_rows, search_tables
 from experiments.tables import METHODS, SEEDS, Row, Scale, Shown, Table
+from experiments.tuning import regime_rows, regime_tables
 
 FIRST_TUNED = ("sparseloco", "adamw", "diloco")
 
 
 def rows_of(scale: Scale) -> dict[str, Row]:
     """Every row at this scale, by name."""
-    rows = [*paper_rows(scale), *search_rows(scale), *law_rows(scale), *tune_rows(scale)]
+    rows = [*paper_rows(scale), *search_rows(scale), *law_rows(scale), *regime_rows(scale), *tune_rows(scale)]
     return {row.name: row for row in rows}
 
 
@@ -45,6 +46,7 @@ def tables_of(scale: Scale) -> dict[str, Table]:
         *paper_tables(scale),
         *search_tables(scale),
         *law_tables(scale),
+        *regime_tables(scale),
     ]
     return {table.name: table for table in tables}
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 EPILOG = """tables:
 {tables}
+  tune-regime, regime   of --scale 24m: every method tuned alike on a text of its own, then five seeds of each
   all            all of them; a row that several tables show is run once
   178m           not in all: three fleets of the 178M model, one after another: dense, het-8, recommended
 
@@ -173,6 +174,10 @@ def list_runs(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
         f"{graphs} forwards to compile; about {seconds / 60:.1f} min at {rate}, "
         f"{args.jobs} worker{'s' * (args.jobs > 1)}"
     )
+    parts = work.sittings(todo, scale, lines, args.jobs) if seconds > work.SITTING and scale.record else []
+    for number, part in enumerate(parts, start=1):
+        took = work.predicted_seconds(part, scale, lines, args.jobs)
+        print(f"  sitting {number}: {len(part)} runs, {took:,.0f} s: {part[0]} to {part[-1]}")
     return 0
 
 

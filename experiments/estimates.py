@@ -13,6 +13,7 @@ from experiments.catalog import rows_of
 from experiments.evidence import LEVEL, benjamini_hochberg, holm, two_sided
 from experiments.lines import Line, digest, tuned_lrs
 from experiments.tables import VIEWS, Row, Scale, recipe_of, rung
+from experiments.tuning import chosen
 from isthmus.errors import ConfigError
 
 
@@ -44,27 +45,32 @@ class Book:
 
     def __init__(self, lines: Sequence[Line], scale: Scale) -> None:
         self.aliases: dict[str, str] = {}
+        self.regime: Book | None = None  # of the scale where the base works, for the page's section on it
         self.family: list[Compared] = []  # what is judged together: all verdicts of a page
         self.scale, self.rows, self.lrs = scale, rows_of(scale), tuned_lrs(scale, lines)
+        self.chosen = chosen(scale, lines)
         wanted = {name: digest(self.recipe(name)) for name in self.rows}
         known = set(wanted.values())
         asked = [line for line in lines if line["digest"] in known]
-        counts = Counter(line["corpus"] for line in asked)
+        counts = Counter(line["corpus"].partition("/")[0] for line in asked)
         self.corpus = max(sorted(counts), key=counts.__getitem__) if counts else None
-        self.lines = [line for line in asked if line["corpus"] == self.corpus]
+        self.lines = [line for line in asked if line["corpus"].partition("/")[0] == self.corpus]
         self.unused = len(lines) - len(self.lines)
-        by_digest: dict[str, dict[int, Line]] = {}
+        by_digest: dict[tuple[str, str], dict[int, Line]] = {}
         for line in sorted(self.lines, key=lambda line: line["seed"]):
-            by_digest.setdefault(line["digest"], {})[line["seed"]] = line
-        self.runs = {name: by_digest.get(wanted[name], {}) for name in self.rows}
+            key = line["digest"], line["corpus"].partition("/")[2]
+            by_digest.setdefault(key, {})[line["seed"]] = line
+        self.runs = {name: by_digest.get((wanted[name], row.text), {}) for name, row in self.rows.items()}
         for name, row in self.rows.items():
-            if not row.tuned:  # candidates are compared on the seeds that all of them have
+            if (
+                not row.tuned and not row.follows
+            ):  # candidates are compared on the seeds that all of them have
                 self.runs[name] = {seed: run for seed, run in self.runs[name].items() if seed in row.seeds}
         for fleet in ("pp", "het"):  # the steepest rung of the ladder, for sentences about it
             self.aliases[f"{fleet}-last"] = rung(fleet, scale.ladder()[-1])
 
     def recipe(self, name: str):
-        return recipe_of(self.rows[name], self.scale, 0, "corpus/", self.lrs)
+        return recipe_of(self.rows[name], self.scale, 0, "corpus/", self.lrs, self.chosen)
 
     def row(self, name: str) -> Row:
         if name not in self.rows:

@@ -3,7 +3,7 @@
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
 {{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{repeats K/D}}, {{sent ROW}}, {{setup}},
-{{speed}}, {{runs}}, {{frontier}}, {{claims}}, {{law table|answer}} and
+{{speed}}, {{runs}}, {{frontier}}, {{claims}}, {{law table|answer}}, {{regime table|trials|setup}} and
 {{178m table|claim|facts|setup}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the
 steepest rung of the ladder. What follows the line {{results}} is left out as long as there is no result.
 """
@@ -23,7 +23,7 @@ from experiments.fullsize_page import fullsize_claim, fullsize_facts, fullsize_s
 from experiments.law import law_answer, law_table
 from experiments.lines import Line, read
 from experiments.search_page import BYTES, bytes_of, claims, frontier_table
-from experiments.tables import LADDER, Scale, Shown, Table
+from experiments.tables import LADDER, REGIME, SCALES, Scale, Shown, Table
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
 
@@ -48,6 +48,7 @@ def write_page(results: Path, docs: Path, scale: Scale) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"cannot read {template}: {error.strerror}; give --docs its folder") from None
     book, fullsize = Book(read(results, scale), scale), shown_lines(read_fullsize(results))
+    book.regime = Book(read(results, SCALES[REGIME]), SCALES[REGIME])
     page, drawn = docs / "results.md", []
     if book.lines:
         from experiments.plots import draw_all
@@ -100,6 +101,7 @@ def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> st
         "frontier": lambda: frontier_table(book),
         "claims": lambda: claims(book),
         "law": lambda part: {"table": law_table, "answer": law_answer}[part](book),
+        "regime": lambda part: regime_part(part, book.regime),
         FULLSIZE: lambda part: FULLSIZE_PARTS[part](fullsize),
     }
     try:
@@ -108,6 +110,15 @@ def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> st
         raise ConfigError(
             f"the page has {{{{{text}}}}}, which is none of {', '.join(known)} with its words"
         ) from None
+
+
+def regime_part(part: str, book: Book | None) -> str:
+    """Of the scale where the base works and every method is tuned alike."""
+    if book is None or not book.lines:
+        command = f"isthmus reproduce tune-regime regime --scale {REGIME} --dry-run"
+        return f"Not run yet: `{command}` shows it by sittings." if part == "setup" else ""
+    tables = {"table": "regime", "trials": "tune-regime"}
+    return setup(book, "regime-dense") if part == "setup" else table_of(tables[part], book)
 
 
 def _text(estimate: Estimate | None, digits: int, sign: str = "", unit: str = "") -> str:
@@ -165,9 +176,9 @@ def _cells(entry: Shown, table: Table, book: Book, paper: bool, gaps: bool) -> l
     return [*cells, f"{finished[0]['tokens'] / 1e6:.1f} M", seeds]
 
 
-def setup(book: Book) -> str:
+def setup(book: Book, row: str = "dense") -> str:
     """Models, devices and corpora of the lines."""
-    recipe, line = book.recipe("dense"), book.lines[0]
+    recipe, line = book.recipe(row), book.lines[0]
     model, tokens = recipe.model, recipe.outer.rounds * recipe.round_tokens
     held_out = recipe.data.eval_batches * recipe.inner.batch * model.context
     devices = ", ".join(sorted({line["device"] for line in book.lines}))

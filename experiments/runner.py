@@ -129,6 +129,7 @@ class Runner:
         runs = [
             {
                 "row": run.row.name,
+                "text": run.row.text,
                 "recipe": dump_recipe(run.recipe),
                 "file": str(self.folder / f"{run.table}.jsonl"),
             }

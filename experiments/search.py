@@ -114,6 +114,13 @@ INNER = (
     Try(keep=896, h=10, also=("inner.lr=0.004",), words="lr 0.004", seeds=SEEDS),
     Try(keep=896, h=10, also=("inner.lr=0.006",), words="lr 0.006"),
     Try(keep=1344, h=15, also=("inner.lr=0.004",), words="lr 0.004", seeds=SEEDS),
+    Try(keep=1344, h=15, also=("inner.lr=0.003",), words="lr 0.003"),
+    Try(keep=1344, h=15, also=("inner.lr=0.002",), words="lr 0.002"),
+    Try(keep=2048, h=15, also=("inner.lr=0.003",), words="lr 0.003"),
+    Try(keep=2048, h=15, also=("inner.lr=0.004",), words="lr 0.004"),
+    # All entries: no more bytes than half of them, since none needs an index.
+    Try(keep=4096, h=15, also=("inner.lr=0.003",), words="lr 0.003"),
+    Try(keep=4096, h=15, also=("inner.lr=0.004",), words="lr 0.004"),
     Try(keep=4096, h=15),
     Try(keep=4096),
     Try(outer_lr=0.8),

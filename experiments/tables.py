@@ -4,6 +4,7 @@ A row is a recipe: one of three fleets, the settings of a scale, and the row's o
 `--set` takes it. A row that several tables show is run once.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
@@ -57,6 +58,7 @@ class Scale:
     lrs: dict[str, tuple[float, ...]] = field(default_factory=dict)  # what the tune table tries
     by_h: tuple[int, ...] = (15, 50, 100)  # besides `inner_steps`
     decay_t_perp: bool = False  # true: its first lines were made when T_perp decayed with the rest
+    trials: int = 0  # for every method, where all are tuned alike (tuning.py)
     record: bool = True  # false: a trial of the machinery, whose lines never go into results/
     # Assumed until runs have been measured, all workers together: the rate of inner steps, and the device's
     # time for one exchange of sparse payloads.
@@ -116,6 +118,12 @@ SCALES = {
             tokens_per_second=1.0e6, round_seconds=0.08,
         ),
         Scale(
+            "24m", "width 384, 8 layers, two to a stage, 102 M tokens: where the base works",
+            ("model.preset=20m", *_SMALL, "inner.batch=8", "outer.keep=512", "outer.values=2bit",
+             "data.eval_batches=64", "data.eval_every=52"),
+            15, 416, _LR, _LRS, by_h=(30, 50, 100), trials=6, tokens_per_second=1.4e6, round_seconds=0.05,
+        ),
+        Scale(
             "512m", "the paper's own, for a large machine", ("model.preset=512m",), 50, 391,
             {method: 3e-4 if method == "adamw" else 1e-3 for method in METHODS},
             {method: (3e-4, 6e-4, 1e-3) for method in METHODS}, by_h=(15, 30, 100), tokens_per_second=5e4,
@@ -126,11 +134,12 @@ SCALES = {
              "inner.warmup_steps=2", "data.eval_batches=4"),
             2, 2, {method: 4e-3 for method in METHODS},
             {method: (2e-3, 4e-3) if method == "sparseloco" else (4e-3,) for method in METHODS},
-            by_h=(1, 4), record=False, tokens_per_second=2e3,
+            by_h=(1, 4), trials=2, record=False, tokens_per_second=2e3,
         ),
     )
 }  # fmt: skip
 DEFAULT_SCALE = "12m"
+REGIME = "24m"  # where every method is tuned alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +154,8 @@ class Row:
     method: str = "sparseloco"
     seeds: tuple[int, ...] = SEEDS
     tuned: bool = True  # takes the learning rate that the tune table found for its method
+    text: str = ""  # which half of the held-out text it is scored on: "report", "tuning"; or else all of it
+    follows: str = ""  # takes the settings of the best trial of this group
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +187,24 @@ def rung(fleet: str, ratio: str) -> str:
     return f"{fleet}-{ratio.partition('/')[2]}"
 
 
-def recipe_of(row: Row, scale: Scale, seed: int, corpus: str, lrs: dict[str, float]) -> Recipe:
-    """The row as a recipe. `lrs` gives the learning rate of each method."""
+def recipe_of(
+    row: Row,
+    scale: Scale,
+    seed: int,
+    corpus: str,
+    lrs: Mapping[str, float],
+    chosen: Mapping[str, tuple[str, ...]] | None = None,
+) -> Recipe:
+    """The row as a recipe. `lrs` gives the learning rate of each method, `chosen` the tuned settings of each
+    group."""
     decays = "true" if scale.decay_t_perp else "false"
     ours = f'[outer]\nclip = "none"\n[subspace]\ndecay_t_perp = {decays}\n'  # the paper's method has no clip
     base = f'name = "{scale.name}-{row.name}"\n[model]\npreset = "nano"\n{ours}{FLEETS[row.fleet]}'
     lr = [f"inner.lr={lrs[row.method]:g}"] if row.tuned else []
+    tuned = (chosen or {}).get(row.follows, ())
     size = [*scale.settings, f"outer.inner_steps={scale.inner_steps}", f"outer.rounds={scale.rounds}"]
     text = f'data.corpus="{corpus}"'
-    return parse_recipe(base, [*size, text, f"seed={seed}", *lr, *row.settings])
+    return parse_recipe(base, [*size, text, f"seed={seed}", *lr, *tuned, *row.settings])
 
 
 def pick_scale(name: str) -> Scale:

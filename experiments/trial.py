@@ -16,9 +16,10 @@ import torch._dynamo
 from torch import Tensor
 
 from experiments.lines import LOSSES, Line, digest
+from experiments.tuning import REPORT, TUNING, scored_on
 from isthmus import __version__
 from isthmus.config import FinishConfig, Recipe, dump_recipe
-from isthmus.data.corpus import Corpus
+from isthmus.data.corpus import Corpus, TokenView
 from isthmus.errors import RunError
 from isthmus.outer.rounds import run_rounds
 from isthmus.planner.memory import plan_simulator
@@ -55,11 +56,15 @@ def run_trial(row: str, scale: str, recipe: Recipe, device: str, commit: str) ->
     return line
 
 
-def run_trials(wanted: Sequence[tuple[str, Recipe]], scale: str, device: str, commit: str) -> Iterator[Line]:
-    """Lines of runs that differ in how they finish: the rounds that they share are trained once."""
+def run_trials(
+    wanted: Sequence[tuple[str, Recipe]], scale: str, device: str, commit: str, text: str = ""
+) -> Iterator[Line]:
+    """Lines of runs that differ in how they finish: the rounds that they share are trained once. `text`
+    is the half of the held-out text that they are scored on."""
     where = pick_device(device)
     first = wanted[0][1]
-    setting = (checked_corpus(first), where, pick_precision(first, where))
+    corpus = checked_corpus(first)
+    setting = (half_of(corpus, text) if text else corpus, where, pick_precision(first, where))
     begin = {row: recipe.outer.rounds - recipe.finish.rounds for row, recipe in wanted}
     finished = {begin[row] for row, recipe in wanted if recipe.finish.rounds}
     stem, shared = dataclasses.replace(first, finish=FinishConfig()), Course()
@@ -74,7 +79,17 @@ def run_trials(wanted: Sequence[tuple[str, Recipe]], scale: str, device: str, co
                 course.failed = shared.failed
         else:
             course = shared
-        yield _line(row, scale, recipe, *setting, course, commit)
+        line = _line(row, scale, recipe, *setting, course, commit)
+        yield line | {"corpus": scored_on(line["corpus"], text)}
+
+
+def half_of(corpus: Corpus, text: str) -> Corpus:
+    """The same text, with the half of what is held out that is for reporting or for tuning."""
+    held_out = corpus.validation
+    middle = len(held_out) // 2
+    start, stop = {REPORT: (0, middle), TUNING: (middle, len(held_out))}[text]
+    half = TokenView(held_out.name, [held_out.slice(start, stop)], held_out.vocab_size)
+    return dataclasses.replace(corpus, split=lambda name: corpus.train if name == "train" else half)
 
 
 def _line(

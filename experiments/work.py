@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from experiments.catalog import home_of, rows_of, tables_of
 from experiments.lines import Line, digest, identity, tuned_lrs
 from experiments.tables import Row, Scale, Table, recipe_of
+from experiments.tuning import chosen, scored_on
 from isthmus.config import FinishConfig, Recipe
 from isthmus.errors import ConfigError
 
+MUON_COST = 2.0  # a run with Muon inside takes so many times as long, as measured at 12m
+SITTING = 1600.0  # seconds of a GPU that is lent for half an hour: starting and copying are taken off
 COMPILE_SECONDS = 25.0  # for a worker's first run of a forward on a GPU; assumed
 
 
@@ -63,6 +66,11 @@ class Job:
         return frozenset(run.signature for run in self.runs)
 
     @property
+    def cost(self) -> float:
+        """In tokens of a run with AdamW inside."""
+        return self.trained_tokens * (MUON_COST if self.runs[0].recipe.inner.optimizer == "muon" else 1.0)
+
+    @property
     def trained_tokens(self) -> int:
         """Shared rounds count once."""
         whole = max(run.tokens if not run.recipe.finish.rounds else run.unfinished for run in self.runs)
@@ -75,7 +83,7 @@ def jobs_of(runs: Sequence[Run]) -> list[Job]:
     alike: dict[tuple, list[Run]] = {}
     for run in runs:
         stem = dataclasses.replace(run.recipe, finish=FinishConfig())
-        alike.setdefault((run.seed, digest(stem)), []).append(run)
+        alike.setdefault((run.seed, digest(stem), run.row.text), []).append(run)
     seeds = list(dict.fromkeys(run.seed for run in runs))
     jobs = [Job(tuple(group)) for group in alike.values()]
     return sorted(jobs, key=lambda job: (seeds.index(job.seed), -job.trained_tokens))
@@ -108,7 +116,7 @@ def all_runs(
 ) -> list[Run]:
     """Every run of the tables: the first seed of every row, then the second. After a stop at any moment, the
     rows can be compared."""
-    rows, lrs = rows_of(scale), tuned_lrs(scale, lines)
+    rows, lrs, settled = rows_of(scale), tuned_lrs(scale, lines), chosen(scale, lines)
     names = list(dict.fromkeys(shown.row for table in tables for shown in table.shown))
     check_rows(only, tables)
     names = [name for name in names if not only or name in only]
@@ -116,18 +124,19 @@ def all_runs(
     for at in range(max(len(rows[name].seeds) for name in names) if not seeds else len(seeds)):
         for name in names:
             row = rows[name]
-            chosen = [s for s in row.seeds if s in seeds] if seeds and not row.tuned else seeds or row.seeds
-            if at < len(chosen):
-                recipe = recipe_of(row, scale, chosen[at], corpus, lrs)
-                run = Run(row, chosen[at], home_of(name, scale), recipe, digest(recipe))
-                runs.setdefault((run.seed, run.digest), run)
+            fixed = not row.tuned and not row.follows
+            own = [s for s in row.seeds if s in seeds] if seeds and fixed else seeds or row.seeds
+            if at < len(own):
+                recipe = recipe_of(row, scale, own[at], corpus, lrs, settled)
+                run = Run(row, own[at], home_of(name, scale), recipe, digest(recipe))
+                runs.setdefault((run.seed, run.digest, row.text), run)
     return list(runs.values())
 
 
 def missing(runs: Sequence[Run], lines: Sequence[Line], corpus: str) -> list[Run]:
     """`corpus` is the fingerprint of the text, not its folder."""
     there = {identity(line) for line in lines}
-    return [run for run in runs if (run.seed, run.digest, corpus) not in there]
+    return [run for run in runs if (run.seed, run.digest, scored_on(corpus, run.row.text)) not in there]
 
 
 def rate(scale: Scale, lines: Sequence[Line]) -> tuple[float, bool]:
@@ -140,7 +149,7 @@ def predicted_seconds(runs: Sequence[Run], scale: Scale, lines: Sequence[Line], 
     """For the whole list. An assumed rate is that of the whole GPU; a measured one is that of one worker of
     `jobs`, over whole rounds."""
     each, measured = rate(scale, lines)
-    tokens = sum(job.trained_tokens for job in jobs_of(runs))
+    tokens = sum(job.cost for job in jobs_of(runs))
     if measured:
         training = tokens / (each * jobs)
     else:
@@ -148,6 +157,19 @@ def predicted_seconds(runs: Sequence[Run], scale: Scale, lines: Sequence[Line], 
         training = tokens / each + rounds * scale.round_seconds
     compiling = COMPILE_SECONDS * len({run.signature for run in runs}) / jobs if scale.record else 0.0
     return training + compiling
+
+
+def sittings(
+    runs: Sequence[Run], scale: Scale, lines: Sequence[Line], jobs: int, seconds: float = SITTING
+) -> list[list[Run]]:
+    """The runs in their order, cut into parts of so many seconds each."""
+    parts: list[list[Run]] = []
+    for run in runs:
+        if parts and predicted_seconds([*parts[-1], run], scale, lines, jobs) <= seconds:
+            parts[-1].append(run)
+        else:
+            parts.append([run])
+    return parts
 
 
 def next_job(pending: Sequence[Job], compiled: set[tuple], elsewhere: set[tuple]) -> Job:

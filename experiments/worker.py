@@ -17,14 +17,15 @@ from isthmus.config import parse_recipe
 def main() -> int:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # prints of libraries go to stderr
-    for text in sys.stdin:
+    for given in sys.stdin:
         from experiments.trial import run_trials  # loads torch, once there is a job
 
-        task = json.loads(text)
+        task = json.loads(given)
         files = [Path(run["file"]) for run in task["runs"]]
+        text = task["runs"][0]["text"]  # the same for all runs of a job
         try:
             recipes = [(run["row"], parse_recipe(run["recipe"])) for run in task["runs"]]
-            for line in run_trials(recipes, task["scale"], task["device"], task["commit"]):
+            for line in run_trials(recipes, task["scale"], task["device"], task["commit"], text):
                 append(files.pop(0), line)
                 answer = {key: value for key, value in line.items() if key not in ("curve", "recipe")}
                 print(json.dumps(answer), file=answers, flush=True)

@@ -1,0 +1,158 @@
+"""Equal tuning: the same number of trials for every method, baselines included, on a text of its own.
+
+A method's trials are drawn once, from its own grids, by a seed: the first has the middle of each. They are a
+quarter as long as the rows that follow, and are scored on the second half of the held-out text; rows that are
+reported are scored on the first. Data only; standard library only.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.recommended import recommended
+from experiments.tables import Row, Scale, Shown, Table, recipe_of
+
+SHORTER = 4  # times fewer rounds in a trial
+REPORT, TUNING = "report", "tuning"  # the two halves of the held-out text
+SEEDS = (0, 1, 2, 3, 4)  # of what is reported
+
+LRS = ("5e-4", "7e-4", "1e-3", "1.4e-3", "2e-3", "2.8e-3", "4e-3")
+WARMUPS = ("0.02", "0.05", "0.2")  # shares of a run's inner steps
+OUTER = {"outer.lr": ("0.7", "0.8", "1.0", "1.2"), "outer.feedback_decay": ("0.9", "0.95", "0.99")}
+STEPPED = {"inner.beta2": ("0.95", "0.98", "0.99"), "inner.weight_decay": ("0.03", "0.1", "0.3")}
+NESTEROV = {"outer.lr": ("0.5", "0.7", "0.9"), "outer.momentum": ("0.8", "0.9", "0.95")}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows that share their tuned settings, and what is tuned for them."""
+
+    fleet: str
+    settings: tuple[str, ...]
+    knobs: Mapping[str, tuple[str, ...]]
+    words: str
+
+
+STEP = ("outer.method=adamw",)
+MUON = ("inner.optimizer=muon",)
+GROUPS = {
+    "dense": Group("dense", (), OUTER, "SparseLoCo"),
+    "adamw": Group("dense", STEP, STEPPED, "AdamW, averaged at every step"),
+    "het": Group("het", (), OUTER, "SparseLoCo + Het-PP-Compress (1/2)"),
+    "pp": Group("pp", (), OUTER, "SparseLoCo + PP-Compress"),
+    "diloco": Group("dense", ("outer.method=diloco",), NESTEROV, "DiLoCo"),
+    "recommended": Group("het", MUON, OUTER, "recommended: Muon inside, int5, half compressed"),
+    "adamw-pp": Group("pp", STEP, STEPPED, "AdamW + PP-Compress"),
+    "adamw-het": Group("het", STEP, STEPPED, "AdamW + Het-PP-Compress (1/2)"),
+}
+# (row, group, its own settings, the row that it is compared with), in the order in which they matter.
+ROWS = (
+    ("dense", "dense", (), "adamw"),
+    ("adamw", "adamw", (), ""),
+    ("het-8", "het", (), "dense"),
+    ("pp-8", "pp", (), "dense"),
+    ("recommended", "recommended", (), "dense"),
+    ("diloco", "diloco", (), "dense"),
+    ("het-8-frozen", "het", ("subspace.adaptation=false",), "het-8"),
+    ("pp-8-projected", "pp", ("subspace.weight_projection=true",), "pp-8"),
+    ("het-24", "het", ("replicas.edge.compression=1/24",), "dense"),
+    ("pp-24", "pp", ("replicas.edge.compression=1/24",), "dense"),
+    ("adamw-pp-8", "adamw-pp", (), "adamw"),
+    ("adamw-het-8", "adamw-het", (), "adamw"),
+)
+
+
+def scored_on(fingerprint: str, text: str) -> str:
+    """What a line calls its text: the fingerprint, and the half that was scored if it was not all."""
+    return f"{fingerprint}/{text}" if text else fingerprint
+
+
+def regime_name(row: str) -> str:
+    return f"regime-{row}"
+
+
+def trial_name(group: str, number: int) -> str:
+    return f"trial-{group}-{number}"
+
+
+def drawn(group: str, scale: Scale) -> list[tuple[str, ...]]:
+    """The settings of each trial, all different; the first is the middle of every grid. A warm-up is a share
+    of the run, so it is written apart, see `settings_of`."""
+    grids = {"inner.lr": LRS, "warmup": WARMUPS, **GROUPS[group].knobs}
+    draw = random.Random(group)
+    found = [tuple(f"{knob}={grid[len(grid) // 2]}" for knob, grid in grids.items())]
+    while len(found) < scale.trials:
+        one = tuple(f"{knob}={draw.choice(grid)}" for knob, grid in grids.items())
+        if one not in found:
+            found.append(one)
+    return found[: scale.trials]
+
+
+def settings_of(tuned: Sequence[str], rounds: int, inner_steps: int) -> tuple[str, ...]:
+    """As `--set` takes them, for a run of so many rounds."""
+    pairs = dict(one.split("=") for one in tuned)
+    steps = round(float(pairs.pop("warmup")) * rounds * inner_steps)
+    return (*(f"{knob}={value}" for knob, value in pairs.items()), f"inner.warmup_steps={steps}")
+
+
+def base_settings(group: str, scale: Scale) -> tuple[str, ...]:
+    wired = recommended(scale.model) if group == "recommended" else ()
+    kept = tuple(s for s in wired if s.startswith("replicas."))  # keep and values are the scale's, for all
+    return (*GROUPS[group].settings, *kept)
+
+
+def regime_rows(scale: Scale) -> list[Row]:
+    if not scale.trials:
+        return []
+    rows, rounds = [], max(1, scale.rounds // SHORTER)
+    for group, about in GROUPS.items():
+        base = base_settings(group, scale)
+        for number, tuned in enumerate(drawn(group, scale)):
+            settings = (*base, f"outer.rounds={rounds}", *settings_of(tuned, rounds, scale.inner_steps))
+            title = f"{about.words}: {', '.join(tuned)}"
+            rows.append(Row(trial_name(group, number), title, about.fleet, settings, "", group,
+                            seeds=SEEDS[:1], tuned=False, text=TUNING))  # fmt: skip
+    for name, group, own, against in ROWS:
+        title = GROUPS[group].words + (f", {own[0]}" if own else "")
+        base = base_settings(group, scale)
+        other = regime_name(against) if against else ""
+        rows.append(Row(regime_name(name), title, GROUPS[group].fleet, (*base, *own), other, group, SEEDS,
+                        tuned=False, text=REPORT, follows=group))  # fmt: skip
+    return rows
+
+
+def regime_tables(scale: Scale) -> list[Table]:
+    if not scale.trials:
+        return []
+    trials = [Shown(trial_name(g, n)) for n in range(scale.trials) for g in GROUPS]
+    shown = [Shown(regime_name(name)) for name, *_ in ROWS]
+    return [
+        Table("tune-regime", "The same number of trials for every method, on a text of its own",
+              tuple(trials), views=("mixed",)),
+        Table("regime", "The regime in which the base works, every method tuned alike", tuple(shown),
+              bytes=("stages", "replicas")),
+    ]  # fmt: skip
+
+
+def chosen(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """By group: the settings of its best trial as it trains, once all of them are there; else the first's."""
+    from experiments.lines import digest  # which imports the catalog, which imports this
+
+    if not scale.trials:
+        return {}
+    losses = {
+        line["digest"]: float("inf") if line.get("failed") else line["loss_mixed"]
+        for line in lines
+        if line["corpus"] == scored_on(line["corpus"].partition("/")[0], TUNING)
+    }
+    rows, found = {row.name: row for row in regime_rows(scale)}, {}
+    for group in GROUPS:
+        tried, best = drawn(group, scale), 0
+        trials = [rows[trial_name(group, number)] for number in range(len(tried))]
+        results = [losses.get(digest(recipe_of(row, scale, 0, "", scale.lr))) for row in trials]
+        known = [loss for loss in results if loss is not None]
+        if len(known) == len(results):
+            best = known.index(min(known))
+        found[group] = settings_of(tried[best], scale.rounds, scale.inner_steps)
+    return found

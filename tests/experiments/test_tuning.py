@@ -1,0 +1,142 @@
+"""Equal tuning: as many trials for every method, on a text that is never reported, and the best is taken."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from result_lines import line
+
+from experiments.catalog import rows_of
+from experiments.estimates import Book
+from experiments.lines import digest
+from experiments.tables import pick_scale, recipe_of
+from experiments.trial import half_of, run_trials
+from experiments.tuning import (
+    GROUPS,
+    REPORT,
+    ROWS,
+    SHORTER,
+    TUNING,
+    chosen,
+    drawn,
+    regime_name,
+    scored_on,
+    trial_name,
+)
+from experiments.work import SITTING, all_runs, missing, pick_tables, predicted_seconds, sittings
+from isthmus.data.corpus import open_corpus
+
+SCALE = pick_scale("24m")
+ROWS_OF = rows_of(SCALE)
+
+
+def trial_lines(losses, **facts):
+    """Lines of all trials of a group, scored on the text for tuning."""
+    return [
+        line(SCALE, trial_name("het", number), 0, loss, corpus=scored_on("0123456789ab", TUNING), **facts)
+        for number, loss in enumerate(losses)
+    ]
+
+
+def test_every_method_has_the_same_number_of_trials_all_different_and_equally_long():
+    counts = {group: len(set(drawn(group, SCALE))) for group in GROUPS}
+    assert set(counts.values()) == {SCALE.trials}
+    tokens = set()
+    for group in GROUPS:
+        for number in range(SCALE.trials):
+            row = ROWS_OF[trial_name(group, number)]
+            recipe = recipe_of(row, SCALE, 0, "", SCALE.lr)
+            tokens.add(recipe.outer.rounds * recipe.round_tokens)
+            assert row.text == TUNING
+            assert recipe.fleet() == recipe_of(_reported(group), SCALE, 0, "", SCALE.lr).fleet()
+    assert len(tokens) == 1
+    assert {group for _, group, _, _ in ROWS} == set(GROUPS)
+
+
+def _reported(group):
+    name = next(name for name, own_group, own, _ in ROWS if own_group == group and not own)
+    return ROWS_OF[regime_name(name)]
+
+
+def test_the_regime_has_twenty_million_parameters_two_layers_a_stage_and_a_hundred_million_tokens():
+    recipe = recipe_of(ROWS_OF["regime-het-8"], SCALE, 0, "", SCALE.lr, chosen(SCALE, []))
+    assert recipe.model.num_parameters >= 20e6
+    assert recipe.model.layers == 2 * recipe.replicas[-1].stages
+    assert recipe.outer.rounds * recipe.round_tokens >= 100e6
+    assert not recipe.subspace.decay_t_perp
+    assert len(ROWS_OF["regime-het-8"].seeds) == 5
+
+
+def test_rows_take_the_best_trial_of_their_group_once_all_are_there_and_warm_up_is_a_share():
+    losses = [4.0, 4.1, 3.5, 4.2, 4.3, 4.4]
+    first, best = drawn("het", SCALE)[0], drawn("het", SCALE)[2]
+    assert chosen(SCALE, trial_lines(losses[:-1]))["het"] == chosen(SCALE, [])["het"]
+    found = chosen(SCALE, trial_lines(losses))
+    wanted = dict(one.split("=") for one in best)
+    for name in ("het-8", "het-24", "het-8-frozen"):
+        recipe = recipe_of(ROWS_OF[regime_name(name)], SCALE, 0, "", SCALE.lr, found)
+        assert recipe.inner.lr == float(wanted["inner.lr"])
+        assert recipe.outer.feedback_decay == float(wanted["outer.feedback_decay"])
+        share = recipe.inner.warmup_steps / (SCALE.rounds * SCALE.inner_steps)
+        assert share == pytest.approx(float(wanted["warmup"]), abs=1e-3)
+    assert found["dense"] == chosen(SCALE, [])["dense"]
+    assert first != best
+    trial = recipe_of(ROWS_OF[trial_name("het", 2)], SCALE, 0, "", SCALE.lr)
+    assert trial.outer.rounds * SHORTER == SCALE.rounds
+    assert trial.inner.warmup_steps == pytest.approx(recipe.inner.warmup_steps / SHORTER, abs=1)
+
+
+def test_a_trial_that_diverged_or_has_other_settings_is_not_taken():
+    lost = dict.fromkeys(("loss_full", "loss_pipelined", "loss_mixed"))
+    lines = trial_lines([4.0, 4.1, 3.5, 4.2, 4.3, 4.4])
+    lines[2] |= {"failed": "nan", **lost}
+    assert chosen(SCALE, lines)["het"] == chosen(SCALE, [])["het"]
+    lines[1]["digest"] = "feedfeedfeed"
+    assert chosen(SCALE, lines)["het"] == chosen(SCALE, [])["het"]
+
+
+def test_lines_of_the_tuning_text_are_never_shown_as_reported_ones_nor_stand_for_them():
+    row = dataclasses.replace(ROWS_OF["regime-dense"], seeds=(0,))
+    recipe = recipe_of(row, SCALE, 0, "corpus/", SCALE.lr, chosen(SCALE, []))
+    tuned = line(SCALE, "regime-dense", 0, 3.0) | {"digest": digest(recipe)}
+    reported = tuned | {"loss_full": 3.5, "loss_pipelined": 3.5, "loss_mixed": 3.5}
+    tuned["corpus"], reported["corpus"] = (scored_on(tuned["corpus"], text) for text in (TUNING, REPORT))
+    assert Book([tuned], SCALE).loss("regime-dense", "full") is None
+    assert Book([tuned, reported], SCALE).loss("regime-dense", "full").mean == 3.5
+    runs = all_runs(pick_tables(["regime"], SCALE), SCALE, "c/", [], only=["regime-dense"], seeds=[0])
+    assert missing(runs, [tuned], "0123456789ab") == runs
+    assert missing(runs, [reported], "0123456789ab") == []
+
+
+def test_no_token_is_scored_both_for_tuning_and_for_the_report():
+    corpus = open_corpus("builtin:sample")
+    halves = [half_of(corpus, text) for text in (REPORT, TUNING)]
+    parts = [half.validation.slice(0, len(half.validation)) for half in halves]
+    whole = corpus.validation.slice(0, len(corpus.validation))
+    assert np.array_equal(np.concatenate(parts), whole)
+    assert all(half.train is corpus.train for half in halves)
+    assert {row.text for row in ROWS_OF.values() if row.follows} == {REPORT}
+
+
+def test_a_trial_and_a_reported_row_run_and_name_their_half(tmp_path):
+    scale = pick_scale("toy")
+    rows, found = rows_of(scale), {}
+    for name in ("trial-dense-0", "regime-dense"):
+        recipe = recipe_of(rows[name], scale, 0, "builtin:sample", scale.lr, chosen(scale, []))
+        small = dataclasses.replace(recipe, outer=dataclasses.replace(recipe.outer, rounds=1))
+        [found[name]] = run_trials([(name, small)], scale.name, "cpu", "c0ffee", rows[name].text)
+    assert {name: one["corpus"].partition("/")[2] for name, one in found.items()} == {
+        "trial-dense-0": TUNING,
+        "regime-dense": REPORT,
+    }
+    first = [one["curve"][0][1] for one in found.values()]
+    assert first[0] != first[1]  # the same first weights, scored on other text
+
+
+def test_sittings_keep_the_order_and_their_length():
+    runs = all_runs(pick_tables(["regime"], SCALE), SCALE, "c/", [])
+    parts = sittings(runs, SCALE, [], 12)
+    assert [run for part in parts for run in part] == runs
+    assert len(parts) > 1
+    assert all(predicted_seconds(part, SCALE, [], 12) <= SITTING for part in parts)
+    assert {run.seed for run in parts[0]} == {0} or len({run.row.name for run in parts[0]}) == len(ROWS)
