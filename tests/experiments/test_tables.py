@@ -34,6 +34,7 @@ def test_every_table_shows_rows_that_are_recipes_and_every_row_is_shown(scale):
         ("het-8", "512m-het-half-k192", []),
         ("het-768", "512m-het-half-k192", ["replicas.edge.compression=1/768"]),
         ("pp-8-star", "512m-pp-k192", ["inner.warmup_steps=3910", "outer.lr=0.8"]),
+        ("pp-8-more", "512m-pp-k192", ["outer.rounds=458"]),  # 12B tokens, as README has it
         ("adamw", "512m-adamw-dense", []),
         ("adamw-het-8", "512m-adamw-het-half-k192", []),
         ("pp-8-grassmann", "512m-pp-k192", ["subspace.grassmann_every=500"]),
