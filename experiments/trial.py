@@ -64,7 +64,11 @@ def run_trials(
     where = pick_device(device)
     first = wanted[0][1]
     corpus = checked_corpus(first)
-    setting = (half_of(corpus, text) if text else corpus, where, pick_precision(first, where))
+    setting = (
+        half_of(corpus, text.partition("/")[0]) if text else corpus,
+        where,
+        pick_precision(first, where),
+    )
     begin = {row: recipe.outer.rounds - recipe.finish.rounds for row, recipe in wanted}
     finished = {begin[row] for row, recipe in wanted if recipe.finish.rounds}
     stem, shared = dataclasses.replace(first, finish=FinishConfig()), Course()
