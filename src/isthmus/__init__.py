@@ -1,6 +1,5 @@
 """Isthmus: pre-train one language model on machines that share no fast network."""
 
-import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -36,27 +35,25 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # On a Mac: the CPU does what torch cannot do on the GPU yet.
 os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
 
-# Found when they are asked for: `import isthmus` loads nothing else, and none of these loads torch.
-_HOMES = {
-    "ConfigError": "errors",
-    "Recipe": "config",
-    "Results": "runlog.results",
-    "Row": "runlog.row",
-    "Run": "api.opened",
-    "RunError": "errors",
-    "load_recipe": "config",
-    "open_run": "api.opened",
-    "plan": "api.runs",
-    "resume": "api.runs",
-    "simulate": "api.runs",
-    "train": "api.runs",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"isthmus.{_HOMES[name]}"), name)
+    """Found when they are asked for: `import isthmus` loads nothing else, and none of these loads torch."""
+    match name:
+        case "Run" | "open_run":
+            from isthmus.api import opened as home
+        case "plan" | "resume" | "simulate" | "train":
+            from isthmus.api import runs as home
+        case "Recipe" | "load_recipe":
+            from isthmus import config as home
+        case "ConfigError" | "RunError":
+            from isthmus import errors as home
+        case "Results":
+            from isthmus.runlog import results as home
+        case "Row":
+            from isthmus.runlog import row as home
+        case _:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(home, name)
     globals()[name] = found
     return found
 

@@ -67,8 +67,7 @@ class InnerOpt:
 
     `modified` names the d-sided matrices with the row-constant second moment of Table 5d, each with a mask
     (R,) of the replicas that use it. `copies` are bf16 leaves: the forward reads them in place of some
-    weights. They are for a GPU (see `adam`) and stay equal to the weights. `undecayed` names weights whose
-    decay is somebody else's.
+    weights. They are for a GPU (see `adam`) and stay equal to the weights.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class InnerOpt:
         groups: Tensor | None = None,
         modified: Mapping[str, Tensor] | None = None,
         copies: Mapping[str, Tensor] | None = None,
-        undecayed: Collection[str] = (),
     ) -> None:
         self.params, self.config, self.total_steps = dict(params), config, total_steps
         self.stacked, self.groups, self.modified = stacked, groups, dict(modified or {})
@@ -91,7 +89,7 @@ class InnerOpt:
         self.muon = muon.chosen(self.params, stacked) if config.optimizer == "muon" else []
         with_second = [name for name in self.params if name not in set(self.muon)]
         self.second = {name: torch.zeros_like(self.params[name]) for name in with_second}
-        self.copies, self.undecayed = dict(copies or {}), frozenset(undecayed)
+        self.copies = dict(copies or {})
         quick = not self.modified and FusedAdamW.fits(self.params)
         rows = len(next(iter(self.params.values()))) if stacked else 1
         self.fused = FusedAdamW(self.params, self.first, self.second, self.copies, rows) if quick else None
@@ -136,14 +134,15 @@ class InnerOpt:
             self.fused.prepare(self.lr, self.config, self.step_count)
 
     @torch.no_grad()
-    def update(self, squared_norm: Tensor | None = None) -> Tensor:
-        """The device's part: clip, then step. A stage clips by the squared norm (1,) of its replica."""
+    def update(self, squared_norm: Tensor | None = None, undecayed: Collection[str] = ()) -> Tensor:
+        """The device's part: clip, then step. A stage clips by the squared norm (1,) of its replica. The
+        decay of the weights in `undecayed` is the caller's."""
         c, limit = self.config, self.config.clip or math.inf
         if self.fused:
             known = squared_norm is not None
             squares = squared_norm.new_zeros(1, len(self.params)) if known else self.fused.squares()
             scales, norms = clip_scales(squares, limit, self.groups, squared_norm)
-            self.fused.step(scales, c, self.undecayed)
+            self.fused.step(scales, c, undecayed)
             if self.muon:
                 columns = dict(zip(self.params, scales.unbind(1), strict=True))
                 clipped = {name: self._scaled(self.fused.grad(name), columns[name]) for name in self.muon}
@@ -151,8 +150,8 @@ class InnerOpt:
             return norms
         grads = self._grads()
         norms = clip_(grads, limit, self.groups, self.stacked, squared_norm)
-        self._plain_step(c.weight_decay, [name for name in self.steps if name not in self.undecayed])
-        self._plain_step(0.0, [name for name in self.steps if name in self.undecayed])
+        self._plain_step(c.weight_decay, [name for name in self.steps if name not in undecayed])
+        self._plain_step(0.0, [name for name in self.steps if name in undecayed])
         if self.muon:
             self._muon_step(grads, self.lr)
         for name, mask in self.modified.items():

@@ -127,7 +127,7 @@ class Background(threading.Thread):
         except Exception as error:  # whatever its package raises: it is about its settings, or its server
             raise ConfigError(f"--log {name}: {_first_line(error)}") from None
         self.status = ""
-        self.rounds: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
+        self.rounds: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue()
         self.start()
 
     def __call__(self, row: Row) -> None:

@@ -50,7 +50,6 @@ class Trainable:
             groups=self._clip_groups(),
             modified=modified,
             copies=self.copies,
-            undecayed=(EMBEDDING,) if self._keeps_t_perp() else (),
         )
 
     @property
@@ -117,27 +116,32 @@ class Trainable:
         Returns the gradient norms (R,) before clipping. A stage clips by the squared norm (1,) of its whole
         replica.
         """
-        if self._keeps_t_perp():
+        keeps_t_perp = self._keeps_t_perp()
+        if keeps_t_perp:
             self._decay_embedding()
-        norms = self.opt.update(squared_norm)
+        norms = self.opt.update(squared_norm, (EMBEDDING,) if keeps_t_perp else ())
         self._project_weights()
         return norms
 
     def _keeps_t_perp(self) -> bool:
-        """Weights that full replicas share with compressed ones are full replicas' weights."""
+        """Weights that full replicas share with compressed ones are full replicas' weights. Where boundaries
+        are wide open, there is no T_perp."""
+        if self.bases.opening and self.recipe.finish.how == "full":
+            return False
         compressed = [member.config.compressed for member in self.members]
         some = any(compressed) if self.stacked else all(compressed)
         return some and EMBEDDING in self.params and not self.recipe.subspace.decay_t_perp
 
     def _decay_embedding(self) -> None:
         """AdamW's weight decay of TE: in compressed replicas of T_S = TE - T_perp alone. There T_S is what is
-        trained, and T_perp a constant of the round (sec. 2.4)."""
+        trained, and T_perp a constant of the round (sec. 2.4). As boundaries open, less of it is."""
         rate = self.opt.current_lr * self.recipe.inner.weight_decay
         for rows, member in self._alike():
             embedding = self.params[EMBEDDING].detach()[rows]
             if member.config.compressed:
                 assert self.table is not None, "compressed replicas have a table"
-                embedding.lerp_(split(self.table, self.bases.get(member, 0))[1], rate)
+                t_perp = split(self.table, self.bases.get(member, 0))[1]
+                embedding.lerp_(t_perp * (1 - self.bases.share), rate)
             else:
                 embedding.mul_(1 - rate)
 

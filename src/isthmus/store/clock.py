@@ -13,10 +13,10 @@ class StoreClock:
     """Read from the date of a small object that is written for it, and carried on by the monotonic clock:
     right to about a second."""
 
-    def __init__(self, touch: Callable[[str], tuple[float, float] | None]) -> None:
-        """`touch` writes an object under a key: (its date in Unix seconds, when it was written by the
+    def __init__(self, stamp: Callable[[str], tuple[float, float] | None]) -> None:
+        """`stamp` writes an object under a key: (its date in Unix seconds, when it was written by the
         monotonic clock), or None where somebody has deleted it."""
-        self.touch = touch
+        self.stamp = stamp
         self.offset: float | None = None
         self._read_at = 0.0
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class StoreClock:
             offset, read_at = self.offset, self._read_at
         if offset is None or asked - read_at > CLOCK_SECONDS:
             try:
-                found = self.touch(key)
+                found = self.stamp(key)
             except StoreError:
                 if offset is None:
                     raise

@@ -71,7 +71,7 @@ class Store:
         self._clients: dict[str, Any] = {}
         self._up, self._down = Rate(), Rate()
         self._tally: Counter[str] = Counter()
-        self._clock = StoreClock(self._touch)
+        self._clock = StoreClock(self._stamp)
         self._absence = Absence()
         self._lock = threading.Lock()
 
@@ -285,7 +285,7 @@ class Store:
         """The next `now` reads the store's clock again."""
         self._clock.doubt()
 
-    def _touch(self, key: str) -> tuple[float, float] | None:
+    def _stamp(self, key: str) -> tuple[float, float] | None:
         self.put(key, b"clock", durable=False)
         written = time.monotonic()
         info = self.head(key)
