@@ -421,11 +421,12 @@ def test_a_worker_that_has_diverged_puts_its_state_aside_and_starts_again(
     monkeypatch.setattr(worker, "run_worker", diverges)
     monkeypatch.setattr(worker, "die_with_parent", lambda parent: None)
     config = LauncherConfig(url="bucket", replica="rack", work_dir=str(tmp_path))
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         assert worker.main([config.to_json()]) == PASSING_STATUS
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():  # what is ignored here, processes of later tests would ignore
+            signal.signal(number, handler)
     (aside,) = (tmp_path / "whole").iterdir()
     assert (aside / "update-000003.safetensors").read_text() == "mine"
     assert str(aside) in capsys.readouterr().err
