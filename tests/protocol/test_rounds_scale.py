@@ -243,6 +243,22 @@ def test_who_gave_and_ended_is_no_member_of_the_next_round(folder_url: str, tmp_
     assert a.ledger.manifest(2).members == ("a", "b")
 
 
+def test_who_came_back_and_gave_within_the_same_second_is_a_member_of_the_next_round(
+    folder_url: str, tmp_path: Path
+):
+    """The closer may have listed the heartbeats just before: it looks again before it leaves a giver out."""
+    quorum = LONG.replace("[bucket]", "[bucket]\nquorum = 3")
+    a, b, c = started(folder_url, tmp_path, quorum)
+    give(2, a, b)
+    c.beat()
+    waits(c, "1")
+    assert not closes(a, 2)  # it has seen that c is down
+    c.beat("training", incarnation="2")
+    give(2, c)
+    assert a.exchange.closer.attempt(2, a.exchange.anchor)
+    assert a.ledger.manifest(2).members == ("a", "b", "c")
+
+
 @pytest.mark.parametrize(
     ("state", "member"), [("starting", False), ("catching up", False), ("training", True)]
 )

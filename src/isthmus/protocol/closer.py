@@ -263,7 +263,11 @@ class Closer:
 
     def _next_members(self, accepted: Collection[str], alive: Collection[str]) -> tuple[str, ...]:
         """Who gave, unless its worker has ended since; and of the others whoever lives and is in step."""
-        stay = set(accepted) - set(self.presence.ended_of(accepted))
+        ended = self.presence.ended_of(accepted)
+        if ended:  # the listing may be a moment old, and one of them back since: then it gave after that
+            self.presence.look_again()
+            ended = self.presence.ended_of(ended)
+        stay = set(accepted) - set(ended)
         stay |= {name for name in alive if not self.presence.is_behind(name)}
         stay |= set(self.presence.in_step_of(name for name in self.names if name not in {*accepted, *alive}))
         late = [
