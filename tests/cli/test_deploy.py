@@ -71,7 +71,8 @@ def test_the_kubernetes_job_comes_back_and_has_no_rights():
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
     assert args.url.startswith(f"{mounts['secret']}/")
-    assert args.work_dir.startswith(f"{mounts['work']}/")
+    assert container["workingDir"] == mounts["work"]  # so that a state folder without a slash is kept
+    assert args.work_dir == "state"
     (kept,) = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
     assert kept["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert pod["securityContext"]["runAsUser"] == USER

@@ -71,7 +71,7 @@ def test_no_secret_leaves_the_machine(line: str, secret: str, tmp_path: Path):
 
 
 def test_what_the_environment_calls_secret_is_hidden_wherever_it_stands():
-    environment = {"AWS_SECRET_ACCESS_KEY": "plain-looking-words", "MY_TOKEN": "short", "HOME": "/root/of/it"}
+    environment = {"AWS_SECRET_ACCESS_KEY": "plain-looking-words", "MY_TOKEN": "short", "HOME": "/home/of/it"}
     assert secrets_of(environment) == ["plain-looking-words"]
     assert redacted("it said plain-looking-words twice", ["plain-looking-words"]) == f"it said {HIDDEN} twice"
 

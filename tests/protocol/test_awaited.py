@@ -12,7 +12,7 @@ from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.trust import Refused
-from isthmus.runtime.worker import LeaveRequest
+from isthmus.runtime.leaving import LeaveRequest
 from isthmus.store import open_store
 
 pytestmark = pytest.mark.usefixtures("hasty")

@@ -1,6 +1,7 @@
 """A run to look at: the folder of one, or its bucket, while it goes on and after."""
 
 import os
+from abc import ABC, abstractmethod
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from isthmus.protocol.ledger import Ledger
 
 
-class Run:
+class Run(ABC):
     """What a run has written down. Its rows are read once; `refresh` looks again."""
 
     def __init__(self, where: str, recipe: Recipe) -> None:
@@ -28,19 +29,19 @@ class Run:
     def __repr__(self) -> str:
         return f"<isthmus run {self.recipe.name} in {self.where}>"
 
-    @cached_property
+    @property
+    @abstractmethod
     def about(self) -> About:
         """Facts of the whole run: versions, device, status."""
-        raise NotImplementedError
 
-    @cached_property
+    @property
+    @abstractmethod
     def rows(self) -> list[Row]:
         """A row for each round; row 0 is the model before training."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weights(self, round: int | None = None) -> "dict[str, Tensor]":
         """The model's tensors by name after `round`: the newest that there is, when not given."""
-        raise NotImplementedError
 
     @property
     def config(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class Run:
 
     def refresh(self) -> None:
         for name in ("about", "rows"):
-            self.__dict__.pop(name, None)
+            vars(self).pop(name, None)
 
     def to_frame(self) -> "pd.DataFrame":
         """The rows as a pandas frame, with the round as its index."""

@@ -2,6 +2,7 @@
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +25,7 @@ SCALARS = {
 LATER = ("held-out", "bias/")  # how the tags begin that a row may get after the others
 
 
-class Follower:
+class Follower(ABC):
     """Writes the values of each round once, and later those that became known later: for a page that is
     watched, which shows a round before its losses are measured."""
 
@@ -50,13 +51,10 @@ class Follower:
                 later = {tag: value for tag, value in scalars(row) if tag.startswith(LATER)}
                 self.write(at, row.round, later)
                 self.unscored.discard(row.round)
-        self.flush()
 
+    @abstractmethod
     def write(self, at: float, round: int, values: Mapping[str, float]) -> None:
-        raise NotImplementedError
-
-    def flush(self) -> None:
-        """After all rounds that were new."""
+        """One round's values; of losses that were known later, those alone."""
 
 
 class EventWriter(Follower):
@@ -80,7 +78,8 @@ class EventWriter(Follower):
         shown = [self.summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self.file.write_event(self.event(wall_time=at, step=round, summary=self.summary(value=shown)))
 
-    def flush(self) -> None:
+    def add(self, rows: list[Row]) -> None:
+        super().add(rows)
         self.file.flush()
 
 
