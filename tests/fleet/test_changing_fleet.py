@@ -165,20 +165,35 @@ def catch_up(fleet: Trainer, last: int) -> None:
         fleet.apply(t, fleet.exchange.closed(t))
 
 
-def test_a_replica_that_was_revoked_ends_with_one_line_at_the_edge(alone):
+def revoking(alone: Seat, name: str):
+    """The owner sends `name` away while round 2 is closed."""
+
     def strike(fleet):
         take = fleet.exchange.closer.requests.take
 
         def revoked(now):
             if fleet.exchange.closer.round == 2:
-                owners(alone, revoked=["rack-0"])
+                owners(alone, revoked=[name])
             return take(now)
 
         fleet.exchange.closer.requests.take = revoked
 
+    return strike
+
+
+def test_a_replica_that_was_revoked_ends_with_one_line_at_the_edge(alone):
     said = "replica rack-0 was revoked by the run's owner .epoch 1.: it is no member from round 3 on"
     with pytest.raises(RunStopped, match=said):
-        alone.run(3, strike)
+        alone.run(3, revoking(alone, "rack-0"))
+
+
+def test_who_slept_over_its_last_round_is_told_that_round_and_not_the_newest(alone):
+    late = Seat(alone.recipe, alone.folder, "rack-1").come()
+    alone.run(3, revoking(alone, "rack-1"))
+    catch_up(late, 3)
+    said = "replica rack-1 was revoked by the run's owner .epoch 1.: it is no member from round 3 on"
+    with pytest.raises(RunStopped, match=said):
+        late.train_round(3, lambda h: None)
 
 
 def test_who_is_not_a_member_yet_trains_nothing_and_its_rehearsal_leaves_no_trace(alone):

@@ -163,17 +163,10 @@ def scores_of(manifests: "Sequence[Manifest]", replica: str) -> list[float]:
 
 
 def _first_rounds(ledger: "Ledger", last: int) -> dict[int, int]:
-    """Epoch -> the first round that has it, or a later one. Epochs only grow, so halving finds it."""
+    """Epoch -> the first round that has it, or a later one."""
     found = {0: 1}
     for epoch in ledger.membership.epochs[1 : ledger.epoch_of(last + 1).number + 1]:
-        low, high = found[epoch.number - 1], last + 1
-        while low < high:
-            middle = (low + high) // 2
-            if ledger.epoch_of(middle).number >= epoch.number:
-                high = middle
-            else:
-                low = middle + 1
-        found[epoch.number] = low
+        found[epoch.number] = ledger.first_round_of(epoch.number, found[epoch.number - 1], last + 1)
     return found
 
 

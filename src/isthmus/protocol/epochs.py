@@ -54,6 +54,17 @@ class Epochs(ABC):
         before = self.known(round_number - 1) or self.manifest(round_number - 1)
         return self.membership.at(before.next_epoch, round_number) if before else self.membership.newest
 
+    def first_round_of(self, epoch: int, low: int, high: int) -> int:
+        """The first round from `low` to `high` that has the epoch or a later one; `high` has it. Epochs only
+        grow, so halving finds it."""
+        while low < high:
+            middle = (low + high) // 2
+            if self.epoch_of(middle).number >= epoch:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
     def deal(self, round_number: int, replica: str) -> Deal | None:
         """Which batches are the replica's in a round; None where it is not in it, or the fleet never
         changes."""

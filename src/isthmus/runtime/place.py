@@ -84,9 +84,10 @@ class Place:
                 ) from None
             return False
         if name not in self.ledger.run.keys:
+            since = self.ledger.first_round_of(ended, 1, round_number)  # we may have slept over it
             raise RunStopped(
                 f"replica {name} was revoked by the run's owner (epoch {ended}): it is no member from round "
-                f"{round_number} on"
+                f"{since} on"
             )
         if not self.waits:
             self.waits = True
