@@ -128,7 +128,7 @@ class Trainer:
         # A pipelined replica may have no room for the whole model.
         replayed = partial(digest_from_bucket, ledger) if member.config.parts == 1 else lambda t: ""
         score = None
-        if held_out is not None and len(self.reads) == len(ledger.shards) and recipe.score.batches:
+        if held_out is not None and self.has_model and recipe.score.batches:
             dtype = stream_dtype or master_dtype
             score = UpdateScores(recipe, ledger, self.anchor, self.outer.codec, held_out, dtype)
         closer = Closer(ledger, reader, log, replayed=replayed, score=score) if closes else None
@@ -159,6 +159,11 @@ class Trainer:
         threading.Thread(target=self._warm_codec, daemon=True, name="warm").start()
         files = [*self.state_files().values(), *([own] if self.saves_middle else ())]
         self.state.reserve(sum(gpu.aligned(t.nbytes) for named in files for t in named.values()))
+
+    @property
+    def has_model(self) -> bool:
+        """Does this process keep the anchor of the whole model?"""
+        return len(self.reads) == len(self.ledger.shards)
 
     def _warm_codec(self) -> None:
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -323,7 +328,7 @@ class Trainer:
                     raise RunError(f"round {round_number} counts {contribution.replica}: {reason}") from None
             manifest = self.ledger.manifest(round_number)
             assert manifest is not None, "only a settled round is applied"
-            check_counted(manifest, updates, whole=len(self.reads) == len(self.ledger.shards))
+            check_counted(manifest, updates, whole=self.has_model)
             self.state.protect()
             self.anchors.go_on(round_number - 1)
             if updates:  # none, where the round is void

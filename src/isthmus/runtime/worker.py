@@ -5,8 +5,6 @@ import os
 import signal
 import sys
 import threading
-import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,20 +13,15 @@ from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreacha
 from isthmus.files import replace_file
 from isthmus.printing import guard_streams
 from isthmus.runtime.build import Assignment, build_replica, compiles
-from isthmus.runtime.failure import PASSING_STATUS, Failure, Settled, failure_note
-from isthmus.runtime.leaving import LEAVE, PART, STAY, LeaveRequest
+from isthmus.runtime.failure import PASSING_STATUS, Failure, failure_note
 from isthmus.runtime.liveness import AliveFile
-from isthmus.runtime.parting import Parted
 from isthmus.runtime.process import LauncherConfig, Log, die_with_parent, logger
 from isthmus.runtime.recent import keep, recent_file
+from isthmus.runtime.start_up import StartUp
 from isthmus.runtime.waiting import NOTE
 
 if TYPE_CHECKING:
     import torch
-
-    from isthmus.runtime.trainer import Trainer
-
-BEGAN = time.time()  # before the long imports
 
 
 def main(argv: list[str]) -> int:
@@ -59,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
-    """Build this process's part of the replica, restore its state, and run rounds to the end."""
+    """Build this process's part of the replica and its trainer, and run rounds to the end."""
     import torch
 
     from isthmus.simulator.picks import checked_corpus, pick_device, pick_precision, pick_threads
@@ -70,20 +63,16 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         threading.Thread(target=warm_up, args=how, daemon=True, name="warm-up").start()
 
     from isthmus.data.tokens import Batches, num_windows
-    from isthmus.outer.rounds import run_rounds
     from isthmus.protocol.access import find_member, open_as
-    from isthmus.protocol.patience import LeftWaiting, Patience
-    from isthmus.protocol.rescue import LedPast
+    from isthmus.protocol.patience import Patience
     from isthmus.replica.base import precision_dtypes
     from isthmus.replica.full import FullReplica
     from isthmus.replica.leader import LeaderReplica, follow_leader
-    from isthmus.runtime.after_round import AfterRound
-    from isthmus.runtime.heartbeats import HeartbeatThread
     from isthmus.runtime.held_out import HeldOutLoss
+    from isthmus.runtime.leaving import LeaveRequest
     from isthmus.runtime.place import Place
-    from isthmus.runtime.recovery import Recovery
     from isthmus.runtime.round_lines import RoundLines
-    from isthmus.runtime.stopping import save_delivered, save_edge
+    from isthmus.runtime.rounds import WorkerRounds
     from isthmus.runtime.trainer import Trainer
     from isthmus.store.objects import open_store
 
@@ -114,13 +103,12 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         return 0
     part = f"shard-{at.rank}" if member.config.sharded else "whole" if whole else f"stage-{at.rank}"
     start.mark("build")
-    work_dir = Path(config.work_dir) / part
+    work, stream_dtype = Path(config.work_dir), precision_dtypes(precision)[1]
     incarnation = control.share(os.urandom(8))[0].hex()
-    request = LeaveRequest(Path(config.work_dir), ledger, incarnation, log, leader=at.rank == 0)
+    request = LeaveRequest(work, ledger, incarnation, log, leader=at.rank == 0)
     deal = (
         replica.deal if isinstance(replica, LeaderReplica) else batches.deal if batches else lambda deal: None
     )
-    wanted = STAY
     trainer = Trainer(
         recipe,
         member,
@@ -128,130 +116,25 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         ledger,
         control,
         device,
-        work_dir,
+        work / part,
         incarnation,
         log,
         save_seconds=config.save_seconds,
         patience=Patience(
-            log,
-            Path(config.work_dir) / NOTE,
-            request,
-            parting=lambda: control.size == 1 and request.parting.asked(),
+            log, work / NOTE, request, parting=lambda: control.size == 1 and request.parting.asked()
         ),
         parting=request.parting,
         place=Place(ledger, log, key, deal, control),
         held_out=held_out,
-        stream_dtype=precision_dtypes(precision)[1],
+        stream_dtype=stream_dtype,
     )
-    trainer.exchange.tells_anchors = not sys.stderr.isatty()
-    told_here = at.rank == 0 or config.stage is not None
-    lines = RoundLines(log, recipe.outer.rounds) if told_here else None
+    prints = at.rank == 0 or config.stage is not None
+    lines = RoundLines(log, recipe.outer.rounds) if prints else None
     loss = None
-    if (
-        config.scores is not False
-        and corpus
-        and held_out is not None
-        and len(trainer.reads) == len(ledger.shards)
-    ):
-        dtype = precision_dtypes(precision)[1]
-        loss = HeldOutLoss(recipe, member, ledger, corpus, trainer.anchor, dtype, config.scores)
-    heartbeats = HeartbeatThread(trainer, incarnation, recipe.bucket.heartbeat_seconds, Path(config.work_dir))
-
-    def leave() -> bool:
-        """One process may have been asked to leave, and one to part: all do the same."""
-        nonlocal wanted
-        words = control.share(bytes([request.asked()]))
-        wanted = next((word for word in (LEAVE, PART) if bytes([word]) in words), STAY)
-        if wanted == STAY:
-            return False
-        trainer.status.state = "leaving"
-        heartbeats.soon()
-        return True
-
-    if at.rank == 0:
-        heartbeats.start()
-    try:
-        trainer.status.state = "catching up"
-        recovery = Recovery(trainer)
-        done = recovery.resume()
-        settled = Settled(Path(config.work_dir), at.rank)
-        after = AfterRound(trainer, settled, lines, loss)
-        after.begin(done)
-        start.mark("resume")
-        trainer.place.admitted = lambda: start.mark("admission")
-
-        def progress(h: int) -> None:
-            if not start.told:
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                start.tell()
-                heartbeats.soon()
-            settled.step(h)
-
-        to_the_end: bool | None = None
-        while to_the_end is None:
-            rounds = range(done + 1, recipe.outer.rounds + 1)
-            try:
-                to_the_end = run_rounds(trainer, trainer.exchange, rounds, progress, after, leave)
-            except LedPast as gap:
-                done = recovery.pass_over(gap)
-        trainer.finish()
-        if to_the_end and extended(trainer):
-            raise RunError(f"the run goes on after round {recipe.outer.rounds}; starting again for that")
-        if to_the_end:
-            request.parting.unneeded()
-        else:
-            save_edge(trainer)
-        trainer.status.state = "finished" if to_the_end else "left"
-        trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
-        if ledger.membership.expected:
-            log(f"replica {member.name} was not admitted before the run ended")
-        log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
-        if wanted == PART and not request.parting.asked():
-            raise RunError(
-                f"replica {member.name}: the machine of another stage was taken back; waiting for its return"
-            )
-    except Parted as stop:
-        trainer.status.state = "left"
-        log(str(stop))
-        replica.close()
-        return 0
-    except LeftWaiting as error:
-        save_delivered(trainer)
-        trainer.status.state = "left"
-        log(str(error))
-        return 0
-    except Diverged:
-        with suppress(Exception):  # what is still written must not appear where the state was
-            trainer.state.finish()
-        raise
-    except RunStopped:
-        raise
-    except RunError as error:  # the leader has left in the middle of a round: so do the other stages
-        if at.rank == 0 or not request.here():
-            raise
-        log(f"left: {error}")
-        return 0
-    finally:
-        if at.rank == 0:
-            try:
-                heartbeats.end()
-            except RunError as error:  # must not hide why the run ended
-                log(f"no farewell: {error}")
-    replica.close()
-    control.leave()
+    if config.scores is not False and corpus and held_out is not None and trainer.has_model:
+        loss = HeldOutLoss(recipe, member, ledger, corpus, trainer.anchor, stream_dtype, config.scores)
+    WorkerRounds(trainer, request, work, start, lines, loss).run()
     return 0
-
-
-def extended(trainer: "Trainer") -> bool:
-    """Has the run got more rounds since this process was started? All processes take the leader's answer."""
-    from isthmus.replica.control_group import agree
-
-    membership, leads = trainer.ledger.membership, trainer.control.rank == 0
-    rounds = trainer.recipe.outer.rounds
-    return agree(
-        trainer.control, leads and trainer.patience(membership.look).run.recipe.outer.rounds > rounds
-    )
 
 
 def warm_up(device: "torch.device", compiled: bool) -> None:
@@ -265,25 +148,6 @@ def warm_up(device: "torch.device", compiled: bool) -> None:
     if compiled:
         import torch._dynamo
         import torch._inductor.compile_fx
-
-
-class StartUp:
-    """How long it took from `join` to the first inner step, and what took it."""
-
-    def __init__(self, started: float, log: Log) -> None:
-        self.started, self.log, self.told = started, log, False
-        self.last, self.parts = BEGAN, {"launcher": BEGAN - started}
-
-    def mark(self, name: str) -> None:
-        """What ends now."""
-        now = time.time()
-        self.parts[name], self.last = now - self.last, now
-
-    def tell(self) -> None:
-        self.mark("first step")
-        self.told = True
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
-        self.log(f"first inner step after {self.last - self.started:.1f} s ({parts})")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,154 @@
+"""The rounds of one worker: from what is on its disk to the end of the run, or until it leaves."""
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from isthmus.errors import Diverged, RunError, RunStopped
+from isthmus.outer.rounds import run_rounds
+from isthmus.protocol.patience import LeftWaiting
+from isthmus.protocol.rescue import LedPast
+from isthmus.replica.control_group import agree
+from isthmus.runtime.after_round import AfterRound
+from isthmus.runtime.failure import Settled
+from isthmus.runtime.heartbeats import HeartbeatThread
+from isthmus.runtime.held_out import HeldOutLoss
+from isthmus.runtime.leaving import LEAVE, PART, STAY, LeaveRequest
+from isthmus.runtime.parting import Parted
+from isthmus.runtime.recovery import Recovery
+from isthmus.runtime.round_lines import RoundLines
+from isthmus.runtime.start_up import StartUp
+from isthmus.runtime.stopping import save_delivered, save_edge
+from isthmus.runtime.trainer import Trainer
+
+
+class WorkerRounds:
+    """Runs a trainer. `lines` and `loss` where this process prints rounds and measures the held-out loss."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        request: LeaveRequest,
+        work: Path,
+        start: StartUp,
+        lines: RoundLines | None,
+        loss: HeldOutLoss | None,
+    ) -> None:
+        self.trainer, self.request, self.start = trainer, request, start
+        self.leads = trainer.control.rank == 0
+        self.wanted = STAY
+        self.settled = Settled(work, trainer.control.rank)
+        self.after = AfterRound(trainer, self.settled, lines, loss)
+        every = trainer.recipe.bucket.heartbeat_seconds
+        self.heartbeats = HeartbeatThread(trainer, request.incarnation, every, work)
+        trainer.exchange.tells_anchors = not sys.stderr.isatty()
+
+    def run(self) -> None:
+        """Returns when the run is finished, or this process has left it. A fault is raised."""
+        trainer = self.trainer
+        if self.leads:
+            self.heartbeats.start()
+        try:
+            self._run()
+        except Parted as stop:
+            self._left(str(stop))
+            trainer.replica.close()
+            return
+        except LeftWaiting as stop:
+            save_delivered(trainer)
+            self._left(str(stop))
+            return
+        except Diverged:
+            with suppress(Exception):  # what is still written must not appear where the state was
+                trainer.state.finish()
+            raise
+        except RunStopped:
+            raise
+        except RunError as error:  # the leader has left in the middle of a round: so do the other stages
+            if self.leads or not self.request.here():
+                raise
+            trainer.log(f"left: {error}")
+            return
+        finally:
+            if self.leads:
+                self._say_farewell()
+        trainer.replica.close()
+        trainer.control.leave()
+
+    def _run(self) -> None:
+        trainer, parting = self.trainer, self.request.parting
+        trainer.status.state = "catching up"
+        recovery = Recovery(trainer)
+        done = recovery.resume()
+        self.after.begin(done)
+        self.start.mark("resume")
+        trainer.place.admitted = lambda: self.start.mark("admission")
+        to_the_end = self._rounds_after(done, recovery)
+        trainer.finish()
+        if to_the_end and extended(trainer):
+            rounds = trainer.recipe.outer.rounds
+            raise RunError(f"the run goes on after round {rounds}; starting again for that")
+        if to_the_end:
+            parting.unneeded()
+        else:
+            save_edge(trainer)
+        trainer.status.state = "finished" if to_the_end else "left"
+        trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
+        if trainer.ledger.membership.expected:
+            trainer.log(f"replica {trainer.member.name} was not admitted before the run ended")
+        trainer.log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
+        if self.wanted == PART and not parting.asked():
+            name = trainer.member.name
+            raise RunError(
+                f"replica {name}: the machine of another stage was taken back; waiting for its return"
+            )
+
+    def _rounds_after(self, done: int, recovery: Recovery) -> bool:
+        """The outer-round loop; False when we left before the last round."""
+        trainer = self.trainer
+        while True:
+            rounds = range(done + 1, trainer.recipe.outer.rounds + 1)
+            try:
+                return run_rounds(trainer, trainer.exchange, rounds, self._progress, self.after, self._leaves)
+            except LedPast as gap:
+                done = recovery.pass_over(gap)
+
+    def _progress(self, h: int) -> None:
+        """After each inner step."""
+        if not self.start.told:
+            if self.trainer.device.type == "cuda":
+                torch.cuda.synchronize(self.trainer.device)
+            self.start.tell()
+            self.heartbeats.soon()
+        self.settled.step(h)
+
+    def _leaves(self) -> bool:
+        """One process may have been asked to leave, and one to part: all do the same."""
+        words = self.trainer.control.share(bytes([self.request.asked()]))
+        self.wanted = next((word for word in (LEAVE, PART) if bytes([word]) in words), STAY)
+        if self.wanted == STAY:
+            return False
+        self.trainer.status.state = "leaving"
+        self.heartbeats.soon()
+        return True
+
+    def _left(self, why: str) -> None:
+        self.trainer.status.state = "left"
+        self.trainer.log(why)
+
+    def _say_farewell(self) -> None:
+        try:
+            self.heartbeats.end()
+        except RunError as error:  # must not hide why the run ended
+            self.trainer.log(f"no farewell: {error}")
+
+
+def extended(trainer: Trainer) -> bool:
+    """Has the run got more rounds since this process was started? All processes take the leader's answer."""
+    membership, leads = trainer.ledger.membership, trainer.control.rank == 0
+    rounds = trainer.recipe.outer.rounds
+    return agree(
+        trainer.control, leads and trainer.patience(membership.look).run.recipe.outer.rounds > rounds
+    )
