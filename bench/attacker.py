@@ -14,7 +14,7 @@ from isthmus.sparse import Bundle, SparseChunks
 from isthmus.sparse.topk import TopK, decode
 
 BAD = "ISTHMUS_BENCH_ATTACK"  # REPLICA:KIND:SCALE, of the process that turns bad
-BELOW = 0.9  # of the limit: our own norm may be below the median, the others' median is not known
+BELOW = 0.9  # of the limit, by its own norm: that may be below the median, which it does not know
 Dense = dict[str, Tensor]
 Payloads = Mapping[str, SparseChunks]
 
@@ -27,7 +27,8 @@ def flip(own: Dense, others: Sequence[Dense], round_number: int) -> Dense:
 def noise(own: Dense, others: Sequence[Dense], round_number: int) -> Dense:
     """Normal numbers at entries of its choice."""
     random = torch.Generator().manual_seed(round_number)
-    return {name: torch.randn(t.shape, generator=random).to(t) * t.norm() for name, t in own.items()}
+    drawn = {name: torch.randn(own[name].shape, generator=random) for name in sorted(own)}
+    return {name: drawn[name].to(tensor) * tensor.norm() for name, tensor in own.items()}
 
 
 def against(own: Dense, others: Sequence[Dense], round_number: int) -> Dense:
@@ -51,13 +52,13 @@ def late(own: Dense, others: Sequence[Dense], round_number: int) -> Dense:
     return own if round_number <= 6 else flip(own, others, round_number)
 
 
-def shrink(own: Dense, others: Sequence[Dense], round_number: int) -> Dense:
-    """Its own update; the scale makes it as good as nothing."""
+def large(own: Dense, others: Sequence[Dense], round_number: int) -> Dense:
+    """Its own update: nothing is wrong with it but its size."""
     return own
 
 
 Kind = Callable[[Dense, Sequence[Dense], int], Dense]
-KINDS: dict[str, Kind] = {each.__name__: each for each in (flip, noise, against, apart, focus, late, shrink)}
+KINDS: dict[str, Kind] = {each.__name__: each for each in (flip, noise, large, against, apart, focus, late)}
 
 
 def norm_of(dense: Mapping[str, Tensor]) -> float:
