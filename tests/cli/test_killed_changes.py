@@ -115,6 +115,35 @@ def test_an_invitation_killed_at_any_step_is_typed_again(owned, capsys, monkeypa
     assert "d" in owned.epoch.run.keys
 
 
+@WHEN
+def test_an_extension_killed_at_its_order_is_typed_again_and_made_once(owned, capsys, monkeypatch, after):
+    typed = ["extend", "bucket", "--rounds", "5", "--key", "keys/run.owner.key"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "create", deadly(Store.create, after))
+        with pytest.raises(Killed):
+            main(typed)
+    assert main(typed) == 0
+    assert "goes on from 30 to 35 rounds (epoch 1)" in capsys.readouterr().out
+    assert (owned.epoch.number, owned.epoch.run.recipe.outer.rounds) == (1, 35)
+    assert main(typed) == 0  # which is another one
+    assert "goes on from 35 to 40 rounds (epoch 2)" in capsys.readouterr().out
+
+
+@WHEN
+def test_a_revocation_killed_at_its_order_is_typed_again_and_says_what_is_so(
+    owned, capsys, monkeypatch, after
+):
+    typed = ["revoke", "bucket", "c", "--key", "keys/run.owner.key"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "create", deadly(Store.create, after))
+        with pytest.raises(Killed):
+            main(typed)
+    assert main(typed) == 0
+    said = "c was revoked before (epoch 1); no invitation of c counts any more" if after else "c is revoked"
+    assert said in capsys.readouterr().out
+    assert list(owned.epoch.run.keys) == ["a", "b"]
+
+
 def test_a_key_that_was_replaced_elsewhere_is_told_from_a_wrong_one(owned, capsys):
     a, b, c = owned.replicas()
     settled(1, a, a, b, c)

@@ -183,12 +183,13 @@ def revoke(args: argparse.Namespace) -> int:
     if run.closers == (args.replica,):
         words = f"name another first: isthmus members {args.url} --closers NAMES"
         raise ConfigError(f"{args.replica} is the only closer of this run; {words}")
-    member = args.replica in run.keys
+    member, ended = args.replica in run.keys, ledger.membership.newest.ended.get(args.replica)
     epoch = order(ledger.membership, owner, time.time(), Changes(revoked=[args.replica]))
     if member:
         print(f"{args.replica} is revoked (epoch {epoch.number}): from the end of the open round on.")
     else:
-        print(f"no invitation of {args.replica} counts any more (epoch {epoch.number}).")
+        before = f"{args.replica} was revoked before (epoch {ended}); " if ended else ""
+        print(f"{before}no invitation of {args.replica} counts any more (epoch {epoch.number}).")
     return 0
 
 

@@ -4,12 +4,16 @@ import argparse
 import json
 import shlex
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.cli.invite import add_owner
+from isthmus.cli.invite import add_owner, owners_folder
 from isthmus.config import Recipe
 from isthmus.errors import ConfigError
+from isthmus.files import replace_file
+from isthmus.reading import read_note
 from isthmus.runlog import REAL, RunDir
 
 if TYPE_CHECKING:
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
 
     from isthmus.protocol.invited import Invited
     from isthmus.protocol.ledger import Ledger, Manifest
+    from isthmus.protocol.membership import Epoch
+    from isthmus.protocol.trust import Signer
 
 RECENT = 200  # rounds whose manifests are read
 
@@ -206,7 +212,6 @@ def table(found: MembersReport) -> str:
 
 def extend(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import is_run_dir, open_as_owner
-    from isthmus.protocol.changes import Changes, order
 
     if args.rounds < 1:
         raise ConfigError(f"--rounds is {args.rounds}; it says how many more, 1 at least")
@@ -215,18 +220,35 @@ def extend(args: argparse.Namespace) -> int:
     ledger, owner = open_as_owner(args.url, args.key)
     recipe, epoch = ledger.run.recipe, ledger.membership.newest
     folder = RunDir.open(args.url) if is_run_dir(args.url) else None
+    note = owners_folder(args, recipe.name) / "run.extend"
     if folder and folder.recipe.outer.rounds < recipe.outer.rounds:
         recipe = folder.recipe  # an `extend` that was killed: the bucket knows, the folder does not
     else:
-        changes = Changes(rounds=recipe.outer.rounds + args.rounds)
-        epoch = order(ledger.membership, owner, time.time(), changes)
+        recipe, epoch = _order_longer(ledger, owner, args.rounds, note)
     longer = epoch.run.recipe
     if folder:
         folder.continue_with(replace(folder.recipe, outer=longer.outer, inner=longer.inner))
     print(f"{_goes_on(recipe, longer)} (epoch {epoch.number}). {_schedule(longer)}")
     how = f"isthmus train --resume {args.url}" if folder else f"isthmus join {args.url} --replica NAME"
-    print(f"Where a replica has ended, start it again: {how}")
+    print(f"Where a replica has ended, start it again: {how}", flush=True)
+    with suppress(OSError):
+        note.unlink()
     return 0
+
+
+def _order_longer(ledger: "Ledger", owner: "Signer", more: int, note: Path) -> "tuple[Recipe, Epoch]":
+    """The recipe before, and the epoch by which the run is longer. The same line, typed again after a kill,
+    is the same extension: until it is done, `note` says which one is under way."""
+    from isthmus.protocol.changes import Changes, order
+
+    run, rounds = ledger.run, ledger.run.recipe.outer.rounds
+    if read_note(note) == f"{run.run_id} {rounds - more} {rounds}":  # it reached the bucket
+        epochs = ledger.membership.epochs
+        made = next(epoch.number for epoch in epochs if epoch.run.recipe.outer.rounds == rounds)
+        return epochs[made - 1].run.recipe, epochs[made]
+    with suppress(OSError):  # the owner's key may lie where nothing is written
+        replace_file(note, f"{run.run_id} {rounds} {rounds + more}")
+    return run.recipe, order(ledger.membership, owner, time.time(), Changes(rounds=rounds + more))
 
 
 def extend_simulated(run: RunDir, rounds: int) -> int:
