@@ -149,10 +149,10 @@ def about(args: argparse.Namespace, seed: int, kind: str, setting: str) -> dict[
 
 
 def runs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    done = [json.loads(line) for line in _lines(args.to)]
     asked = [(s, k, g) for s in args.seeds for k in args.kinds for g in args.settings]
     for number, (seed, kind, setting) in enumerate(asked, 1):
         what = about(args, seed, kind, setting)
+        done = [json.loads(line) for line in _lines(args.to)]  # anew: another process may share the work
         known = [line for line in done if what.items() <= line.items()]
         if known:
             yield known[0]

@@ -1,14 +1,17 @@
-"""How far the norms of honest updates lie apart: what bucket.norm_limit must leave alone.
+"""How far the norms of honest updates lie apart, and how they score: what bucket.norm_limit and score.bound
+must leave alone.
 
     .venv/bin/python bench/norms.py --compression 1/8 1/64
 
 A simulated mixed fleet, one JSON line for each event and compression. The largest norm of a round is given as
-a multiple of the round's median, as a closer compares them (`protocol/norms.py`). Events, in mid-run:
+a multiple of the round's median, as a closer compares them (`protocol/norms.py`); the largest score is of
+all updates of the round, and the one of those whom the event has struck beside it. Events, in mid-run:
 `fresh`: a full and a pipelined replica come anew, with an empty optimiser and no feedback.
 `missed-N`: a full and a pipelined replica miss N rounds, and what they sent returns to their feedback.
 """
 
 import argparse
+import hashlib
 import json
 import statistics
 from collections.abc import Sequence
@@ -22,9 +25,11 @@ from isthmus.outer.exchange import Contribution
 from isthmus.outer.rounds import run_rounds
 from isthmus.planner.memory import SimulatorPlan
 from isthmus.protocol.norms import compare_norms
+from isthmus.replica.usefulness import UpdateScorer
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import Progress, SimulatedFleet
 from isthmus.simulator.run import pick_device, pick_precision
+from isthmus.sparse import Bundle
 
 SMALL = ["model.width=64", "model.heads=2", "model.ffn=192", "model.context=64", "inner.batch=4"]
 
@@ -40,6 +45,9 @@ class Fleet(SimulatedFleet):
         halves = len(self.members) // 2
         self.struck = [self.members[0].name, self.members[halves].name]
         self.norms_by_round: list[dict[str, float]] = []
+        self.scores_by_round: list[dict[str, float]] = []
+        assert self.outer is not None
+        self.judge = UpdateScorer(recipe, corpus.validation, self.outer.codec, device, self.dtype)
 
     def missing(self, round_number: int) -> Sequence[str]:
         kind, _, number = self.event.partition("-")
@@ -57,15 +65,19 @@ class Fleet(SimulatedFleet):
 
     def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
         assert self.outer is not None
-        codec, norms = self.outer.codec, {}
+        codec, norms, scores = self.outer.codec, {}, {}
+        self.judge.begin(self.anchor, round_number, hashlib.sha256(f"{round_number}".encode()).digest())
         for one, stack in zip(contributions, self.stacks, strict=True):
             parts = [codec.unpack_many(data) for data in one.shards.values()]
             squares = [p.values.double().square().sum() for part in parts for p in part.values()]
             norms[one.replica] = float(torch.stack(squares).sum().sqrt())
+            whole = Bundle.of({name: payload for part in parts for name, payload in part.items()})
+            scores[one.replica] = self.judge.score(whole, stack.members[0])
             if one.replica in self.missing(round_number):
                 for part in parts:
                     self.outer.take_back(part, stack.row(stack.feedback, 0))
         self.norms_by_round.append(norms)
+        self.scores_by_round.append(scores)
         counted = [one for one in contributions if one.replica not in self.missing(round_number)]
         super().apply(round_number, counted)
 
@@ -76,15 +88,21 @@ def _numbered(stack: Any, first: int) -> Any:
 
 
 def judged(fleet: Fleet, limit: float) -> dict[str, Any]:
-    """The largest norm of each round over its median, and whom a closer would refuse."""
+    """The largest norm of each round over its median, whom a closer would refuse, and the largest scores."""
     before: dict[str, float] = {}
     spread, refused = [], []
+    largest, struck = [], []
+    for t, scores in enumerate(fleet.scores_by_round, 1):
+        there = {name: score for name, score in scores.items() if name not in fleet.missing(t)}
+        largest.append(round(max(there.values()), 4))
+        struck.append(max((round(there[name], 4) for name in fleet.struck if name in there), default=None))
     for t, norms in enumerate(fleet.norms_by_round, 1):
         there = {name: norm for name, norm in norms.items() if name not in fleet.missing(t)}
         spread.append(round(max(there.values()) / statistics.median_high(there.values()), 2))
         refused += [f"{t} {name}" for name in compare_norms(there, before, limit).refused]
         before = there
-    return {"largest_over_median": spread, "refused": refused}
+    found = {"largest_over_median": spread, "refused": refused}
+    return found | {"largest_score": largest, "of_the_struck": struck}
 
 
 def main() -> None:
