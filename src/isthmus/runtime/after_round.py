@@ -45,7 +45,7 @@ class AfterRound:
             return
         try:
             if found := self.trainer.patience(lambda: self._measured(round_number)):
-                self.trainer.last_held_out = found
+                self.trainer.measured.held_out = found
         except RunError:
             raise
         except RuntimeError as error:  # no memory, most likely
@@ -63,7 +63,7 @@ class AfterRound:
         if manifest := self.trainer.ledger.manifest(round_number):
             told.add(manifest)
         newest = [told.last[0]] if told.last else []
-        newest += [self.trainer.last_held_out] if self.trainer.last_held_out else []
+        newest += [self.trainer.measured.held_out] if self.trainer.measured.held_out else []
         self.lines.round(
             round_number,
             compute_seconds=status.seconds if trained else None,

@@ -5,14 +5,12 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.model.digest import shard_digest
 from isthmus.outer.exchange import Contribution
 from isthmus.protocol.rescue import LedPast
-from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused
 from isthmus.replica.control_group import agree, all_true, share_json, whole_number, whole_numbers
 from isthmus.runtime.middle import PARAMS, Middle
@@ -45,8 +43,7 @@ class Recovery:
         if trainer.middle:
             trainer.carry_middle()
         if updates:  # what the feedback held went out with updates that cannot be trained again
-            for tensor in trainer.feedback.values():
-                tensor.zero_()
+            trainer.outer.drop_feedback()
         trainer.log(str(gap))
         return self._from_bucket(self._agreed_last_round(), gap.anchor)
 
@@ -81,30 +78,25 @@ class Recovery:
 
     def _common(self) -> tuple[set[int], set[int]]:
         """Rounds whose states, and rounds whose updates, all processes of the replica have."""
-        writes = tuple(sorted(self.trainer.writes))
-        updates = [t for t in self.trainer.state.updates() if self._whole_update(t, writes)]
+        updates = [t for t in self.trainer.state.updates() if self._whole_update(t)]
         mine = [self.trainer.state.rounds(), sorted(updates)]
         states, updates = zip(*share_json(self.trainer.control, mine, _two_sets), strict=True)
         return set.intersection(*states), set.intersection(*updates)
 
-    def _whole_update(self, round_number: int, shards: tuple[int, ...]) -> bool:
+    def _whole_update(self, round_number: int) -> bool:
         """Is the update of a round on this disk, as it was sent?"""
         try:
-            update = self.trainer.state.load_update(round_number, shards)
-            if update is not None:
-                self._check_update(update)
+            update = self.trainer.saved_update(round_number)
+            if update is not None:  # files of 0.2 and before have no hash that would tell
+                self.trainer.outer.unpack(update.shards)
             return update is not None
         except (ConfigError, Refused) as reason:
             self.trainer.log(f"{reason}; the saved update of round {round_number} is lost")
             return False
 
-    def _check_update(self, update: Update) -> None:
-        """Refused unless it is one of this run: files of 0.2 and before have no hash that would tell."""
-        unpack_shards(self.trainer.ledger, update.shards, self.trainer.outer.codec.unpack_many)
-
     def _began_at(self, round_number: int) -> bool:
         """Was this the first round of a replica that came without state, and can it be trained again?"""
-        update = self.trainer.state.load_update(round_number, tuple(sorted(self.trainer.writes)))
+        update = self.trainer.saved_update(round_number)
         first = update is not None and update.step_count == self.trainer.recipe.outer.inner_steps
         return all_true(self.trainer.control, first) and not self._swept(round_number)
 
@@ -118,7 +110,7 @@ class Recovery:
             counted, own = self.trainer.exchange.closed(round_number), []
             if round_number in updates:
                 self.trainer.log(f"training round {round_number} again, from which only the update was saved")
-                update = self.trainer.state.load_update(round_number, tuple(sorted(self.trainer.writes)))
+                update = self.trainer.saved_update(round_number)
                 own = self.trainer.train_round(round_number - 1, lambda h: None, update)
             if counted is None and not own:
                 break  # it is still open, and ours to train
@@ -145,20 +137,20 @@ class Recovery:
             return None, str(reason)
         try:
             update = Update.from_tensors(files.get("pending", {}))
-            if set(update.shards) != set(self.trainer.writes):
+            if set(update.shards) != set(self.trainer.outer.writes):
                 raise Refused("it holds other shards than this process sends")
-            self._check_update(update)
+            self.trainer.outer.unpack(update.shards)
         except (ConfigError, Refused) as reason:
             return None, f"{path / 'pending'}.safetensors is damaged: {reason}"
         return files, ""
 
     def _restore(self, round_number: int, files: dict[str, dict[str, Tensor]], newer: Collection[int]) -> int:
         """Our own optimiser, error feedback and unsettled update; then the round they wait for."""
-        self._restore_tensors(files)
+        self.trainer.outer.restore(files)
         update = Update.from_tensors(files["pending"])
         self.trainer.step_count = update.step_count
         self.trainer.replica.restore(files["optimiser"], self.trainer.step_count)
-        self.trainer.tell(update)
+        self.trainer.status.restore(update.told)
         self.trainer.pending = Contribution(self.trainer.member.name, update.shards, self.trainer.pop_facts())
         if self._swept(round_number):
             self.trainer.settle_pending(round_number)
@@ -171,19 +163,10 @@ class Recovery:
         self.trainer.apply(round_number, counted)
         return round_number
 
-    def _restore_tensors(self, files: Files) -> None:
-        with torch.no_grad():
-            for name, tensor in self.trainer.anchor.items():
-                tensor.copy_(files["anchor"][name])
-            for name, tensor in self.trainer.feedback.items():
-                tensor.copy_(files["feedback"][name])
-            self.trainer.outer.restore(files.get("outer", {}))
-
     def _past_a_sweep(self, round_number: int, newer: Collection[int]) -> int:
         """The payloads that lead on from our anchor are gone: take a later one, and keep what is ours."""
         if newer:  # what the feedback held went out with updates that cannot be trained again
-            for tensor in self.trainer.feedback.values():
-                tensor.zero_()
+            self.trainer.outer.drop_feedback()
         self.trainer.record.skipped(newer)
         last = self._agreed_last_round()
         self.trainer.log(f"back with the state of round {round_number}, and with the anchor of a later one")
@@ -222,8 +205,8 @@ class Recovery:
         """An open round goes on after the inner steps that it had. One that was settled meanwhile does not:
         `apply` gives them to the error feedback."""
         trainer, t = self.trainer, about.round
-        self._restore_tensors(files)
-        trainer.step_count, trainer.fresh_steps = about.step_count, about.carried
+        trainer.outer.restore(files)
+        trainer.step_count, trainer.measured.fresh_steps = about.step_count, about.carried
         trainer.replica.restore(files["optimiser"], about.step_count + about.num_steps)
         trainer.middle = about, {name: p.to(trainer.device) for name, p in files[PARAMS].items()}
         trainer.record.came_back(t - 1, updates)
@@ -261,11 +244,7 @@ class Recovery:
             readable = all_true(self.trainer.control, bool(digest))
             if not readable or not self._has_digest(start, tensors, digest):
                 continue
-            with torch.no_grad():
-                for name, tensor in self.trainer.anchor.items():
-                    tensor.copy_(tensors[name])
-                if start:  # theta^(0) comes without a state of the outer method
-                    self.trainer.outer.restore(tensors)
+            self.trainer.outer.restore_anchor(tensors, tensors if start else None)
             self.trainer.hold(start)
             return start
         if self.trainer.ledger.run.start:
@@ -283,7 +262,7 @@ class Recovery:
     def _has_digest(self, round_number: int, tensors: Mapping[str, Tensor], digest: str) -> bool:
         """Whoever wrote an anchor states its digest, and contributors signed it: are these the tensors?"""
         names = self.trainer.ledger.shards
-        parts = {i: shard_digest(tensors, names[i]) for i in self.trainer.reads}
+        parts = {i: shard_digest(tensors, names[i]) for i in self.trainer.outer.reads}
         if self.trainer.exchange.hold_anchor(round_number, parts) == digest:
             return True
         self.trainer.log(f"the anchor of round {round_number} is not what it states; trying the one before")
@@ -291,7 +270,7 @@ class Recovery:
 
     def _read_anchor(self, round_number: int) -> tuple[str, dict[str, Tensor]]:
         try:
-            read = partial(self.trainer.ledger.read_anchor, round_number, self.trainer.reads)
+            read = partial(self.trainer.ledger.read_anchor, round_number, self.trainer.outer.reads)
             return self.trainer.patience(read)
         except (StoreError, RunStopped):
             raise  # it may be whole, and only out of reach; or nothing of this run is to be believed

@@ -68,7 +68,7 @@ def part_if_asked(
 def _here(
     trainer: "Trainer", round_number: int, losses: Sequence[Tensor]
 ) -> tuple[Middle, dict[str, dict[str, Tensor]]]:
-    about = Middle(round_number, trainer.step_count, doubles(losses), trainer.fresh_steps)
+    about = Middle(round_number, trainer.step_count, doubles(losses), trainer.measured.fresh_steps)
     own = trainer.replica.named_parameters()
     params = own if losses else {name: trainer.anchor[name] for name in own}
     return about, {**{file: dict(named) for file, named in trainer.state_files().items()}, PARAMS: params}

@@ -3,11 +3,8 @@
 import math
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,59 +14,33 @@ from torch import Tensor
 from isthmus import gpu
 from isthmus.config import Member, Recipe
 from isthmus.data.corpus import TokenView
-from isthmus.errors import ConfigError, RunError
-from isthmus.layout.stages import EMBEDDING
-from isthmus.model.digest import shard_digests
-from isthmus.model.llama import init_tensor
-from isthmus.outer import outer_method
+from isthmus.errors import ConfigError
 from isthmus.outer.exchange import Contribution
-from isthmus.outer.weights import round_weights
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.exchange import LedgerExchange
-from isthmus.protocol.judge import check_counted
-from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.ledger import Ledger, Manifest
 from isthmus.protocol.patience import Patience
 from isthmus.protocol.replay import digest_from_bucket
 from isthmus.protocol.retention import Retention
 from isthmus.protocol.scores import is_spent
-from isthmus.protocol.shards import ShardReader, unpack_shards
-from isthmus.protocol.trust import Refused
+from isthmus.protocol.shards import ShardReader
 from isthmus.replica.base import Replica
 from isthmus.replica.control_group import ControlGroup
-from isthmus.replica.meter import Meter
-from isthmus.runlog import finite
-from isthmus.runlog.facts import Facts, HeldOut
+from isthmus.runlog.facts import Facts
 from isthmus.runtime.anchor_writer import AnchorWriter
 from isthmus.runtime.edge import watched_edge
 from isthmus.runtime.middle import Middle
+from isthmus.runtime.outer_part import OuterPart
 from isthmus.runtime.own_record import REFUSALS, OwnRecord
 from isthmus.runtime.parting import Parting
 from isthmus.runtime.place import Place
-from isthmus.runtime.private_state import PrivateState, Update
+from isthmus.runtime.private_state import Files, PrivateState, Update
 from isthmus.runtime.rehearsal import forget, rehearse
+from isthmus.runtime.status import Measured, WorkerStatus
 from isthmus.runtime.stopping import doubles, part_if_asked, save_middle
 from isthmus.runtime.update_scores import UpdateScores
-from isthmus.subspace.boundaries import BasisSet, as_sent
 
 Log = Callable[[str], None]
-SAVED = ("loss", "grad_norm", "seconds")  # of a status: saved with the round's update
-INNER_STEPS = "inner_steps"  # those behind an update, with what the feedback carried of rounds that it missed
-# Of the edge of a round, in which nothing trains: what it was spent on, and all of it.
-EDGE_SECONDS = ("encode_seconds", "save_seconds", "apply_seconds", "edge_seconds")
-
-
-@dataclass
-class WorkerStatus:
-    """What this process knows of itself: heartbeats and commits are made of it."""
-
-    state: str = "starting"
-    round: int = 0
-    inner_step: int = 0
-    loss: float | None = None
-    tokens_per_second: float | None = None
-    seconds: float | None = None
-    grad_norm: float | None = None
-    farewell: Facts = field(default_factory=Facts)
 
 
 class Trainer:
@@ -102,75 +73,48 @@ class Trainer:
         self.control, self.device, self.log = control, device, log
         self.background = background
         self.state = PrivateState(work_dir / "state", device, log, save_seconds, at_once=not background)
-        self.status = WorkerStatus()
+        self.status, self.measured = WorkerStatus(), Measured(replica, device)
         own = replica.named_parameters()
-        master_dtype = next(iter(own.values())).dtype
-        # Every stage of a compressed replica keeps the embedding, and applies its update as stage 0 does.
-        names = [*own, *({EMBEDDING} - own.keys() if member.config.compressed else ())]
-        self.writes = [i for i, shard in enumerate(ledger.shards) if own.keys() >= set(shard)]
-        self.reads = [i for i, shard in enumerate(ledger.shards) if set(names) >= set(shard)]
-        shapes = recipe.model.shapes()
-        where = gpu.outer_device(device)
-        self.anchor = {  # a replica is made with theta^(0); the embedding of later stages is not in it
-            name: own[name].to(where, copy=True)
-            if name in own
-            else init_tensor(name, shapes[name], recipe.model, recipe.seed).to(where, master_dtype)
-            for name in names
-        }
-        self.bases = BasisSet(recipe, where, master_dtype)
-        self.outer = outer_method(recipe.outer, self.anchor)
-        with_feedback = recipe.outer.method == "sparseloco"
-        self.feedback = {name: torch.zeros_like(p, device=where) for name, p in own.items() if with_feedback}
-        reader = ShardReader(ledger, self.reads)
+        self.outer = OuterPart(recipe, member, ledger, own, device)
+        self.anchor, self.feedback = self.outer.anchor, self.outer.feedback
         self.place, self.parting = place or Place(ledger, log), parting or Parting()
-        # Where the membership may change, so may who closes.
-        closes = control.rank == 0 and (bool(ledger.run.owner) or member.name in ledger.run.closers)
-        # A pipelined replica may have no room for the whole model.
-        replayed = partial(digest_from_bucket, ledger) if member.config.parts == 1 else lambda t: ""
-        score = None
-        if held_out is not None and self.has_model and recipe.score.batches:
-            dtype = stream_dtype or master_dtype
-            score = UpdateScores(recipe, ledger, self.anchor, self.outer.codec, held_out, dtype)
-        closer = Closer(ledger, reader, log, replayed=replayed, score=score) if closes else None
         self.patience = patience or Patience(log)
         self.record = OwnRecord(ledger, member.name, log)
+        reader = ShardReader(ledger, self.outer.reads)
+        closer = self._closer(reader, held_out, stream_dtype or self.outer.dtype)
         self.exchange = LedgerExchange(
-            ledger, control, self.writes, reader, closer, incarnation, log, self.patience
+            ledger, control, self.outer.writes, reader, closer, incarnation, log, self.patience
         )
         self.exchange.rescue.saved = self._saved_shards
         self.retention = Retention(ledger, log, background)
-        self.meter = Meter(replica, device)
+        self.anchors = AnchorWriter(ledger, control, self.exchange, log, background)
         self.pending: Contribution | None = None
         self.update: tuple[int, Update] | None = None  # the last one, with its round
         self.step_count = 0  # inner steps that the optimiser has taken
-        self.fresh_steps = 0  # inner steps that no update of ours has carried yet
-        self.last_held_out: HeldOut | None = None  # what this process measured; it goes out with each update
         # Of a round that a start before this one has begun, with its weights.
         self.middle: tuple[Middle, Mapping[str, Tensor]] | None = None
         self.saves_middle = member.config.kind == "full" and max(1, member.config.processes) == 1
         self.rehearsed = False  # an inner step, before our first round
         self.behind = True  # until this start has trained a round: the others may have begun it long ago
-        self.hasher = ThreadPoolExecutor(1, "digest")
-        self.hash_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.anchors = AnchorWriter(ledger, control, self.exchange, log, background)
-        self.seconds: dict[str, float] = defaultdict(float)  # at the edge of a round, by what it was spent on
-        self.edge_began: float | None = None
 
-        threading.Thread(target=self._warm_codec, daemon=True, name="warm").start()
+        threading.Thread(target=self.outer.warm, daemon=True, name="warm").start()
         files = [*self.state_files().values(), *([own] if self.saves_middle else ())]
         self.state.reserve(sum(gpu.aligned(t.nbytes) for named in files for t in named.values()))
 
-    @property
-    def has_model(self) -> bool:
-        """Does this process keep the anchor of the whole model?"""
-        return len(self.reads) == len(self.ledger.shards)
+    def _closer(self, reader: ShardReader, held_out: TokenView | None, dtype: torch.dtype) -> Closer | None:
+        ledger = self.ledger
+        # Where the membership may change, so may who closes.
+        closes = bool(ledger.run.owner) or self.member.name in ledger.run.closers
+        if self.control.rank > 0 or not closes:
+            return None
+        # A pipelined replica may have no room for the whole model.
+        replayed = partial(digest_from_bucket, ledger) if self.member.config.parts == 1 else lambda t: ""
+        score = None
+        if held_out is not None and self.outer.has_model and self.recipe.score.batches:
+            score = UpdateScores(self.recipe, ledger, self.anchor, self.outer.codec, held_out, dtype)
+        return Closer(ledger, reader, self.log, replayed=replayed, score=score)
 
-    def _warm_codec(self) -> None:
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        with torch.cuda.stream(stream) if stream else nullcontext():
-            self.outer.codec.warm()
-
-    # What the loop calls
+    # What the loop calls: train, apply
 
     def train_round(
         self, round_index: int, progress: Callable[[int], None], again: Update | None = None
@@ -181,21 +125,46 @@ class Trainer:
         that has just started may have come late. If the others settle the round without it, it stops there,
         so that they need not wait for it in the next one. One that is not a member yet trains nothing.
         """
-        steps, status = self.recipe.outer.inner_steps, self.status
-        if not self.patience(partial(self.place.enter, round_index + 1)):
+        round_number = round_index + 1
+        if not self.patience(partial(self.place.enter, round_number)):
             self._get_ready(round_index)
             return []
-        status.state, status.round = "training", round_index + 1
-        losses = self._take_up(round_index + 1)
-        first, started, pace = len(losses), time.monotonic(), gpu.Pace(self.device)
-        if self.edge_began is not None:
-            self.seconds["edge_seconds"] += started - self.edge_began
-        with self._edge(round_index + 1, again) as passed:
+        num_steps, loss = self._inner_steps(round_number, progress, again)
+        if not math.isfinite(loss):  # the same at every stage
+            self._roll_back(round_number)
+            return []
+        self.step_count += num_steps
+        self.measured.fresh_steps += num_steps
+        if num_steps < self.recipe.outer.inner_steps:
+            self._carry(round_number, num_steps, self.replica.named_parameters())
+            return []
+        with self.measured.timed("encode_seconds"):
+            update = self._encode(again)
+        if again is None:
+            with self.measured.timed("save_seconds"):
+                self.state.save_update(round_number, update)
+        self._begin_save(round_number, update)
+        self.pending = Contribution(self.member.name, update.shards, self.pop_facts())
+        self.update = round_number, update
+        self.status.state = "delivering"
+        return [self.pending]
+
+    def _inner_steps(
+        self, round_number: int, progress: Callable[[int], None], again: Update | None
+    ) -> tuple[int, float]:
+        """Train the round as far as it goes: how many of its inner steps are done, and their mean loss."""
+        steps, status = self.recipe.outer.inner_steps, self.status
+        status.state, status.round = "training", round_number
+        losses = self._take_up(round_number)
+        first, before, pace = len(losses), (round_number - 1) * steps, gpu.Pace(self.device)
+        self.measured.edge_ends()
+        started = time.monotonic()
+        with self._edge(round_number, again) as passed:
             for h in range(first, steps):
-                losses.append(self.replica.inner_step(round_index * steps + h))
-                self.meter.step()
+                losses.append(self.replica.inner_step(before + h))
+                self.measured.meter.step()
                 pace.launched()
-                status.inner_step = round_index * steps + h + 1
+                status.inner_step = before + h + 1
                 if self.device.type == "cpu":
                     status.loss = float(losses[-1])
                 progress(h + 1)
@@ -203,33 +172,15 @@ class Trainer:
                     if passed():
                         break
                     step_seconds = (time.monotonic() - started) / (h + 1 - first)
-                    part_if_asked(self, round_index + 1, losses, step_seconds * (steps - h - 1))
-                    self._save_middle(round_index + 1, losses)
-        status.loss = float(doubles(losses).mean())
-        self.edge_began = time.monotonic()
-        status.seconds = self.edge_began - started
+                    part_if_asked(self, round_number, losses, step_seconds * (steps - h - 1))
+                    self._save_middle(round_number, losses)
+        status.loss = loss = float(doubles(losses).mean())
+        self.measured.edge_begins()
+        status.seconds = time.monotonic() - started
         sequences = (len(losses) - first) * self.recipe.batch_of(self.member.config)
-        tokens = sequences * self.recipe.model.context
-        status.tokens_per_second = tokens / status.seconds
+        status.tokens_per_second = sequences * self.recipe.model.context / status.seconds
         status.grad_norm = float(self.replica.grad_norm)
-        if not math.isfinite(status.loss):  # the same at every stage
-            self._roll_back(round_index + 1)
-            return []
-        self.step_count += len(losses)
-        self.fresh_steps += len(losses)
-        if len(losses) < steps:
-            self._carry(round_index + 1, len(losses), self.replica.named_parameters())
-            return []
-        with self._timed("encode_seconds"):
-            update = self._encode(again)
-        if again is None:
-            with self._timed("save_seconds"):
-                self.state.save_update(round_index + 1, update)
-        self._begin_save(round_index + 1, update)
-        self.pending = Contribution(self.member.name, update.shards, self.pop_facts())
-        self.update = round_index + 1, update
-        status.state = "delivering"
-        return [self.pending]
+        return len(losses), loss
 
     def _get_ready(self, round_index: int) -> None:
         """We have caught up and are no member yet: ask to be one, when nothing is left that takes long."""
@@ -237,7 +188,7 @@ class Trainer:
         if round_index and not self.rehearsed and not self.step_count:
             self.rehearsed = True
             rehearse(self.replica, self.anchor, round_index * self.recipe.outer.inner_steps - 1)
-            self.meter.pop(self.replica.pop_counts())
+            self.measured.forget()
         if self.control.rank == 0:
             self.patience(self.place.ask)
 
@@ -264,9 +215,79 @@ class Trainer:
         if self.saves_middle and self.state.middle_due():
             save_middle(self, round_number, losses)
 
+    def _encode(self, again: Update | None) -> Update:
+        """Anchor - params to error feedback and payload (eq. 2)."""
+        params = self.replica.named_parameters()
+        if again is not None:
+            self.outer.account(params, again.shards)
+            self.status.restore(again.told)
+            return again
+        self.record.tell()
+        return Update(self.outer.encode(params), self.step_count, self.status.to_save())
+
+    def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
+        """theta^(t-1) -> theta^(t); an update of ours that does not count returns to the feedback."""
+        if self.middle and self.middle[0].round == round_number:  # it was settled while we were away
+            self.carry_middle()
+        with self.measured.timed("apply_seconds"):
+            manifest = self._manifest(round_number)
+            updates = self.outer.unpack_counted(manifest, contributions)
+            self.state.protect()
+            self.anchors.go_on(round_number - 1)
+            if updates:  # none, where the round is void
+                self.outer.apply(round_number, updates)
+            self.settle_pending(round_number)
+            self.hold(round_number)
+            if updates and manifest.closer == self.member.name and self.anchors.due(round_number):
+                self.anchors.write(round_number, self.outer.anchor_shards())
+            if self.control.rank == 0:
+                self.retention.after(round_number)
+
+    def _manifest(self, round_number: int) -> Manifest:
+        manifest = self.ledger.manifest(round_number)
+        assert manifest is not None, "only a settled round is applied"
+        return manifest
+
+    def settle_pending(self, round_number: int) -> None:
+        """Only the manifest says whether our update counted, by the hashes of its shards."""
+        pending, self.pending = self.pending, None
+        manifest = self._manifest(round_number)
+        if pending is None:
+            self.record.applied(manifest)
+        if pending is None or self.exchange.counts_in(manifest, pending):
+            return
+        reason = dict(manifest.refused).get(self.member.name, "")
+        if is_spent(reason):
+            self.log(f"round {round_number} does not count our update, and it is not sent again: {reason}")
+            return
+        self.outer.take_back(pending.shards)
+        self.measured.take_back(pending.facts)
+        self.log(f"round {round_number} was settled without our update; it returned to the error feedback")
+        if self.record.refused_too_often(round_number):
+            self.outer.drop_feedback()
+            self.log(
+                f"round {round_number}: {REFUSALS} updates in a row were refused for their norm; the error "
+                "feedback is dropped, with what they held"
+            )
+
+    def hold(self, round_number: int) -> None:
+        """From here on the anchor is that of this round; its digest is stated with our next commit."""
+        self.exchange.hold_later(round_number, self.outer.digests_later())
+        self.status.round = round_number
+        if not self.background:
+            self.exchange.settle_anchor()
+
+    def finish(self) -> None:
+        """After the last round: what still goes on in the background."""
+        self.exchange.settle_anchor()
+        self.anchors.finish(self.status.round)
+        self.state.finish()
+
+    # A round that is not trained to its end
+
     def _carry(self, round_number: int, num_steps: int, params: Mapping[str, Tensor]) -> None:
         """The round was settled in the middle of our inner steps: what they gave goes to the feedback."""
-        self.outer.carry(self._as_sent(params), self.feedback)
+        self.outer.carry(params)
         self.state.hurry()
         self.pending = None
         self.log(
@@ -281,146 +302,8 @@ class Trainer:
         if not about.num_steps:  # it stopped at the edge of a round
             return
         self.step_count += about.num_steps
-        self.fresh_steps += about.num_steps
+        self.measured.fresh_steps += about.num_steps
         self._carry(about.round, about.num_steps, params)
-
-    def _as_sent(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As `as_sent`, where the anchor is."""
-        here = {name: p.detach().to(self.anchor[name].device) for name, p in params.items()}
-        return as_sent(self.recipe, self.member, self.bases, here, self.anchor)
-
-    def _encode(self, again: Update | None) -> Update:
-        """Anchor - params to error feedback and payload (eq. 2)."""
-        params = self._as_sent(self.replica.named_parameters())
-        if again is None:
-            self.record.tell()
-        if again is not None:
-            sent = unpack_shards(self.ledger, again.shards, self.outer.codec.unpack_many)
-            self.outer.account(params, self.feedback, sent)
-            self.tell(again)
-            return again
-        try:
-            sent = self.outer.contribute(params, self.feedback)
-        except ValueError as error:
-            raise RunError(f"replica {self.member.name}: {error}") from error
-        packed = {i: self.outer.codec.pack_many(sent.part(self.ledger.shards[i])) for i in self.writes}
-        return Update(packed, self.step_count, {name: self._told(name) for name in SAVED})
-
-    def _told(self, name: str) -> float:
-        return float(getattr(self.status, name) or 0.0)
-
-    def tell(self, update: Update) -> None:
-        for name in SAVED:
-            setattr(self.status, name, update.told.get(name, 0.0))
-
-    def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
-        """theta^(t-1) -> theta^(t); an update of ours that does not count returns to the feedback."""
-        if self.middle and self.middle[0].round == round_number:  # it was settled while we were away
-            self.carry_middle()
-        with self._timed("apply_seconds"):
-            updates = {}
-            for contribution in contributions:
-                try:
-                    updates[contribution.replica] = unpack_shards(
-                        self.ledger, contribution.shards, self.outer.codec.unpack_many
-                    )
-                except Refused as reason:
-                    raise RunError(f"round {round_number} counts {contribution.replica}: {reason}") from None
-            manifest = self.ledger.manifest(round_number)
-            assert manifest is not None, "only a settled round is applied"
-            check_counted(manifest, updates, whole=self.has_model)
-            self.state.protect()
-            self.anchors.go_on(round_number - 1)
-            if updates:  # none, where the round is void
-                weights = round_weights(self.ledger.at(round_number).recipe, updates)
-                self.outer.apply(list(updates.values()), weights)
-            self.settle_pending(round_number)
-            self.hold(round_number)
-            if updates and manifest.closer == self.member.name and self.anchors.due(round_number):
-                self.anchors.write(round_number, self._anchor_shards())
-            if self.control.rank == 0:
-                self.retention.after(round_number)
-
-    def _anchor_shards(self) -> dict[int, dict[str, Tensor]]:
-        """theta^(t) with the state of the outer method: of the shards that this process trains."""
-        shards = {}
-        for i in self.writes:
-            tensors = {name: self.anchor[name] for name in self.ledger.shards[i]}
-            outer = {key: t for key, t in self.outer.state().items() if key.split("/", 1)[1] in tensors}
-            shards[i] = tensors | outer
-        return shards
-
-    def _saved_shards(self, round_number: int) -> Mapping[int, bytes]:
-        """What this replica sent to a round, if this disk or this process still has it."""
-        with suppress(ConfigError):
-            update = self.state.load_update(round_number, tuple(sorted(self.writes)))
-            if update is not None:
-                return update.shards
-        return self.pending.shards if self.pending else {}
-
-    def settle_pending(self, round_number: int) -> None:
-        """Only the manifest says whether our update counted, by the hashes of its shards."""
-        pending, self.pending = self.pending, None
-        manifest = self.ledger.manifest(round_number)
-        assert manifest is not None, "only a settled round is applied"
-        if pending is None:
-            self.record.applied(manifest)
-        if pending is None or self.exchange.counts_in(manifest, pending):
-            return
-        reason = dict(manifest.refused).get(self.member.name, "")
-        if is_spent(reason):
-            self.log(f"round {round_number} does not count our update, and it is not sent again: {reason}")
-            return
-        sent = unpack_shards(self.ledger, pending.shards, self.outer.codec.unpack_many)
-        self.outer.take_back(sent, self.feedback)
-        self.fresh_steps += int(pending.facts.measured.get(INNER_STEPS, [0])[0])
-        self.log(f"round {round_number} was settled without our update; it returned to the error feedback")
-        if self.record.refused_too_often(round_number):
-            for tensor in self.feedback.values():
-                tensor.zero_()
-            self.log(
-                f"round {round_number}: {REFUSALS} updates in a row were refused for their norm; the error "
-                "feedback is dropped, with what they held"
-            )
-
-    def hold(self, round_number: int) -> None:
-        """The digest of the anchor is computed while the next round trains, which does not change it."""
-        if self.hash_stream:  # it waits for the anchor, and not for the steps that are launched after it
-            self.hash_stream.wait_stream(torch.cuda.current_stream(self.device))
-        digests = self.hasher.submit(self._digests)
-        self.exchange.hold_later(round_number, digests)
-        self.status.round = round_number
-        if not self.background:
-            self.exchange.settle_anchor()
-
-    def _digests(self) -> Mapping[int, str]:
-        shards = [self.ledger.shards[i] for i in self.reads]
-        with torch.cuda.stream(self.hash_stream) if self.hash_stream else nullcontext():
-            return dict(zip(self.reads, shard_digests(self.anchor, shards), strict=True))
-
-    def finish(self) -> None:
-        """After the last round: what still goes on in the background."""
-        self.exchange.settle_anchor()
-        self.anchors.finish(self.status.round)
-        self.state.finish()
-
-    # Saving
-
-    def _begin_save(self, round_number: int, update: Update) -> None:
-        """All of the state with a round's update in it, copied before the PUT and written after it."""
-        with self._timed("save_seconds"):
-            if self.parting.asked():  # this state is the last one here
-                self.state.finish()
-                self.state.hurry()
-            self.state.save(round_number, self.state_files(), update)
-
-    def state_files(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return {
-            "anchor": self.anchor,
-            "optimiser": self.replica.state(),
-            "feedback": self.feedback,
-            "outer": self.outer.state(),
-        }
 
     def _roll_back(self, round_number: int) -> None:
         """A loss that is not finite: we skip this round, and the optimiser returns to what was saved last."""
@@ -439,24 +322,35 @@ class Trainer:
             forget(self.replica)
         self.pending = None
 
+    # Saving
+
+    def _begin_save(self, round_number: int, update: Update) -> None:
+        """All of the state with a round's update in it, copied before the PUT and written after it."""
+        with self.measured.timed("save_seconds"):
+            if self.parting.asked():  # this state is the last one here
+                self.state.finish()
+                self.state.hurry()
+            self.state.save(round_number, self.state_files(), update)
+
+    def state_files(self) -> Files:
+        return {
+            "anchor": self.anchor,
+            "optimiser": self.replica.state(),
+            "feedback": self.feedback,
+            "outer": self.outer.method.state(),
+        }
+
+    def saved_update(self, round_number: int) -> Update | None:
+        """What this process sent to a round, if it is on this disk; ConfigError where it is damaged."""
+        return self.state.load_update(round_number, tuple(sorted(self.outer.writes)))
+
+    def _saved_shards(self, round_number: int) -> Mapping[int, bytes]:
+        """What this replica sent to a round, if this disk or this process still has it."""
+        with suppress(ConfigError):
+            if update := self.saved_update(round_number):
+                return update.shards
+        return self.pending.shards if self.pending else {}
+
     def pop_facts(self) -> Facts:
         """What this process has measured since the last call."""
-        counts = self.replica.pop_counts()
-        trip, figures = self.meter.pop(counts)
-        figures |= {name: round(self.seconds.pop(name, 0.0), 4) for name in EDGE_SECONDS}
-        figures[INNER_STEPS], self.fresh_steps = self.fresh_steps, 0
-        return Facts(
-            loss=finite(self.status.loss),
-            grad_norm=finite(self.status.grad_norm),
-            seconds=round(self.status.seconds or 0.0, 4),
-            trip_seconds=trip,
-            bytes=counts,
-            measured={name: [figure] for name, figure in figures.items()},
-            held_out=self.last_held_out,
-        )
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.seconds[name] += time.monotonic() - began
+        return self.measured.pop(self.status)

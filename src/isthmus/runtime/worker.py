@@ -131,7 +131,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     prints = at.rank == 0 or config.stage is not None
     lines = RoundLines(log, recipe.outer.rounds) if prints else None
     loss = None
-    if config.scores is not False and corpus and held_out is not None and trainer.has_model:
+    if config.scores is not False and corpus and held_out is not None and trainer.outer.has_model:
         loss = HeldOutLoss(recipe, member, ledger, corpus, trainer.anchor, stream_dtype, config.scores)
     WorkerRounds(trainer, request, work, start, lines, loss).run()
     return 0
