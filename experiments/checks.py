@@ -11,7 +11,8 @@ from experiments.tables import rung
 
 def judged(book: Book) -> str:
     """How many comparisons the page makes, and how many are clear by which procedure."""
-    there = [one for one in book.family if book.chance(one) is not None]
+    asked = dict.fromkeys(map(book.same_score, book.family))
+    there = [one for one in asked if book.chance(one) is not None]
     alone = sum((book.chance(one) or 0) <= LEVEL for one in there)
     corrected = [book.corrected(one) for one in there]
     clear, surely = (sum(pair[at] <= LEVEL for pair in corrected) for at in (0, 1))
@@ -33,7 +34,7 @@ def scoring(book: Book, name: str, other: str) -> str:
 def mixed_commits(book: Book) -> list[tuple[str, str]]:
     """Pairs of compared rows of which a seed was run by two commits."""
     found = []
-    for name, other in dict.fromkeys((name, other) for name, other, _ in book.family):
+    for name, other in dict.fromkeys((one[0], one[1]) for one in book.family):
         ours, theirs = book.runs.get(name, {}), book.runs.get(other, {})
         shared = ours.keys() & theirs.keys()
         if any(ours[seed]["commit"] != theirs[seed]["commit"] for seed in shared):
@@ -42,7 +43,8 @@ def mixed_commits(book: Book) -> list[tuple[str, str]]:
 
 
 def commits(book: Book) -> str:
-    pairs = {(name, other) for name, other, view in book.family if book.chance((name, other, view))}
+    judged = [one for one in book.family if one[0] in book.rows and book.chance(one) is not None]
+    pairs = {(one[0], one[1]) for one in judged}
     apart = [pair for pair in mixed_commits(book) if pair in pairs]
     listed = ", ".join(f"`{name}` and `{other}`" for name, other in apart)
     return f"{len(pairs) - len(apart)} of {len(pairs)}" + (f"; not of {listed}" if apart else "")

@@ -37,7 +37,9 @@ class Estimate:
         return f"{self.mean:{sign}.{digits}f}{error}{unit}"
 
 
-Compared = tuple[str, str, str]  # a row, another one, and the loss
+# A row, another one, and the loss; also the distance in percent that is asked for, where it is not zero. Or
+# the name of an estimate in `Book.derived`, "", and the loss.
+Compared = tuple[str, str, str] | tuple[str, str, str, float]
 
 
 class Book:
@@ -47,6 +49,7 @@ class Book:
         self.aliases: dict[str, str] = {}
         self.regime: Book | None = None  # of the scale where the base works, for the page's section on it
         self.family: list[Compared] = []  # what is judged together: all verdicts of a page
+        self.derived: dict[Compared, Estimate] = {}  # judged with them: trends, differences of prices
         self.scale, self.rows, self.lrs = scale, rows_of(scale), tuned_lrs(scale, lines)
         self.chosen = chosen(scale, lines)
         wanted = {name: digest(self.recipe(name)) for name in self.rows}
@@ -112,17 +115,36 @@ class Book:
                 points.setdefault(line["tokens"] * point[0] / line["curve"][-1][0], []).append(point[at])
         return [(x, statistics.mean(ys)) for x, ys in sorted(points.items()) if len(ys) == len(lines)]
 
+    def same_score(self, compared: Compared) -> Compared:
+        """Where two scores of both rows are one number, it is one comparison: a fleet that compresses
+        everything is scored through its boundaries, mixed or not; an open one has a single loss."""
+        name, other, view, *than = compared
+        if compared in self.derived or name not in self.rows or other not in self.rows:
+            return compared
+        for first in VIEWS[: VIEWS.index(view)] if view in VIEWS else ():
+            if all(self.losses(row, first) == self.losses(row, view) for row in (name, other)):
+                return (name, other, first, than[0]) if than else (name, other, first)
+        return compared
+
+    def measured(self, compared: Compared) -> Estimate | None:
+        name, other, view, *_ = compared
+        return self.derived.get(compared) or self.gap(name, view, other)
+
     def chance(self, compared: Compared) -> float | None:
-        """That a difference as clear as this one comes about where there is none."""
-        name, other, view = compared
-        gap = self.gap(name, view, other)
+        """That a difference as clear as this one comes about where there is none, or just what is asked."""
+        gap, than = self.measured(compared), compared[3] if len(compared) == 4 else 0.0
         if gap is None or gap.error is None:
             return None
-        return two_sided(gap.mean / gap.error if gap.error else math.inf, gap.count - 1)
+        return two_sided((gap.mean - than) / gap.error if gap.error else math.inf, gap.count - 1)
+
+    def clear(self, compared: Compared) -> bool:
+        """Among all that the page judges."""
+        return self.chance(compared) is not None and self.corrected(compared)[0] <= LEVEL
 
     def corrected(self, compared: Compared) -> tuple[float, float]:
         """(Benjamini and Hochberg's, Holm's) adjusted p-value of one comparison among its family."""
-        family = list(dict.fromkeys([*self.family, compared]))
+        compared = self.same_score(compared)
+        family = list(dict.fromkeys(map(self.same_score, [*self.family, compared])))
         chances = {one: p for one in family if (p := self.chance(one)) is not None}
         at = list(chances).index(compared)
         return benjamini_hochberg(list(chances.values()))[at], holm(list(chances.values()))[at]

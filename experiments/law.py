@@ -2,17 +2,18 @@
 eq. 5, and compounds with H. The fit, and what the page says of it. Standard library only.
 
 What can be measured is the price in loss against the same fleet uncompressed, at the same H, seed by seed.
+Its tests are among those that the page corrects for.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from experiments.estimates import Book, Estimate
-from experiments.evidence import LEVEL, two_sided
+from experiments.estimates import Book, Compared, Estimate
 from experiments.law_rows import FULL, HS, OF, law_name
 
 VIEWS = ("full", "pipelined")
+COMMAND = "`isthmus reproduce law --dry-run`"
 Line = tuple[float, float]  # intercept and slope
 Prices = dict[int, dict[float, float]]  # by seed: 1 - alpha -> percent
 
@@ -75,13 +76,9 @@ def growth(book: Book, view: str) -> Estimate | None:
     """q of price = a H^q at every share together, seed by seed: above 0 where bias compounds with H."""
     by_h = {h: prices(book, h, view) for h in HS}
     shared = set.intersection(*(set(found) for found in by_h.values()))
-    found = []
-    for seed in sorted(shared):
-        slopes = {float(h): slope_from_origin(by_h[h][seed]) for h in HS}
-        power = power_of(slopes)
-        if power is not None:
-            found.append(power)
-    return Estimate.of(found)
+    powers = [power_of({float(h): slope_from_origin(by_h[h][seed]) for h in HS}) for seed in sorted(shared)]
+    # A seed whose price is below zero has no power; to leave it out would favour growth.
+    return None if None in powers else Estimate.of([power for power in powers if power is not None])
 
 
 def _over(values: Sequence[float]) -> Estimate:
@@ -90,30 +87,47 @@ def _over(values: Sequence[float]) -> Estimate:
     return found
 
 
-def _differs(found: Estimate, value: float) -> bool | None:
-    """Clearly, over seeds; None of one seed."""
-    if found.error is None:
-        return None
-    if not found.error:
-        return found.mean != value
-    return two_sided((found.mean - value) / found.error, found.count - 1) <= LEVEL
+def law_tests(book: Book) -> dict[Compared, Estimate]:
+    """What is judged of the law, each by its distance from zero."""
+    found: dict[Compared, Estimate] = {}
+    for view in VIEWS:
+        for h in HS:
+            if fitted := fit(prices(book, h, view)):
+                found[_falls(h, view)], found[_floor(h, view)] = fitted.free_slope, fitted.intercept
+        if grows := growth(book, view):
+            found[_grows(view)] = grows
+    return found
+
+
+def _falls(h: int, view: str) -> Compared:
+    return f"law-slope-h{h}", "", view
+
+
+def _floor(h: int, view: str) -> Compared:
+    return f"law-intercept-h{h}", "", view
+
+
+def _grows(view: str) -> Compared:
+    return "law-growth", "", view
 
 
 def law_table(book: Book) -> str:
+    book.derived |= law_tests(book)
     head = ["H", "score", "slope through the origin", "intercept of a free line", "its slope",
             "power of (1 - alpha)", "proportional?", "seeds"]  # fmt: skip
     rows = [head, ["---:", "---", *["---:"] * 4, "---", "---:"]]
     for view in VIEWS:
         for h in HS:
             found = fit(prices(book, h, view))
-            cells = _cells(found) if found else ["not run", *[""] * (len(head) - 3)]
+            cells = _cells(book, h, view, found) if found else ["not run", *[""] * (len(head) - 3)]
             rows.append([str(h), view, *cells])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
-def _cells(found: Fit) -> list[str]:
-    apart = _differs(found.intercept, 0.0)
-    words = {None: "one seed", True: "no", False: "not told from it"}[apart]
+def _cells(book: Book, h: int, view: str, found: Fit) -> list[str]:
+    words = "one seed"
+    if found.intercept.error is not None:
+        words = "no" if book.clear(_floor(h, view)) else "not told from it"
     estimates = (found.slope, found.intercept, found.free_slope)
     power = found.power.text(2) if found.power else "a price is below zero"
     texts = [estimate.text(2, "+", " %") for estimate in estimates]
@@ -122,32 +136,62 @@ def _cells(found: Fit) -> list[str]:
 
 def law_answer(book: Book) -> str:
     """One paragraph: does the price fall as (1 - alpha), and does it grow with H?"""
+    book.derived |= law_tests(book)
     parts = []
     for view in VIEWS:
-        fits = {h: fit(prices(book, h, view)) for h in HS}
-        if not all(fits.values()):
-            return "Not run yet: `isthmus reproduce law --dry-run` lists what is missing."
-        there = {h: found for h, found in fits.items() if found}
-        falls = [h for h, found in there.items() if found.free_slope.mean > 0 and _clear(found.free_slope)]
-        level = [h for h, found in there.items() if _differs(found.intercept, 0.0)]
-        grows = growth(book, view)
+        fits = {h: found for h in HS if (found := fit(prices(book, h, view)))}
+        if not fits:
+            return f"Not run yet: {COMMAND} lists what is missing."
+        if all(found.slope.error is None for found in fits.values()):
+            return f"One seed so far, so nothing is judged: {COMMAND} lists what is missing."
+        falls = [h for h, found in fits.items() if found.free_slope.mean > 0 and book.clear(_falls(h, view))]
+        level = [h for h in fits if book.clear(_floor(h, view))]
         parts.append(
             f"Scored {view}, the price falls clearly with the share of full replicas at {_listed(falls)}, "
             f"and not in proportion to what is compressed at {_listed(level)} (an intercept clearly "
-            f"apart from zero); {_growth_words(grows)}."
+            f"apart from zero); {_growth_words(book, view)}."
         )
+        if missing := [h for h in HS if h not in fits]:
+            parts.append(f"Of {_listed(missing)} no seed has every share yet ({COMMAND}).")
     return " ".join(parts)
 
 
-def _clear(found: Estimate) -> bool:
-    return bool(_differs(found, 0.0))
+def law_claims(book: Book) -> tuple[tuple[str, str], tuple[str, str]]:
+    """(answer, what was measured) of both parts of the law, by the full score: bias falls in proportion to
+    what is compressed, and H lets it grow."""
+    book.derived |= law_tests(book)
+    fits = {h: found for h in HS if (found := fit(prices(book, h, "full")))}
+    told = [found for found in fits.values() if found.slope.error is not None]
+    if not told or len(fits) < len(HS):
+        missing = ("cannot be told yet", "`isthmus reproduce law`")
+        return missing, missing
+    falls = all(book.clear(_falls(h, "full")) and found.free_slope.mean > 0 for h, found in fits.items())
+    level = [h for h in fits if book.clear(_floor(h, "full"))]
+    answer = "does not hold" if level else "holds" if falls else "cannot be told here"
+    slopes = "; ".join(
+        f"H = {h}: {found.free_slope.text(2, '+', ' %')} from none to all compressed, "
+        f"{found.intercept.text(2, '+', ' %')} left at none"
+        for h, found in fits.items()
+    )
+    return (answer, slopes), _growth_claim(book)
 
 
-def _growth_words(grows: Estimate | None) -> str:
+def _growth_claim(book: Book) -> tuple[str, str]:
+    grows = growth(book, "full")
+    if grows is None:
+        return "cannot be told here", "a price is below zero"
+    answer = "cannot be told here"
+    if book.clear(_grows("full")):
+        answer = "holds" if grows.mean > 0 else "does not hold"
+    return answer, f"the price goes as H to the power {grows.text(2, '+')}"
+
+
+def _growth_words(book: Book, view: str) -> str:
+    grows = growth(book, view)
     if grows is None:
         return "how it goes with H cannot be said"
     word = "grows" if grows.mean > 0 else "falls"
-    sure = "it clearly" if _clear(grows) else "it does so not clearly: it"
+    sure = "it clearly" if book.clear(_grows(view)) else "it does so not clearly: it"
     return f"with H {sure} {word}, as H to the power {grows.text(2, '+')}"
 
 

@@ -3,9 +3,10 @@
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
 {{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{repeats K/D}}, {{sent ROW}}, {{setup}},
-{{speed}}, {{runs}}, {{frontier}}, {{claims}}, {{law table|answer}}, {{regime table|trials|setup}} and
-{{178m table|claim|facts|setup}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the
-steepest rung of the ladder. What follows the line {{results}} is left out as long as there is no result.
+{{speed}}, {{small}}, {{runs}}, {{frontier}}, {{claims}}, {{papers}}, {{law table|answer}},
+{{regime table|trials|setup}} and {{178m table|claim|facts|setup}}; VIEW is full, pipelined or mixed, ROW may
+be pp-last or het-last: the steepest rung of the ladder. What follows the line {{results}} is left out as long
+as there is no result.
 """
 
 import re
@@ -15,12 +16,13 @@ from pathlib import Path
 from experiments import checks
 from experiments.budget import stage_share
 from experiments.catalog import tables_of
+from experiments.claims import claim_tests, claims_table
 from experiments.estimates import Book, Compared, Estimate
 from experiments.finish import enough, finish_table
 from experiments.fullsize import NAME as FULLSIZE
 from experiments.fullsize import read_fullsize, shown_lines
 from experiments.fullsize_page import fullsize_claim, fullsize_facts, fullsize_setup, fullsize_table
-from experiments.law import law_answer, law_table
+from experiments.law import law_answer, law_table, law_tests
 from experiments.lines import Line, read
 from experiments.search_page import BYTES, bytes_of, claims, frontier_table
 from experiments.tables import LADDER, REGIME, SCALES, Scale, Shown, Table
@@ -69,11 +71,17 @@ def render(template: str, book: Book, drawn: Sequence[str] = (), fullsize: Fulls
 
 
 def verdicts(page: str, book: Book) -> list[Compared]:
-    """Every comparison of two rows that a page judges, each once."""
-    named = []
-    for row, other, view in re.findall(r"\{\{verdict (\S+) (\S+) (\S+)\}\}", page):
-        named.append((book.aliases.get(row, row), book.aliases.get(other, other), view))
-    return list(dict.fromkeys(named))
+    """Everything that a page judges, each once: what its prose compares, the tests behind the answers to the
+    papers' claims, and the law's."""
+    named: list[Compared] = []
+    for words in re.findall(r"\{\{verdict (\S+ \S+ \S+)\}\}", page):
+        row, other, view = (book.aliases.get(word, word) for word in str(words).split())
+        named.append((row, other, view))
+    if "{{papers}}" in page:
+        named += claim_tests(book)
+    if "{{law " in page:
+        book.derived |= law_tests(book)
+    return list(dict.fromkeys([*named, *book.derived]))
 
 
 def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> str:
@@ -100,6 +108,8 @@ def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> st
         "runs": lambda: runs_of(book),
         "frontier": lambda: frontier_table(book),
         "claims": lambda: claims(book),
+        "papers": lambda: claims_table(book),
+        "small": lambda: small(book),
         "law": lambda part: {"table": law_table, "answer": law_answer}[part](book),
         "regime": lambda part: regime_part(part, book.regime),
         FULLSIZE: lambda part: FULLSIZE_PARTS[part](fullsize),
@@ -193,6 +203,14 @@ def setup(book: Book, row: str = "dense") -> str:
         "round. "
         f"{len(book.lines)} runs on {devices}."
     )
+
+
+def small(book: Book) -> str:
+    """Beside every percentage that depends on it."""
+    recipe = book.recipe("dense")
+    tokens = recipe.outer.rounds * recipe.round_tokens
+    size = f"{recipe.model.num_parameters / 1e6:.1f} M parameters, {tokens / 1e6:.1f} M tokens"
+    return f"Percentages here are of a small model and a short run ({size})."
 
 
 def speed(book: Book) -> str:

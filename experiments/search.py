@@ -95,7 +95,10 @@ class Try:
 
 
 INNER = (
-    Try(inner="adamw", keep=128),
+    # SparseLoCo's own paper: a density of one to three in a hundred, 2 bits; and no sparsity at all.
+    Try(inner="adamw", keep=128, seeds=SEEDS),
+    Try(inner="adamw", keep=64, seeds=SEEDS),
+    Try(inner="adamw", keep=4096, seeds=SEEDS),
     Try(inner="adamw", keep=512),
     Try(inner="adamw", keep=512, values="fp32"),
     Try(keep=32, values="fp32"),

@@ -8,8 +8,8 @@ from experiments.work import all_runs, pick_tables
 from isthmus.data.corpus import open_corpus
 from isthmus.model.parts import parts
 from isthmus.planner.memory import SimulatorPlan
+from isthmus.replica.picks import pick_device
 from isthmus.simulator.fleet import SimulatedFleet
-from isthmus.simulator.run import pick_device
 
 SCALE = pick_scale("toy")
 

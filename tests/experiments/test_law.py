@@ -5,7 +5,7 @@ from result_lines import line
 
 from experiments.catalog import rows_of
 from experiments.estimates import Book
-from experiments.law import fit, growth, law_answer, law_table, prices
+from experiments.law import fit, growth, law_answer, law_claims, law_table, prices
 from experiments.law_rows import FULL, HS, OF, SEEDS, law_name
 from experiments.plots import draw_all
 from experiments.tables import pick_scale, recipe_of
@@ -76,7 +76,27 @@ def test_a_price_of_chance_alone_is_not_said_to_grow():
 def test_seeds_without_every_share_are_left_out_and_nothing_is_said_before_it_is_run(tmp_path):
     lines = lines_of(lambda share, h: 2 * share)
     assert fit(prices(Book(lines[1:], SCALE), HS[0], "full")).slope.count == len(SEEDS) - 1
-    assert "Not run yet" in law_answer(Book(lines[:10], SCALE))
+    assert "Not run yet" in law_answer(Book(lines[:5], SCALE))
+    assert "One seed so far" in law_answer(Book(lines[:10], SCALE))
     assert "not run" in law_table(Book(lines[:1], SCALE))
     assert "results-law.svg" in [path.name for path in draw_all(Book(lines, SCALE), tmp_path)]
     assert "results-law.svg" not in [path.name for path in draw_all(Book(lines[:1], SCALE), tmp_path)]
+
+
+def test_a_session_cut_short_leaves_an_answer_for_the_h_that_are_whole():
+    lines = [one for one in lines_of(lambda share, h: 2 * share) if "-h100-" not in one["row"]]
+    answer = law_answer(Book(lines, SCALE))
+    assert "falls clearly with the share of full replicas at H = 5, 30," in answer
+    assert "Of H = 100 no seed has every share yet" in answer
+    assert [words for words, _ in law_claims(Book(lines, SCALE))] == ["cannot be told yet"] * 2
+
+
+@pytest.mark.parametrize(
+    ("price", "says"),
+    [
+        (lambda share, h: 2.0 * (h / 30) ** 0.5 * share, ("holds", "holds")),
+        (lambda share, h: (1.5 + share) * (30 / h) ** 0.2, ("does not hold", "does not hold")),
+    ],
+)
+def test_what_the_papers_claims_are_answered_with(price, says):
+    assert tuple(answer for answer, _ in law_claims(Book(lines_of(price), SCALE))) == says
