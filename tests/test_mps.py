@@ -18,8 +18,8 @@ from isthmus.errors import ConfigError
 from isthmus.outer.aggregate import _halved
 from isthmus.replica.full import FullReplica
 from isthmus.replica.links import TensorSpec, pack, unpack
+from isthmus.replica.picks import pick_device, pick_precision
 from isthmus.replica.pipelined import PipelinedReplica
-from isthmus.simulator.picks import pick_device, pick_precision
 from isthmus.subspace.bias import drift
 from isthmus.subspace.wire import fractions, rounded
 

@@ -74,7 +74,7 @@ def harmless(text: str) -> str:
 def generate(args: argparse.Namespace) -> int:
     check(args)
     from isthmus.export.text_generator import Text, open_generator
-    from isthmus.simulator.run import pick_device
+    from isthmus.replica.picks import pick_device
 
     generator = open_generator(args.source, args.as_, args.corpus, str(pick_device(args.device)))
     prompt = generator.encode(args.prompt)

@@ -20,7 +20,7 @@ from isthmus.export.source import is_run_or_bucket, open_trained, pipelined_memb
 from isthmus.export.text_generator import folder_boundaries
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.hf import CONFIG, read_params
-from isthmus.simulator.run import pick_device
+from isthmus.replica.picks import pick_device
 
 
 def evaluate(

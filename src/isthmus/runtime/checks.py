@@ -11,8 +11,8 @@ from isthmus.errors import ConfigError
 from isthmus.protocol.heartbeat import silent_after
 from isthmus.protocol.ledger import Ledger, RunInfo
 from isthmus.reading import read_note
+from isthmus.replica.picks import checked_corpus
 from isthmus.runtime.process import is_running
-from isthmus.simulator.picks import checked_corpus
 from isthmus.store.url import is_url
 
 

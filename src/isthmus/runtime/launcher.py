@@ -134,8 +134,8 @@ def check_device(config: LauncherConfig, recipe: "Recipe", member: "Member") -> 
     import torch
 
     from isthmus import gpu
+    from isthmus.replica.picks import pick_device
     from isthmus.runtime.fits import check_fits, device_memory, told_parts
-    from isthmus.simulator.picks import pick_device
 
     device, warning = pick_device(config.device), ""
     if device.type == "cuda":

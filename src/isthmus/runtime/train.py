@@ -25,6 +25,7 @@ from isthmus.planner.auto import resolve
 from isthmus.planner.room import check_disk, fleet_room
 from isthmus.protocol.access import bucket_of
 from isthmus.protocol.ledger import Ledger
+from isthmus.replica.picks import checked_corpus, held_out_note, pick_device, pick_precision, with_pin
 from isthmus.runlog import REAL, About, RunDir, next_run_dir
 from isthmus.runlog.hooks import OnRound, RoundHooks
 from isthmus.runlog.live import View, open_view
@@ -37,8 +38,7 @@ from isthmus.runtime.recorder import Recorder, Scoring
 from isthmus.runtime.resume import StartingHeartbeats, check_resumable, checked_ledger, keys_of, lock_run
 from isthmus.runtime.scoring import places
 from isthmus.runtime.supervisor import LocalSupervisor
-from isthmus.simulator.picks import held_out_note, with_pin
-from isthmus.simulator.run import about_run, checked_corpus, pick_device, pick_precision
+from isthmus.simulator.run import about_run
 from isthmus.store.objects import open_store
 
 

@@ -55,7 +55,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     """Build this process's part of the replica and its trainer, and run rounds to the end."""
     import torch
 
-    from isthmus.simulator.picks import checked_corpus, pick_device, pick_precision, pick_threads
+    from isthmus.replica.picks import checked_corpus, pick_device, pick_precision, pick_threads
 
     device = pick_device(config.device)
     if device.type == "cuda":

@@ -25,13 +25,7 @@ from isthmus.planner.fit import MemoryPick
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
 from isthmus.planner.room import check_disk, simulator_room
 from isthmus.replica.meter import peak_bytes
-from isthmus.runlog import REAL, About, RunDir, next_run_dir
-from isthmus.runlog.hooks import OnRound, RoundHooks
-from isthmus.runlog.live import open_view
-from isthmus.runlog.results import Results
-from isthmus.simulator.exchange import LocalExchange
-from isthmus.simulator.fleet import SimulatedFleet
-from isthmus.simulator.picks import (
+from isthmus.replica.picks import (
     checked_corpus,
     held_out_note,
     pick_device,
@@ -39,6 +33,12 @@ from isthmus.simulator.picks import (
     pick_threads,
     with_pin,
 )
+from isthmus.runlog import REAL, About, RunDir, next_run_dir
+from isthmus.runlog.hooks import OnRound, RoundHooks
+from isthmus.runlog.live import open_view
+from isthmus.runlog.results import Results
+from isthmus.simulator.exchange import LocalExchange
+from isthmus.simulator.fleet import SimulatedFleet
 from isthmus.simulator.rounds import Saver, simulate_rounds
 
 
