@@ -25,9 +25,9 @@ from isthmus.protocol.invitations import Token, invitation_key
 from isthmus.protocol.membership import table_of
 from isthmus.protocol.trust import new_secret
 from isthmus.runlog import RunDir
+from isthmus.runtime.admission import Admission
 from isthmus.runtime.create import create
 from isthmus.runtime.newcomer import prepare
-from isthmus.runtime.place import Place
 from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 
@@ -203,14 +203,14 @@ def test_who_is_not_a_member_yet_trains_nothing_and_its_rehearsal_leaves_no_trac
     for each in (fleet, other):
         catch_up(each, 1)
 
-    class Later(Place):
+    class Later(Admission):
         calls = 0
 
         def enter(self, round_number: int) -> bool:
             self.calls += 1
             return self.calls > 2 and super().enter(round_number)
 
-    fleet.place, steps = Later(fleet.ledger), []
+    fleet.admission, steps = Later(fleet.ledger), []
     step = fleet.replica.inner_step
     fleet.replica.inner_step = lambda number: steps.append(number) or step(number)
     assert [fleet.train_round(1, lambda h: None) for _ in range(2)] == [[], []]

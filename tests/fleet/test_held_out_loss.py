@@ -29,7 +29,7 @@ from isthmus.runlog.held_out import HeldOutLosses
 from isthmus.runtime.create import create
 from isthmus.runtime.held_out import SHARE, HeldOutLoss
 from isthmus.runtime.round_lines import RoundLines
-from isthmus.runtime.scoring import Place, ScoredAnchor
+from isthmus.runtime.scoring import ScoredAnchor, ScoringDevice
 
 LIMIT_SECONDS = 240.0
 ROUNDS = 3
@@ -70,7 +70,7 @@ def test_a_fleet_that_was_joined_has_the_losses_that_a_recorder_measures(tmp_pat
             process.kill()
     assert kills.check_left_over(tmp_path) == []
     ledger = open_ledger(str(tmp_path / "bucket"))
-    recorder = ScoredAnchor(ledger, open_corpus(recipe.data.corpus), [Place()], print)
+    recorder = ScoredAnchor(ledger, open_corpus(recipe.data.corpus), [ScoringDevice()], print)
     rows = bucket_rows(ledger)
     assert [row.round for row in rows] == [0, 1, 2, 3]
     for row in rows:

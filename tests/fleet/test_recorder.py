@@ -30,7 +30,7 @@ from isthmus.replica.evaluate import Scorer
 from isthmus.runlog import TIMING_FIELDS, Row, RunDir
 from isthmus.runlog.live import PlainView, Progress, View
 from isthmus.runtime.recorder import Recorder, Scoring
-from isthmus.runtime.scoring import Place, ScoredAnchor, places
+from isthmus.runtime.scoring import ScoredAnchor, ScoringDevice, scoring_devices
 from isthmus.runtime.train import resume
 from isthmus.subspace.boundaries import BasisSet
 
@@ -83,10 +83,10 @@ class Recorded:
         self.said = io.StringIO()
         self.run = RunDir.create(path, history.recipe, {})
 
-    def recorder(self, where: list[Place] | None = None, view: View | None = None) -> Recorder:
+    def recorder(self, where: list[ScoringDevice] | None = None, view: View | None = None) -> Recorder:
         recipe, corpus = self.history.recipe, open_corpus(self.history.recipe.data.corpus)
         view = view or PlainView(Progress(recipe, 0, ROUNDS), self.said)
-        return Recorder(open_ledger(self.bucket), corpus, self.run, view, where=where or [Place()])
+        return Recorder(open_ledger(self.bucket), corpus, self.run, view, where=where or [ScoringDevice()])
 
     def lines(self) -> list[str]:
         return self.said.getvalue().splitlines()
@@ -274,7 +274,9 @@ def test_a_place_without_room_is_left_once_and_the_losses_are_the_same(recorded,
 
     monkeypatch.setattr(Scorer, "score", full)
     crowded = torch.device("cpu", 0)
-    recorder = recorded.recorder([Place(crowded), Place(crowded, compiled=True), Place()])
+    recorder = recorded.recorder(
+        [ScoringDevice(crowded), ScoringDevice(crowded, compiled=True), ScoringDevice()]
+    )
     ORDERS["rows first"](recorder)
     assert tries == [(crowded, None), (crowded, None), (CPU, None), (CPU, None)]
     assert [line for line in recorded.lines() if "CPU" in line] == [
@@ -293,7 +295,7 @@ def test_what_does_not_compile_is_scored_without_compiling(recorded, monkeypatch
         return made(anchor)
 
     monkeypatch.setattr(ScoredAnchor, "_make_scorer", no_compiler)
-    recorder = recorded.recorder([Place(compiled=True), Place()])
+    recorder = recorded.recorder([ScoringDevice(compiled=True), ScoringDevice()])
     ORDERS["rows first"](recorder)
     assert "scoring goes on without compiling: there is no compiler" in recorded.lines()
     recorded.run.tidy()
@@ -301,17 +303,17 @@ def test_what_does_not_compile_is_scored_without_compiling(recorded, monkeypatch
 
 
 def test_a_fleet_on_cpus_is_scored_in_whole_batches_and_one_on_a_gpu_in_parts():
-    assert places(CPU, "bf16") == [Place()]
-    *on_gpu, last = places(torch.device("cuda", 1), "bf16")
-    assert all(place.shared and place.dtype == torch.bfloat16 for place in on_gpu)
-    assert on_gpu[-1] == Place(torch.device("cuda", 1), torch.bfloat16, shared=True)
-    assert last == Place(shared=True)
+    assert scoring_devices(CPU, "bf16") == [ScoringDevice()]
+    *on_gpu, last = scoring_devices(torch.device("cuda", 1), "bf16")
+    assert all(on.shared and on.dtype == torch.bfloat16 for on in on_gpu)
+    assert on_gpu[-1] == ScoringDevice(torch.device("cuda", 1), torch.bfloat16, shared=True)
+    assert last == ScoringDevice(shared=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-2)])
 def test_on_a_gpu_anchors_have_the_same_bits_and_losses_are_near(recorded, precision, tolerance):
-    on_gpu = [place for place in places(torch.device("cuda", 0), precision) if place.device.type == "cuda"]
+    on_gpu = [on for on in scoring_devices(torch.device("cuda", 0), precision) if on.device.type == "cuda"]
     recorder = recorded.recorder(on_gpu)
     with Scoring(recorder) as scoring:
         recorder.record(always)

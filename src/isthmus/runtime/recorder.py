@@ -18,7 +18,7 @@ from isthmus.runlog import REAL, About, Row, RunDir
 from isthmus.runlog.live import View
 from isthmus.runlog.row import Scores
 from isthmus.runlog.words import rounds_in_words
-from isthmus.runtime.scoring import Place, ScoredAnchor, Stopped
+from isthmus.runtime.scoring import ScoredAnchor, ScoringDevice, Stopped
 from isthmus.store.retry import StoreError
 
 ANSWER_SECONDS = 5.0  # that a store may take to say whether a round is settled
@@ -40,7 +40,7 @@ class Recorder:
         run: RunDir,
         view: View,
         pause: tuple[int, float] = (0, 0.0),
-        where: Sequence[Place] = (Place(),),
+        where: Sequence[ScoringDevice] = (ScoringDevice(),),
     ) -> None:
         self.ledger, self.run, self.view, self.pause = ledger, run, view, pause
         self.recipe: Recipe = ledger.run.recipe

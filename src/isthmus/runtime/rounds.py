@@ -84,7 +84,7 @@ class WorkerRounds:
         done = recovery.resume()
         self.after.begin(done)
         self.start.mark("resume")
-        trainer.place.admitted = lambda: self.start.mark("admission")
+        trainer.admission.admitted = lambda: self.start.mark("admission")
         to_the_end = self._rounds_after(done, recovery)
         trainer.finish()
         if to_the_end and extended(trainer):

@@ -34,7 +34,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ScoringDevice:
     """Where scoring runs, and how."""
 
     device: torch.device = CPU
@@ -43,19 +43,21 @@ class Place:
     shared: bool = False  # with replicas that need its memory: a few sequences at a time
 
 
-def places(device: torch.device, precision: str) -> list[Place]:
+def scoring_devices(device: torch.device, precision: str) -> list[ScoringDevice]:
     """From the fastest to the one that always works. A fleet on CPUs is scored as it always was."""
     if device.type != "cuda":
-        return [Place()]
-    on_gpu = Place(device, precision_dtypes(precision)[1], shared=True)
-    compiled = [Place(on_gpu.device, on_gpu.dtype, compiled=True, shared=True)] if gpu.usable(device) else []
-    return [*compiled, on_gpu, Place(shared=True)]
+        return [ScoringDevice()]
+    on_gpu = ScoringDevice(device, precision_dtypes(precision)[1], shared=True)
+    compiled = (
+        [ScoringDevice(on_gpu.device, on_gpu.dtype, compiled=True, shared=True)] if gpu.usable(device) else []
+    )
+    return [*compiled, on_gpu, ScoringDevice(shared=True)]
 
 
 class ScoredAnchor:
     """One anchor, which follows the settled rounds at its own pace, and its held-out losses.
 
-    Memory does not grow with the rounds that it is behind. What fails on one place is done again on the next
+    Memory does not grow with the rounds that it is behind. What fails on one device is done again on the next
     of `where`, from the bucket.
     """
 
@@ -63,7 +65,7 @@ class ScoredAnchor:
         self,
         ledger: Ledger,
         corpus: Corpus,
-        where: list[Place],
+        where: list[ScoringDevice],
         note: Note,
         stopped: threading.Event | None = None,
     ) -> None:
@@ -88,7 +90,7 @@ class ScoredAnchor:
             raise Stopped
 
     def somewhere(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which calls `reach` first; of the next place, if this one cannot do it."""
+        """The result of `work`, which calls `reach` first; of the next device, if this one cannot do it."""
         while True:
             try:
                 return work()
@@ -100,7 +102,7 @@ class ScoredAnchor:
             self._leave_place(words, full)  # here: the exception has held what it was about
 
     def may_move(self, fault: Exception) -> bool:
-        """No room, no compiler, a kernel that does not run: another place may do it."""
+        """No room, no compiler, a kernel that does not run: another device may do it."""
         return len(self.where) > 1 and not isinstance(fault, RunError | ConfigError | Stopped)
 
     def _leave_place(self, words: str, full: bool) -> None:

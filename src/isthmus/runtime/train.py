@@ -36,7 +36,7 @@ from isthmus.runtime.fits import check_fits, device_memory
 from isthmus.runtime.process import LauncherConfig
 from isthmus.runtime.recorder import Recorder, Scoring
 from isthmus.runtime.resume import StartingHeartbeats, check_resumable, checked_ledger, keys_of, lock_run
-from isthmus.runtime.scoring import places
+from isthmus.runtime.scoring import scoring_devices
 from isthmus.runtime.supervisor import LocalSupervisor
 from isthmus.simulator.run import about_run
 from isthmus.store.objects import open_store
@@ -150,7 +150,7 @@ def _run(
                 view.note(reason)
             if note := held_out_note(recipe, corpus):
                 view.note(note)
-            where = places(device, pick_precision(recipe, device))
+            where = scoring_devices(device, pick_precision(recipe, device))
             recorder = Recorder(ledger, corpus, run, view, pause, where)
             with Scoring(recorder) as scoring:
                 interrupted = _record(recorder, supervisor, view)

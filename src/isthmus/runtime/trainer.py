@@ -27,13 +27,13 @@ from isthmus.protocol.shards import ShardReader
 from isthmus.replica.base import Replica
 from isthmus.replica.control_group import ControlGroup
 from isthmus.runlog.facts import Facts
+from isthmus.runtime.admission import Admission
 from isthmus.runtime.anchor_writer import AnchorWriter
 from isthmus.runtime.edge import watched_edge
 from isthmus.runtime.middle import Middle
 from isthmus.runtime.outer_part import OuterPart
 from isthmus.runtime.own_record import REFUSALS, OwnRecord
 from isthmus.runtime.parting import Parting
-from isthmus.runtime.place import Place
 from isthmus.runtime.private_state import Files, PrivateState, Update
 from isthmus.runtime.rehearsal import forget, rehearse
 from isthmus.runtime.status import Measured, WorkerStatus
@@ -61,7 +61,7 @@ class Trainer:
         save_seconds: float = 60.0,
         background: bool = True,
         patience: Patience | None = None,
-        place: Place | None = None,
+        admission: Admission | None = None,
         parting: Parting | None = None,
         held_out: TokenView | None = None,
         stream_dtype: torch.dtype | None = None,
@@ -77,7 +77,7 @@ class Trainer:
         own = replica.named_parameters()
         self.outer = OuterPart(recipe, member, ledger, own, device)
         self.anchor, self.feedback = self.outer.anchor, self.outer.feedback
-        self.place, self.parting = place or Place(ledger, log), parting or Parting()
+        self.admission, self.parting = admission or Admission(ledger, log), parting or Parting()
         self.patience = patience or Patience(log)
         self.record = OwnRecord(ledger, member.name, log)
         reader = ShardReader(ledger, self.outer.reads)
@@ -126,7 +126,7 @@ class Trainer:
         so that they need not wait for it in the next one. One that is not a member yet trains nothing.
         """
         round_number = round_index + 1
-        if not self.patience(partial(self.place.enter, round_number)):
+        if not self.patience(partial(self.admission.enter, round_number)):
             self._get_ready(round_index)
             return []
         num_steps, loss = self._inner_steps(round_number, progress, again)
@@ -190,7 +190,7 @@ class Trainer:
             rehearse(self.replica, self.anchor, round_index * self.recipe.outer.inner_steps - 1)
             self.measured.forget()
         if self.control.rank == 0:
-            self.patience(self.place.ask)
+            self.patience(self.admission.ask)
 
     def _edge(self, round_number: int, again: Update | None) -> AbstractContextManager[Callable[[], bool]]:
         """Says between inner steps whether we stop. Only a start's first round is asked about, and not round

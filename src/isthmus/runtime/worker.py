@@ -68,9 +68,9 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     from isthmus.replica.base import precision_dtypes
     from isthmus.replica.full import FullReplica
     from isthmus.replica.leader import LeaderReplica, follow_leader
+    from isthmus.runtime.admission import Admission
     from isthmus.runtime.held_out import HeldOutLoss
     from isthmus.runtime.leaving import LeaveRequest
-    from isthmus.runtime.place import Place
     from isthmus.runtime.round_lines import RoundLines
     from isthmus.runtime.rounds import WorkerRounds
     from isthmus.runtime.trainer import Trainer
@@ -124,7 +124,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
             log, work / NOTE, request, parting=lambda: control.size == 1 and request.parting.asked()
         ),
         parting=request.parting,
-        place=Place(ledger, log, key, deal, control),
+        admission=Admission(ledger, log, key, deal, control),
         held_out=held_out,
         stream_dtype=stream_dtype,
     )

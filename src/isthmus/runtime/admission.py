@@ -1,5 +1,4 @@
-"""A replica's place in the run, asked at the edge of every round: is it a member, by which key, with which
-data?"""
+"""Whether a replica trains a round, asked at its edge: is it a member, by which key, with which data?"""
 
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from isthmus.runtime import newcomer
 from isthmus.runtime.key_change import take_up_together
 
 
-class Place:
+class Admission:
     """Of the replica whose key the ledger has. `key` is that key's file, `deal` is told of each round's
     share of the data."""
 
