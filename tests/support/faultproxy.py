@@ -4,6 +4,7 @@ import http.client
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,6 +30,8 @@ class FaultProxy:
         self.upstream = upstream
         self.bytes_per_second: float | None = None
         self.seen: list[tuple[str, str]] = []
+        # Called with method, path and the store's status, 0 before the request is passed on; True: hang up.
+        self.watch: Callable[[str, str, int], bool] = lambda method, path, status: False
         self._begun: list[str] = []
         self._troubles: list[Trouble] = []
         self._lock = threading.Lock()
@@ -98,6 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "answer":
             text = f"<Error><Code>{trouble.code}</Code><Message>no</Message></Error>".encode()
             return self._reply(trouble.status, [("Retry-After", "1")], text)
+        if proxy.watch(self.command, self.path, 0):
+            return self._hang_up()
         headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
         if kind == "strip":
             headers = {name: value for name, value in headers.items() if name.lower() != "if-none-match"}
@@ -108,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
             data = answer.read()
         except OSError:
             return self._hang_up()
-        if kind == "lose":
+        if kind == "lose" or proxy.watch(self.command, self.path, answer.status):
             return self._hang_up()
         kept = [
             (k, v) for k, v in answer.getheaders() if k.lower() not in ("transfer-encoding", "connection")
