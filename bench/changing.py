@@ -5,7 +5,7 @@
 The fleet of bench/kills.py, with one more replica that is invited and revoked, three times over, while
 replicas replace their keys. After each command a closer's worker gets SIGKILL, at a random moment of the next
 round or two. At the end every change must be in the chain, with one history that all replicas agree with.
-Which steps a kill can hit, one by one: tests/protocol/test_membership.py.
+At each write, one by one: bench/each_write.py, and in one process tests/protocol/test_membership.py.
 """
 
 import argparse
