@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,12 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_disk import small_disk
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from isthmus.cli.main import main
 from isthmus.export.card import model_card
 from isthmus.export.folder import export
+from isthmus.export.hf import folder_bytes
 from isthmus.export.measure import Losses, measure
 from isthmus.export.source import open_trained, pipelined_member
 from isthmus.layout.stages import boundaries
@@ -268,9 +271,45 @@ def test_a_write_that_fails_leaves_nothing(runs, tmp_path, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(hf, "as_json", full_disk)
-    assert main(["export", str(runs["mixed"]), "--to", "hf", str(tmp_path / "hf")]) == 2
-    assert "No space left" in capsys.readouterr().err
+    assert main(["export", str(runs["mixed"]), "--to", "hf", str(tmp_path / "hf")]) == 1
+    assert " free, and the exported folder needs " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("as_", ["plain", "pipelined"])
+def test_a_disk_without_room_is_told_before_anything_is_measured(runs, tmp_path, monkeypatch, capsys, as_):
+    from isthmus import disk
+
+    words = ["export", str(runs["mixed"]), "--to", "hf", str(tmp_path / "hf"), "--as", as_]
+    with monkeypatch.context() as patch:
+        patch.setattr("isthmus.export.folder.measure", pytest.fail)
+        patch.setattr(disk, "free_bytes", lambda folder: 1000)
+        assert main(words) == 2
+    line = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"isthmus: the disk of {tmp_path} has 1\.0 kB free, and the exported folder needs .* there\n", line
+    )
+    assert list(tmp_path.iterdir()) == []
+    # What is asked for is what is written, but for the small files.
+    assert main(words) == 0
+    written = sum(path.stat().st_size for path in (tmp_path / "hf").iterdir())
+    trained = open_trained(str(runs["mixed"]))
+    member = pipelined_member(trained.recipe) if as_ == "pipelined" else None
+    needed = folder_bytes(trained, "fp32", member)
+    assert needed <= written < needed + disk.SPARE_BYTES
+
+
+def test_a_disk_that_fills_on_the_way_is_one_line_and_leaves_nothing(runs, tmp_path, monkeypatch, capsys):
+    from isthmus import disk
+
+    with small_disk(tmp_path / "disk", 1) as folder:  # the model takes 0.9 MB
+        monkeypatch.setattr(disk, "SPARE_BYTES", -(1 << 30))  # so that nothing is noticed in advance
+        (folder / "ballast").write_bytes(bytes(500_000))
+        assert main(["export", str(runs["full"]), "--to", "hf", str(folder / "hf")]) == 1
+        assert [path.name for path in folder.iterdir()] == ["ballast"]
+    line = capsys.readouterr().err
+    assert line.startswith(f"isthmus: the disk of {folder} has ")
+    assert line.count("\n") == 1
 
 
 def test_a_kill_leaves_no_folder_of_that_name(runs, tmp_path):

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from isthmus.disk import check_room
 from isthmus.errors import ConfigError
 from isthmus.export.card import model_card
-from isthmus.export.hf import check_target, write_folder
+from isthmus.export.hf import WHAT, check_target, folder_bytes, write_folder
 from isthmus.export.measure import WORSE, Losses, measure
 from isthmus.export.source import Trained, open_trained, pipelined_member
 from isthmus.simulator.run import pick_device
@@ -40,6 +41,7 @@ def export(
     member = pipelined_member(trained.recipe, replica) if as_ == "pipelined" else None
     if as_ == "pipelined" and member is None:
         raise ConfigError(f"{trained.where} has no pipelined replica, so no boundaries to keep; drop --as")
+    check_room(folder.absolute().parent, folder_bytes(trained, dtype, member), WHAT)
     losses = measure(trained, dtype, num_batches)
     if member is None and not losses.worse <= WORSE and not force:  # also when a loss is not a number
         return Exported(trained, losses, folder, refused=why_not(losses, trained))

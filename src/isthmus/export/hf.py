@@ -1,13 +1,17 @@
 """A trained model as a Hugging Face folder: a plain LLaMA, or one that keeps its boundaries."""
 
+import errno
 import json
+import math
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -15,6 +19,7 @@ from isthmus.config import Member
 from isthmus.data.corpus import Corpus
 from isthmus.data.tokenizer import load
 from isthmus.data.tokenizer_file import tokenizer_bytes
+from isthmus.disk import told_when_full
 from isthmus.errors import ConfigError
 from isthmus.export.measure import STORED
 from isthmus.export.source import Trained
@@ -23,6 +28,7 @@ from isthmus.layout.stages import EMBEDDING, boundaries, table_name
 from isthmus.model.hf import CONFIG, PIPELINED, WEIGHTS, hf_config, hf_name
 
 MODELING = Path(__file__).with_name("modeling_isthmus.py")
+WHAT = "the exported folder"
 
 
 def check_target(folder: Path) -> None:
@@ -34,6 +40,15 @@ def check_target(folder: Path) -> None:
         raise ConfigError(f"there is no folder {parent}; create it, or give --to hf another one")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"cannot write into {parent}; give --to hf another folder")
+
+
+def folder_bytes(trained: Trained, dtype: str, member: Member | None) -> int:
+    """What the folder will take on the disk, but for a few small files."""
+    shapes = trained.recipe.model.plain.shapes().values()
+    weights = STORED[dtype].itemsize * sum(math.prod(shape) for shape in shapes)
+    extra = boundary_parts(trained, member)[1] if member else {}
+    tokenizer = trained.corpus.tokenizer_path.stat().st_size
+    return weights + sum(tensor.nbytes for tensor in extra.values()) + tokenizer
 
 
 def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: Member | None) -> None:
@@ -48,27 +63,14 @@ def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: 
         config |= keys
         tensors |= extra
     fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
+    needed = sum(tensor.nbytes for tensor in tensors.values())
     try:
-        fresh.mkdir()
-        save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
-        texts = {
-            CONFIG: as_json(config),
-            "generation_config.json": as_json(
-                dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), corpus.end_id)
-            ),
-            "tokenizer.json": tokenizer_text(corpus),
-            "tokenizer_config.json": as_json(tokenizer_config(corpus, model.context)),
-            "README.md": card,
-        }
-        if member:
-            texts[MODELING.name] = MODELING.read_text(encoding="utf-8")
-        for name, text in texts.items():
-            (fresh / name).write_text(text, encoding="utf-8")
-        for path in fresh.iterdir():
-            # safetensors writes a file that only its owner can read; the others have the usual mode.
-            path.chmod((fresh / CONFIG).stat().st_mode)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+        with told_when_full(folder.absolute().parent, needed, WHAT):
+            fresh.mkdir()
+            _save(tensors, fresh / WEIGHTS)
+            for name, text in _texts(trained, config, card, member).items():
+                (fresh / name).write_text(text, encoding="utf-8")
+            _sync(fresh)
         check_target(folder)  # another process may have made it meanwhile
         os.rename(fresh, folder)
         sync_folder(folder.absolute().parent)
@@ -76,6 +78,39 @@ def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: 
         raise ConfigError(f"cannot write {folder}: {error.strerror or error}; give another folder") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # the library's own, also where the system's is behind it
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number) if found else str(error)) from None
+
+
+def _texts(trained: Trained, config: dict[str, Any], card: str, member: Member | None) -> dict[str, str]:
+    corpus = trained.corpus
+    texts = {
+        CONFIG: as_json(config),
+        "generation_config.json": as_json(
+            dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), corpus.end_id)
+        ),
+        "tokenizer.json": tokenizer_text(corpus),
+        "tokenizer_config.json": as_json(tokenizer_config(corpus, trained.recipe.model.context)),
+        "README.md": card,
+    }
+    if member:
+        texts[MODELING.name] = MODELING.read_text(encoding="utf-8")
+    return texts
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.iterdir():
+        # safetensors writes a file that only its owner can read; the others have the usual mode.
+        path.chmod((folder / CONFIG).stat().st_mode)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
