@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,34 @@ def test_a_byte_order_mark_is_no_text_and_makes_another_fingerprint(tmp_path):
     marks = [file.describe().get("mark") for file in find_files([tmp_path])]
     # marked.jsonl, marked.txt, packed.txt.gz, plain.txt: only texts were read otherwise before.
     assert marks == [None, "left out", "left out", None]
+
+
+def test_links_in_a_folder_give_their_text_once_and_what_they_hide_is_counted(tmp_path, isthmus):
+    folder, outside = tmp_path / "texts", tmp_path / "outside"
+    for place in (folder, outside):
+        place.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"words of the day {number}. " * 20)
+    (outside / "far.txt").write_text("far away")
+    (folder / "0-again.txt").symlink_to("9.txt")  # which comes later
+    (folder / "far-1.txt").symlink_to(outside / "far.txt")
+    (folder / "far-2.txt").symlink_to(outside / "far.txt")
+    (folder / "gone.txt").symlink_to("nowhere.txt")
+    (folder / "itself.txt").symlink_to("itself.txt")
+    (folder / "more").symlink_to(outside)
+    (folder / "around").symlink_to("..")
+    os.mkfifo(folder / "pipe.txt")
+    found = [file.path.name for file in find_files([folder])]
+    assert sorted(found) == sorted([*(f"{number}.txt" for number in range(40)), "far-1.txt"])
+    status, _, err = isthmus("data", "prepare", folder, "--to", tmp_path / "c", "--vocab", 300)
+    assert status == 0
+    [line] = [line for line in err.splitlines() if line.startswith("left out: ")]
+    assert set(line.removeprefix("left out: ").split(", ")) == {
+        "2 link(s) to a folder (give it as an INPUT of its own)",
+        "2 broken link(s)",
+        "2 link(s) to text that is here already",
+        "1 pipe(s) or device(s)",
+    }
 
 
 def test_hidden_files_and_other_kinds_in_a_folder_are_left_out_and_counted(tmp_path, isthmus):

@@ -314,7 +314,7 @@ def test_unfinished_work_is_named_and_refuses_other_arguments(texts, tmp_path, i
     )
     status, _, err = isthmus("data", "prepare", texts, "--to", to, *SMALL)
     assert status == 1
-    assert "disk full; what is done is kept" in err
+    assert "; make room there, then the same command continues" in err
     monkeypatch.undo()
     assert "unfinished" in isthmus("data", "show", to)[2]
     status, _, err = isthmus("data", "prepare", texts, "--to", to, *SMALL, "--seed", 5)

@@ -17,7 +17,7 @@ def within(name: str, value: float, least: float, most: float) -> None:
     if not value >= least:  # which NaN is not
         raise ConfigError(f"{name} is {short(value)}; it must be at least {least}")
     if value > most:
-        raise ConfigError(f"{name} is {short(value)}; it must be at most {most:,}")
+        raise ConfigError(f"{name} is {short(value)}; it must be at most {most:,.15g}")
 
 
 def above(name: str, value: float, bound: float, most: float) -> None:

@@ -140,6 +140,8 @@ def open_corpus(spec: str | Path) -> Corpus:
     """
     if str(spec) == BUILTIN:
         return open_builtin()
+    if not str(spec).strip():
+        raise ConfigError(f'no corpus is named; give a prepared folder, its URL, or "{BUILTIN}"')
     if str(spec).startswith("builtin:"):
         raise ConfigError(f"there is no corpus {spec!r}; the one that comes with Isthmus is {BUILTIN!r}")
     if is_url(str(spec)):

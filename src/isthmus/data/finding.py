@@ -9,6 +9,12 @@ from isthmus.data.readers import FORMATS, TextFile, format_of
 from isthmus.data.streams import UTF_8
 from isthmus.errors import ConfigError
 
+HIDDEN = "hidden"
+README = "README.md beside data"
+AGAIN = "link(s) to text that is here already"
+NOWHERE = "broken link(s)"
+FOLDER = "link(s) to a folder"
+ODD = "pipe(s) or device(s)"
 # What would take a file of another kind.
 CURES = {
     ".csv": "write them as .jsonl or .parquet",
@@ -31,10 +37,9 @@ CURES = {
     ".zst": "unpack them",
     ".bz2": "unpack them",
     ".xz": "unpack them",
+    FOLDER: "give it as an INPUT of its own",
 }
 MOST_KINDS = 8
-HIDDEN = "hidden"
-README = "README.md beside data"
 
 
 class LeftOut:
@@ -108,14 +113,23 @@ def named_files(given: Path, left_out: LeftOut) -> list[tuple[Path, str]]:
 
 
 def text_files(folder: Path, left_out: LeftOut) -> list[Path]:
-    inside = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    inside: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            continue
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             left_out.counts[HIDDEN] += 1
+        elif path.is_dir():  # where it leads may hold this folder again
+            left_out.counts[FOLDER] += 1
+        elif not path.exists():
+            left_out.counts[NOWHERE] += 1
+        elif not path.is_file():
+            left_out.counts[ODD] += 1
         elif format_of(path) is None:
             left_out.add(path)
         else:
             inside.append(path)
+    inside = without_second_names(inside, left_out)
     # Collections on the hub come with a README.md: of data it is the description, and no document.
     if any(FORMATS[format_of(path) or ""] != ".txt" for path in inside):
         readmes = {path for path in inside if path.name.lower() == "readme.md"}
@@ -123,3 +137,16 @@ def text_files(folder: Path, left_out: LeftOut) -> list[Path]:
         left_out.counts += Counter()  # without zeros
         inside = [path for path in inside if path not in readmes]
     return inside
+
+
+def without_second_names(paths: list[Path], left_out: LeftOut) -> list[Path]:
+    """Each file once: the file itself rather than a link to it, and the first of several links."""
+    seen = {path.resolve() for path in paths if not path.is_symlink()}
+    kept = []
+    for path in paths:
+        if path.is_symlink() and path.resolve() in seen:
+            left_out.counts[AGAIN] += 1
+            continue
+        seen.add(path.resolve())
+        kept.append(path)
+    return kept

@@ -5,6 +5,7 @@ A corpus may come from anywhere. Every number, name and type in it is checked he
 
 import hashlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -95,7 +96,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         texts, to = "TEXT", folder
         if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):  # `prepare` would not write there
-            texts, to = str(folder), folder.with_name(f"{folder.stem}-corpus")
+            texts, to = str(folder), beside(folder)
         raise ConfigError(
             f"there is no corpus in {folder}; make one with `isthmus data prepare {shlex.quote(texts)} --to "
             f"{shlex.quote(str(to))}`"
@@ -106,6 +107,11 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:  # a link that leads nowhere
         raise ConfigError(f"{path} leads nowhere; prepare the corpus again") from None
     return parse_manifest(data, str(path))
+
+
+def beside(folder: Path) -> str:
+    """A name for the corpus of these texts, also of `.`, `..` and `/`."""
+    return os.path.normpath(folder / ".." / f"{folder.resolve().stem or 'my'}-corpus")
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:

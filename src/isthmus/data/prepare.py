@@ -19,9 +19,10 @@ from isthmus.data.held_out import SHARE, enough_share, is_surely_enough, wanted_
 from isthmus.data.manifest import JOURNAL, MANIFEST, TOKENIZER, VERSION, Manifest, file_sha256
 from isthmus.data.progress import Progress
 from isthmus.data.readers import Source
+from isthmus.data.room import Outlook, check_before
 from isthmus.data.shards import ShardWriter
 from isthmus.data.survey import survey
-from isthmus.data.tokenizer import MIN_VOCAB, Encoder, read_tokenizer, sample, train_tokenizer
+from isthmus.data.tokenizer import MIN_VOCAB, Encoder, read_tokenizer, sample, token_dtype, train_tokenizer
 from isthmus.data.tokenizer_file import tokenizer_bytes
 from isthmus.errors import ConfigError
 from isthmus.files import own_size, replace_file
@@ -91,6 +92,7 @@ def prepare(
         if (done := finished(folder, fingerprint, overwrite)) is not None:
             (folder / JOURNAL).unlink(missing_ok=True)
             return done, False
+        check_before(folder, order, token_dtype(vocab).itemsize)
         if order.share != (config.validation or SHARE):
             progress.note(
                 f"1 % of the documents is too little to score: {order.share:.0%} are held out "
@@ -98,28 +100,29 @@ def prepare(
             )
         if overwrite:
             clear(folder)
-        work = Work(order, folder, config, fingerprint, progress)
-        is_continued = work.journal.position != START
-        try:
-            encoder = work.encoder(given)
-            writers = work.encode(encoder)
-        except ConfigError:
-            clear(folder)
-            raise
-        manifest = Manifest(
-            vocab_size=encoder.vocab_size,
-            dtype=encoder.dtype.name,
-            end_token=encoder.end_token,
-            end_id=encoder.end_id,
-            tokenizer_sha256=file_sha256(folder / TOKENIZER),
-            train=writers["train"].to_split(),
-            validation=writers["validation"].to_split(),
-            sources=sources,
-            arguments=arguments,
-            fingerprint=fingerprint,
-        )
-        replace_file(folder / MANIFEST, manifest.to_json())
-        (folder / JOURNAL).unlink()
+        with Outlook(folder, order).told_when_full() as outlook:
+            work = Work(order, folder, config, fingerprint, progress, outlook)
+            is_continued = work.journal.position != START
+            try:
+                encoder = work.encoder(given)
+                writers = work.encode(encoder)
+            except ConfigError:
+                clear(folder)
+                raise
+            manifest = Manifest(
+                vocab_size=encoder.vocab_size,
+                dtype=encoder.dtype.name,
+                end_token=encoder.end_token,
+                end_id=encoder.end_id,
+                tokenizer_sha256=file_sha256(folder / TOKENIZER),
+                train=writers["train"].to_split(),
+                validation=writers["validation"].to_split(),
+                sources=sources,
+                arguments=arguments,
+                fingerprint=fingerprint,
+            )
+            replace_file(folder / MANIFEST, manifest.to_json())
+            (folder / JOURNAL).unlink()
     for line in found.notes(is_continued):
         progress.note(line)
     if (tokens := manifest.validation.tokens) < wanted:
@@ -153,9 +156,16 @@ class Work:
     """One preparation under way, with the journal from which another process can continue it."""
 
     def __init__(
-        self, order: DocumentOrder, folder: Path, config: PrepareConfig, fingerprint: str, progress: Progress
+        self,
+        order: DocumentOrder,
+        folder: Path,
+        config: PrepareConfig,
+        fingerprint: str,
+        progress: Progress,
+        outlook: Outlook,
     ) -> None:
         self.order, self.folder, self.config, self.progress = order, folder, config, progress
+        self.outlook = outlook
         found = Journal.read(folder)
         self.journal = found or Journal(fingerprint)
         if found is None:
@@ -195,6 +205,8 @@ class Work:
                     num_shards, unsaved = num_whole(writers), 0
                 text_bytes = sum(writer.state.bytes for writer in writers.values())
                 self.progress.update(batch[-1].consumed, f"{text_bytes / 1e6:,.0f} MB of text")
+                written = sum(writer.num_tokens for writer in writers.values()) * encoder.dtype.itemsize
+                self.outlook.look(written, batch[-1].consumed, position)
                 del batch, document, ids
         self.progress.update(total)
         for writer in writers.values():

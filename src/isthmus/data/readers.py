@@ -160,8 +160,8 @@ class TextFile:
 
     def _parquet(self, field: str) -> Iterator[str | None]:
         for texts, share in parquet_texts(self.path, field):
+            self.consumed = int(self.size * share)  # read ahead, as of the other kinds
             yield from texts
-            self.consumed = int(self.size * share)
 
     def _text(self, field: str) -> Iterator[str]:
         with open_bytes(self.path) as (raw, plain):

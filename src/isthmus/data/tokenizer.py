@@ -95,6 +95,11 @@ def load(data: bytes, where: str) -> "Tokenizer":
         raise ConfigError(f"{where} is not a tokenizer.json of the tokenizers library ({reason})") from error
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+    """How ids of such a vocabulary are stored."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
 class Encoder:
     """Texts -> token ids, each document closed by the end token."""
 
@@ -104,7 +109,7 @@ class Encoder:
         self.tokenizer.encode_special_tokens = True
         vocab = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
-        self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+        self.dtype = token_dtype(self.vocab_size)
         candidates = (end_token,) if end_token else END_TOKENS
         found = next((token for token in candidates if token in vocab), None)
         if found is None:
