@@ -5,30 +5,20 @@ bad network is waited out until the caller's deadline. What the objects mean is 
 """
 
 import asyncio
-import os
 import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import obstore
+from typing import Any, TypeVar
 
 from isthmus.errors import ConfigError, Unreachable
 from isthmus.store.clock import StoreClock
-from isthmus.store.folder import (
-    list_files,
-    read_file,
-    remove_empty,
-    remove_stale,
-    scan_files,
-    stat_file,
-    write_file,
-)
+from isthmus.store.folder import list_files, remove_empty, remove_stale, write_file
+from isthmus.store.requests import BucketRequests, FolderRequests, Info, delete
 from isthmus.store.retry import (
     DEFAULT_SECONDS,
     Absence,
@@ -39,28 +29,20 @@ from isthmus.store.retry import (
     StoreRefused,
     Unreadable,
     classify,
-    drain,
     wait,
 )
 from isthmus.store.together import AT_ONCE, together
 from isthmus.store.url import SEGMENT, connect, parse_url
 
+__all__ = ["Info", "Store", "open_store"]
+
 T = TypeVar("T")
-Allow = Callable[[int], float]  # how many seconds a transfer of so many bytes may take
+Try = Callable[..., Any]  # one of `requests`, with all arguments but its last two
 
 # Up to here a request travels apart from bulk, so that a heartbeat never queues behind it.
 CONTROL_BYTES = 1 << 18
 VERBS = ("get", "put", "create", "copy", "head", "list", "delete")
 ASK_SECONDS = 15.0  # until a store that cannot give one object is believed to be away
-
-
-@dataclass(frozen=True, slots=True)
-class Info:
-    """Of an object, as a HEAD or a listing has it."""
-
-    size: int
-    modified_unix_seconds: float
-    tag: str = ""  # another one where the bytes are others, though size and time may be the same
 
 
 class Store:
@@ -70,6 +52,10 @@ class Store:
         self.url, self._folder = url, folder
         self._clients: dict[str, Any] = {}
         self._up, self._down = Rate(), Rate()
+        next_page = partial(self._count, "list")
+        self._requests = (
+            FolderRequests(folder) if folder else BucketRequests(url, self._up, self._down, next_page)
+        )
         self._tally: Counter[str] = Counter()
         self._clock = StoreClock(self._stamp)
         self._absence = Absence()
@@ -113,25 +99,8 @@ class Store:
         self, key: str, *, max_bytes: int, deadline: float | None = None
     ) -> tuple[bytes, Info] | None:
         """The same, and when it was written: one request for what is looked at again and again."""
-        path, folder = self._key(key), self._folder
-
-        async def read(client: Any, allow: Allow) -> tuple[bytes, Info]:
-            began = time.monotonic()
-            result = await asyncio.wait_for(obstore.get_async(client, path), allow(0))
-            if (size := result.meta["size"]) > max_bytes:
-                raise StoreRefused(f"{self.url}: {key} holds {size} bytes; at most {max_bytes} are accepted")
-            data = await asyncio.wait_for(drain(result, allow(0)), allow(size))
-            if len(data) != size:
-                raise ConnectionError("cut short")
-            self._down.saw(size, time.monotonic() - began)
-            return data, _info(result.meta)
-
-        def from_file(client: Any, allow: Allow) -> tuple[bytes, Info]:
-            assert folder is not None
-            info = _file_info(stat_file(folder, path))  # first: nobody's object looks newer than it is
-            return read_file(folder, path, max_bytes), info
-
-        found = self._persist("get", key, max_bytes, from_file if folder else read, deadline)
+        request = partial(self._requests.get, self._key(key), max_bytes)
+        found = self._persist("get", key, max_bytes, request, deadline)
         self._count("bytes received", len(found[0]) if found else 0)
         return found
 
@@ -141,7 +110,8 @@ class Store:
         In a folder it is on the disk before it has its name, unless it is not `durable`: a round that counts
         a payload must not be on the disk before it. A bucket promises that by itself.
         """
-        self._persist("put", key, len(data), self._writer(key, data, "overwrite", durable), deadline)
+        request = partial(self._requests.put, self._key(key), data, False, durable)
+        self._persist("put", key, len(data), request, deadline)
         self._count("bytes sent", len(data))
 
     def create(self, key: str, data: bytes, *, deadline: float | None = None, durable: bool = True) -> bool:
@@ -151,11 +121,11 @@ class Store:
         and a 409 may come without any object. Everything but a clean success is settled by reading the key.
         A StoreError leaves open whether the object was written.
         """
-        write = self._writer(key, data, "create", durable)
+        request = partial(self._requests.put, self._key(key), data, True, durable)
         backoff = self._backoff(len(data), deadline)
         while True:
             try:
-                self._once("create", len(data), write, backoff)
+                self._once("create", len(data), request, backoff)
                 self._count("bytes sent", len(data))
                 return True
             except Exception as error:
@@ -172,18 +142,7 @@ class Store:
                 raise self._error("create", key, fault, backoff) from None
 
     def head(self, key: str, *, deadline: float | None = None) -> Info | None:
-        path, folder = self._key(key), self._folder
-
-        async def look(client: Any, allow: Allow) -> Info:
-            meta = await asyncio.wait_for(obstore.head_async(client, path), allow(0))
-            return _info(meta)
-
-        def at_file(client: Any, allow: Allow) -> Info | None:
-            assert folder is not None
-            with suppress(StoreRefused):  # a folder or a pipe is no object
-                return _file_info(stat_file(folder, path))
-
-        return self._persist("head", key, 0, at_file if folder else look, deadline)
+        return self._persist("head", key, 0, partial(self._requests.head, self._key(key)), deadline)
 
     def together(self, calls: Iterable[Callable[[], T]], at_once: int = AT_ONCE) -> list[T]:
         """What each call returns, in order; so many of them wait for the store at a time. The first fault, in
@@ -205,23 +164,8 @@ class Store:
     ) -> dict[str, Info]:
         """The same with sizes and times. StoreRefused where there are more than `most` objects: whoever may
         write below a prefix can fill it, and a page of 1000 is a request."""
-        path, folder = self._below(prefix), self._folder
-
-        async def pages(client: Any, allow: Allow) -> dict[str, Info]:
-            batches, found = obstore.list(client, path, chunk_size=1000), dict[str, Info]()
-            while batch := await asyncio.wait_for(anext(batches, None), allow(0)):
-                self._count("list", bool(found))  # the first page is counted by `_once`
-                found |= {meta["path"]: _info(meta) for meta in batch}
-                if most is not None and len(found) > most:
-                    break
-            return found
-
-        def files(client: Any, allow: Allow) -> dict[str, Info]:
-            assert folder is not None
-            stats = scan_files(folder, path)
-            return {key: _file_info(stat) for key, stat in stats.items()}
-
-        found = self._persist("list", prefix, 0, files if folder else pages, deadline) or {}
+        request = partial(self._requests.scan, self._below(prefix), most)
+        found = self._persist("list", prefix, 0, request, deadline) or {}
         if most is not None and len(found) > most:
             raise StoreRefused(f"{self.url}: more than {most} objects lie below {prefix}")
         return dict(sorted(found.items()))
@@ -232,19 +176,8 @@ class Store:
         It replaces what was there. Only a folder looks at `max_bytes`: whoever reads the copy does. A
         StoreError may mean that this store cannot copy, or that these credentials may not.
         """
-        here, there, folder = self._key(source), self._key(target), self._folder
-
-        async def request(client: Any, allow: Allow) -> bool:
-            await asyncio.wait_for(obstore.copy_async(client, here, there), allow(max_bytes))
-            return True
-
-        def in_folder(client: Any, allow: Allow) -> bool:
-            assert folder is not None
-            data = read_file(folder, here, max_bytes)
-            write_file(folder, there, data, create=False, sync=True)
-            return True
-
-        return bool(self._persist("copy", target, 0, in_folder if folder else request, deadline))
+        request = partial(self._requests.copy, self._key(source), self._key(target), max_bytes)
+        return bool(self._persist("copy", target, 0, request, deadline))
 
     def foreign(self, read: Callable[[], T]) -> T:
         """What `read` finds in an object that somebody else wrote.
@@ -264,12 +197,7 @@ class Store:
 
     def delete(self, key: str, *, deadline: float | None = None) -> None:
         """Remove the object; an absent one is not an error."""
-        path = self._key(key)
-
-        async def remove(client: Any, allow: Allow) -> None:
-            await asyncio.wait_for(obstore.delete_async(client, path), allow(0))
-
-        self._persist("delete", key, 0, remove, deadline)
+        self._persist("delete", key, 0, partial(delete, self._key(key)), deadline)
 
     def tidy(self, prefixes: Iterable[str]) -> None:
         """Remove what is left of prefixes without objects: in a folder they are folders."""
@@ -331,28 +259,11 @@ class Store:
         default = max(DEFAULT_SECONDS, 2 * self._up.limit(num_bytes))
         return Backoff(time.monotonic() + default if deadline is None else deadline)
 
-    def _writer(
-        self, key: str, data: bytes, mode: Literal["create", "overwrite"], durable: bool
-    ) -> Callable[..., Any]:
-        path, folder = self._key(key), self._folder
-        if folder:
-            create = mode == "create"
-            return lambda client, allow: write_file(folder, path, data, create=create, sync=durable)
-
-        async def write(client: Any, allow: Allow) -> None:
-            began = time.monotonic()
-            # In one request: a multipart upload cannot be conditional, and leaves parts behind when cut off.
-            request = obstore.put_async(client, path, data, mode=mode, use_multipart=False)
-            await asyncio.wait_for(request, allow(len(data)))
-            self._up.saw(len(data), time.monotonic() - began)
-
-        return write
-
-    def _once(self, verb: str, num_bytes: int, work: Callable[..., Any], backoff: Backoff) -> Any:
+    def _once(self, verb: str, num_bytes: int, request: Try, backoff: Backoff) -> Any:
         self._count(verb)
         rate, began = self._down if verb == "get" else self._up, time.monotonic()
         try:
-            result = work(self._client(num_bytes), lambda size: backoff.allow(rate.limit(size)))
+            result = request(self._client(num_bytes), lambda size: backoff.allow(rate.limit(size)))
             answer = wait(result) if asyncio.iscoroutine(result) else result
         except Exception as error:
             if isinstance(error, TimeoutError):
@@ -373,14 +284,12 @@ class Store:
                 self._clients.clear()  # the next client reads the environment and the files again
         return fault
 
-    def _persist(
-        self, verb: str, key: str, size: int, work: Callable[..., Any], deadline: float | None
-    ) -> Any:
-        """What `work` returns, tried again until the deadline; None where the object is absent."""
+    def _persist(self, verb: str, key: str, size: int, request: Try, deadline: float | None) -> Any:
+        """What the request returns, tried again until the deadline; None where the object is absent."""
         backoff = self._backoff(size, deadline)
         while True:
             try:
-                return self._once(verb, size, work, backoff)
+                return self._once(verb, size, request, backoff)
             except Exception as error:
                 fault = self._fault(error)
                 if fault.kind == "absent" and verb != "put":
@@ -398,14 +307,6 @@ class Store:
         does = "read" if verb in ("get", "head", "list") else "write to"
         brief = f"cannot {does} the bucket: {fault.words}"
         return StoreError(f"{self.url}: {verb} {key}: {fault.words}{tail}", fault.kind, passes, brief)
-
-
-def _info(meta: Any) -> Info:
-    return Info(meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
-
-
-def _file_info(stat: os.stat_result) -> Info:
-    return Info(stat.st_size, stat.st_mtime, f"{stat.st_ino}-{stat.st_mtime_ns}")
 
 
 def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) -> Store:
