@@ -87,6 +87,8 @@ def turn_bad() -> None:
 
     _, kind, scale = os.environ[BAD].split(":")
     honest, rounds = SparseLoCo.contribute, 0
+    # What was refused does not return to its own feedback, which would grow from round to round.
+    SparseLoCo.take_back = lambda *given: None  # pyright: ignore[reportAttributeAccessIssue]
 
     def contribute(self: SparseLoCo, params: Dense, feedback: Dense) -> Bundle:
         nonlocal rounds
