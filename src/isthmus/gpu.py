@@ -23,6 +23,17 @@ def usable(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and _triton_is_installed()
 
 
+BF16_SINCE = (8, 0)  # Ampere
+
+
+def computes_in_bf16(device: torch.device, capability: tuple[int, int] | None = None) -> bool:
+    """Whether a GPU has arithmetic in bf16. On NVIDIA's older cards, such as V100 and T4, torch emulates it,
+    more slowly than fp32 runs. `capability`: as torch states it, unless it is given."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return device.type == "cuda"
+    return (capability or torch.cuda.get_device_capability(device)) >= BF16_SINCE
+
+
 # What Apple's GPUs lack. Nothing here has run on one: tests put the CPU in its place (tests/test_mps.py).
 NO_DOUBLE = frozenset({"mps"})
 

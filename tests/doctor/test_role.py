@@ -8,7 +8,9 @@ import pytest
 
 from isthmus.config import PRESETS, parse_recipe
 from isthmus.doctor import machine
+from isthmus.doctor.checks import Gpu
 from isthmus.doctor.role import fits, least_bytes, role
+from isthmus.doctor.survey import NamedRate, Survey
 from isthmus.errors import ConfigError
 from isthmus.planner.cost import step_flops
 from isthmus.planner.devices import DEVICES, assume, device_tflops, known_device
@@ -158,3 +160,19 @@ def test_cards_that_people_have_are_in_the_table_with_their_memory():
     # Turing and Volta have no units for bf16: their rate is that of fp32, and the plan's words say so.
     assert "of the fp32 peak" in assume(["edge=t4"])[3][0]
     assert "of the bf16 peak" in assume(["edge=rtx-3060"])[3][0]
+
+
+@pytest.mark.parametrize(("precision", "tflops"), [("bf16", 3.0), ("fp32", 5.0)])
+def test_the_rate_to_paste_is_that_of_the_precision_which_auto_takes_on_the_card(precision, tflops):
+    """On a card older than Ampere bf16 is emulated, so `auto` is fp32 there."""
+    card = Gpu(
+        device="cuda:0", name="T4", total_bytes=2, free_bytes=2, available_bytes=1, precision=precision
+    )
+    sample = {
+        "device": "cuda:0", "preset": "178m", "sequences": 1, "steps": 9, "step_seconds": 1.0,
+        "fastest_seconds": 1.0, "slowest_seconds": 1.0, "tokens_per_second": 1.0, "name": "T4",
+    }  # fmt: skip
+    rates = [NamedRate(precision=p, tflops=t, **sample) for p, t in (("bf16", 3.0), ("fp32", 5.0))]
+    found = Survey(cpu=machine.cpu(), gpus=[card], rates=rates)
+    assert found.best is not None
+    assert found.best.tflops == tflops

@@ -13,8 +13,10 @@ from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError
 from isthmus.planner.fit import in_flight_of
 from isthmus.planner.memory import process_memory, replica_memory
+from isthmus.replica.picks import as_picked, pick_precision, precision_note
 from isthmus.runtime import versions
 from isthmus.runtime.fits import SURE_SHARE, check_fits, cut_to_fit, resting_bytes, told_parts
+from isthmus.runtime.launcher import LauncherConfig, check_device
 from isthmus.runtime.versions import check_torch
 
 ROOT = Path(__file__).parents[2]
@@ -135,3 +137,55 @@ def test_the_line_says_what_would_fit():
         max(part.total for part in replica_memory(recipe, config, in_flight_of(recipe, config))) < 4 * 10**9
     )
     assert "\n" not in str(error.value)
+
+
+# Precision
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("card", "capability", "auto"),
+    [
+        ("V100", (7, 0), "fp32"),
+        ("T4", (7, 5), "fp32"),
+        ("A100", (8, 0), "bf16"),
+        ("RTX 4090", (8, 9), "bf16"),
+        ("H200", (9, 0), "bf16"),
+        ("B200", (10, 0), "bf16"),
+    ],
+)
+def test_auto_is_what_the_card_computes_in_and_says_where_that_is_fp32(card, capability, auto):
+    recipe = parse_recipe(recipe_text(RACK))
+    assert recipe.inner.precision == "auto"
+    assert pick_precision(recipe, CUDA, capability) == auto
+    note = precision_note(recipe, CUDA, capability)
+    assert ('inner.precision = "auto" is fp32 here' in note) == (auto == "fp32")
+    assert precision_note(recipe, torch.device("cpu")) == ""
+    for stated in ("bf16", "fp32"):  # what a recipe states is taken, on any card
+        asked = parse_recipe(recipe_text(RACK, inner={"precision": stated}))
+        assert pick_precision(asked, CUDA, capability) == stated
+        assert precision_note(asked, CUDA, capability) == ""
+
+
+def test_memory_is_counted_in_the_precision_that_the_card_has(monkeypatch):
+    recipe = parse_recipe(recipe_text(RACK))
+    totals = {}
+    for name, capability in (("T4", (7, 5)), ("H200", (9, 0))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        counted = as_picked(recipe, CUDA)
+        totals[name] = process_memory(counted, counted.replicas[0], 0, 1, on_gpu=True).activations
+    as_planned = process_memory(recipe, recipe.replicas[0], 0, 1, on_gpu=True).activations
+    assert totals["H200"] == as_planned < totals["T4"]
+
+
+def test_an_old_card_is_told_to_whoever_joins_with_it(monkeypatch):
+    recipe = parse_recipe(recipe_text(RACK))
+    monkeypatch.setattr("isthmus.replica.picks.pick_device", lambda name: CUDA)
+    monkeypatch.setattr("isthmus.runtime.fits.device_memory", lambda device: (16 * 10**9, "Tesla T4"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = LauncherConfig(url="", replica="rack-0", device="cuda", compiled=False)
+    for capability, told in (((7, 5), "is fp32 here"), ((8, 0), "")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        warning = check_device(config, recipe, recipe.fleet()[0])
+        assert (told in warning) if told else warning == ""

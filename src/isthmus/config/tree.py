@@ -57,7 +57,7 @@ class InnerConfig:
     weight_decay: float = 0.1
     clip: float = 1.0  # 0: none
     clip_scope: str = "replica"  # or "stage": the norm of each stage on its own
-    precision: str = "auto"  # "auto": bf16 on CUDA, fp32 on CPU; or "fp32", "bf16", "fp64"
+    precision: str = "auto"  # bf16 on CUDA from Ampere on, else fp32; or "fp32", "bf16", "fp64"
     recompute: bool = False  # keep one stream per layer, and compute the layer again in the backward
 
     def __post_init__(self) -> None:

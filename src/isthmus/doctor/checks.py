@@ -32,6 +32,7 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     available_bytes: int  # that training may use
+    precision: str = "bf16"  # that inner.precision = "auto" is here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import torch
 
+from isthmus import gpu
 from isthmus.config import PRESETS, InnerConfig, Recipe, ReplicaConfig
 from isthmus.doctor.checks import Gpu
 from isthmus.planner.rate import TrainingRate
@@ -22,6 +23,7 @@ def gpus() -> list[Gpu]:
                 total_bytes=total,
                 free_bytes=free,
                 available_bytes=int(free * USABLE_SHARE),
+                precision="bf16" if gpu.computes_in_bf16(torch.device("cuda", i)) else "fp32",
             )
         )
     return found

@@ -47,8 +47,10 @@ class Survey:
 
     @property
     def best(self) -> NamedRate | None:
-        """The rate at which training would run here: `auto` takes the GPU, in bf16, else the CPU in fp32."""
-        usual = [r for r in self.rates if r.precision == ("fp32" if r.device == "cpu" else "bf16")]
+        """The rate at which training would run here: `auto` takes the GPU, else the CPU; a GPU in bf16 unless
+        it is old, the CPU in fp32."""
+        auto = {gpu.device: gpu.precision for gpu in self.gpus} | {"cpu": "fp32"}
+        usual = [r for r in self.rates if r.precision == auto.get(r.device, "bf16")]
         return next((r for r in usual if r.device != "cpu"), usual[0] if usual else None)
 
     @property
@@ -127,7 +129,8 @@ def survey(
         found.checks += checks
         if rate:
             found.links.append(("link", checks[0].name, rate))
-    room, precision = (found.gpus[0].available_bytes, "bf16") if found.gpus else (available, "fp32")
+    first = found.gpus[0] if found.gpus else None
+    room, precision = (first.available_bytes, first.precision) if first else (available, "fp32")
     found.fits = fits(room, precision, found.best.tflops if found.best else None)
     found.role = role(found.fits, trains, bucket_ok)
     return found

@@ -40,14 +40,32 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def pick_precision(recipe: Recipe, device: torch.device) -> str:
+def pick_precision(recipe: Recipe, device: torch.device, capability: tuple[int, int] | None = None) -> str:
+    """What "auto" means on this device; `capability` as in `gpu.computes_in_bf16`."""
     if recipe.inner.precision == "fp64" and device.type in gpu.NO_DOUBLE:
         raise ConfigError(
             f'inner.precision is "fp64", which {device.type} does not have; set fp32, or use --device cpu'
         )
     if recipe.inner.precision != "auto":
         return recipe.inner.precision
-    return "bf16" if device.type == "cuda" else "fp32"
+    return "bf16" if gpu.computes_in_bf16(device, capability) else "fp32"
+
+
+def precision_note(recipe: Recipe, device: torch.device, capability: tuple[int, int] | None = None) -> str:
+    """A line where "auto" is not what people expect of a GPU; else nothing."""
+    if recipe.inner.precision != "auto" or device.type != "cuda":
+        return ""
+    if pick_precision(recipe, device, capability) == "bf16":
+        return ""
+    return (
+        "this GPU has no bf16 arithmetic of its own (it is older than Ampere), and torch's stand-in is slow: "
+        'inner.precision = "auto" is fp32 here'
+    )
+
+
+def as_picked(recipe: Recipe, device: torch.device) -> Recipe:
+    """The recipe with the precision that it has on this device, to count its memory."""
+    return replace(recipe, inner=replace(recipe.inner, precision=pick_precision(recipe, device)))
 
 
 def pick_threads(asked: int = 0) -> int:

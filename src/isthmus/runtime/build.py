@@ -71,9 +71,10 @@ def build_replica(
     recipe, whole = run.recipe.trained_by(member), member.config.kind == "full"
     compiled = compiles(config, device)
     if whole and device.type == "cuda":
+        from isthmus.replica.picks import as_picked
         from isthmus.runtime.fits import cut_to_fit, device_memory
 
-        member = cut_to_fit(recipe, member, device_memory(device)[0])
+        member = cut_to_fit(as_picked(recipe, device), member, device_memory(device)[0])
 
     def full_replica(process_group: Any = None) -> FullReplica:
         assert batches is not None

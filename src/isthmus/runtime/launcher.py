@@ -134,7 +134,7 @@ def check_device(config: LauncherConfig, recipe: "Recipe", member: "Member") -> 
     import torch
 
     from isthmus import gpu
-    from isthmus.replica.picks import pick_device
+    from isthmus.replica.picks import as_picked, pick_device, precision_note
     from isthmus.runtime.fits import check_fits, device_memory, told_parts
 
     device, warning = pick_device(config.device), ""
@@ -144,9 +144,9 @@ def check_device(config: LauncherConfig, recipe: "Recipe", member: "Member") -> 
                 f"replica {member.name} has {member.config.processes} processes, one for each CUDA device, "
                 f"and this machine has {torch.cuda.device_count()}; join on another machine"
             )
-        warning = check_fits(recipe, [member], *device_memory(device), config.stage) or told_parts(
-            recipe, member, *device_memory(device)
-        )
+        counted, room = as_picked(recipe, device), device_memory(device)
+        warning = check_fits(counted, [member], *room, config.stage) or told_parts(counted, member, *room)
+        warning = "; ".join(filter(None, [precision_note(recipe, device), warning]))
     if member.config.backend == "nccl" and device.type != "cuda":
         raise ConfigError(
             f'replica {member.name} has backend "nccl", which needs a CUDA device on every stage'

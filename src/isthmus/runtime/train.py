@@ -25,7 +25,14 @@ from isthmus.planner.auto import resolve
 from isthmus.planner.room import check_disk, fleet_room
 from isthmus.protocol.access import bucket_of
 from isthmus.protocol.ledger import Ledger
-from isthmus.replica.picks import checked_corpus, held_out_note, pick_device, pick_precision, with_pin
+from isthmus.replica.picks import (
+    as_picked,
+    checked_corpus,
+    held_out_note,
+    pick_device,
+    pick_precision,
+    with_pin,
+)
 from isthmus.runlog import REAL, About, RunDir, next_run_dir
 from isthmus.runlog.hooks import OnRound, RoundHooks
 from isthmus.runlog.live import View, open_view
@@ -62,8 +69,10 @@ def train(
     recipe, picks = resolve(recipe)
     check_trainable(recipe)
     used = pick_device(device)
-    if used.type == "cuda" and (warning := check_fits(recipe, recipe.fleet(), *device_memory(used))):
-        print(f"isthmus: {warning}", file=sys.stderr)
+    if used.type == "cuda":
+        counted = as_picked(recipe, used)
+        if warning := check_fits(counted, recipe.fleet(), *device_memory(used)):
+            print(f"isthmus: {warning}", file=sys.stderr)
     corpus = checked_corpus(recipe)
     recipe = with_pin(recipe, corpus)
     first = checked_first(recipe, corpus)

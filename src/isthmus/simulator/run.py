@@ -31,6 +31,7 @@ from isthmus.replica.picks import (
     pick_device,
     pick_precision,
     pick_threads,
+    precision_note,
     with_pin,
 )
 from isthmus.runlog import REAL, About, RunDir, next_run_dir
@@ -107,7 +108,7 @@ def about_run(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         precision=precision,
         parameters=recipe.model.num_parameters,
-        auto=[pick.reason for pick in picks],
+        auto=[*(pick.reason for pick in picks), *filter(None, [precision_note(recipe, device)])],
         corpus=recipe.data.corpus,
         tokenizer_sha256=corpus.tokenizer_sha256,
         start_sha256=start_digest(first) if first else "",
