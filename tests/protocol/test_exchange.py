@@ -169,7 +169,7 @@ def test_a_round_goes_on_after_the_store_was_killed_while_it_was_being_closed(
     away = threading.Event()
 
     def outage() -> None:
-        while not replicas[0].ledger.has_commit("a", 1):
+        while "a" not in replicas[0].ledger.committed(1):
             time.sleep(0.05)
         seaweed_server.kill()
         away.set()

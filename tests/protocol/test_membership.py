@@ -20,7 +20,7 @@ from isthmus.protocol.changes import Changes, document
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.invitations import request_key
 from isthmus.protocol.ledger import Ledger
-from isthmus.protocol.membership import MOST_BYTES, advance, current_keys, extended, membership_key
+from isthmus.protocol.membership import MOST_BYTES, advance, extended, membership_key
 from isthmus.protocol.replay import Replay
 from isthmus.protocol.trust import INVITED, Refused, Signer, canonical, new_secret
 from isthmus.store import StoreError
@@ -50,7 +50,7 @@ def test_who_is_invited_comes_in_at_the_edge_of_a_round_and_counts_in_the_next(a
     assert [entry.replica for entry in owned.ledger().manifest(3).entries] == ["a", "b", "c", "d"]
     assert len({each.exchange.anchor for each in (a, b, c, d)}) == 1
     assert "d is admitted, from the next round on" in a.said
-    assert current_keys(a.ledger)["d"] == owned.own["d"].public_key
+    assert a.ledger.run.keys["d"] == owned.own["d"].public_key
 
 
 def test_before_its_first_round_a_newcomer_does_not_count_and_is_not_awaited(owned):

@@ -130,11 +130,6 @@ class Membership:
         self.names |= epoch.run.keys.keys()
 
 
-def current_keys(ledger: Any) -> Mapping[str, str]:
-    """replica -> public key, by the newest epoch that this ledger has read; run.json's where none was."""
-    return ledger.run.keys
-
-
 def advance(before: Epoch, data: bytes) -> Epoch:
     """The epoch after `before`, as a sealed document says; Refused with the reason where it may not."""
     run = before.run

@@ -142,8 +142,7 @@ class Payloads(History):
         return self._theirs(self.commit_key(replica, round_number), self.commit_limit)
 
     def committed(self, round_number: int) -> set[str]:
-        """Whose commits to a round are there, whatever is in them. A listing may lag; a name that it lacks
-        can be asked for by `has_commit`."""
+        """Whose commits to a round are there, whatever is in them. A listing may lag."""
         return set(self.scan_commits(round_number))
 
     def scan_commits(self, round_number: int) -> "dict[str, Info]":
@@ -162,9 +161,6 @@ class Payloads(History):
         with suppress(StoreRefused):
             return self.store.foreign(lambda: self.store.head(self.commit_key(replica, round_number)))
         return None
-
-    def has_commit(self, replica: str, round_number: int) -> bool:
-        return self._commit_info(replica, round_number) is not None
 
     def shard_key(self, replica: str, round_number: int, shard: Shard) -> str:
         return f"payloads/{replica}/{round_number:06d}/{shard.index}-{shard.digest}"
