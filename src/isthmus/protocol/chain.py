@@ -81,12 +81,17 @@ class Chain(Epochs):
 
     def check_commit(self, data: bytes, replica: str, round_number: int, anchor: str) -> Entry:
         """A commit's entry, with the commit in it, or Refused with the reason."""
-        if len(data) > self.commit_limit:
-            raise Refused(f"the commit has {len(data)} bytes; at most {self.commit_limit} are accepted")
+        self._check_length(data)
         signed = open_sealed(data, "commit", self.run.run_id, self.at(round_number).keys)
         entry = Entry.from_dict(self._check_signed(signed, replica, round_number, anchor))
         self._check_shards(entry)
-        return replace(entry, commit=without_extras(data))
+        commit = without_extras(data)
+        self._check_length(commit)  # as the manifest will have it: 1e15 is longer there
+        return replace(entry, commit=commit)
+
+    def _check_length(self, commit: bytes) -> None:
+        if len(commit) > self.commit_limit:
+            raise Refused(f"the commit has {len(commit)} bytes; at most {self.commit_limit} are accepted")
 
     def _check_signed(
         self, signed: tuple[str, dict[str, Any]], replica: str, round_number: int, anchor: str

@@ -1,6 +1,5 @@
 """Changing a run's membership: what its owner orders, and what closers take up before they settle a round."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ from isthmus.protocol.documents import MOST_CHANGES
 from isthmus.protocol.invitations import MOST_BYTES, invitation_key, request_key
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.membership import Epoch, Membership, advance, membership_key
-from isthmus.protocol.trust import INVITED, Refused, Signer, sha256
+from isthmus.protocol.trust import INVITED, Refused, Signer, parse_document, sha256
 from isthmus.store import Info, StoreError, StoreRefused
 
 MOST_REQUESTS = 2000  # objects below requests/, whoever wrote them
@@ -141,7 +140,7 @@ class Requests:
         """A request as a change of the membership, if it is good by itself."""
         try:
             request = self._get(request_key(signer))
-            if isinstance(request, dict) and request.get("replica") == INVITED:
+            if request.get("replica") == INVITED:
                 invitation = self._get(invitation_key(signer))
                 change = Changes(admitted=[{"invitation": invitation, "request": request}])
             else:
@@ -153,12 +152,14 @@ class Requests:
             self.refused[request_key(signer)] = listed
             return None
 
-    def _get(self, key: str) -> Any:
+    def _get(self, key: str) -> dict[str, Any]:
         try:
-            data = self.ledger.get_document(key, MOST_BYTES)
-            return json.loads(data or b"null")
-        except (StoreRefused, ValueError, RecursionError) as error:
+            found = parse_document(self.ledger.get_document(key, MOST_BYTES) or b"")
+        except StoreRefused as error:
             raise Refused(f"{key}: {error}") from None
+        if not isinstance(found, dict):
+            raise Refused(f"{key} is not a document of ours")
+        return found
 
     def _say(self, words: str) -> None:
         if words and words != self.said:

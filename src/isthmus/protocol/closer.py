@@ -88,6 +88,7 @@ class Closer:
         # A listing may lag: nobody is left out who was not asked for.
         self.verdicts.ask(name for name in members if name not in self.verdicts.there)
         self._judge(anchor)
+        self.verdicts.check_readable()
         if not self._holds(anchor, members):
             return False
         accepted, refused = self.verdicts.compare(previous)

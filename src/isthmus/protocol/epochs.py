@@ -4,7 +4,6 @@ A manifest names the epoch of its own round and that of the next. So put-if-abse
 from which round on an epoch holds, and every member knows its round's epoch before it trains.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +12,7 @@ from isthmus.layout.deal import Deal
 from isthmus.protocol.documents import EPOCH, Manifest, RunInfo
 from isthmus.protocol.membership import Epoch, Membership
 from isthmus.protocol.schema import check
-from isthmus.protocol.trust import Refused
+from isthmus.protocol.trust import Refused, parse_document
 from isthmus.store import Store
 
 
@@ -119,8 +118,8 @@ class Epochs(ABC):
         if not self.membership.owner:
             return self.membership.newest
         try:
-            body = json.loads(data)["body"]
-        except (ValueError, RecursionError, KeyError, TypeError):
+            body = parse_document(data)["body"]
+        except (KeyError, TypeError):
             raise Refused("the manifest is not signed: it is not a document of ours") from None
         check(body, {"epoch": EPOCH, "next_epoch": EPOCH})
         self.membership.epoch(body["next_epoch"])

@@ -7,6 +7,7 @@ cannot be passed off as a manifest, nor a document of one run as another's.
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 MAX_DOCUMENT_BYTES = 4 * 2**20
 MAX_KEY_BYTES = 1024
+# Levels of a document. Python's own limit counts the callers too: what one reader could just read, a closer
+# say, another would refuse. A document that holds others' may be deeper than they are.
+MOST_DEPTH, MOST_DEPTH_AROUND = 32, 64
+HOLDS_OTHERS = ("manifest", "membership")
 OWNER, INVITED = "@owner", "@invited"  # who signs, where it is no replica; no replica has such a name
 
 
@@ -130,11 +135,37 @@ def load_signer(path: Path, replica: str) -> Signer:
 
 def open_sealed(data: bytes, kind: str, run_id: str, keys: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     """(replica, body) of a signed document, or Refused: no byte is trusted before its signature."""
+    return open_document(parse_document(data), kind, run_id, keys)
+
+
+def parse_document(data: bytes) -> Any:
+    """What lies in a document's place, as JSON. None where it is none, is nested deeper than any of ours, or
+    has a number that JSON has not: it could not be put into another document."""
     try:
-        document = json.loads(data)
+        document = json.loads(data, parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError):
-        document = None
-    return open_document(document, kind, run_id, keys)
+        return None
+    return None if _is_deeper(document, MOST_DEPTH_AROUND) else document
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"{digits[:20]} is too large")
+    return value
+
+
+def _is_deeper(document: Any, most: int) -> bool:
+    level = [document]
+    for _ in range(most):
+        inside = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inside for value in values if isinstance(value, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def open_document(
@@ -148,6 +179,8 @@ def open_document(
         if not isinstance(body, dict) or not isinstance(replica, str):
             raise TypeError
         if not re.fullmatch("[0-9a-f]{128}", signature):  # one document has one form
+            raise ValueError
+        if kind not in HOLDS_OTHERS and _is_deeper(document, MOST_DEPTH):
             raise ValueError
         signed = _signed_bytes(kind, run_id, body)
     except (ValueError, KeyError, TypeError, RecursionError):

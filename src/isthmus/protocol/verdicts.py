@@ -77,6 +77,7 @@ class Verdicts:
         self.listed: dict[str, Info] = {}  # whose commits are there
         self.commits: dict[str, bytes] = {}  # as read
         self.faults: dict[str, str] = {}  # why an object in the place of a commit cannot be read
+        self.unreadable: dict[str, Unreadable] = {}  # those that the store gives to nobody, or not to us
         self.read: dict[str, Info] = {}  # as listed when it was read
         self.given: dict[str, Verdict] = {}  # by replica
         self.signs.clear()
@@ -139,22 +140,26 @@ class Verdicts:
 
     def _read(self, names: Collection[str]) -> None:
         names = [name for name in names if not (name in self.given and self.given[name].stands)]
-        unreadable: list[StoreRefused] = []
         calls = [partial(self._get, name) for name in names]
         for name, found in zip(names, self.ledger.store.together(calls, MOST_AT_ONCE), strict=True):
             self.faults.pop(name, None)
+            self.unreadable.pop(name, None)
             if isinstance(found, StoreRefused):
                 self.commits.pop(name, None)
                 self.faults[name] = printable(f"the commit: {found}")
-                unreadable += [found] if isinstance(found, Unreadable) else []
+                if isinstance(found, Unreadable):
+                    self.unreadable[name] = found
             elif found is not None:
                 self.commits[name] = found
             if name in self.listed:
                 self.read[name] = self.listed[name]
-        if len(unreadable) > 1 and not (self.commits.keys() | self.good()) - {self.own}:
-            raise RunError(
-                f"no commit of another replica can be read: are these credentials right? {unreadable[0]}"
-            )
+
+    def check_readable(self) -> None:
+        """RunError where no commit of another can be read: else we would refuse everybody, and the run would
+        be ours. Asked when the round could close: two who are quick and put junk are not everybody."""
+        if len(self.unreadable) > 1 and not (self.commits.keys() | self.good()) - {self.own}:
+            why = next(iter(self.unreadable.values()))
+            raise RunError(f"no commit of another replica can be read: are these credentials right? {why}")
 
     def _get(self, name: str) -> bytes | StoreRefused | None:
         try:
