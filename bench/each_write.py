@@ -90,7 +90,7 @@ class Table:
         self.make(change, strike)
         at = (fleet.watch.first or fleet.ledger.last_round()) + step.later
         fleet.until(lambda: strike.fired or fleet.ledger.last_round() > at + 3, f"{step} in the {change}")
-        fleet.all_give(at)
+        fleet.all_give(max(at, strike.round))  # an anchor comes later than its round
         seconds, manifest = time.monotonic() - strike.at, fleet.ledger.manifest(at)
         by = manifest.closer if manifest and step.by == "closer" else "-"
         name = f"{change:32} {step!s:26} {'after' if after else 'before':9}"

@@ -50,6 +50,7 @@ class Strike:
     fired: str = ""  # the key
     victim: str = ""
     at: float = 0.0  # by the monotonic clock
+    round: int = 0  # the newest that a closer had given to
 
 
 @dataclass
@@ -129,7 +130,7 @@ class Watch:
         strike = self.strike
         if strike is None or strike.fired or strike.after != after or strike.step != self.numbered.get(key):
             return False
-        strike.fired, strike.victim, strike.at = key, who, time.monotonic()
+        strike.fired, strike.victim, strike.at, strike.round = key, who, time.monotonic(), self.newest
         self.kill(who)
         return True
 
