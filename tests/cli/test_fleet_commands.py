@@ -24,7 +24,7 @@ from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.trust import load_signer, new_secret
 from isthmus.runtime import agent
 from isthmus.runtime.addresses import Places
-from isthmus.runtime.launcher import check_backend
+from isthmus.runtime.places import check_backend
 from isthmus.runtime.process import LauncherConfig
 from isthmus.store.objects import open_store
 
