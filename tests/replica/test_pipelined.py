@@ -116,7 +116,7 @@ def test_processes_and_simulator_end_at_the_same_weights(results, case):
         assert all(LIMIT >= a >= b >= 1 for a, b in pairwise(depths))
     totals = dict(zip(COUNTED, sum(file["counts"] for file in files).tolist(), strict=True))
     steps, links = len(seen), member.config.stages - 1
-    assert totals.pop("control") == 2 * links * steps * 40
+    assert totals.pop("control") == 2 * links * steps * 48
     rounds = [recipe.in_round(t) for t in (1, 2)]
     expected = [inner_step_bytes(one, one.fleet()[1]) for one in rounds]
     assert totals == {

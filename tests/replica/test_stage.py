@@ -149,7 +149,7 @@ def test_bytes_between_stages_are_those_that_traffic_predicts(settings):
     replica = PipelinedReplica.in_one_process(recipe, member, batches_of(recipe), precision="fp64")
     replica.inner_step(0)
     counts = replica.pop_counts()
-    assert counts.pop("control") == 2 * 3 * 40
+    assert counts.pop("control") == 2 * 3 * 48
     assert counts == inner_step_bytes(recipe, member)
     assert not any(replica.pop_counts().values())
 

@@ -30,6 +30,15 @@ class Replica(Protocol):
     def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
         """Start from the anchor: the weights take its values, compressed stages its embedding (eqs. 3-4)."""
 
+    def go_on(self, anchor: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+        """Take up a round in its middle: as `begin_round`, and then the weights take these values, bit for
+        bit."""
+
+    def stops(self, wish: bool) -> bool:
+        """Between two inner steps: does the replica stop here? Where its processes can agree on that, all of
+        them do after the same inner step; a wish may be heard after the next one."""
+        ...
+
     def inner_step(self, inner_step: int) -> Tensor:
         """One InnerOpt update (eq. 1) on the batch of this inner step, counted over the whole run.
 

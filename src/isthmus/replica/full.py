@@ -90,6 +90,12 @@ class FullReplica:
         self._receive(self.named_parameters(), anchor)
         self.stack.opt.refresh_copies()
 
+    def go_on(self, anchor: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+        self.begin_round(params)
+
+    def stops(self, wish: bool) -> bool:
+        return wish
+
     @torch.no_grad()
     def _receive(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor] | None) -> None:
         for name, tensor in tensors.items():

@@ -35,6 +35,12 @@ class LeaderReplica:
         self.control.share(b"begin")
         self.replica.begin_round(anchor)
 
+    def go_on(self, anchor: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+        self.begin_round(params)
+
+    def stops(self, wish: bool) -> bool:
+        return wish  # the others do what this process does
+
     def inner_step(self, inner_step: int) -> Tensor:
         self.control.share(f"step {inner_step}".encode())
         return self.replica.inner_step(inner_step)

@@ -31,9 +31,9 @@ from isthmus.replica.links import Departure, StageEnd, TensorSpec, local_pair
 from isthmus.replica.stage import Stage
 
 # What stages send each other at the end of an inner step: squared gradient norm, loss, the slowest stage's
-# seconds per micro-batch, the slowest link's round trip, and the time between micro-batch 0's arrival at the
-# sender and its gradient's departure.
-CONTROL = (TensorSpec("control", (5,), torch.float64),)
+# seconds per micro-batch, the slowest link's round trip, the time between micro-batch 0's arrival at the
+# sender and its gradient's departure, and whether one of them wishes to stop.
+CONTROL = (TensorSpec("control", (6,), torch.float64),)
 FIRST_LOOK, LOOK_EVERY = 3, 20  # inner steps until depths are chosen from measured times, and then again
 FORWARD_SHARE = 1 / 3  # of a micro-batch's compute
 SLACK = 1.15  # on measured round trips: an exact fit leaves no room for jitter
@@ -86,6 +86,7 @@ class PipelinedReplica:
         self.measured: list[tuple[float, float]] = []  # a micro-batch's compute, the slowest round trip
         self.chosen_for = math.inf  # round trip / compute for which the depths were chosen
         self.num_steps = 0
+        self.wish = self.stopping = False  # of the stages here, and of all of them
         self.counted: dict[str, int] = {}
 
     @classmethod
@@ -144,13 +145,27 @@ class PipelinedReplica:
     def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
         for stage in self.stages:
             stage.begin_round(anchor)
+        self._begin()
+
+    def go_on(self, anchor: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+        for stage in self.stages:
+            stage.go_on(anchor, params)
+        self._begin()
+
+    def _begin(self) -> None:
         self.timeout_seconds = self.round_timeout_seconds
+        self.wish = self.stopping = False
+
+    def stops(self, wish: bool) -> bool:
+        """A wish travels with the norms of the next inner step, after which all stages stop."""
+        self.wish = wish
+        return self.stopping
 
     def inner_step(self, inner_step: int) -> Tensor:
         """One InnerOpt update of the whole replica (eq. 1); its loss, the same at every stage."""
         self._open_boundaries(inner_step // self.recipe.outer.inner_steps + 1)
         runs = [
-            _StageStep(stage, *ends, self.clock, self.timeout_seconds)
+            _StageStep(stage, *ends, self.clock, self.timeout_seconds, self.wish)
             for stage, ends in zip(self.stages, self.links, strict=True)
         ]
         for run in runs:
@@ -160,7 +175,8 @@ class PipelinedReplica:
             runs[0].micro_batches = tokens.chunk(self.num_micro_batches)  # each (B, L + 1)
         self._execute(runs)
         totals = self._agree(runs)
-        square, loss, compute, self.round_trip_seconds = totals[:4].tolist()
+        square, loss, compute, self.round_trip_seconds, _, stopping = totals.tolist()
+        self.stopping = stopping != 0
         by_replica = self.recipe.inner.clip_scope == "replica"
         with self.clock:
             for run in runs:
@@ -247,9 +263,10 @@ class _StageStep:
         after: StageEnd | None,
         clock: Clock,
         timeout_seconds: float | None,
+        wish: bool,
     ) -> None:
         self.stage, self.before, self.after = stage, before, after
-        self.clock, self.timeout_seconds = clock, timeout_seconds
+        self.clock, self.timeout_seconds, self.wish = clock, timeout_seconds, wish
         self.micro_batches: Sequence[Tensor] = ()
         self.loss = torch.zeros((), dtype=gpu.wide(stage.device), device=stage.device)
         self.compute_seconds = 0.0  # with packing and sending, which the clock leaves out
@@ -333,13 +350,14 @@ class _StageStep:
         compute = seconds / self.num_micro_batches
         # How long micro-batch 0 was here, between arriving from the stage before and returning there.
         stay = (self.went_back.at or time.perf_counter()) - self.arrived
-        share = torch.tensor([self.square, loss, compute, 0.0, stay], dtype=torch.float64)
+        share = torch.tensor([self.square, loss, compute, 0.0, stay, self.wish], dtype=torch.float64)
         if self.after:
             later = self.after.receive(self.timeout_seconds)[0].cpu()
             round_trip = self.returned - self.left.at - later[4].item()
             share[:2] += later[:2]
             share[2] = max(compute, later[2].item())
             share[3] = max(round_trip, later[3].item())
+            share[5] = max(float(self.wish), later[5].item())
         self.totals = share
         if self.before:
             self.before.send({"control": share})

@@ -96,6 +96,12 @@ class ShardedReplica:
                 if name in self.local:
                     self.local[name].copy_(received[: len(self.local[name])])
 
+    def go_on(self, anchor: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+        self.begin_round(params)
+
+    def stops(self, wish: bool) -> bool:
+        return False  # at the edge of a round only: nothing that small goes between its processes
+
     @torch.no_grad()
     def named_parameters(self) -> dict[str, Tensor]:
         """What this process answers for, whole: gathered now, so later inner steps do not change it."""

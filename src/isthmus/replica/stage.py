@@ -196,3 +196,11 @@ class Stage(Trainable):
         self.set_weights(anchor)
         if self.table is not None and self.recipe.subspace.adaptation:
             self.table.copy_(anchor[EMBEDDING])  # eqs. 3-4: T_perp follows the table all replicas agreed on
+
+    @torch.no_grad()
+    def go_on(self, anchor: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+        """In the middle of a round: T_perp is that of its start, and the weights have left it."""
+        self.begin_round(anchor)
+        for name, param in self.params.items():
+            param.copy_(params[name])  # as they were saved: projecting once more could change a bit
+        self.opt.refresh_copies()

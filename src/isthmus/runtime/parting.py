@@ -57,9 +57,10 @@ class Parting:
 
     # The workers
 
-    def asked(self) -> bool:
-        """Must this process go? It may be called after every inner step."""
-        if self.by is None and self.path is not None and self.ticks() - self.looked_at >= LOOK_SECONDS:
+    def asked(self, at_once: bool = False) -> bool:
+        """Must this process go? It may be called after every inner step: it looks now and then, or now."""
+        due = at_once or self.ticks() - self.looked_at >= LOOK_SECONDS
+        if self.by is None and self.path is not None and due:
             self.looked_at = self.ticks()
             with suppress(OSError, ValueError, ConfigError):
                 # A deadline that nobody could mean is one that has come.

@@ -53,9 +53,8 @@ class WorkerRounds:
         try:
             self._run()
         except Parted as stop:
+            self.wanted = PART
             self._left(str(stop))
-            trainer.replica.close()
-            return
         except LeftWaiting as stop:
             save_delivered(trainer)
             self._left(str(stop))
@@ -74,8 +73,7 @@ class WorkerRounds:
         finally:
             if self.leads:
                 self._say_farewell()
-        trainer.replica.close()
-        trainer.control.leave()
+        self._close()
 
     def _run(self) -> None:
         trainer, parting = self.trainer, self.request.parting
@@ -99,7 +97,15 @@ class WorkerRounds:
         if trainer.ledger.membership.expected:
             trainer.log(f"replica {trainer.member.name} was not admitted before the run ended")
         trainer.log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
-        if self.wanted == PART and not parting.asked():
+
+    def _close(self) -> None:
+        """All processes of the replica stop here. A machine of theirs that is not taken back starts again."""
+        trainer = self.trainer
+        if self.wanted == PART:  # none ends before all have saved: a start of one would end the others
+            trainer.control.share(b"saved")
+        trainer.replica.close()
+        trainer.control.leave()
+        if self.wanted == PART and not self.request.parting.asked(at_once=True):
             name = trainer.member.name
             raise RunError(
                 f"replica {name}: the machine of another stage was taken back; waiting for its return"

@@ -51,18 +51,18 @@ def part_if_asked(
     """Between two inner steps: if this machine is taken back, save at once, and stop here unless the rest of
     the round, which takes `seconds_left`, fits into the time.
 
-    Processes that train one replica together stop at the edge of a round only.
+    Stages stop together, whichever of their machines is taken back. They save when they stop, and not
+    before: that would cost each of them a pause, and one alone can do nothing with what it saved.
     """
     parting = trainer.parting
-    if trainer.control.size > 1 or not parting.asked():
-        return
-    fits = parting.fits(seconds_left)
-    if not fits or not parting.saved:
+    asked = parting.asked()
+    if trainer.replica.stops(asked and not parting.fits(seconds_left)):
         save_here(trainer, round_number, losses)
-        parting.saved = True
-    if not fits:
         steps = trainer.recipe.outer.inner_steps
         raise Parted(f"stopped in round {round_number}, after {len(losses)} of its {steps} inner steps")
+    if asked and not parting.saved and trainer.control.size == 1:
+        save_here(trainer, round_number, losses)
+        parting.saved = True
 
 
 def _here(

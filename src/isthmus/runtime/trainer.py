@@ -207,7 +207,10 @@ class Trainer:
             self.replica.begin_round(self.anchor)
             return []
         about, params = middle
-        self.replica.begin_round(params if about.num_steps else self.anchor)
+        if about.num_steps:
+            self.replica.go_on(self.anchor, params)
+        else:  # it stopped at the edge
+            self.replica.begin_round(self.anchor)
         return list(about.losses)
 
     def _save_middle(self, round_number: int, losses: Sequence[Tensor]) -> None:
