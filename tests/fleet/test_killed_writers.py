@@ -1,5 +1,6 @@
 """A real closer that is killed at an exact write of a change; bench/each_write.py does it at every write."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,5 +46,10 @@ def test_a_closer_killed_at_a_write_of_a_change_costs_nothing(fleet, monkeypatch
     edge = fleet.watch.first
     fleet.all_give(edge)
     assert fleet.ledger.manifest(edge).next_epoch == 2
+    starts = re.findall(r"first inner step after .*\((\w+)", fleet.log(revoked.victim))
+    assert (starts[0], set(starts[1:])) == (
+        "launcher",
+        {"imports"},
+    )  # the time before a kill is no part of a start
     assert set(fleet.stop().values()) == {0}
     assert check_run(fleet.folder, fleet.url, num_changes=2) == []

@@ -77,6 +77,9 @@ class StruckFleet:
         command = ["join", self.url, *words, *options, "--device", "cpu", "--threads", "1"]
         self.running[name] = self._start(who or name, command, self.folder / "logs" / f"{name}.log")
 
+    def log(self, name: str) -> str:
+        return (self.folder / "logs" / f"{name}.log").read_text()
+
     def _start(self, who: str, words: list[str], log: Path) -> subprocess.Popen[bytes]:
         with open(log, "ab") as file:
             return subprocess.Popen(
