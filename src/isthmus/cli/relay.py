@@ -38,11 +38,15 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def relay(args: argparse.Namespace) -> int:
-    from isthmus.runtime.relay import Relay
+    from isthmus.runtime.relay import Relay, allowed_files
 
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port is {args.port}; a port is 0 to 65535, 0 for any free one")
-    server = Relay(args.host, args.port, lambda text: print(f"isthmus: {text}", file=sys.stderr, flush=True))
+
+    def log(text: str) -> None:
+        print(f"isthmus: {text}", file=sys.stderr, flush=True)
+
+    server = Relay(args.host, args.port, log, files=allowed_files())
     print(f"relay at {args.host or '*'}:{server.port}", flush=True)
     print(f"stages join with --relay ADDRESS:{server.port}; Ctrl-C ends it", file=sys.stderr, flush=True)
     try:

@@ -6,6 +6,7 @@ thread serves all: who has said nothing yet, or waits, costs a socket, and a pai
 library only.
 """
 
+import resource
 import selectors
 import socket
 import struct
@@ -28,6 +29,7 @@ PORT = 29520
 BUFFER_BYTES = 2**18  # of one direction of a pair
 MOST_WAITING, MOST_WAITING_OF_ONE = 1024, 64  # connections that are not paired; of one address
 MOST_PAIRS, MOST_PAIRS_OF_ONE = 512, 64
+MOST_FILES = MOST_WAITING + 2 * MOST_PAIRS + 64  # that a process has open for all that, and for itself
 GUEST_SECONDS = 5.0  # for its gate to appear
 HOST_SECONDS = 24 * 3600.0
 IDLE_SECONDS = 2 * 3600.0  # of a pair; stages are silent between rounds
@@ -57,11 +59,15 @@ class Relay:
         port: int,
         log: Log = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
+        files: int = MOST_FILES,
     ) -> None:
+        """`files` is how many this process may have open. With fewer, all bounds are smaller: where the
+        system refuses a connection, nobody is asked to make room for it."""
         self.notes, self.clock = RareNotes(log, clock), clock
+        self.scale = min(1.0, files / MOST_FILES)
         self.listener = _bind(host, port)
         self.port = self.listener.getsockname()[1]
-        self.crowd = Crowd(MOST_WAITING, MOST_WAITING_OF_ONE, clock)
+        self.crowd = Crowd(self._scaled(MOST_WAITING), self._scaled(MOST_WAITING_OF_ONE), clock)
         self.connections: set[Connection] = set()
         self.meetings: dict[tuple[bytes, bytes], deque[Connection]] = {}  # meeting, role -> who waits
         self.pairs: Counter[str] = Counter()  # by the guest's address
@@ -148,9 +154,11 @@ class Relay:
         self.meetings.setdefault((connection.meeting, connection.role), deque()).append(connection)
         self.crowd.of(connection.link).keep(GUEST_SECONDS if connection.role == GUEST else HOST_SECONDS)
 
+    def _scaled(self, bound: int) -> int:
+        return max(2, int(bound * self.scale))
+
     def _pair(self, host: Connection, guest: Connection) -> None:
-        full = sum(self.pairs.values()) >= MOST_PAIRS or self.pairs[guest.address] >= MOST_PAIRS_OF_ONE
-        if full:
+        if not self._has_room(guest.address):
             self.notes.say(f"no room for one more pair, of {guest.address}")
             self._drop(guest)
             self._meet(host)
@@ -161,6 +169,20 @@ class Relay:
             one.other, one.last = other, self.clock()
             one.waiting += PAIRED
             self._watch(one)
+
+    def _has_room(self, address: str) -> bool:
+        """For one more pair of a guest from there. Where all are taken, the address that has the most gives
+        up the one that has been silent longest; not one that has hardly more than the newcomer."""
+        if self.pairs[address] >= self._scaled(MOST_PAIRS_OF_ONE):
+            return False
+        if self.pairs.total() < self._scaled(MOST_PAIRS):
+            return True
+        crowded, count = self.pairs.most_common(1)[0]
+        if count <= self.pairs[address] + 1:
+            return False
+        theirs = [each for each in self.connections if each.other and each.role == GUEST]
+        self._drop(min((each for each in theirs if each.address == crowded), key=lambda each: each.last))
+        return True
 
     def _carry(self, source: Connection, sink: Connection) -> None:
         data = source.link.recv(BUFFER_BYTES - len(sink.waiting))
@@ -222,6 +244,17 @@ class Relay:
             if connection.role == GUEST:
                 self.pairs -= Counter([connection.address])  # and no zeros are kept
             self._drop(connection.other)
+
+
+def allowed_files() -> int:
+    """How many files this process may have open, after it has asked for as many as a relay can use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def _bind(host: str, port: int) -> socket.socket:
