@@ -1,6 +1,7 @@
 """`isthmus data`: text into token shards, and a look at what is in them."""
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,15 @@ inputs: .txt  .md  .jsonl  .parquet, and .txt/.jsonl/.json packed as .gz or .zst
 
 A killed run is continued by the same command. Name the folder in a recipe:  [data] corpus = "corpus/"
 """
+# The vocabulary of a model -> a recipe that ships with it.
+TRIED_WITH = {1024: "demo", 8192: "10m-recommended", 32000: "178m-recommended"}
+EPILOG = """\
+examples:
+  isthmus data prepare my-texts/ --to corpus/ --vocab 1024      your own text, for the model of `demo`
+  isthmus data show corpus/                                     what came of it
+  isthmus simulate demo --set data.corpus=corpus/               a run on it
+The vocabulary is at most the model's: 1,024 for nano, 8,192 for 10m and 20m, 32,000 for the others.
+"""
 SHOW_EXAMPLES = """\
 examples:
   isthmus data show corpus/              sizes, vocabulary, sources
@@ -54,9 +64,15 @@ command; a corpus that is there is never replaced.
 
 
 def register(commands: argparse._SubParsersAction) -> None:
-    group = commands.add_parser("data", help="make and inspect training corpora")
-    parts = group.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
+    group = commands.add_parser(
+        "data",
+        help="make and inspect training corpora",
+        description="Turn your own text into what a run reads, and look at it.",
+        epilog=EPILOG,
+        formatter_class=raw,
+    )
+    parts = group.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
 
     parser = parts.add_parser(
         "prepare",
@@ -198,7 +214,15 @@ def prepare(args: argparse.Namespace) -> int:
     print(manifest.to_json() if args.json else table(manifest), end="")
     if is_new and not args.json:
         print(f'\nuse it in a recipe:  [data] corpus = "{args.to}"')
+        print(f"or try it at once:  {first_run(args.to, manifest.vocab_size)}")
     return 0
+
+
+def first_run(corpus: Path, vocab_size: int) -> str:
+    """The smallest recipe that ships and takes such a vocabulary, on this text."""
+    recipe = next((name for most, name in TRIED_WITH.items() if vocab_size <= most), "178m-recommended")
+    larger = f" --set model.vocab={vocab_size}" if vocab_size > max(TRIED_WITH) else ""
+    return f"isthmus simulate {recipe} --set data.corpus={shlex.quote(str(corpus))}{larger}"
 
 
 def show(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isthmus.cli.bundles import SUFFIX, add_credentials, bundle_of, what_else
+from isthmus.config.checks import object_name
 from isthmus.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +26,16 @@ What to send a friend: docs/first-evening.md
 """
 
 
+REVOKE_EXAMPLES = """examples:
+  isthmus revoke s3://my-runs/first edge-1
+  isthmus members s3://my-runs/first            who is left
+"""
+ROTATE_EXAMPLES = """examples:
+  isthmus rotate s3://my-runs/first edge-1 --key keys/first/edge-1.key
+  isthmus members s3://my-runs/first            since which round the new key counts
+"""
+
+
 def register(commands: argparse._SubParsersAction) -> None:
     _register_invite(commands)
     revoked = commands.add_parser(
@@ -33,6 +44,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         description="End a replica's rights from the next round on: its updates count no more, and its "
         "process ends with one line. Of somebody who was invited and has not come, it ends the invitation. "
         "Needs the owner's key. Credentials for the bucket are the store's: take those back too.",
+        epilog=REVOKE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     revoked.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
     revoked.add_argument("replica", help="whose rights end")
@@ -45,9 +58,11 @@ def register(commands: argparse._SubParsersAction) -> None:
         "closer takes it up when it settles the open round; from then on the old key is refused. A replica "
         "that runs goes on by itself: the machine of a stage gives the new key to the others. To one that "
         "was away, copy it. If the old key may be stolen, `revoke` and `invite` again.",
+        epilog=ROTATE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    rotated.add_argument("url", help="the run's bucket: s3://bucket/prefix, or a folder")
-    rotated.add_argument("replica", help="whose key is replaced")
+    rotated.add_argument("url", help="the run's bucket: s3://bucket/prefix, or a folder; or a replica's file")
+    rotated.add_argument("replica", nargs="?", default="", help="whose key is replaced (that of its file)")
     rotated.add_argument("--key", default="", metavar="FILE", help="its key (default: keys/RUN/NAME.key)")
     rotated.set_defaults(run=rotate)
 
@@ -97,6 +112,9 @@ def invite(args: argparse.Namespace) -> int:
 
     if not 0 < args.days <= MOST_DAYS:
         raise ConfigError(f"--days is {args.days:g}; more than 0 and at most {MOST_DAYS:g}")
+    object_name("--replica", args.replica)
+    if args.to and not args.to.endswith(SUFFIX):
+        raise ConfigError(f"--to is {args.to}; by its end, {SUFFIX}, the other commands know such a file")
     ledger, owner = open_as_owner(args.url, args.key)
     run, seed, url = ledger.run, new_secret(), ledger.store.url
     store = store_settings(url, args.with_credentials)
@@ -184,6 +202,8 @@ def revoke(args: argparse.Namespace) -> int:
         words = f"name another first: isthmus members {args.url} --closers NAMES"
         raise ConfigError(f"{args.replica} is the only closer of this run; {words}")
     member, ended = args.replica in run.keys, ledger.membership.newest.ended.get(args.replica)
+    if not member and ended is None:
+        _check_invited(ledger, args.replica)
     epoch = order(ledger.membership, owner, time.time(), Changes(revoked=[args.replica]))
     if member:
         print(f"{args.replica} is revoked (epoch {epoch.number}): from the end of the open round on.")
@@ -193,11 +213,25 @@ def revoke(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_invited(ledger: "Ledger", name: str) -> None:
+    """A name that was mistyped ends nobody's rights, and must not look as if it did."""
+    from isthmus.protocol.invited import MOST_READ, open_invitations
+
+    invited = [each.replica for each in open_invitations(ledger, time.time())]
+    if name in invited or len(invited) >= MOST_READ:
+        return
+    there = ", ".join(ledger.run.keys)
+    there += f"; invited: {', '.join(invited)}" if invited else ""
+    raise ConfigError(f'nobody is called "{name}" in this run; there is {there}')
+
+
 def rotate(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import next_key, open_as, open_ledger
     from isthmus.protocol.invitations import MOST_BYTES, request_key
     from isthmus.protocol.trust import load_signer, new_secret, save_secret
 
+    if not args.replica:
+        raise ConfigError(f"whose key? isthmus rotate {args.url} NAME")
     ledger, path = open_as(open_ledger(args.url).store, args.replica, args.key)
     run, old, beside = ledger.run, ledger.signer, next_key(Path(path))
     if not run.owner:

@@ -21,6 +21,12 @@ now (--grace), start it again.
 """
 
 
+LEAVE_EXAMPLES = """examples:
+  isthmus leave edge-0.isthmus.toml                     by its file; `isthmus join` with it comes back
+  isthmus leave s3://my-runs/first --replica edge-0     by its name, with its key
+"""
+
+
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "join",
@@ -72,6 +78,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         "leave",
         help="ask a replica to leave a run at the end of its round",
         description="Ask a replica, wherever it runs, to leave at the end of its round. Needs its key.",
+        epilog=LEAVE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = leave_parser.add_argument
     add("url", help="the replica's file, NAME.isthmus.toml; or the run's bucket")

@@ -35,16 +35,10 @@ from isthmus.cli import (
     watch,
 )
 from isthmus.cli.asking import agreed
+from isthmus.cli.overview import EPILOG, overview
 from isthmus.config.checks import nearest, short
 from isthmus.errors import ConfigError, Elsewhere, RunError
 from isthmus.printing import guarded_streams, visible
-
-EPILOG = """where to begin:
-  isthmus train demo                    a small fleet as real processes, on text that ships with the package
-  isthmus plan demo                     its time and bytes on its fleet and links, without running it
-  isthmus new mine.toml                 a recipe of your own, from one that ships
-  isthmus COMMAND --help                options and examples of one command
-"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,15 +56,26 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
+class Top(Parser):
+    """`isthmus` itself: its commands stand in groups."""
+
+    def format_help(self) -> str:
+        below = next(action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        abouts = {entry.dest: str(entry.help) for entry in below._choices_actions}
+        columns = shutil.get_terminal_size().columns - 2
+        parts = [self.format_usage(), textwrap.fill(str(self.description), columns) + "\n"]
+        return "\n".join([*parts, overview(abouts, columns), str(self.epilog)])
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = Top(
         prog="isthmus",
         description="Pre-train one language model on machines that share no fast network.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"isthmus {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for module in (
         new,
         plan,

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -23,8 +24,20 @@ EPILOG = """examples:
   isthmus plan demo --price-per-hour rack=2.5 --price-per-hour edge=0.3 --egress-per-gb 0.09
   isthmus plan 512m-dense --tflops 160 --scale      the same mixture with 8, 64 and 1000 replicas
   isthmus plan --figure utilisation --to utilisation.svg
-  isthmus plan --suggest docs/machines.toml --preset 178m        from a list of machines to a recipe
-  isthmus plan --suggest docs/machines.toml 512m-dense --set inner.batch=8 --to mine.toml
+  isthmus plan --suggest machines.toml --preset 178m             from a list of machines to a recipe
+  isthmus plan --suggest machines.toml 512m-dense --set inner.batch=8 --to mine.toml
+
+a list of machines, such as machines.toml (docs/machines.toml in the repository has more):
+  [[sites]]
+  name = "home"
+  link = { mbps = 940, latency_ms = 0.5 }       between two machines of the site; left out: there is none
+  bucket_link = { mbps = 40, latency_ms = 25 }
+  [[machines]]
+  name = "pc"
+  site = "home"
+  count = 3
+  memory_gb = 11.5                              these two as `isthmus doctor` prints them there
+  tflops = 20
 """
 BASE = 'name = "suggested"\n[model]\npreset = "{preset}"\n[[replicas]]\nname = "none"\n'
 PRICES = ("price_per_hour", "egress_per_gb", "put_per_million", "get_per_million")
@@ -123,17 +136,18 @@ def plan(args: argparse.Namespace) -> int:
     if args.figure:
         return figure(args)
     from isthmus.planner.auto import resolve
-    from isthmus.planner.plan import predict
+    from isthmus.planner.plan import check_names, predict
 
     for name in ("tflops", "egress_per_gb", "put_per_million", "get_per_million"):
-        if (getattr(args, name) or 0) < 0:
+        if not 0 <= (getattr(args, name) or 0) < math.inf:  # nor NaN
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it is 0 or more")
-    if not args.check_mb_per_second > 0:
+    if not 0 < args.check_mb_per_second < math.inf:
         raise ConfigError(f"--check-mb-per-second is {args.check_mb_per_second}; it is above 0")
     args.tflops, memory_gb, settings, assumed = assumed_machines(args)
     measured: list[str] = []
     recipe = load_recipe(args.recipe, [*args.set, *settings])
     prices = read_prices(args)
+    check_names(recipe, prices.per_hour if prices else {})
     if not args.tflops and not any(replica.tflops for replica in recipe.replicas):
         recipe, measured = measured_if_small(recipe)
     if args.scale:

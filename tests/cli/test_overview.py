@@ -1,0 +1,50 @@
+"""`isthmus --help` leads a newcomer: every command once, in groups, and first steps that are right."""
+
+import argparse
+
+import pytest
+
+from isthmus.cli.data import TRIED_WITH, first_run
+from isthmus.cli.main import build_parser, main
+from isthmus.cli.overview import EPILOG, GROUPS
+from isthmus.config import load_recipe
+
+
+def commands() -> list[str]:
+    parser = build_parser()
+    [below] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return list(below.choices)
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_every_command_stands_in_one_group_with_what_it_does(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(commands())
+    before = shown.partition("where to begin")[0]
+    assert [
+        line.split()[0] for line in before.splitlines() if line[:3].strip() and line[:2] == "  "
+    ] == grouped
+    assert all(len(line) <= int(columns) for line in before.splitlines())
+
+
+def test_the_first_steps_name_commands_that_parse():
+    steps = [line.strip() for line in EPILOG.splitlines() if line.startswith("  isthmus ")]
+    assert len(steps) >= 7
+    for step in steps:
+        build_parser().parse_args(step.partition("   ")[0].split()[1:])
+
+
+@pytest.mark.parametrize("command", [["data"], *([name] for name in commands())], ids=" ".join)
+def test_the_help_of_every_command_has_examples(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    assert "examples:" in capsys.readouterr().out
+
+
+def test_the_run_to_try_a_corpus_with_takes_its_vocabulary():
+    for vocab in (300, *TRIED_WITH, 50_000):
+        _, _, name, *settings = first_run("my corpus", vocab).replace("'my corpus'", "corpus").split()
+        assert load_recipe(name, [word for word in settings if word != "--set"]).model.vocab >= vocab
