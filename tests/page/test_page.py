@@ -46,6 +46,25 @@ def test_a_finished_run_shows_everything_and_asks_nobody_else(page, run, url):
     assert page.complaints == []
 
 
+@pytest.mark.parametrize("width", [320, 700, 1280])
+def test_a_name_is_not_parted_at_its_hyphen(page, url, width):
+    page.look_as(width, 844)
+    page.go(url)
+    said = "; ".join(["edge-1 (waiting) and lab-berlin, then anna-s-pc-2"] * 30)
+    drawn = {
+        "#now p": f"top_({{...last, now: {said!r}}})",
+        "#problems": f"problems({{problems: [{said!r}]}})",
+        "#events": f"events({{events: [{{unix: 1, text: {said!r}}}]}})",
+        "#words": f"top_({{...last, summary: [{said!r}]}})",
+    }
+    for place, draw in drawn.items():
+        names = f"[...document.querySelectorAll('{place} .whole')]"
+        found = page.value(f"({draw}, {names}.map(name => [name.textContent, name.getClientRects().length]))")
+        assert [name.strip("(),;") for name, _ in found] == ["edge-1", "lab-berlin", "anna-s-pc-2"] * 30, place
+        assert {lines for _, lines in found} == {1}, place
+        assert said in page.value(f"document.querySelector('{place}').textContent")
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 320])
 def test_a_phone_has_one_column_and_never_scrolls_sideways(page, run, url, width, dark):

@@ -1,5 +1,6 @@
 """The page's server: its own four files, /state and /metrics; GET and HEAD, and nothing else."""
 
+import errno
 import hashlib
 import ipaddress
 import json
@@ -190,9 +191,13 @@ class Server(ThreadingHTTPServer):
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(
-                f"cannot listen on {host} port {port}: {reason}; give another --port, or 0 for any free one"
-            ) from None
+            no_such = isinstance(error, socket.gaierror) or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL
+            cure = (
+                "--host is an address of this machine"
+                if no_such
+                else "give another --port, or 0 for any free one"
+            )
+            raise ConfigError(f"cannot listen on {host} port {port}: {reason}; {cure}") from None
         self.watcher, self.host = watcher, host
         self.crowd = Crowd(MOST_CONNECTIONS, MOST_OF_ONE, clock)
         self.local = is_loopback(str(self.server_address[0]))

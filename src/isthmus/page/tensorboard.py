@@ -72,7 +72,9 @@ class EventWriter(Follower):
             folder.mkdir(parents=True, exist_ok=True)
             self.file = EventsWriter(str(folder / "events"), f".{os.getpid()}.isthmus")
         except OSError as error:
-            raise ConfigError(f"cannot write TensorBoard files to {folder}: {error.strerror}") from None
+            raise ConfigError(
+                f"cannot write TensorBoard files to {folder}: {error.strerror}; give --tensorboard a folder"
+            ) from None
 
     def write(self, at: float, round: int, values: Mapping[str, float]) -> None:
         shown = [self.summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]

@@ -19,6 +19,8 @@ function fill(node, attributes, children) {
 const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
 const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 const show = (id, ...children) => $(id).replaceChildren(...children.flat(3).filter(Boolean));
+// A name such as edge-1 or lab-berlin is not parted at its hyphen.
+const unparted = (parts) => parts.flatMap((part) => typeof part !== "string" ? part : part.split(/(\S{1,24}-\S{1,16})/).map((text, i) => i % 2 ? h("span", { class: "whole" }, text) : text));
 const titled = (text) => s("title", {}, text);
 
 // Time: the server's clock, carried on by ours; in a report, when it was written

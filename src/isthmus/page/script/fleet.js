@@ -99,7 +99,7 @@ function members(state) {
   const heads = ["Replica", "State", ...(state.run.bucket ? ["Heartbeat", "Inner step", "Loss", "Rate"] : []), ...(disks ? ["Disk free"] : []), ...(here ? ["Processes here"] : [])];
   const rows = state.replicas.flatMap((one) => [h("tr", { "data-replica": one.name, "data-state": one.state },
     h("th", { scope: "row" }, one.name),
-    h("td", { class: one.tone === "bad" ? "bad" : "" }, h("span", { class: `dot ${one.tone}` }), one.state, one.why && h("small", {}, ` ${one.why}`)),
+    h("td", { class: one.tone === "bad" ? "bad" : "" }, h("span", { class: `dot ${one.tone}` }), one.state, one.why && h("small", {}, unparted([` ${one.why}`]))),
     state.run.bucket && h("td", { class: "number" }, age(one.seen_unix)),
     state.run.bucket && h("td", { class: "number slim" }, one.inner_step ? `${one.inner_step} of ${state.run.inner_steps}` : "-"),
     state.run.bucket && h("td", { class: "number slim" }, one.loss === null ? "-" : FORMS.loss(one.loss)),
@@ -118,7 +118,7 @@ function trouble(one, columns) {
   const disk = one.disk_short ? `${one.disk_free} free on its disk: its next save needs more` : "";
   if (!again && !one.last_error && !disk) return null;
   const parts = [again && [again], one.last_error && ["last error", one.last_error_unix ? [" ", age(one.last_error_unix)] : "", `: ${one.last_error}`], disk && [h("b", {}, disk)]].filter(Boolean);
-  return h("tr", { class: "trouble", "data-trouble": one.name }, h("td", { colspan: columns }, parts.flatMap((part, i) => i ? ["; ", ...part] : part)));
+  return h("tr", { class: "trouble", "data-trouble": one.name }, h("td", { colspan: columns }, unparted(parts.flatMap((part, i) => i ? ["; ", ...part] : part))));
 }
 
 function processes(one) {

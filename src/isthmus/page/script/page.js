@@ -1,8 +1,5 @@
 // The top of the page and its end; which section is drawn from what; asking for the state
 
-// A name such as edge-1 is not parted at its hyphen.
-const unparted = (parts) => parts.flatMap((part) => typeof part !== "string" ? part : part.split(/(\S{1,24}-\d+)/).map((text, i) => i % 2 ? h("span", { class: "whole" }, text) : text));
-
 function top_(state) {
   const run = state.run;
   document.title = `${run.name}, round ${run.round} of ${run.rounds} - Isthmus`;
@@ -15,18 +12,18 @@ function top_(state) {
     h("progress", { max: 1, value: share, "aria-label": "Rounds done" }), h("span", {}, run.left ? `about ${run.left} left` : `${Math.round(100 * share)} %`)));
   const ended = written || run.status !== "running";
   $("words").hidden = !ended;
-  show("words", ended && state.summary.map((text) => h("li", {}, explained(text))));
+  show("words", ended && state.summary.map((text) => h("li", {}, unparted(explained(text)))));
   show("tiles", state.tiles.map((tile) => h("div", {}, h("span", {}, explained(tile.name)), h("strong", {}, tile.value), h("span", { title: tile.words }, tile.words))));
 }
 
 function problems(state) {
-  show("problems", state.problems.map((text) => h("p", { class: "alert", role: "alert" }, text)));
+  show("problems", state.problems.map((text) => h("p", { class: "alert", role: "alert" }, unparted([text]))));
 }
 
 function events(state) {
   $("changes").hidden = Boolean(written); // a report was looked at once: nothing can have changed
   show("events", state.events.length ? state.events.map((one) => h("li", { class: one.tone || null },
-    h("time", { datetime: new Date(1000 * one.unix).toISOString() }, new Date(1000 * one.unix).toLocaleTimeString("en-GB")), h("span", {}, one.text))) : h("li", {}, "Nothing yet, since this page's server started."));
+    h("time", { datetime: new Date(1000 * one.unix).toISOString() }, new Date(1000 * one.unix).toLocaleTimeString("en-GB")), h("span", {}, unparted([one.text])))) : h("li", {}, "Nothing yet, since this page's server started."));
 }
 
 function details(state) {
