@@ -106,6 +106,22 @@ PLAIN = {
     "init: wrong URL": (("init", "r.toml", "ftp://host/x", "--keys", "k"), "is not a store; write a folder"),
     "init: secret in URL": (("init", "r.toml", "s3://me:hunter2@b/x", "--keys", "k"), "holds credentials"),
     "init: a file": (("init", "r.toml", "r.toml", "--keys", "k"), "is a file; the store needs a folder"),
+    "init: a folder of other things": (
+        ("init", "r.toml", ".", "--keys", "k"),
+        "and no run; give a new or an",
+    ),
+    "train: no store": (
+        ("train", "r.toml", "--set", "bucket.url=ftp://x/y"),
+        "is not a store; write a folder",
+    ),
+    "train: a folder of other things": (
+        ("train", "r.toml", "--set", "bucket.url=."),
+        "holds other files (r.toml",
+    ),
+    "train: another run": (
+        ("train", "r.toml", "--set", "bucket.url=bucket"),
+        "bucket already holds a run; give",
+    ),
     "join: wrong URL": (("join", "s4://x/y", "--replica", "rack"), "is not a store"),
     "join: no run": (("join", "empty", "--replica", "rack"), "there is no run in this bucket; create one"),
     "join: no name": (("join", "bucket"), "give --replica NAME"),
@@ -272,7 +288,7 @@ def test_init_says_what_to_type_next_and_keeps_secrets_to_itself(tmp_path: Path,
     (tmp_path / "r.toml").write_text(RECIPE)
     status, out, err = said("init", "r.toml", "bucket", "--closers", "rack, rack")
     assert (status, err) == (0, "")
-    assert "isthmus join keys/tiny/edge.isthmus.toml [--stage 0..1 --master HOST:PORT]" in out
+    assert "isthmus join edge.isthmus.toml [--stage 0..1 --master HOST:PORT]" in out
     run = read_run(open_store("bucket"))
     assert run.closers == ("rack",)
     for name in ("rack", "edge"):

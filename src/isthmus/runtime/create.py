@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import Recipe
+from isthmus.config.checks import object_name
 from isthmus.data.corpus import open_corpus
 from isthmus.errors import ConfigError
 from isthmus.files import sync_folder
@@ -26,7 +27,7 @@ from isthmus.replica.picks import with_pin
 from isthmus.runtime.checks import check_trainable
 from isthmus.store import Store, StoreError
 from isthmus.store.objects import open_store
-from isthmus.store.url import is_url
+from isthmus.store.url import is_url, parse_url
 
 HandOut = Callable[[RunInfo, Path, Mapping[str, bytes]], None]  # the keys' folder; replica -> its key
 DEFAULT_CLOSERS = 2  # one may be away; with each more, one more must not have gone bad
@@ -54,6 +55,8 @@ def create(
     recipe, _ = resolve(recipe)  # every machine that joins must find the same k/d
     check_trainable(recipe)
     names = [member.name for member in recipe.fleet()]
+    for name in names:
+        object_name("replica", name)
     for name in closers or ():
         if name not in names:
             raise ConfigError(f'closer "{name}" is not a replica of this recipe; there is {", ".join(names)}')
@@ -70,8 +73,7 @@ def create(
         text = None
     recipe = with_pin(recipe, text) if text else recipe
     first = first or checked_first(recipe, text)
-    store = open_store(url)
-    store.probe()
+    store = empty_store(url)
     if found := _unfinished(store, keys_dir):
         return found
     secrets = {name: new_secret() for name in names}
@@ -106,6 +108,30 @@ def create(
     os.rename(there, keys_dir)
     sync_folder(keys_dir.parent)
     return run
+
+
+def empty_store(url: str) -> Store:
+    """A store that rounds can be closed in; ConfigError for a folder of other things. Of a run only run.json
+    lies at the top."""
+    _, folder = parse_url(url)
+    if folder is not None and folder.is_dir():
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if not entry.is_dir())
+        others = [name for name in names if not name.startswith((".", "run.json"))]
+        if others and "run.json" not in names:
+            shown = ", ".join([*others[:3], *(["..."] if len(others) > 3 else [])])
+            raise ConfigError(
+                f"{folder} holds other files ({shown}) and no run; give a new or an empty folder"
+            )
+    store = open_store(url)
+    store.probe()
+    return store
+
+
+def check_free(url: str) -> None:
+    """Before a run directory is made for it: ConfigError where no run can be created there."""
+    if empty_store(url).head("run.json") is not None:
+        raise ConfigError(f"{url} already holds a run; give bucket.url another place")
 
 
 def default_closers(recipe: Recipe) -> list[str]:

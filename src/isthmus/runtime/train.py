@@ -38,7 +38,7 @@ from isthmus.runlog.hooks import OnRound, RoundHooks
 from isthmus.runlog.live import View, open_view
 from isthmus.runlog.results import Results
 from isthmus.runtime.checks import check_trainable
-from isthmus.runtime.create import create
+from isthmus.runtime.create import check_free, create
 from isthmus.runtime.fits import check_fits, device_memory
 from isthmus.runtime.process import LauncherConfig
 from isthmus.runtime.recorder import Recorder, Scoring
@@ -83,6 +83,8 @@ def train(
     path = Path(run_dir or next_run_dir("runs", recipe.name))
     if warning := check_disk(path, fleet_room(recipe, recipe.fleet(), not recipe.bucket.url), "this run"):
         print(f"isthmus: {warning}", file=sys.stderr)
+    if recipe.bucket.url:
+        check_free(recipe.bucket.url)
     run = RunDir.create(path, recipe, about)
     supervisor = _supervisor(run, device, apart, **launcher)
 
