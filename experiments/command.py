@@ -210,7 +210,7 @@ def run_tables(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
             continue
         runs = work.all_runs(phase, scale, args.corpus, lines, seeds, only)
         corpus = checked_corpus(runs[0].recipe)
-        runs = work.missing(runs, lines, corpus.sha256[:12])
+        runs = work.settled(work.missing(runs, lines, corpus.sha256[:12]), scale, lines)
         left = None if args.minutes is None else args.minutes * 60 - (time.monotonic() - began)
         if runs:
             seconds = work.predicted_seconds(runs, scale, lines, args.jobs)

@@ -107,5 +107,9 @@ def enough(book: Book, ratio: str, percent: float, how: str) -> str:
     for n, above in prices.items():
         if above and above.mean <= percent:
             tokens = finishing_tokens(book, names[n])
-            return f"{n} of {book.scale.rounds} rounds ({tokens / 1e6:.1f} M tokens)" if n else "none"
+            return (
+                f"{n} of {book.scale.rounds} rounds ({tokens / 1e6:.1f} M tokens)"
+                if n
+                else "no round: it is so without"
+            )
     return f"more than the {max(tried)} rounds that were tried"

@@ -4,9 +4,9 @@ The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW 
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
 {{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{repeats K/D}}, {{sent ROW}}, {{setup}},
 {{speed}}, {{small}}, {{runs}}, {{frontier}}, {{claims}}, {{papers}}, {{law table|answer}},
-{{regime table|trials|setup}} and {{178m table|claim|facts|setup}}; VIEW is full, pipelined or mixed, ROW may
-be pp-last or het-last: the steepest rung of the ladder. What follows the line {{results}} is left out as long
-as there is no result.
+{{regime table|picks|trials|setup}} and {{178m table|claim|facts|setup}}; VIEW is full, pipelined or mixed,
+ROW may be pp-last or het-last: the steepest rung of the ladder. What follows the line {{results}} is left out
+as long as there is no result.
 """
 
 import re
@@ -26,6 +26,7 @@ from experiments.law import law_answer, law_table, law_tests
 from experiments.lines import Line, read
 from experiments.search_page import BYTES, bytes_of, claims, frontier_table
 from experiments.tables import LADDER, REGIME, SCALES, Scale, Shown, Table
+from experiments.tuning import picks_table
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
 
@@ -127,6 +128,8 @@ def regime_part(part: str, book: Book | None) -> str:
     if book is None or not book.lines:
         command = f"isthmus reproduce tune-regime regime --scale {REGIME} --dry-run"
         return f"Not run yet: `{command}` shows it by sittings." if part == "setup" else ""
+    if part == "picks":
+        return picks_table(book.scale, book.lines)
     tables = {"table": "regime", "trials": "tune-regime"}
     return setup(book, "regime-dense") if part == "setup" else table_of(tables[part], book)
 

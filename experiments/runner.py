@@ -68,7 +68,7 @@ class Runner:
         self.pending, self.total, self.scale, self.folder = jobs_of(runs), len(runs), scale, folder
         self.device, self.jobs, self.commit, self.say = device, min(jobs, len(self.pending)), commit, say
         self.deadline = None if seconds is None else time.monotonic() + seconds
-        self.pace = 0.0  # seconds per token of the job that ended last, with all workers busy
+        self.pace = 0.0  # seconds for each of its load that the last job took, with all workers busy
         self.outcome, self.lock = Outcome(), threading.Lock()
         self.compiled: list[set[tuple]] = [set() for _ in range(self.jobs)]
         self.processes: list[subprocess.Popen] = []
@@ -121,7 +121,7 @@ class Runner:
                     self._tell(run, {"fault": f"its worker ended with status {process.wait()}"})
                     return
                 self._tell(run, json.loads(answer))
-            self.pace = (time.monotonic() - began) / job.trained_tokens
+            self.pace = (time.monotonic() - began) / job.load
         process.stdin.close()
         process.wait()
 
@@ -144,7 +144,7 @@ class Runner:
                 elsewhere = set().union(*self.compiled[:i], *self.compiled[i + 1 :])
                 job = next_job(self.pending, self.compiled[i], elsewhere)
                 self.pending.remove(job)
-                if left is None or self.pace * job.trained_tokens <= left > 0:
+                if left is None or self.pace * job.load <= left > 0:
                     self.compiled[i] |= job.signatures
                     return job
                 self.outcome.left += job.runs

@@ -95,6 +95,8 @@ def claims(book: Book) -> str:
 def _verdict(found: Estimate, most: float) -> str:
     seeds = f"{found.count} seeds" if found.count > 1 else "one seed"
     word = "reached" if found.mean <= most else "**not reached**"
+    if found.error and abs(found.mean - most) < found.error:
+        word += ", by less than its standard error"
     return f"{found.text(2, '+', ' %')} ({seeds}), wanted: at most {most:+g} %: {word}."
 
 
@@ -120,7 +122,11 @@ def _recommended(book: Book) -> str:
         f"fleet between stages and {replicas:.2f} between replicas, against the paper's uncompressed fleet: "
     )
     gap = book.gap("recommended", "mixed", "dense")
-    return what + (_verdict(gap, -BELOW) if gap else f"{NOT_YET}, wanted: at most {-BELOW:+g} %.")
+    if gap is None:
+        return f"{what}{NOT_YET}, wanted: at most {-BELOW:+g} %."
+    own = book.gap("recommended", "mixed", "muon")
+    beside = f" Against the same uncompressed, with Muon inside: {own.text(2, '+', ' %')}." if own else ""
+    return what + _verdict(gap, -BELOW) + beside
 
 
 def _distance(book: Book) -> str:

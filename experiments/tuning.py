@@ -1,8 +1,9 @@
 """Equal tuning: the same number of trials for every method, baselines included, on a text of its own.
 
-A method's trials are drawn once, from its own grids, by a seed: the first has the middle of each. They are a
-quarter as long as the rows that follow, and are scored on the second half of the held-out text; rows that are
-reported are scored on the first. Data only; standard library only.
+Every method tries each learning rate of one grid once: what matters most is not left to a draw. The other
+knobs are dealt evenly over the trials by a seed, alike for methods that have the same knobs; the first trial
+has the middle of each. Trials are a quarter as long as the rows that follow, and are scored on the second
+half of the held-out text; rows that are reported are scored on the first. Data only; standard library only.
 """
 
 import random
@@ -17,7 +18,7 @@ SHORTER = 4  # times fewer rounds in a trial
 REPORT, TUNING = "report", "tuning"  # the two halves of the held-out text
 SEEDS = (0, 1, 2, 3, 4)  # of what is reported
 
-LRS = ("5e-4", "7e-4", "1e-3", "1.4e-3", "2e-3", "2.8e-3", "4e-3")
+LRS = ("5e-4", "8e-4", "1.25e-3", "2e-3", "3.2e-3", "5e-3")
 WARMUPS = ("0.02", "0.05", "0.2")  # shares of a run's inner steps
 OUTER = {"outer.lr": ("0.7", "0.8", "1.0", "1.2"), "outer.feedback_decay": ("0.9", "0.95", "0.99")}
 STEPPED = {"inner.beta2": ("0.95", "0.98", "0.99"), "inner.weight_decay": ("0.03", "0.1", "0.3")}
@@ -87,14 +88,22 @@ def trial_name(group: str, number: int) -> str:
 def drawn(group: str, scale: Scale) -> list[tuple[str, ...]]:
     """The settings of each trial, all different; the first is the middle of every grid. A warm-up is a share
     of the run, so it is written apart, see `settings_of`."""
-    grids = {"inner.lr": LRS, "warmup": WARMUPS, **GROUPS[group].knobs}
-    draw = random.Random(group)
-    found = [tuple(f"{knob}={grid[len(grid) // 2]}" for knob, grid in grids.items())]
-    while len(found) < scale.trials:
-        one = tuple(f"{knob}={draw.choice(grid)}" for knob, grid in grids.items())
-        if one not in found:
-            found.append(one)
-    return found[: scale.trials]
+    grids = {"warmup": WARMUPS, **GROUPS[group].knobs}
+    draw = random.Random(" ".join(grids))
+    columns = {"inner.lr": _dealt(LRS, scale.trials)}
+    for knob, grid in grids.items():
+        first, *rest = _dealt(grid, scale.trials)
+        draw.shuffle(rest)
+        columns[knob] = [first, *rest]
+    rows = zip(*columns.values(), strict=True)
+    return [tuple(f"{knob}={value}" for knob, value in zip(columns, row, strict=True)) for row in rows]
+
+
+def _dealt(grid: Sequence[str], count: int) -> list[str]:
+    """So many of a grid, its middle first, then outward on both sides, and again from the middle."""
+    middle = len(grid) // 2
+    outward = sorted(range(len(grid)), key=lambda at: abs(at - middle))
+    return [grid[outward[n % len(grid)]] for n in range(count)]
 
 
 def settings_of(tuned: Sequence[str], rounds: int, inner_steps: int) -> tuple[str, ...]:
@@ -147,8 +156,8 @@ def regime_tables(scale: Scale) -> list[Table]:
     ]  # fmt: skip
 
 
-def chosen(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """By group: the settings of its best trial as it trains, once all of them are there; else the first's."""
+def results_of(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """By group: the loss of each of its trials as it trains; infinite where it diverged, None if not run."""
     from experiments.lines import digest  # which imports the catalog, which imports this
 
     if not scale.trials:
@@ -160,11 +169,42 @@ def chosen(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[
     }
     rows, found = {row.name: row for row in regime_rows(scale)}, {}
     for group in GROUPS:
-        tried, best = drawn(group, scale), 0
-        trials = [rows[trial_name(group, number)] for number in range(len(tried))]
-        results = [losses.get(digest(recipe_of(row, scale, 0, "", scale.lr))) for row in trials]
-        known = [loss for loss in results if loss is not None]
-        if len(known) == len(results):
-            best = known.index(min(known))
-        found[group] = settings_of(tried[best], scale.rounds, scale.inner_steps)
+        trials = [rows[trial_name(group, number)] for number in range(scale.trials)]
+        found[group] = [losses.get(digest(recipe_of(row, scale, 0, "", scale.lr))) for row in trials]
     return found
+
+
+def best_trial(results: Sequence[float | None]) -> int | None:
+    """Its number, once all are there."""
+    known = [loss for loss in results if loss is not None]
+    return known.index(min(known)) if len(known) == len(results) else None
+
+
+def chosen(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """By group: the settings of its best trial as it trains, once all of them are there; else the first's."""
+    results = results_of(scale, lines)
+    picks = {group: drawn(group, scale)[best_trial(found) or 0] for group, found in results.items()}
+    return {group: settings_of(tuned, scale.rounds, scale.inner_steps) for group, tuned in picks.items()}
+
+
+def unsettled(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Groups with a trial that is not there: their rows would be run with settings that nobody chose."""
+    return [group for group, found in results_of(scale, lines).items() if best_trial(found) is None]
+
+
+def picks_table(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> str:
+    """What each method takes, and whether its learning rate lies at an edge of the grid, where a better one
+    may lie beyond."""
+    rows = ["| method | picked | learning rate at an edge of the grid |", "| --- | --- | --- |"]
+    for group, found in results_of(scale, lines).items():
+        best = best_trial(found)
+        if best is None:
+            rows.append(
+                f"| {GROUPS[group].words} | {len(found) - found.count(None)} of {len(found)} trials | |"
+            )
+            continue
+        pick = drawn(group, scale)[best]
+        lr = pick[0].partition("=")[2]
+        edge = "yes" if lr in (LRS[0], LRS[-1]) else "no"
+        rows.append(f"| {GROUPS[group].words} | {', '.join(pick)} | {edge} |")
+    return "\n".join(rows)

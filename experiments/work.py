@@ -2,17 +2,19 @@
 
 import dataclasses
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from experiments.catalog import home_of, rows_of, tables_of
 from experiments.lines import Line, digest, identity, tuned_lrs
 from experiments.tables import Row, Scale, Table, recipe_of
-from experiments.tuning import chosen, scored_on
+from experiments.tuning import chosen, scored_on, unsettled
 from isthmus.config import FinishConfig, Recipe
 from isthmus.errors import ConfigError
 
 MUON_COST = 2.0  # a run with Muon inside takes so many times as long, as measured at 12m
+EXCHANGE_COST = 45_000  # tokens that are trained in the time of one exchange: H = 15 against 100 at 12m
 SITTING = 1600.0  # seconds of a GPU that is lent for half an hour: starting and copying are taken off
 COMPILE_SECONDS = 25.0  # for a worker's first run of a forward on a GPU; assumed
 
@@ -69,6 +71,13 @@ class Job:
     def cost(self) -> float:
         """In tokens of a run with AdamW inside."""
         return self.trained_tokens * (MUON_COST if self.runs[0].recipe.inner.optimizer == "muon" else 1.0)
+
+    @property
+    def load(self) -> float:
+        """The same, and its exchanges: how long it takes beside another job."""
+        recipe = self.runs[0].recipe
+        exchanges = self.trained_tokens / recipe.round_tokens if recipe.outer.method != "adamw" else 0
+        return self.cost + EXCHANGE_COST * exchanges
 
     @property
     def trained_tokens(self) -> int:
@@ -137,6 +146,15 @@ def missing(runs: Sequence[Run], lines: Sequence[Line], corpus: str) -> list[Run
     """`corpus` is the fingerprint of the text, not its folder."""
     there = {identity(line) for line in lines}
     return [run for run in runs if (run.seed, run.digest, scored_on(corpus, run.row.text)) not in there]
+
+
+def settled(runs: Sequence[Run], scale: Scale, lines: Sequence[Line]) -> list[Run]:
+    """The runs whose settings are chosen. Those of a group with a missing trial would have others once it is
+    there, and their lines would be of no use."""
+    waiting = [group for group in unsettled(scale, lines) if any(run.row.follows == group for run in runs)]
+    if waiting:
+        print(f"rows of {', '.join(waiting)} wait for their trials: reproduce tune-regime", file=sys.stderr)
+    return [run for run in runs if run.row.follows not in waiting]
 
 
 def rate(scale: Scale, lines: Sequence[Line]) -> tuple[float, bool]:

@@ -94,7 +94,7 @@ def test_enough_is_the_fewest_rounds_that_keep_the_bound():
     book = Book(some_lines(), SCALE)
     assert enough(book, "1/8", 2, "open").startswith("10 of 100 rounds (")
     assert enough(book, "1/8", 5, "open").startswith("5 of 100 rounds (")
-    assert enough(book, "1/8", 40, "open") == "none"
+    assert enough(book, "1/8", 40, "open") == "no round: it is so without"
     assert enough(book, "1/8", -50, "open") == "more than the 20 rounds that were tried"
     assert enough(book, "1/64", 2, "open") == "not run"
     assert enough(book, "1/8", 2, "full") == "not run"

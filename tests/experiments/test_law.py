@@ -100,3 +100,8 @@ def test_a_session_cut_short_leaves_an_answer_for_the_h_that_are_whole():
 )
 def test_what_the_papers_claims_are_answered_with(price, says):
     assert tuple(answer for answer, _ in law_claims(Book(lines_of(price), SCALE))) == says
+
+
+def test_a_line_through_the_origin_has_to_be_shown_and_noise_does_not_show_it():
+    noisy = Book(lines_of(lambda share, h: 9 * share * h**0.1, wobble=1.5), SCALE)
+    assert law_claims(noisy)[0][0] == "cannot be told here"

@@ -13,6 +13,7 @@ from experiments.tables import pick_scale, recipe_of
 from experiments.trial import half_of, run_trials
 from experiments.tuning import (
     GROUPS,
+    LRS,
     REPORT,
     ROWS,
     SHORTER,
@@ -20,11 +21,21 @@ from experiments.tuning import (
     again_name,
     chosen,
     drawn,
+    picks_table,
     regime_name,
     scored_on,
     trial_name,
 )
-from experiments.work import SITTING, all_runs, jobs_of, missing, pick_tables, predicted_seconds, sittings
+from experiments.work import (
+    SITTING,
+    all_runs,
+    jobs_of,
+    missing,
+    pick_tables,
+    predicted_seconds,
+    settled,
+    sittings,
+)
 from isthmus.data.corpus import open_corpus
 
 SCALE = pick_scale("24m")
@@ -52,6 +63,39 @@ def test_every_method_has_the_same_number_of_trials_all_different_and_equally_lo
             assert recipe.fleet() == recipe_of(_reported(group), SCALE, 0, "", SCALE.lr).fleet()
     assert len(tokens) == 1
     assert {group for _, group, _, _ in ROWS} == set(GROUPS)
+
+
+def test_every_method_tries_every_learning_rate_and_methods_with_the_same_knobs_the_same_settings():
+    for group in GROUPS:
+        tried = drawn(group, SCALE)
+        assert {one[0] for one in tried} == {f"inner.lr={lr}" for lr in LRS}
+        for at, (knob, grid) in enumerate(GROUPS[group].knobs.items(), start=2):
+            values = [one[at] for one in tried]
+            counts = [values.count(f"{knob}={value}") for value in grid]
+            assert min(counts) >= 1
+            assert max(counts) - min(counts) <= 1
+        alike = [other for other in GROUPS if GROUPS[other].knobs == GROUPS[group].knobs]
+        assert all(drawn(other, SCALE) == tried for other in alike)
+
+
+def test_rows_wait_until_every_trial_of_their_method_is_there(capsys):
+    runs = all_runs(pick_tables(["regime"], SCALE), SCALE, "c/", [], seeds=[0])
+    assert settled(runs, SCALE, trial_lines([4.0] * 5)) == []
+    assert "rows of dense, adamw, het," in capsys.readouterr().err
+    ready = settled(runs, SCALE, trial_lines([4.0] * 6))
+    assert {run.row.follows for run in ready} == {"het"}
+
+
+def test_a_pick_at_the_edge_of_its_grid_is_told():
+    numbers = {lr: n for n, one in enumerate(drawn("het", SCALE)) for lr in LRS if one[0] == f"inner.lr={lr}"}
+    for lr, says in ((LRS[-1], "yes"), (LRS[1], "no")):
+        losses = [4.0] * SCALE.trials
+        losses[numbers[lr]] = 3.9
+        told = [
+            one for one in picks_table(SCALE, trial_lines(losses)).splitlines() if f"inner.lr={lr}," in one
+        ]
+        assert [one.split("|")[3].strip() for one in told] == [says]
+    assert "5 of 6 trials" in picks_table(SCALE, trial_lines([4.0] * 5))
 
 
 def _reported(group):
