@@ -107,6 +107,7 @@ def test_join_by_the_file_alone_is_join_with_url_replica_and_key(here, capsys, j
             "eval FILE",
         ),
         *("generate FILE prompt", "doctor FILE", "rotate FILE edge", "revoke FILE edge"),
+        *("rotate FILE", "logs FILE"),
     ],
 )
 def test_every_command_that_takes_a_run_takes_the_file(here, capsys, words):
@@ -116,6 +117,8 @@ def test_every_command_that_takes_a_run_takes_the_file(here, capsys, words):
     take(args)
     found = [getattr(args, place) for place in PLACES if hasattr(args, place)]
     assert found in ([str(here / "bucket")], [[str(here / "bucket")]])
+    if args.command in ("doctor", "logs", "rotate"):  # the file says whose it is
+        assert args.replica == "edge"
 
 
 def test_a_file_leads_to_its_own_run_only(here, capsys, joined):

@@ -39,7 +39,7 @@ def invited(capsys, name: str, *options: str) -> Token:
     key = ("--key", "owners/run.owner.key")
     out, err = typed(capsys, "invite", "bucket", "--replica", name, *key, *options)
     assert out.count("\n") == 1
-    assert len(out) < 160
+    assert len(out) < 160 + len(name)
     assert f"send that line to whoever runs {name}" in err
     return Token.parse(out)
 
@@ -181,7 +181,24 @@ BAD = {
         ("revoke", "bucket", "a", *OWNER),
         "a is the only closer of this run; name another first",
     ),
-    "closers": (("members", "bucket", "--closers", "z", *OWNER), "closers are not replicas of the run"),
+    "closers": (
+        ("members", "bucket", "--closers", "a,z", *OWNER),
+        'there is no replica "z" in this run; there is a, b, c',
+    ),
+    "a name that no store takes": (
+        ("invite", "bucket", "--replica", "Zoë", *OWNER),
+        '--replica "Zoë" becomes a name in the bucket',
+    ),
+    "a file that no command knows": (
+        ("invite", "bucket", "--replica", "d", "--to", "d.toml", *OWNER),
+        "--to is d.toml; by its end, .isthmus.toml",
+    ),
+    "revoke of nobody": (
+        ("revoke", "bucket", "bb", *OWNER),
+        'nobody is called "bb" in this run; there is a, b, c',
+    ),
+    "whose key": (("rotate", "bucket"), "whose key? isthmus rotate bucket NAME"),
+    "whose lines": (("logs", "bucket"), "whose lines? isthmus logs bucket --replica NAME"),
     "rotate": (("rotate", "bucket", "z"), 'there is no replica "z" in this run'),
     "rounds": (("extend", "bucket", "--rounds", "0", *OWNER), "--rounds is 0"),
 }
@@ -242,6 +259,20 @@ def test_members_tells_who_is_invited_and_has_not_come(owned, capsys):
     assert re.search(r"^d +full +- +invited: ready, admitted when the open round is settled$", out, re.M)
     settled(2, a, a, b, c)
     assert listed() == []
+
+
+def test_long_names_leave_the_columns_of_members_and_status_apart(owned, capsys):
+    long = "n" * 60
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    asks(invited(capsys, long), "friend/long.key")
+    settled(2, a, a, b, c)
+    invited(capsys, "m" * 59)
+    for command in ("members", "status"):
+        out, _ = typed(capsys, command, "bucket")
+        assert re.search(rf"^{long}  full +", out, re.M), out
+        assert len({line.index("full") for line in out.splitlines() if line.startswith(("a ", long))}) == 1
+    assert re.search(r"^m{59} +full +- +invited", typed(capsys, "members", "bucket")[0], re.M)
 
 
 def test_a_rotated_key_is_beside_the_old_one_until_it_counts(owned, capsys):

@@ -95,7 +95,7 @@ def _url(args: argparse.Namespace, typed: str) -> str:
     whose = bundle.use_store()
     if args.command in ("join", "leave"):
         _as_replica(args, bundle, typed, whose)
-    elif args.command == "doctor":
+    elif args.command in ("doctor", "logs", "rotate"):
         args.replica = args.replica or bundle.replica
     return bundle.url
 

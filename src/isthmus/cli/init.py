@@ -76,12 +76,12 @@ def init(args: argparse.Namespace) -> int:
         print(pick.reason, file=sys.stderr)
     print(f"Rounds are closed by {' or '.join(run.closers)}: run them on machines that you trust.")
     print(f"{keys / OWNER_KEY} is the owner's: keep it here, `isthmus invite` and `revoke` need it.")
-    print("Send each machine its file, by a way that nobody else reads. There:")
+    print(f"Send each machine its file from {keys}, by a way that nobody else reads. Where the file is:")
     for member in recipe.fleet():
         stages = (
             f" [--stage 0..{member.config.stages - 1} --master HOST:PORT]" if member.config.stages > 1 else ""
         )
-        print(f"  isthmus join {keys / (member.name + SUFFIX)}{stages}")
+        print(f"  isthmus join {member.name}{SUFFIX}{stages}")
     for line in (*what_else(args.url, store), *about_text(run)):
         print(f"isthmus: {line}", file=sys.stderr)
     return 0

@@ -27,7 +27,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
-    parser.add_argument("--replica", required=True, metavar="NAME", help="the replica")
+    parser.add_argument("--replica", default="", metavar="NAME", help="the replica (that of its file)")
     parser.add_argument("--stage", type=int, metavar="N", help="one stage of it (default: all)")
     parser.add_argument("--follow", action="store_true", help="go on with new lines, until Ctrl-C")
     parser.set_defaults(run=logs)
@@ -36,6 +36,8 @@ def register(commands: argparse._SubParsersAction) -> None:
 def logs(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import find_member, open_ledger
 
+    if not args.replica:
+        raise ConfigError(f"whose lines? isthmus logs {args.url} --replica NAME")
     ledger = open_ledger(args.url)
     member = find_member(ledger.run, args.replica)
     num_stages = max(member.config.stages, member.config.processes)

@@ -95,12 +95,14 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def members(args: argparse.Namespace) -> int:
-    from isthmus.protocol.access import open_as_owner, open_ledger
+    from isthmus.protocol.access import find_member, open_as_owner, open_ledger
     from isthmus.protocol.changes import Changes, order
 
     if args.closers:
         closers = list(dict.fromkeys(name.strip() for name in args.closers.split(",")))
         ledger, owner = open_as_owner(args.url, args.key)
+        for name in closers:
+            find_member(ledger.run, name)
         epoch = order(ledger.membership, owner, time.time(), Changes(closers=closers))
         print(f"rounds are closed by {', '.join(closers)} (epoch {epoch.number}), after the open one.")
         return 0
@@ -180,16 +182,17 @@ def table(found: MembersReport) -> str:
     from isthmus.printing import visible
 
     span = f"rounds {found.counted_from} to {found.round}" if found.round else "no round yet"
+    wide = max([18, *(2 + len(each.replica) for each in (*found.members, *found.invited))])
     lines = [
         f'run "{found.run}" ({found.run_id}): epoch {found.epoch}, {found.round} of {found.rounds} rounds',
-        f"{'replica':<18}{'kind':<11}{'closes':<8}{'state':<14}{'since':>7}{'until':>7}{'given':>7}{'refused':>9}"
+        f"{'replica':<{wide}}{'kind':<11}{'closes':<8}{'state':<14}{'since':>7}{'until':>7}{'given':>7}{'refused':>9}"
         f"{'scored':>8}{'score':>9}",
     ]
     for m in found.members:
         kind = m.kind if m.stages == 1 else f"{m.stages} stages"
         until = "-" if m.until_round is None else str(m.until_round)
         lines.append(
-            f"{m.replica:<18}{kind:<11}{'yes' if m.closes else '-':<8}{m.state:<14}{m.since_round:>7}"
+            f"{m.replica:<{wide}}{kind:<11}{'yes' if m.closes else '-':<8}{m.state:<14}{m.since_round:>7}"
             f"{until:>7}{m.given:>7}{m.refused:>9}{m.scored:>8}"
             f"{'-' if m.score is None else f'{m.score:+.4f}':>9}{'  on probation' if m.probation else ''}"
         )
@@ -201,7 +204,7 @@ def table(found: MembersReport) -> str:
             if each.asked
             else f"has not asked; until {until}"
         )
-        lines.append(f"{each.replica:<18}{kind:<11}{'-':<8}invited: {says}")
+        lines.append(f"{each.replica:<{wide}}{kind:<11}{'-':<8}invited: {says}")
     lines.append(f"given, refused and scores (mean nats of held-out loss; below 0 helps) are of {span}")
     if found.written > found.epoch:
         lines.append(f"epoch {found.written} is written; a closer takes it up when it settles the open round")

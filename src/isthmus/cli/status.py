@@ -209,18 +209,19 @@ def table(found: RunStatus) -> str:
         return "-" if value is None else format(value, form)
 
     settled = f"round {found.round}" if found.round else "none"
+    wide = max([16, *(2 + len(m.replica) for m in found.members)])
     lines = [f'run "{found.run}" ({found.run_id}): {settled} of {found.rounds} is settled']
     if found.last_round_seconds is not None:
         lines[0] += f", the last took {found.last_round_seconds:.1f} s"
     lines.append(
-        f"{'replica':<16}{'kind':<11}{'state':<14}{'seen':>7}{'step':>8}{'loss':>8}{'tok/s':>10}{'disk':>10}"
+        f"{'replica':<{wide}}{'kind':<11}{'state':<14}{'seen':>7}{'step':>8}{'loss':>8}{'tok/s':>10}{'disk':>10}"
         "  this round"
     )
     for m in found.members:
         kind = m.kind if m.stages == 1 else f"{m.stages} stages"
         seen = "-" if m.heartbeat_age_seconds is None else f"{m.heartbeat_age_seconds:.0f} s"
         lines.append(
-            f"{m.replica:<16}{kind:<11}{m.state:<14}{seen:>7}{number(m.inner_step, 'd'):>8}"
+            f"{m.replica:<{wide}}{kind:<11}{m.state:<14}{seen:>7}{number(m.inner_step, 'd'):>8}"
             f"{number(m.loss, '.3f'):>8}{number(m.tokens_per_second, ',.0f'):>10}"
             f"{'-' if m.disk_free_bytes is None else in_words(m.disk_free_bytes):>10}"
             f"  {'delivered' if m.delivered else '-'}"

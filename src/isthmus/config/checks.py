@@ -34,6 +34,13 @@ def name_of(what: str, name: str, marks: str, most: int = 100) -> None:
         raise ConfigError(f'{what} "{short(name)}": use {allowed}, {most} characters at most')
 
 
+def object_name(what: str, name: str) -> None:
+    """Names of replicas become names of objects, and stores differ in what else they allow."""
+    if not name.isascii():
+        allowed = 'a to z, A to Z, 0 to 9, "-" and "_"'
+        raise ConfigError(f'{what} "{short(name)}" becomes a name in the bucket: use {allowed}')
+
+
 def short(value: object, most: int = 60) -> str:
     """A value in an error, as a part of a line."""
     if isinstance(value, int) and value.bit_length() > 200:  # Python shows none of thousands of digits
