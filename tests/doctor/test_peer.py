@@ -47,7 +47,7 @@ def listener():
 
 def stop(process):
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 
 

@@ -214,7 +214,7 @@ def test_a_request_to_leave_ends_the_pause(tmp_path):
     made.waiting.wait_for = lambda *what: waits.set()
     pause = threading.Thread(target=made.ended, args=({0: -signal.SIGKILL},), daemon=True)
     pause.start()
-    assert waits.wait(20)
+    assert waits.wait(120)
     made.leaving.set()
     pause.join(LONGEST_PAUSE_SECONDS / 2)
     assert not pause.is_alive()

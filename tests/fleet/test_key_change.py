@@ -38,7 +38,7 @@ class Machines:
 
     def take_up(self) -> list[bool]:
         store = HashStore()
-        groups = [StageControlGroup("c", rank, 2, store, timeout_seconds=20) for rank in (0, 1)]
+        groups = [StageControlGroup("c", rank, 2, store, timeout_seconds=120) for rank in (0, 1)]
 
         def one(rank: int) -> bool:
             return take_up_together(self.ledgers[rank], self.paths[rank], self.new.public_key, groups[rank])

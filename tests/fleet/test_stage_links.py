@@ -229,7 +229,7 @@ def knocks(place, holder: Credentials) -> bool:
 
 
 def until(happened) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.01)

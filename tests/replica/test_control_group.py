@@ -35,7 +35,7 @@ class Shared:
 
 def test_every_process_has_what_all_have_shared():
     store = HashStore()
-    groups = [StageControlGroup("edge", rank, 2, store, timeout_seconds=20) for rank in range(2)]
+    groups = [StageControlGroup("edge", rank, 2, store, timeout_seconds=120) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         numbers = list(pool.map(lambda g: share_json(g, [g.rank, 7], whole_numbers), groups))
         texts = list(pool.map(lambda g: collect(g, {g.rank: f"text {g.rank}"}, 2), groups))

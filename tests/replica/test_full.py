@@ -88,7 +88,7 @@ def train_shared(rank, port, folder):
     torch.set_num_threads(1)
     recipe = parse_recipe(RECIPE)
     store, _ = open_store(replica="rack", stage=rank, master=f"127.0.0.1:{port}")
-    process_group = share_batches(store, rank, 2, "cpu", timeout_seconds=20)
+    process_group = share_batches(store, rank, 2, "cpu", timeout_seconds=120)
     replica = FullReplica(
         recipe,
         recipe.fleet()[0],
@@ -118,7 +118,7 @@ def test_processes_that_share_a_batch_are_one_replica_and_a_death_is_named(tmp_p
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(300)
         process.kill()
     recipe = parse_recipe(RECIPE)
     seen, weights = simulated(recipe, recipe.fleet()[0])
