@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 HIDDEN = "[hidden]"
+MOST_CHARACTERS = 2000  # of a line that are looked at: some shapes take the square of its length
 LEAST_SECRET = 8  # characters: shorter values of a variable are words that occur anyway
 SECRET_NAMES = re.compile(
     r"(SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|SAS)", re.I
@@ -56,6 +57,8 @@ def redacted(line: str, secrets: Iterable[str] | None = None) -> str:
     """The line without what nobody else may know."""
     for secret in secrets_of(os.environ) if secrets is None else secrets:
         line = line.replace(secret, HIDDEN)
+    if len(line) > MOST_CHARACTERS:
+        line = line[:MOST_CHARACTERS].rpartition(" ")[0] + " ..."  # half a word may be half a secret
     for shape, instead in _SHAPES:
         line = shape.sub(instead, line)
     return line
