@@ -81,13 +81,14 @@ def test_a_line_without_a_secret_stays_as_it_is(line: str):
     assert redacted(line, []) == line
 
 
-@pytest.mark.parametrize("secret", ["hf_" + "a1" * 20, "0123456789abcdef" * 4, "isthmus1.edge.full.17.secret"])
+@pytest.mark.parametrize(
+    "secret", ["hf_" + "a1" * 20, "0123456789abcdef" * 4, "isthmus1.edge.full.17.secret"]
+)
 def test_of_a_line_without_end_only_a_part_is_searched_and_no_half_of_a_secret_is_left(secret: str):
     shown = redacted("word " * 398 + secret + " end " + "sig" * 100_000, [])
     assert secret[:8] not in shown
     assert shown.endswith("word ...")
     assert len(shown) < 2010
-
 
 
 def test_lines_are_bounded_escaped_and_in_the_order_of_their_times(tmp_path: Path, capsys):
