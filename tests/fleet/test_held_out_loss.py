@@ -178,6 +178,16 @@ def test_a_line_tells_loss_rate_bytes_seconds_and_how_long_the_rest_takes():
         "round  3/12  loss 3.412  12.3k tok/s  up 1.2 MB, down 3.4 MB  "
         "10.0 s (7.0 compute, 3.0 exchange)  ETA 1m30s",
     ]
+    now[0] = 131.0  # we came late, and the others settled it: no update of ours, and no measure of a round
+    lines.round(4, compute_seconds=0.5, held_out=None, **given | {"facts": None})
+    now[0] = 231.0  # the bucket was away for a while
+    lines.num_rounds = 14  # `isthmus extend`
+    lines.round(5, compute_seconds=7.0, held_out=None, **given)
+    assert [re.sub(" loss .*ETA", "ETA", line) for line in said[3:]] == [
+        "round  4/12 ETA 1m20s",
+        "round  5/14 ETA 1m30s",
+    ]
+    lines.num_rounds, said[3:] = 12, []
     for t in range(4, 12):  # read from the bucket in a moment
         lines.round(t, compute_seconds=None, held_out=None, **given)
     assert said[3:] == ["round  4/12  read from the bucket, not trained here"]

@@ -16,6 +16,7 @@ from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.looks import RoundClock
 from isthmus.protocol.patience import Patience
 from isthmus.protocol.rescue import Rescue
+from isthmus.protocol.scores import is_spent
 from isthmus.protocol.shards import ShardReader
 from isthmus.protocol.trust import sha256
 from isthmus.replica.control_group import ControlGroup, agree, collect, shard_texts, share_json, whole_number
@@ -250,7 +251,8 @@ class LedgerExchange:
             return []
         if self.closer and self.closer.may_close(manifest.round):
             self.reader.copy_behind(manifest)
-        if reason := dict(manifest.refused).get(self.replica):
+        reason = dict(manifest.refused).get(self.replica, "")
+        if reason and not is_spent(reason):  # of one that is, whoever keeps the error feedback says more
             self.log(f"round {manifest.round}: our update was refused: {reason}")
         return counted
 

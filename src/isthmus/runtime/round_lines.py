@@ -4,6 +4,7 @@ takes."""
 import time
 from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 from isthmus.runlog.facts import Facts, HeldOut
 from isthmus.runlog.words import clock as short
@@ -44,7 +45,8 @@ class RoundLines:
                 self.next_replayed = now + REPLAYED_SECONDS
                 self.log("  ".join([*parts, "read from the bucket, not trained here"]))
             return
-        self.recent.append(seconds)
+        if facts or not self.recent:  # one that was cut off, since it was settled without us, says little
+            self.recent.append(seconds)
         parts.append(f"loss {loss:.3f}" if loss is not None else "loss -")
         if held_out and held_out.round > self.said:
             self.said = held_out.round
@@ -58,6 +60,6 @@ class RoundLines:
         exchange = max(0.0, seconds - compute_seconds - scoring_seconds)
         scoring = f", {scoring_seconds:.1f} scoring" if scoring_seconds >= 0.05 else ""
         parts.append(f"{seconds:.1f} s ({compute_seconds:.1f} compute, {exchange:.1f} exchange{scoring})")
-        left = (self.num_rounds - number) * sum(self.recent) / len(self.recent)
+        left = (self.num_rounds - number) * median(self.recent)  # one round of waiting is not the rule
         parts.append(f"ETA {short(left)}" if number < self.num_rounds else "the last one")
         self.log("  ".join(parts))

@@ -22,7 +22,7 @@ from isthmus.protocol.ledger import Ledger, Manifest
 from isthmus.protocol.patience import Patience
 from isthmus.protocol.replay import digest_from_bucket
 from isthmus.protocol.retention import Retention
-from isthmus.protocol.scores import is_spent
+from isthmus.protocol.scores import has_passed, is_spent
 from isthmus.protocol.shards import ShardReader
 from isthmus.replica.base import Replica
 from isthmus.replica.control_group import ControlGroup
@@ -260,8 +260,11 @@ class Trainer:
         if pending is None or self.exchange.counts_in(manifest, pending):
             return
         reason = dict(manifest.refused).get(self.member.name, "")
+        if has_passed(reason):
+            self.log(f"round {round_number}: our update was measured, and does not count yet: {reason}")
+            return
         if is_spent(reason):
-            self.log(f"round {round_number} does not count our update, and it is not sent again: {reason}")
+            self.log(f"round {round_number}: our update was refused, and is not sent again: {reason}")
             return
         self.outer.take_back(pending.shards)
         self.measured.take_back(pending.facts)
