@@ -24,6 +24,8 @@ ODD_REQUESTS = {
     "deeper": b"[" * 8000,
     "an integer of thousands of digits": b'{"x": ' + b"9" * 5000 + b"}",
     "a text": b'"request"',
+    "a number": b"0.5",
+    "null": b"null",
     "half a character": b'{"replica": "\\ud800", "body": {}, "signature": "\\udfff"}',
     "nothing": b"",
 }

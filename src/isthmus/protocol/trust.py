@@ -159,13 +159,13 @@ def _finite(digits: str) -> float:
 
 
 def _is_deeper(document: Any, most: int) -> bool:
-    level = [document]
+    level = [document] if isinstance(document, dict | list) else []
     for _ in range(most):
-        inside = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [value for values in inside for value in values if isinstance(value, dict | list)]
         if not level:
             return False
-    return True
+        inside = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inside for value in values if isinstance(value, dict | list)]
+    return bool(level)
 
 
 def open_document(
