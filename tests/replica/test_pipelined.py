@@ -146,7 +146,7 @@ def test_a_stage_that_dies_or_stalls_is_named_by_its_neighbours(tmp_path, fault)
     for process in processes:
         process.start()
     for stage in (0, 2):
-        processes[stage].join(60)
+        processes[stage].join(300)
     processes[1].kill()
     processes[1].join()
     assert [p.exitcode for p in processes] == [0, -signal.SIGKILL, 0]
