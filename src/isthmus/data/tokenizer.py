@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,16 +84,23 @@ def load(data: bytes, where: str) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     check_tokenizer(data, where)
-    try:
+    with library_faults(f"{where} is not a tokenizer.json of the tokenizers library"):
         tokenizer = Tokenizer.from_buffer(data)
         tokenizer.no_padding()  # which may be to a billion tokens
         tokenizer.no_truncation()
         return tokenizer
-    except BaseException as error:  # the library raises bare Exception, and a fault inside it a BaseException
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+
+
+@contextmanager
+def library_faults(words: str = "the tokenizer fails on this text") -> Iterator[None]:
+    """As one line. The library raises bare Exception, and a fault inside it is a BaseException: a pattern in
+    the file of a stranger, for one, that takes too long on a text."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError | GeneratorExit):
             raise
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{where} is not a tokenizer.json of the tokenizers library ({reason})") from error
+        raise ConfigError(f"{words} ({' '.join(str(error).split())[:200]})") from error
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -135,7 +143,8 @@ class Encoder:
                 # A byte may be a token, and a character has up to four.
                 size += len(pieces[last]) * (1 if pieces[last].isascii() else 4)
                 last += 1
-            found = self.tokenizer.encode_batch_fast(pieces[first:last], add_special_tokens=False)[::-1]
+            with library_faults():
+                found = self.tokenizer.encode_batch_fast(pieces[first:last], add_special_tokens=False)[::-1]
             while found:
                 yield np.asarray(found.pop().ids, self.dtype)
             first = last

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isthmus.config import Member
 from isthmus.data.corpus import Corpus
-from isthmus.data.tokenizer import load
+from isthmus.data.tokenizer import library_faults, load
 from isthmus.data.tokenizer_file import tokenizer_bytes
 from isthmus.disk import told_when_full
 from isthmus.errors import ConfigError
@@ -162,7 +162,9 @@ def tokenizer_text(corpus: Corpus) -> str:
     never seen them there."""
     data = tokenizer_bytes(corpus.tokenizer_path)
     tokenizer = load(data, str(corpus.tokenizer_path))
-    if tokenizer.encode("a").ids == tokenizer.encode("a", add_special_tokens=False).ids:
+    with library_faults():
+        plain = tokenizer.encode("a").ids == tokenizer.encode("a", add_special_tokens=False).ids
+    if plain:
         return data.decode("utf-8")
     return json.dumps(json.loads(data) | {"post_processor": None}, ensure_ascii=False)
 

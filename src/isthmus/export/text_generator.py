@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import ModelConfig
-from isthmus.data.tokenizer import Encoder
+from isthmus.data.tokenizer import Encoder, library_faults
 from isthmus.data.tokenizer_file import tokenizer_bytes
 from isthmus.errors import ConfigError, RunError
 from isthmus.export.exported import ExportedFolder
@@ -40,7 +40,8 @@ class TextGenerator:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with nothing in front, as in training. An empty text begins after the end token."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids or [self.end_id]
+        with library_faults():
+            return self.tokenizer.encode(text, add_special_tokens=False).ids or [self.end_id]
 
     def tokens(
         self, prompt: list[int], max_tokens: int, *, temperature: float, top_p: float, seed: int
@@ -79,7 +80,8 @@ class Text:
         self.num_emitted = len(self._all())  # characters
 
     def _all(self) -> str:
-        return self.tokenizer.decode(self.ids, skip_special_tokens=False)
+        with library_faults():
+            return self.tokenizer.decode(self.ids, skip_special_tokens=False)
 
     def add(self, token: int) -> str:
         self.ids.append(token)
