@@ -19,9 +19,11 @@ from isthmus.model import checkpoint
 from isthmus.replica.stack import Stack
 from isthmus.runlog import TIMING_FIELDS, RunDir
 from isthmus.simulator import rounds as loop
+from isthmus.simulator.fleet import SimulatedFleet
 from isthmus.simulator.run import resume
 
 RECIPE = recipe_text(RACK + EDGE, outer={"inner_steps": 4, "rounds": 12, "values": "2bit"})
+LIMIT_SECONDS = 300.0  # for a machine that does much else; nothing waits for it
 
 
 def history(run):
@@ -40,29 +42,72 @@ def straight(tmp_path_factory):
     return recipe, path
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_at_any_moment_and_resumed_it_ends_in_the_same_bits(straight, tmp_path, seed):
+def test_killed_again_and_again_and_resumed_it_ends_in_the_same_bits(straight, tmp_path):
     recipe, path = straight
-    run, moment = tmp_path / "run", random.Random(seed)
-    command = [sys.executable, "-m", "isthmus.cli.main", "simulate", "--quiet"]
+    run, moment = tmp_path / "run", random.Random(0)
     kills = 0
-    for _ in range(40):
+    for strikes in (True, True, True, True, False):
         state = ["--resume", str(run)] if (run / "recipe.toml").exists() else [str(recipe), "--run", str(run)]
-        process = subprocess.Popen([*command, *state], stdout=subprocess.DEVNULL)
-        # Imports take a while; then the process is killed somewhere in its rounds, or even before the first.
-        deadline = time.monotonic() + 60
-        rows_before = len(rows(run))
-        while process.poll() is None and len(rows(run)) < rows_before + 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(moment.random() * 0.3)
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
+        command = [sys.executable, "-m", "isthmus.cli.main", "simulate", "--quiet", *state]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        if strikes:  # somewhere in the rounds after its first row
+            before, deadline = len(rows(run)), time.monotonic() + LIMIT_SECONDS
+            while process.poll() is None and len(rows(run)) <= before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(moment.random() * 0.3)
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+                kills += 1
         if process.wait() == 0:
             break
     assert process.returncode == 0
     assert kills >= 1
     assert history(run) == history(path)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+POINTS = {
+    "the row": (RunDir, "append"),
+    "the state": (checkpoint, "save"),
+    "a file of the state": (checkpoint, "save_tensors"),
+    "the anchor's step": (SimulatedFleet, "apply"),
+}
+
+
+SHORT = parse_recipe(RECIPE, ["outer.rounds=4"])
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    return simulate(SHORT, tmp_path_factory.mktemp("short") / "run", device="cpu", quiet=True).run_dir
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("point", POINTS)
+def test_ended_at_any_point_of_a_round_it_goes_on_to_the_same_bits(
+    short, tmp_path, monkeypatch, point, after
+):
+    monkeypatch.setattr(loop, "SAVE_SHARE", 1e9)  # at every round's edge
+    owner, name = POINTS[point]
+    real, left = getattr(owner, name), [3]  # the third time that it comes by
+
+    def deadly(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == 0 and not after:
+            raise Killed
+        result = real(*args, **kwargs)
+        if left[0] == 0:
+            raise Killed
+        return result
+
+    monkeypatch.setattr(owner, name, deadly)
+    with pytest.raises(Killed):
+        simulate(SHORT, tmp_path / "run", device="cpu", quiet=True)
+    resume(tmp_path / "run", quiet=True)
+    assert history(tmp_path / "run") == history(short)
 
 
 def rows(run):
