@@ -253,6 +253,10 @@ def test_a_folder_of_other_kinds_says_what_would_take_them(tmp_path):
     (tmp_path / "a.csv").write_text("a,b")
     with pytest.raises(ConfigError, match=r"holds 1 \.csv \(write them as \.jsonl or \.parquet\)"):
         find_files([tmp_path])
+    with pytest.raises(
+        ConfigError, match=r"unknown ending \(write it as \.jsonl or \.parquet\); expected one"
+    ):
+        find_files([tmp_path / "a.csv"])
 
 
 def test_the_inputs_of_older_versions_give_the_same_corpus(tmp_path, isthmus):

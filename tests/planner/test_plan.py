@@ -284,9 +284,15 @@ def test_json_has_stable_keys(capsys):
         ([DEMO, "--to", "x.png"], "give --figure too"),
         ([DEMO, "--price-per-hour", "rack"], "write it as rack=2.5"),
         ([DEMO, "--tflops", "-1"], "it is 0 or more"),
+        ([DEMO, "--tflops", "nan"], "it is 0 or more"),
+        ([DEMO, "--egress-per-gb", "nan"], "it is 0 or more"),
+        ([DEMO, "--put-per-million", "inf"], "it is 0 or more"),
+        ([DEMO, "--check-mb-per-second", "nan"], "it is above 0"),
+        ([DEMO, "--price-per-hour", "nobody=2"], "no such replica; there is rack, edge"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(capsys, arguments, words):
+def test_a_wrong_command_line_is_one_line(capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr("isthmus.cli.plan.measured_if_small", pytest.fail)  # nothing is measured before
     with pytest.raises(ConfigError, match=words):
         run(capsys, *arguments)
 

@@ -297,7 +297,7 @@ def test_a_wrong_list_of_machines_is_one_line(tmp_path, text, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--suggest", "none.toml"], "cannot read the machines"),
+        (["--suggest", "none.toml"], "no list of machines none.toml; `isthmus plan --help` shows one"),
         (["--suggest", EXAMPLE, "--preset", "17m"], "did you mean"),
         (["--suggest", EXAMPLE, "--scale"], "on their own"),
         (["--suggest", EXAMPLE, "demo", "--preset", "nano"], "drop one"),

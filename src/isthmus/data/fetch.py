@@ -21,6 +21,7 @@ from isthmus import reading
 from isthmus.data.manifest import MANIFEST, MAX_JSON_BYTES, TOKENIZER, Manifest, parse_manifest
 from isthmus.data.progress import Progress, on_stderr
 from isthmus.data.tokenizer_file import MAX_BYTES as MAX_TOKENIZER_BYTES
+from isthmus.disk import in_words as size
 from isthmus.errors import ConfigError
 from isthmus.files import open_own, own_size, replace_file
 from isthmus.store import Store, StoreError, StoreRefused, open_store, parse_url
@@ -123,8 +124,9 @@ class Copy:
         free = shutil.disk_usage(self.folder).free
         if free < wanted + ROOM_BYTES:
             raise ConfigError(
-                f"the corpus {self.url} needs {wanted / 1e9:.2f} GB more in {self.folder.parent}, and "
-                f"{free / 1e9:.2f} GB are free; make room, or set ISTHMUS_CACHE to a folder on another disk"
+                f"the corpus {self.url} needs {size(wanted)} more in {self.folder.parent}, with "
+                f"{size(ROOM_BYTES)} beside it, and {size(free)} are free; make room, or set "
+                "ISTHMUS_CACHE to a folder on another disk"
             )
 
     @contextmanager

@@ -108,7 +108,9 @@ def named_files(given: Path, left_out: LeftOut) -> list[tuple[Path, str]]:
     if not given.exists():
         raise ConfigError(f"{given} does not exist; give a folder, or a file that ends in {endings}")
     if format_of(given) is None:
-        raise ConfigError(f"{given} has an unknown ending; expected one of {endings}")
+        cure = CURES.get(given.suffix.lower(), "")
+        cure = f" ({cure.replace('them', 'it')})" if cure else ""
+        raise ConfigError(f"{given} has an unknown ending{cure}; expected one of {endings}")
     return [(given, given.name)]
 
 

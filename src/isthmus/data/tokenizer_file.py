@@ -33,8 +33,8 @@ def check_tokenizer(data: bytes, where: str) -> None:
     found = reading.parse_json(data, where, MAX_VALUES)
     try:
         counted = list(counts(found))
-    except (AttributeError, KeyError, IndexError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{where} is not a tokenizer.json of the tokenizers library ({error})") from None
+    except (AttributeError, KeyError, IndexError, TypeError, RecursionError):
+        raise ConfigError(f"{where} is not a tokenizer.json of the tokenizers library") from None
     for name, size, most in counted:
         if size > most:
             raise ConfigError(f"{where} has {size:,} {name}; at most {most:,} are read")

@@ -105,6 +105,8 @@ class MachineList:
 
 def load_machines(path: str | Path) -> MachineList:
     """Read and check the file; every fault is one line that names the key."""
+    if not Path(path).exists():
+        raise ConfigError(f"there is no list of machines {path}; `isthmus plan --help` shows one")
     return build_table(MachineList, read_toml(path, "the machines"), "")
 
 
