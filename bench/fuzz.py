@@ -1,14 +1,15 @@
 """Spoilt documents, payloads and folders against every reader, bounded and from a seed.
 
-    .venv/bin/python bench/fuzz.py --documents 20000 --payloads 10000 --folders 2000 --seed 0
+    .venv/bin/python bench/fuzz.py --documents 20000 --members 20000 --payloads 10000 --folders 2000 --seed 0
 
 A small world is made by real code: corpus, run directory, bucket with keys, exported folders, machines. Each
 case spoils one file (four in five of the signed ones are signed again, as by a member gone bad), one payload
 (its checksum made to fit) or a folder, and lets readers loose on it: `status`, `ledger`, `report`, `export`,
-`generate`, `eval`, `plan`, `compare`, the page, the closer's judgement. A reader may read or say no. Whatever
-else happens is a fault: a traceback, a hang, more than 1 GiB of memory, a signal, a write where nobody asked
-for one, a control character on the terminal. Faults are written to --keep, one case a line, and --again FILE
-runs them.
+`generate`, `eval`, `plan`, `compare`, `members`, `logs`, the page, the closer's judgement. A reader may read
+or say no; a closer that takes up requests must come through. Whatever else happens is a fault: a traceback, a
+hang, more than 1 GiB of memory, a signal, a write where nobody asked for one, a control character on the
+terminal. --members: only what members, newcomers and the owner sign for each other. Faults are written to
+--keep, one case a line, and --again FILE runs them.
 """
 
 import argparse
@@ -29,7 +30,7 @@ SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 sys.path.insert(0, str(SUPPORT))
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 HARD_SECONDS = 60.0  # after which a case is ended from outside: no alarm reaches a loop in C
-PARTS = ("documents", "payloads", "folders")
+PARTS = ("documents", "members", "payloads", "folders")
 
 
 class Worker:
@@ -95,15 +96,19 @@ class Worker:
 def run_part(world: Path, part: str, seed: int, count: int, workers: int) -> list[dict[str, Any]]:
     crew = [Worker(world, part, seed, i, count, workers) for i in range(workers)]
     threads = [threading.Thread(target=worker.run, daemon=True) for worker in crew]
-    began = time.monotonic()
+    began, told = time.monotonic(), set[str]()
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         threads[0].join(10.0) if threads[0].is_alive() else time.sleep(1.0)
         done = sum(len(worker.results) for worker in crew)
-        faults = sum(bool(result["fault"]) for worker in crew for result in worker.results)
+        found = [result["fault"] for worker in crew for result in list(worker.results) if result["fault"]]
+        for fault in found:
+            if same(fault) not in told:  # at once: a long run need not come to its end
+                print(f"{part}: {fault}", file=sys.stderr, flush=True)
+                told.add(same(fault))
         rate = done / (time.monotonic() - began)
-        words = f"{part}: {done:,} of {count:,}, {rate:.0f} a second, {faults} faults"
+        words = f"{part}: {done:,} of {count:,}, {rate:.0f} a second, {len(found)} faults"
         print(words, file=sys.stderr, flush=True)
     return [result for worker in crew for result in worker.results]
 
@@ -150,7 +155,7 @@ def again(path: Path, world: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for part, count in zip(PARTS, (20_000, 10_000, 2_000), strict=True):
+    for part, count in zip(PARTS, (20_000, 20_000, 10_000, 2_000), strict=True):
         parser.add_argument(f"--{part}", type=int, default=count, metavar="N", help=f"{count}; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)

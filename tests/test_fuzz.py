@@ -45,7 +45,9 @@ def run(case, world):
     run_case(case, world)
 
 
-@pytest.mark.parametrize(("part", "count"), [("documents", 150), ("payloads", 300), ("folders", 30)])
+@pytest.mark.parametrize(
+    ("part", "count"), [("documents", 150), ("members", 60), ("payloads", 300), ("folders", 30)]
+)
 def test_what_is_spoilt_is_read_or_refused_in_one_line_and_nothing_is_written(here, part, count):
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     OUTCOMES.clear()

@@ -33,7 +33,7 @@ from fuzz_mutate import (
 
 Case = dict[str, Any]
 OUTCOMES: Counter[str] = Counter()  # how often a reader read something, and how often it said no
-PARTS = ("documents", "payloads", "folders")
+PARTS = ("documents", "members", "payloads", "folders")
 BUCKET = "run/bucket"
 SEALED = {  # in a file's name -> the kind of document that is signed
     "/manifests/": "manifest",
@@ -42,6 +42,10 @@ SEALED = {  # in a file's name -> the kind of document that is signed
     "/leave-": "leave",
     "/repairs/": "repair",
     "/wanted/": "wanted",
+    "/membership/": "membership",
+    "/invitations/": "invitation",
+    "/requests/": "request",
+    "/log-": "log",
     "/members/": "heartbeat",
 }
 
@@ -190,7 +194,51 @@ def wanted() -> None:
     Rescue(ledger, ShardReader(ledger, [0]), SingleProcess(), said.append, Patience(said.append)).help()
 
 
+class Denied:
+    """A store that is read and never written, as it is to a closer without rights on membership/."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def create(self, key: str, data: bytes, **more: Any) -> bool:
+        from isthmus.store import StoreError
+
+        raise StoreError("denied", "denied")
+
+
+def take_requests() -> None:
+    """As a closer does before it settles a round: whatever lies there, it must come through."""
+    from isthmus.protocol.access import open_ledger
+    from isthmus.protocol.changes import Requests
+    from isthmus.protocol.ledger import Ledger
+    from isthmus.protocol.trust import load_signer
+
+    found, said = open_ledger(BUCKET), list[str]()
+    store: Any = Denied(found.store)
+    run = found.membership.epochs[0].run
+    ledger = Ledger(store, run, load_signer(Path("run/keys/rack-0.key"), "rack-0"))
+    try:
+        Requests(ledger, said.append).take(time.time)
+    except Exception as error:  # a refusal too: it would end every closer of the run
+        raise Fault(f"a closer ends by it: {_words(error)}") from error
+    OUTCOMES["refused" if any("does not count" in words for words in said) else "read"] += 1
+
+
+def bundle() -> None:
+    from isthmus.protocol.bundle import read_bundle
+
+    check_printable(repr(read_bundle(Path("rack-0.isthmus.toml"))))
+
+
 READERS: dict[str, Callable[[], None]] = {
+    "members": cli("members", BUCKET),
+    "members json": cli("members", BUCKET, "--json"),
+    "logs": cli("logs", BUCKET, "--replica", "rack-0"),
+    "take": take_requests,
+    "bundle": bundle,
     "status": cli("status", BUCKET),
     "status run": cli("status", "run"),
     "show": cli("ledger", "show", BUCKET),
@@ -233,7 +281,11 @@ OF_RUN = ("status run", "report", "page", "compare", "export")
 OF_FILE: dict[str, tuple[str, ...]] = {
     "run/bucket/run.json": OF_BUCKET,
     "run/bucket/members/rack-0/leave-1": ("leave", "page bucket"),
-    "run/bucket/members": ("status", "page", "page bucket", "status run"),
+    "run/bucket/members/rack-0/log-0.json": ("logs", "status"),
+    "run/bucket/membership": ("members", "members json", "take", "status", "verify", "page bucket"),
+    "run/bucket/invitations": ("members", "take", "status", "page bucket"),
+    "run/bucket/requests": ("take", "take", "members", "status"),
+    "run/bucket/members": ("status", "page", "page bucket", "status run", "members json"),
     "run/bucket/manifests": ("status", "show", "verify", "rebuild", "page bucket", "judge", "report bucket"),
     "run/bucket/commits": ("judge", "status", "page bucket"),
     "run/bucket/payloads": ("judge", "verify", "rebuild", "page bucket", "export bucket"),
@@ -249,8 +301,13 @@ OF_FILE: dict[str, tuple[str, ...]] = {
     "bounded": ("bounded",),
     "world.toml": ("plan",),
     "machines.toml": ("suggest",),
+    "rack-0.isthmus.toml": ("bundle",),
     "state": ("state",),
 }
+OF_MEMBERS = tuple(
+    f"run/bucket/{kind}/"
+    for kind in ("membership", "invitations", "requests", "members", "manifests", "commits")
+)
 TREES: dict[str, tuple[str, ...]] = {  # a folder that came from a stranger -> who looks at it
     BUCKET: OF_BUCKET,
     "run": (*OF_RUN, "status run"),
@@ -276,13 +333,11 @@ def draw_case(part: str, seed: int, number: int, world: Path) -> Case:
     return {"part": part, **_DRAW[part](draw, world)}
 
 
-def _document(draw: random.Random, world: Path) -> Case:
+def _document(draw: random.Random, world: Path, prefixes: tuple[str, ...] = tuple(OF_FILE)) -> Case:
     # Every kind as often as any other, and then one of its files.
     kinds: dict[str, list[str]] = {}
     for name in files_of(world):
-        if not name.endswith((".html", ".md", ".bin", ".py", "text.jsonl")) and name.startswith(
-            tuple(OF_FILE)
-        ):
+        if not name.endswith((".html", ".md", ".bin", ".py", "text.jsonl")) and name.startswith(prefixes):
             kinds.setdefault(kind_of(name), []).append(name)
     kind = draw.choice(sorted(kinds))
     name = draw.choice(kinds[kind])
@@ -304,6 +359,11 @@ def _document(draw: random.Random, world: Path) -> Case:
     return case | {"bytes": [draw_bytes(draw) for _ in range(times)]}
 
 
+def _of_members(draw: random.Random, world: Path) -> Case:
+    """What members, newcomers and the owner sign for each other."""
+    return _document(draw, world, OF_MEMBERS)
+
+
 def _payload(draw: random.Random, world: Path) -> Case:
     shards = sorted(str(p.relative_to(world)) for p in (world / BUCKET / "payloads").rglob("[0-9]-*"))
     return {"file": draw.choice(shards), "ops": draw_payload(draw), "readers": ["payload"]}
@@ -318,6 +378,7 @@ def _folder(draw: random.Random, world: Path) -> Case:
 
 _DRAW: dict[str, Callable[[random.Random, Path], Case]] = {
     "documents": _document,
+    "members": _of_members,
     "payloads": _payload,
     "folders": _folder,
 }
@@ -427,7 +488,11 @@ def sealed(name: str, document: dict[str, Any], body: Any) -> bytes:
     kind = next(kind for part, kind in SEALED.items() if part in name)
     run = json.loads(Path(BUCKET, "run.json").read_bytes())
     run = run.get("body", run)
-    signer = load_signer(Path("run/keys", f"{document['replica']}.key"), document["replica"])
+    who = document["replica"]
+    if kind == "request" and not who.startswith("@"):
+        kind = "rotation"
+    keys = {"@owner": "run.owner", "@invited": f"@invited-{Path(name).stem}"}
+    signer = load_signer(Path("run/keys", f"{keys.get(who, who)}.key"), who)
     try:
         return signer.seal(kind, run["run_id"], body)
     except (ValueError, RecursionError, AttributeError, TypeError):  # what cannot be signed

@@ -18,6 +18,15 @@ from typing import Any
 Op = list[Any]
 MOST_BYTES = 8 << 20
 NEST = "\x00nest"  # in place of what no JSON writer would write
+
+
+def _nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 VALUES: dict[str, Any] = {
     "null": None,
     "true": True,
@@ -25,6 +34,13 @@ VALUES: dict[str, Any] = {
     "minus": -1,
     "one": 1,
     "half": 0.5,
+    "minus zero": -0.0,
+    "2**63-1": 2**63 - 1,
+    "10**6": 10**6,
+    "nested": _nested(300),  # what one reader can read and another, further down, cannot
+    "replica": "rack-1",
+    "edge": "edge",
+    "key": "ab" * 32,
     "2**31": 2**31,
     "2**63": 2**63,
     "10**9": 10**9,
