@@ -145,11 +145,11 @@ def test_pauses_grow_from_nothing_to_half_a_minute():
 
 def test_only_a_round_that_was_trained_is_progress(tmp_path):
     mark = Settled(tmp_path, 0)
-    mark.round(1, 0.0)  # replayed from the bucket
+    mark.round()  # replayed from the bucket
     assert not mark.path.exists()
-    mark.step(1)
+    mark.step()
     assert not mark.path.exists()
-    mark.round(2, 1.0)
+    mark.round()
     assert mark.path.exists()
 
 
@@ -188,8 +188,8 @@ def test_a_settled_round_in_between_gives_another_try(tmp_path):
     for _ in range(4):
         made.starting()
         mark = Settled(tmp_path, 0)
-        mark.step(1)
-        mark.round(1, 1.0)
+        mark.step()
+        mark.round()
         made.ended({0: -signal.SIGSEGV})
     made.starting()
     with pytest.raises(Final, match="SIGSEGV"):
@@ -199,8 +199,8 @@ def test_a_settled_round_in_between_gives_another_try(tmp_path):
 def test_a_settled_round_counts_once_also_where_no_worker_starts_again(tmp_path):
     made, _ = restarts(tmp_path, 1)
     mark = Settled(tmp_path, 0)
-    mark.step(1)
-    mark.round(1, 1.0)
+    mark.step()
+    mark.round()
     wrong = Failure.of(TypeError("unexpected keyword argument 'shutdown_timeout'"))
     assert made.judge([wrong]) == 0  # as when the agent itself fails
     with pytest.raises(Final, match="shutdown_timeout"):

@@ -32,7 +32,7 @@ class AfterRound:
 
     def __call__(self, round_number: int, seconds: float) -> None:
         trained = self.settled.trained
-        self.settled.round(round_number, seconds)
+        self.settled.round()
         began = self.clock()
         self.measure(round_number)
         if self.lines:

@@ -162,10 +162,10 @@ class Settled:
     def __init__(self, work: Path, rank: int) -> None:
         self.path, self.trained = settled_note(work, rank), False
 
-    def step(self, h: int) -> None:
+    def step(self) -> None:
         self.trained = True
 
-    def round(self, round_number: int, seconds: float) -> None:
+    def round(self) -> None:
         if self.trained:
             with suppress(OSError, ConfigError):
                 overwrite_own(self.path)

@@ -128,7 +128,7 @@ class WorkerRounds:
                 torch.cuda.synchronize(self.trainer.device)
             self.start.tell()
             self.heartbeats.soon()
-        self.settled.step(h)
+        self.settled.step()
 
     def _leaves(self) -> bool:
         """One process may have been asked to leave, and one to part: all do the same."""
