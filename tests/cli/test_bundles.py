@@ -66,7 +66,7 @@ def test_init_writes_one_file_per_replica_that_only_its_owner_reads(here, capsys
         path = keys / f"{name}.isthmus.toml"
         found = read_bundle(path)
         assert path.stat().st_mode & 0o777 == 0o600
-        assert f"isthmus join {path}" in out
+        assert f"  isthmus join {path.name}" in out
         assert found.key == (keys / f"{name}.key").read_text().split()[0]
         assert found.key not in out
         assert (found.url, found.replica, found.run) == (str(here / "bucket"), name, "tiny")
@@ -119,6 +119,21 @@ def test_every_command_that_takes_a_run_takes_the_file(here, capsys, words):
     assert found in ([str(here / "bucket")], [[str(here / "bucket")]])
     if args.command in ("doctor", "logs", "rotate"):  # the file says whose it is
         assert args.replica == "edge"
+
+
+def test_a_file_with_a_wrong_key_leaves_nothing_in_the_way_of_the_right_one(here, capsys, joined):
+    keys, *_ = made(capsys)
+    right = (keys / "edge.isthmus.toml").read_text()
+    os.rename("keys", "owners")
+    Path("edge.isthmus.toml").write_text(
+        right.replace(read_bundle(Path("owners/tiny/edge.isthmus.toml")).key, "ab" * 32)
+    )
+    assert main(["join", "edge.isthmus.toml"]) == 2
+    assert "does not hold the key of replica edge in this run; ask the run's owner" in capsys.readouterr().err
+    assert not Path("keys").exists()
+    Path("edge.isthmus.toml").write_text(right)
+    assert main(["join", "edge.isthmus.toml"]) == 0
+    assert len(joined) == 1
 
 
 def test_a_file_leads_to_its_own_run_only(here, capsys, joined):

@@ -249,7 +249,7 @@ def test_a_disk_without_room_is_said_before_anything_is_fetched(url, monkeypatch
     corpus = open_corpus(url)
     monkeypatch.setattr(fetch, "ROOM_BYTES", 1 << 60)
     names = gets(monkeypatch)
-    with pytest.raises(ConfigError, match=r"needs 0\.00 GB more in .*set ISTHMUS_CACHE"):
+    with pytest.raises(ConfigError, match=r"needs \d.* more in .*, with .* beside it, .*set ISTHMUS_CACHE"):
         _ = corpus.train
     assert names == []
 

@@ -14,7 +14,7 @@ from isthmus.cli.main import main
 from isthmus.errors import ConfigError
 from isthmus.protocol.trust import Signer
 from isthmus.runtime import relay as relays
-from isthmus.runtime.addresses import Address, Meeting
+from isthmus.runtime.addresses import Address, Meeting, WaitingDoor
 from isthmus.runtime.handshake import Credentials
 from isthmus.runtime.relay import GUEST, HELLO, HOST, MAGIC, PAIRED, Relay
 
@@ -271,3 +271,17 @@ def test_a_port_that_is_taken_and_one_that_is_none_are_one_line(capsys):
     assert main(["relay", "--port", "70000"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["isthmus", "isthmus"]
+
+
+def test_a_gate_says_that_there_is_no_relay_and_when_there_is_one_again(said):
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    credentials = Credentials("f" * 32, Signer("edge", b"k" * 32))
+    door = WaitingDoor(Meeting(Address(LOOPBACK, port), credentials, 0), pause=lambda seconds: None)
+    assert door.accept() is None
+    assert door.trouble == f"no relay at {LOOPBACK}:{port} (Connection refused); start `isthmus relay` there"
+    relay = Relay(LOOPBACK, port, said.append, Clock())
+    assert door.accept() is None  # nobody comes, and somebody could
+    assert door.trouble == ""
+    door.close()
+    relay.close()

@@ -1,6 +1,7 @@
 """What is said when a store cannot be opened: one line, with the cure and without a secret."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from servers import use
 
 from isthmus.errors import ConfigError
 from isthmus.store import open_store
-from isthmus.store.url import CREDENTIALS
+from isthmus.store.url import CREDENTIALS, where_s3_is
 
 
 @pytest.mark.parametrize(
@@ -67,14 +68,21 @@ def test_half_a_key_or_a_bad_endpoint_is_found_before_a_request(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("endpoint", "says"),
     [
-        ("http://127.0.0.1:1", "cannot reach the store: connection refused"),
+        ("http://127.0.0.1:1", "cannot reach the store: connection refused (at http://127.0.0.1:1)"),
         ("http://no-such-host.invalid", "cannot reach the store: its host name does not resolve"),
     ],
 )
 def test_an_unreachable_store_is_one_line(endpoint: str, says: str, monkeypatch: pytest.MonkeyPatch):
     use(monkeypatch, endpoint)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
         open_store("s3://bucket/x", timeout_seconds=1.5)
+
+
+def test_whoever_forgot_the_endpoint_is_told_that_none_is_set(monkeypatch: pytest.MonkeyPatch):
+    use(monkeypatch, "http://127.0.0.1:1")
+    assert where_s3_is() == "at http://127.0.0.1:1"
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    assert where_s3_is() == "at AWS: no AWS_ENDPOINT_URL is set here"
 
 
 @pytest.fixture

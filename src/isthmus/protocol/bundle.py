@@ -96,6 +96,11 @@ class Bundle:
         `isthmus rotate`. Only for the run that this file names."""
         signer = Signer(self.replica, bytes.fromhex(self.key), self.run_sha256)
         run = read_run(open_store(self.url, create=False), signer)
+        if signer.public_key != run.keys.get(self.replica):  # before it lies where the right one belongs
+            raise ConfigError(
+                f"this file does not hold the key of replica {self.replica} in this run; ask the run's owner "
+                "for it again"
+            )
         file = Path(path) if path else Path("keys") / run.recipe.name / f"{self.replica}.key"
         if not file.exists():
             save_secret(file, bytes.fromhex(self.key), self.run_sha256)

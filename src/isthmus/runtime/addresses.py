@@ -31,6 +31,8 @@ class Places:
 class Door(Protocol):
     """The gate's own side of a place."""
 
+    trouble: str  # why nobody can come to it; empty where they can
+
     @property
     def place(self) -> "Place":
         """Where others find it."""
@@ -87,6 +89,7 @@ class ListeningDoor:
         self.listener = socket.create_server((place.host, place.port), family=family, backlog=BACKLOG)
         self.listener.settimeout(SWEEP_SECONDS)
         self.place = Address(place.host, self.listener.getsockname()[1])
+        self.trouble = ""
 
     def accept(self) -> tuple[socket.socket, str] | None:
         try:
@@ -149,6 +152,7 @@ class WaitingDoor:
         self.place, self.pause = place, pause
         self.link: socket.socket | None = None
         self.secret = b""
+        self.trouble = ""  # why nobody can come
         self.closed = False
 
     def accept(self) -> tuple[socket.socket, str] | None:
@@ -160,16 +164,19 @@ class WaitingDoor:
                 self.secret = self.place.secret
                 self.link = self.place._greet(HOST, DIAL_SECONDS)
                 self.link.settimeout(SWEEP_SECONDS)
+                self.trouble = ""
             link = self.link
             said = link.recv(1)
             self.link = None
             if said == PAIRED:
                 return link, str(self.place)
             link.close()  # the relay has ended, or made room for others
-        except TimeoutError:
-            if self.link:
+        except OSError as error:  # there is no relay, or it was closed here meanwhile
+            if self.link and isinstance(error, TimeoutError):
                 return None
-        except OSError:  # there is no relay, or it was closed here meanwhile
+            if self.link is None:
+                why = error.strerror or "no answer"
+                self.trouble = f"no relay at {self.place.relay} ({why}); start `isthmus relay` there"
             self.link = None
         if not self.closed:
             self.pause(PAUSE_SECONDS)

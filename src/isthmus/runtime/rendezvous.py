@@ -122,7 +122,7 @@ class StageRendezvous(RendezvousHandler):
         """Join the next generation and wait until every machine has joined it."""
         store = self._connect()
         deadline, log_at = time.monotonic() + self.join_seconds, time.monotonic() + LOG_SECONDS
-        said: list[int] = []
+        said = ""
         try:
             self.generation = self._current(store) + 1
             here = [f"{self.generation}/here/{index}" for index in range(self.num_machines)]
@@ -131,13 +131,14 @@ class StageRendezvous(RendezvousHandler):
                 if self.stopped:
                     raise RendezvousClosedError(f"{self.name} is leaving")
                 missing = [index for index, key in enumerate(here) if not store.check([key])]
-                if missing and self.waiting and missing != said:
-                    said = missing
-                    self.waiting.wait_for(
-                        f"stage {missing[0]}: no answer; start `isthmus join` there", missing=missing
-                    )
+                trouble = self.gate.door.trouble if self.gate else ""
+                words = trouble or f"stage {min(missing, default=0)}: no answer; start `isthmus join` there"
+                if missing and self.waiting and words != said:
+                    said = words
+                    self.waiting.wait_for(words, missing=missing)
                 if missing and time.monotonic() > log_at:
-                    self.log(f"waiting for the machine of stage {missing[0]}; start `isthmus join` there")
+                    stays = f"waiting for the machine of stage {missing[0]}; start `isthmus join` there"
+                    self.log(trouble or stays)
                     log_at = time.monotonic() + LOG_SECONDS
                 if missing and time.monotonic() > deadline:
                     raise RendezvousConnectionError(

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ from isthmus.store.retry import (
     wait,
 )
 from isthmus.store.together import AT_ONCE, together
-from isthmus.store.url import SEGMENT, connect, parse_url
+from isthmus.store.url import SEGMENT, connect, parse_url, where_s3_is
 
 __all__ = ["Info", "Store", "open_store"]
 
@@ -300,6 +301,8 @@ class Store:
     def _error(self, verb: str, key: str, fault: Fault, backoff: Backoff) -> StoreError:
         if fault.kind == "slow" and backoff.fault:
             fault = backoff.fault  # an earlier try said more
+        if fault.kind == "network" and self.url.startswith("s3://"):
+            fault = replace(fault, words=f"{fault.words} ({where_s3_is()})")
         if fault.kind == "absent":
             fault = Fault("config", "a write is answered by 404: is there such a bucket, is it S3?", False)
         tail = f" ({backoff.spent()})" if fault.retry else ""

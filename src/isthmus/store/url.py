@@ -67,6 +67,7 @@ def connect(root: str, folder: Path | None) -> Any:
     usual = Path.home() / ".config/gcloud/application_default_credentials.json"
     if not said and not (scheme == "gs" and usual.exists()):
         names = " or ".join(CREDENTIALS[scheme])
+        names = names.replace("AWS_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
         raise ConfigError(f"no credentials for {root}: set {names}, or fill the usual credentials file")
     settings: dict[str, Any] = {
         "client_options": {
@@ -111,3 +112,9 @@ def aws_options(named: str | None = None) -> dict[str, str]:
             raise ConfigError("AWS_ENDPOINT_URL is malformed; write https://host or https://host:port")
         options["endpoint"] = endpoint
     return options
+
+
+def where_s3_is() -> str:
+    """For whoever cannot reach it: most often the endpoint is missing in this terminal, or mistyped."""
+    endpoint = aws_options().get("endpoint", "")
+    return f"at {endpoint}" if endpoint else "at AWS: no AWS_ENDPOINT_URL is set here"
