@@ -9,7 +9,7 @@ from isthmus.export.card import model_card
 from isthmus.export.hf import WHAT, check_target, folder_bytes, write_folder
 from isthmus.export.measure import WORSE, Losses, measure
 from isthmus.export.source import Trained, open_trained, pipelined_member
-from isthmus.simulator.run import pick_device
+from isthmus.replica.picks import pick_device
 
 
 @dataclass(frozen=True, slots=True)
