@@ -14,6 +14,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,21 @@ def take_requests() -> None:
     OUTCOMES["refused" if any("does not count" in words for words in said) else "read"] += 1
 
 
+def opened(target: str) -> Callable[[], None]:
+    """As a notebook does."""
+
+    def call() -> None:
+        from isthmus.api.opened import open_run
+
+        run = open_run(target)
+        check_printable(run.summary())
+        check_printable(repr(run))
+        json.dumps([asdict(row) for row in run.rows], allow_nan=False)
+        run.config  # noqa: B018 - a property that reads
+
+    return call
+
+
 def bundle() -> None:
     from isthmus.protocol.bundle import read_bundle
 
@@ -239,6 +255,8 @@ READERS: dict[str, Callable[[], None]] = {
     "logs": cli("logs", BUCKET, "--replica", "rack-0"),
     "take": take_requests,
     "bundle": bundle,
+    "open run": opened("run"),
+    "open bucket": opened(BUCKET),
     "status": cli("status", BUCKET),
     "status run": cli("status", "run"),
     "show": cli("ledger", "show", BUCKET),
@@ -275,8 +293,9 @@ OF_BUCKET = (
     "page bucket",
     "judge",
     "export bucket",
+    "open bucket",
 )
-OF_RUN = ("status run", "report", "page", "compare", "export")
+OF_RUN = ("status run", "report", "page", "compare", "export", "open run")
 # file (or its beginning) -> who reads it. The first that fits.
 OF_FILE: dict[str, tuple[str, ...]] = {
     "run/bucket/run.json": OF_BUCKET,
@@ -286,7 +305,16 @@ OF_FILE: dict[str, tuple[str, ...]] = {
     "run/bucket/invitations": ("members", "take", "status", "page bucket"),
     "run/bucket/requests": ("take", "take", "members", "status"),
     "run/bucket/members": ("status", "page", "page bucket", "status run", "members json"),
-    "run/bucket/manifests": ("status", "show", "verify", "rebuild", "page bucket", "judge", "report bucket"),
+    "run/bucket/manifests": (
+        "status",
+        "show",
+        "verify",
+        "rebuild",
+        "page bucket",
+        "judge",
+        "report bucket",
+        "open bucket",
+    ),
     "run/bucket/commits": ("judge", "status", "page bucket"),
     "run/bucket/payloads": ("judge", "verify", "rebuild", "page bucket", "export bucket"),
     "run/bucket/anchors": ("verify", "rebuild", "export bucket"),
@@ -295,7 +323,7 @@ OF_FILE: dict[str, tuple[str, ...]] = {
     "run/recipe.toml": OF_RUN,
     "run/state": ("export",),
     "run/keys": ("keys",),
-    "run/": ("report", "page", "compare", "export"),
+    "run/": ("report", "page", "compare", "export", "open run"),
     "corpus": ("corpus", "data", "eval plain", "export"),
     "plain": ("plain", "eval plain"),
     "bounded": ("bounded",),
