@@ -1,8 +1,18 @@
-"""`python -m isthmus`, where the package was not installed: PYTHONPATH=src is enough."""
+"""The `isthmus` command, also as `python -m isthmus` where the package was not installed (PYTHONPATH=src is
+enough). Ctrl-C is one line from here on: the commands themselves take a moment to load."""
 
 import sys
 
-from isthmus.cli.main import main
+
+def main() -> int:
+    try:
+        from isthmus.cli.main import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        print("isthmus: interrupted", file=sys.stderr)
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

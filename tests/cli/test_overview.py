@@ -1,6 +1,9 @@
 """`isthmus --help` leads a newcomer: every command once, in groups, and first steps that are right."""
 
 import argparse
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -48,3 +51,38 @@ def test_the_run_to_try_a_corpus_with_takes_its_vocabulary():
     for vocab in (300, *TRIED_WITH, 50_000):
         _, _, name, *settings = first_run("my corpus", vocab).replace("'my corpus'", "corpus").split()
         assert load_recipe(name, [word for word in settings if word != "--set"]).model.vocab >= vocab
+
+
+def test_ctrl_c_while_a_library_loads_is_one_line_even_where_the_library_swallows_it(capsys, monkeypatch):
+    """Seen with torch and numpy: the interrupt is lost in an import, which fails of something else."""
+
+    def half_loaded(args):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise AttributeError("module 'numpy' has no attribute 'matrix'") from None
+
+    monkeypatch.setattr("isthmus.cli.compare.compare", half_loaded)
+    assert main(["compare", "a", "b"]) == 130
+    line = "isthmus: interrupted (AttributeError: module 'numpy' has no attribute 'matrix')\n"
+    assert capsys.readouterr().err == line
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def broken(args):
+        raise AttributeError("a fault of ours")
+
+    monkeypatch.setattr("isthmus.cli.compare.compare", broken)
+    with pytest.raises(AttributeError):  # without an interrupt it is seen
+        main(["compare", "a", "b"])
+
+
+def test_ctrl_c_before_the_commands_are_loaded_is_one_line():
+    code = (
+        "import builtins, signal, sys; from isthmus.__main__ import main; usual = builtins.__import__\n"
+        "def load(name, *rest):\n"
+        "    if name == 'isthmus.cli.main': signal.raise_signal(signal.SIGINT)\n"
+        "    return usual(name, *rest)\n"
+        "builtins.__import__ = load; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "isthmus: interrupted\n")

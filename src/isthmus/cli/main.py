@@ -3,8 +3,13 @@
 import argparse
 import re
 import shutil
+import signal
 import sys
 import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from isthmus import __version__
@@ -120,8 +125,38 @@ def refuse(parser: argparse.ArgumentParser, given: list[str], unknown: str) -> N
 
 
 def main(argv: list[str] | None = None) -> int:
-    with guarded_streams():
-        return _main(argv)
+    with guarded_streams(), noted_interrupts() as came:
+        try:
+            return _main(argv)
+        except KeyboardInterrupt as stop:
+            print(f"isthmus: {str(stop) or 'interrupted'}", file=sys.stderr)
+            return 130
+        except Exception as error:
+            # Ctrl-C while a library is loaded: some swallow it, and fail of what they left half done.
+            if not came:
+                raise
+            print(f"isthmus: interrupted ({type(error).__name__}: {visible(error)})", file=sys.stderr)
+            return 130
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[list[int]]:
+    """Each SIGINT is noted and raised as usual; where somebody else handles it, nothing is."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> NoReturn:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
+    elsewhere = threading.current_thread() is not threading.main_thread()
+    if elsewhere or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield came
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _main(argv: list[str] | None) -> int:
@@ -147,9 +182,6 @@ def _main(argv: list[str] | None) -> int:
     except RunError as error:
         print(f"isthmus: {visible(error)}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt as stop:
-        print(f"isthmus: {str(stop) or 'interrupted'}", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # `| head` has read enough
         sys.stderr.close()
         return 0
