@@ -17,6 +17,7 @@ from isthmus.runtime.crashes import count_end, count_restart, count_start, note_
 from isthmus.runtime.failure import Failure, Final
 from isthmus.runtime.liveness import Watchdog
 from isthmus.runtime.parting import AGAIN_STATUS, Parting, count_signals
+from isthmus.runtime.parting import NOTE as PARTING
 from isthmus.runtime.process import NOTES, LauncherConfig, Log, lock_file
 from isthmus.runtime.restarts import Restarts
 from isthmus.runtime.waiting import WaitingNotes
@@ -282,6 +283,11 @@ def _stage_agent(spec: Any, logs: Any, restarts: Restarts) -> Any:
         def _shutdown(self, *signal_and_timeout: Any, **named: Any) -> None:
             # Their state is on disk, and a worker that was stopped would not react to SIGTERM.
             super()._shutdown(signal.SIGKILL)
+
+        def _exit_barrier(self) -> None:
+            # A machine that is taken back has no time to wait for the others: their part is saved, too.
+            if not (restarts.work / PARTING).exists():
+                super()._exit_barrier()
 
         def _restart_workers(self, worker_group: Any) -> None:
             if worker_group.state == WorkerState.HEALTHY:
