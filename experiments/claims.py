@@ -189,7 +189,7 @@ class Law(Judge):
     part: int
 
     def tests(self, book: Book, names: Names) -> list[Compared]:
-        return [one for one in book.derived if one[0].startswith("law-") and one[2] == "full"]
+        return [one for one in book.apart if one[2] == "full"]
 
     def __call__(self, book: Book, names: Names) -> Said:
         if names("dense") != "dense":
@@ -300,7 +300,8 @@ def claims_of(book: Book) -> tuple[Claim, ...]:
 def claim_tests(book: Book, names: Names = str) -> list[Compared]:
     """Every test behind the answers, for the family that is corrected together."""
     book.derived |= trends(book, names)
-    return [one for claim in claims_of(book) for one in claim.judge.tests(book, names)]
+    tests = [one for claim in claims_of(book) for one in claim.judge.tests(book, names)]
+    return [one for one in tests if one not in book.apart]
 
 
 def claims_table(book: Book) -> str:

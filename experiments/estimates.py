@@ -50,6 +50,7 @@ class Book:
         self.regime: Book | None = None  # of the scale where the base works, for the page's section on it
         self.family: list[Compared] = []  # what is judged together: all verdicts of a page
         self.derived: dict[Compared, Estimate] = {}  # judged with them: trends, differences of prices
+        self.apart: set[Compared] = set()  # judged among themselves: the law's
         self.scale, self.rows, self.lrs = scale, rows_of(scale), tuned_lrs(scale, lines)
         self.chosen = chosen(scale, lines)
         wanted = {name: digest(self.recipe(name)) for name in self.rows}
@@ -144,7 +145,8 @@ class Book:
     def corrected(self, compared: Compared) -> tuple[float, float]:
         """(Benjamini and Hochberg's, Holm's) adjusted p-value of one comparison among its family."""
         compared = self.same_score(compared)
-        family = list(dict.fromkeys(map(self.same_score, [*self.family, compared])))
+        known = self.apart if compared in self.apart else self.family
+        family = list(dict.fromkeys(map(self.same_score, [*known, compared])))
         chances = {one: p for one in family if (p := self.chance(one)) is not None}
         at = list(chances).index(compared)
         return benjamini_hochberg(list(chances.values()))[at], holm(list(chances.values()))[at]

@@ -2,7 +2,7 @@
 eq. 5, and compounds with H. The fit, and what the page says of it. Standard library only.
 
 What can be measured is the price in loss against the same fleet uncompressed, at the same H, seed by seed.
-Its tests are among those that the page corrects for.
+Its tests are corrected among themselves: clear answers to one question make no other one clear.
 """
 
 import math
@@ -101,6 +101,11 @@ def law_tests(book: Book) -> dict[Compared, Estimate]:
     return found
 
 
+def add_tests(book: Book) -> None:
+    book.derived |= law_tests(book)
+    book.apart |= law_tests(book).keys()
+
+
 def _falls(h: int, view: str) -> Compared:
     return f"law-slope-h{h}", "", view
 
@@ -119,7 +124,7 @@ def _grows(view: str) -> Compared:
 
 
 def law_table(book: Book) -> str:
-    book.derived |= law_tests(book)
+    add_tests(book)
     head = ["H", "score", "slope through the origin", "intercept of a free line", "its slope",
             "power of (1 - alpha)", "proportional?", "seeds"]  # fmt: skip
     rows = [head, ["---:", "---", *["---:"] * 4, "---", "---:"]]
@@ -143,7 +148,7 @@ def _cells(book: Book, h: int, view: str, found: Fit) -> list[str]:
 
 def law_answer(book: Book) -> str:
     """One paragraph: does the price fall as (1 - alpha), and does it grow with H?"""
-    book.derived |= law_tests(book)
+    add_tests(book)
     parts = []
     for view in VIEWS:
         fits = {h: found for h in HS if (found := fit(prices(book, h, view)))}
@@ -166,7 +171,7 @@ def law_answer(book: Book) -> str:
 def law_claims(book: Book) -> tuple[tuple[str, str], tuple[str, str]]:
     """(answer, what was measured) of both parts of the law, by the full score: bias falls in proportion to
     what is compressed, and H lets it grow."""
-    book.derived |= law_tests(book)
+    add_tests(book)
     fits = {h: found for h in HS if (found := fit(prices(book, h, "full")))}
     told = [found for found in fits.values() if found.slope.error is not None]
     if not told or len(fits) < len(HS):

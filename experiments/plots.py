@@ -59,9 +59,9 @@ def _panels(count: int, titles: list[str], y: str, sharey: bool = True) -> tuple
     return figure, list(panels)
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: Any, where: str = "best") -> None:
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, framealpha=0.9, edgecolor="none", labelcolor=INK)
+        axes.legend(loc=where, fontsize=8, framealpha=0.9, edgecolor="none", labelcolor=INK)
 
 
 def _points(axes: Any, xs: list, estimates: list, colour: str, label: str, line: str = "-") -> None:
@@ -193,7 +193,7 @@ def _law(book: Book) -> Any:
             axes.plot([0, 1], [0, slope], color=COLOURS[at], linewidth=1.3)
             axes.fill_between([0, 1], [0, slope - error], [0, slope + error], color=COLOURS[at], alpha=0.18)
         axes.set_xlabel("1 - alpha: the share of replicas that compress", color=SOFT, fontsize=9)
-        _legend(axes)
+        _legend(axes, "upper left")  # the lines rise to the right
     return figure
 
 

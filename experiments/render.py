@@ -22,7 +22,7 @@ from experiments.finish import enough, finish_table
 from experiments.fullsize import NAME as FULLSIZE
 from experiments.fullsize import read_fullsize, shown_lines
 from experiments.fullsize_page import fullsize_claim, fullsize_facts, fullsize_setup, fullsize_table
-from experiments.law import law_answer, law_table, law_tests
+from experiments.law import law_answer, law_table
 from experiments.lines import Line, read
 from experiments.search_page import BYTES, bytes_of, claims, frontier_table
 from experiments.tables import LADDER, REGIME, SCALES, Scale, Shown, Table
@@ -72,17 +72,15 @@ def render(template: str, book: Book, drawn: Sequence[str] = (), fullsize: Fulls
 
 
 def verdicts(page: str, book: Book) -> list[Compared]:
-    """Everything that a page judges, each once: what its prose compares, the tests behind the answers to the
-    papers' claims, and the law's."""
+    """What a page judges together, each once: what its prose compares, and the tests behind the answers to
+    the papers' claims. The law's are apart."""
     named: list[Compared] = []
     for words in re.findall(r"\{\{verdict (\S+ \S+ \S+)\}\}", page):
         row, other, view = (book.aliases.get(word, word) for word in str(words).split())
         named.append((row, other, view))
     if "{{papers}}" in page:
         named += claim_tests(book)
-    if "{{law " in page:
-        book.derived |= law_tests(book)
-    return list(dict.fromkeys([*named, *book.derived]))
+    return list(dict.fromkeys(one for one in [*named, *book.derived] if one not in book.apart))
 
 
 def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> str:
