@@ -18,6 +18,7 @@ from isthmus.protocol.access import check_owner
 from isthmus.protocol.chain import manifest_key
 from isthmus.protocol.changes import Changes, document
 from isthmus.protocol.closer import Closer
+from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.invitations import request_key
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.membership import MOST_BYTES, advance, extended, membership_key
@@ -237,6 +238,39 @@ def test_a_rotated_key_counts_from_the_next_round_on_and_the_old_one_no_more(any
     settled(4, a, a, b, c)
     assert owned.ledger().manifest(4).entry("b")
     assert "b has another key, from the next round on" in a.said
+
+
+def test_who_came_back_gave_and_replaces_its_key_is_awaited_in_the_next_round(folder_url, tmp_path):
+    """It beats by the old key until it reads the manifest that names the new one."""
+    owned = Owned(folder_url, tmp_path, MORE.replace("[bucket]", "[bucket]\nquorum = 3"), closers=["a"])
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    give(2, a, b)
+    owned.rotate("c")
+    c.ledger.beat(Heartbeat(state="waiting", incarnation="1", awaiting="a new start"))
+    assert not closes(a, 2)  # it has seen that c is down
+    c.beat(incarnation="2")
+    give(2, c)
+    assert a.exchange.closer.attempt(2, a.exchange.anchor)
+    manifest = owned.ledger().manifest(2)
+    assert (manifest.next_epoch, manifest.members) == (1, ("a", "b", "c"))
+
+
+def test_a_replaced_key_beats_until_its_round_is_settled_and_no_longer(owned):
+    """A closer that was killed after it wrote the document comes back, and hears the replica as before."""
+    a, b, c = owned.replicas()
+    settled(1, a, a, b, c)
+    _, new = owned.rotate("c")
+    a.exchange.closer.requests.take(time.time)
+    again = owned.comes("a", 1)
+    c.beat()
+    assert again.ledger.run.keys["c"] == new.public_key
+    assert again.ledger.heartbeat("c")
+    settled(2, again, again, b, c)
+    assert again.ledger.heartbeat("c") is None
+    c.ledger.sign_as(new)
+    c.beat()
+    assert again.ledger.heartbeat("c")
 
 
 def test_a_closer_goes_on_closing_with_its_new_key(owned):

@@ -156,11 +156,23 @@ class Ledger(Anchors):
             found = self.store.foreign(partial(self.store.get_dated, key, max_bytes=MAX_HEARTBEAT_BYTES))
             if found is None:
                 return None
-            signer, body = open_sealed(found[0], "heartbeat", self.run.run_id, self.run.keys)
+            signer, body = self._open_heartbeat(found[0])
         except (Refused, StoreRefused):  # a heartbeat that breaks the rules counts as none
             return None
         written = (info or found[1]).modified_unix_seconds
         return (Heartbeat.from_dict(body), written) if signer == replica else None
+
+    def _open_heartbeat(self, data: bytes) -> tuple[str, dict[str, Any]]:
+        """By the newest keys; or by those of the open round: who replaces its key beats by the old one until
+        it reads the manifest that names the new one."""
+        run, before = self.run, self.known(self.newest)
+        try:
+            return open_sealed(data, "heartbeat", run.run_id, run.keys)
+        except Refused:
+            if before is None or before.next_epoch == self.membership.newest.number:
+                raise
+            keys = self.membership.epoch(before.next_epoch).run.keys
+            return open_sealed(data, "heartbeat", run.run_id, keys)
 
     def heartbeats(self, now: float) -> tuple[dict[str, Beat], dict[str, Beat]]:
         """(of the replicas, of launchers that wait for something) by the replica's name: one listing, and a
