@@ -207,5 +207,6 @@ def test_where_one_stage_could_not_save_no_stage_goes_on_from_the_middle(tmp_pat
     assert any("the saved middle of a round is lost" in line for line in taken.said[1])
     assert any("have saved different middles; none is taken" in line for line in taken.said[0])
     assert taken.steps[0] == [*range(STEPS + 2), *range(STEPS, ROUNDS * STEPS)]
+    assert not list((taken.work(0) / "stage" / "state" / "middle").rglob("*.safetensors"))
     for name, tensor in whole.items():
         assert torch.equal(tensor, back[name]), name

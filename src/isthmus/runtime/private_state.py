@@ -264,6 +264,11 @@ class PrivateState:
         found = checkpoint.load(self.folder / FOLDER)
         return found and (Middle.from_tensors(found[1].get(ABOUT, {})), found[1])
 
+    def drop_middle(self) -> None:
+        """Other processes of the replica do not have it: it must not meet one that they save later."""
+        for number in checkpoint.saved_rounds(self.folder / FOLDER):
+            checkpoint.drop_round(self.folder / FOLDER, number)
+
     def finish(self) -> None:
         """Wait for the writer."""
         if self.writer is not None:

@@ -179,6 +179,7 @@ class Recovery:
         theirs = share_json(self.trainer.control, mine, whole_numbers)
         if found and any(each != mine for each in theirs):
             self.trainer.log("the processes of this replica have saved different middles; none is taken")
+            self.trainer.state.drop_middle()
             return None
         return found
 
