@@ -1,6 +1,7 @@
 """`isthmus --help` leads a newcomer: every command once, in groups, and first steps that are right."""
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -86,3 +87,12 @@ def test_ctrl_c_before_the_commands_are_loaded_is_one_line():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "isthmus: interrupted\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_output_that_finds_its_disk_full_is_one_line():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "isthmus", "new", "--list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "isthmus: no room is left where this is written; make some\n"

@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -42,6 +42,7 @@ from isthmus.cli import (
 from isthmus.cli.asking import agreed
 from isthmus.cli.overview import EPILOG, overview
 from isthmus.config.checks import nearest, short
+from isthmus.disk import full_line, is_full
 from isthmus.errors import ConfigError, Elsewhere, RunError
 from isthmus.printing import guarded_streams, visible
 
@@ -185,6 +186,14 @@ def _main(argv: list[str] | None) -> int:
     except BrokenPipeError:  # `| head` has read enough
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if not is_full(error):
+            raise
+        where = full_line(error) if error.filename else "no room is left where this is written; make some"
+        print(f"isthmus: {visible(where)}", file=sys.stderr)
+        with suppress(OSError):  # what is still to be written would fail again, at the very end
+            sys.stdout.close()
+        return 1
 
 
 if __name__ == "__main__":
