@@ -92,6 +92,9 @@ class Table:
         fleet.until(lambda: strike.fired or fleet.ledger.last_round() > at + 3, f"{step} in the {change}")
         fleet.all_give(max(at, strike.round))  # an anchor comes later than its round
         seconds, manifest = time.monotonic() - strike.at, fleet.ledger.manifest(at)
+        if after and step.by == "rotate":  # typed again when the first is taken up, it is one more rotation
+            fleet.all_give(fleet.ledger.last_round() + 1)
+            self.num_documents = fleet.epoch().number
         by = manifest.closer if manifest and step.by == "closer" else "-"
         name = f"{change:32} {step!s:26} {'after' if after else 'before':9}"
         if strike.fired:
