@@ -135,3 +135,22 @@ def test_a_fleet_of_processes_tells_whole_rows_and_leaves_when_it_is_asked_to(fo
     rounds = [row.round for row in again]
     assert rounds == list(range(rounds[0], done + 3))
     assert rounds[0] == done + 1  # the first run had scored all of its own before it ended
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: isthmus.simulate("demo", mode="fast"), 'mode is "fast"; it is one of auto, stacked, turns'),
+        (lambda: isthmus.simulate("demo", device=0), "device is 0; it is a string"),
+        (lambda: isthmus.train("demo", device=0), "device is 0; it is a string"),
+        (lambda: isthmus.simulate("demo", on_round=3), "on_round is 3; it is a function"),
+        (lambda: isthmus.plan("demo", tflops=float("nan")), "tflops is nan; it is 0 (not known) or more"),
+        (lambda: isthmus.plan("demo", tflops=-1), "tflops is -1; it is 0 (not known) or more"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_starts_nothing(call, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(isthmus.ConfigError) as error:
+        call()
+    assert says in str(error.value)
+    assert list(tmp_path.iterdir()) == []

@@ -1,10 +1,13 @@
 """Start a run from Python, or go on with one. torch is loaded when a run starts, not before."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isthmus.config import Recipe, dump_recipe, load_recipe, parse_recipe, toml_line
+from isthmus.config.checks import choice, short
+from isthmus.errors import ConfigError
 from isthmus.planner.plan import Forecast, predict
 from isthmus.runlog import REAL, RunDir
 from isthmus.runlog.hooks import OnRound
@@ -50,6 +53,8 @@ def simulate(
     first with row 0, the model before training; when it returns False or raises, the run stops at that
     round's edge and can be resumed. `log`: "wandb", "mlflow" or both.
     """
+    choice("mode", mode, ("auto", "stacked", "turns"))
+    _check_call(device, on_round)
     checked = as_recipe(recipe, overrides)
     from isthmus.simulator.run import simulate as start
 
@@ -82,6 +87,7 @@ def train(
     called in this thread, while the replicas train on; when it stops the run, they leave at the end of the
     round that they are in. `launcher`: further fields of every LauncherConfig.
     """
+    _check_call(device, on_round)
     checked = as_recipe(recipe, overrides)
     from isthmus.runtime.versions import check_torch
 
@@ -123,7 +129,20 @@ def plan(
 
     `tflops` and `memory_gb` are those of machines whose own the recipe does not state.
     """
+    for name, value in (("tflops", tflops), ("memory_gb", memory_gb)):
+        if not 0 <= value < math.inf:  # nor NaN
+            raise ConfigError(f"{name} is {value}; it is 0 (not known) or more")
     return predict(as_recipe(recipe, overrides), tflops, memory_gb=memory_gb)
+
+
+def _check_call(device: object, on_round: object) -> None:
+    """Before anything starts: what types would tell those who check them."""
+    if not isinstance(device, str):
+        raise ConfigError(
+            f'device is {short(device)}; it is a string: "auto", "cpu", "cuda", "cuda:1" or "mps"'
+        )
+    if on_round is not None and not callable(on_round):
+        raise ConfigError(f"on_round is {short(on_round)}; it is a function that takes a row")
 
 
 def _names(log: str | Sequence[str]) -> list[str]:
