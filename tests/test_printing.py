@@ -160,7 +160,7 @@ def evil_bucket(any_store_url, tmp_path):
     rounds(replicas, [1])
     store = little.ledger().store
     body = json.loads(store.get(manifest_key(1), max_bytes=1 << 22))["body"]
-    body["refused"] = [["b", f"ok\nround 1 refused c: forged {EVIL}"[:300]]]
+    body["refused"] = [["b", f"ok\nround 1: refused c: forged {EVIL}"[:300]]]
     body["entries"] = [entry for entry in body["entries"] if entry["replica"] != "b"]
     store.put(manifest_key(1), little.signer("a").seal("manifest", little.run.run_id, body))
     for each in replicas:
@@ -172,7 +172,7 @@ def test_a_hostile_bucket_reaches_the_terminal_as_text(evil_bucket, tmp_path, ca
     for command in ("status", "ledger show"):
         said = ran(capsys, *command.split(), evil_bucket)
         assert "forged" in said
-        assert not any(line.startswith("round 1 refused c") for line in said.splitlines())
+        assert not any(line.startswith("round 1: refused c") for line in said.splitlines())
     main(["ledger", "verify", evil_bucket])
     main(["report", evil_bucket, "--to", str(tmp_path / "from-bucket")])
     for text in capsys.readouterr():

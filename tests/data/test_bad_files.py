@@ -162,6 +162,17 @@ def test_texts_that_are_not_utf8_are_read_by_encoding_and_the_others_as_ever(
     assert [source.get("encoding") for source in theirs.manifest.sources[:2]] == [None, encoding]
 
 
+@pytest.mark.parametrize(("codec", "advice"), [("utf-16", "utf-16"), ("cp1252", "cp1252")])
+def test_a_text_that_is_not_utf8_is_refused_with_the_encoding_that_its_mark_tells(
+    codec, advice, tmp_path, isthmus
+):
+    (tmp_path / "a.txt").write_bytes("Zoë and a few words".encode(codec))
+    status, _, err = isthmus("data", "prepare", tmp_path / "a.txt", "--to", tmp_path / "c")
+    assert status == 2
+    assert f"a.txt is not UTF-8 text (invalid {'start' if codec == 'utf-16' else 'continuation'} byte)" in err
+    assert f"say what it is by --encoding, such as {advice}, or convert it" in err
+
+
 @pytest.mark.parametrize("name", ["nonsense", "hex", "rot13"])
 def test_an_encoding_that_is_none_is_one_line(name, tmp_path, isthmus):
     (tmp_path / "a.txt").write_text("a")

@@ -98,6 +98,22 @@ def test_a_newcomer_is_judged_in_each_round_and_counts_after_it_has_passed(owned
     assert (replay.round, replay.digest()) == (5, d.exchange.anchor)
 
 
+def test_who_has_passed_is_told_as_on_probation_and_not_as_refused(owned: Owned, capsys):
+    a, b, c = owned.replicas()
+    Judge(a, b=0.5)
+    d = admitted(owned, a, b, c)
+    settled(3, a, a, b, c, d)
+    passed = "d is on probation: passed 1 of 2 rounds"
+    harm = "refused b: it makes the held-out loss worse by 0.5"
+    assert {f"round 3: {passed}", f"round 3: {harm}, over 0.03"} <= set(a.said)
+    for words, before in ((["status"], "round 3: "), (["ledger", "show"], "       ")):
+        assert main([*words, owned.url]) == 0
+        said = capsys.readouterr().out
+        assert before + passed + "\n" in said
+        assert before + harm in said
+        assert "refused d" not in said
+
+
 def test_a_newcomer_that_does_harm_never_counts(owned: Owned):
     a, b, c = owned.replicas()
     Judge(a, d=0.5)

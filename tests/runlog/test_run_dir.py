@@ -180,6 +180,12 @@ def test_open_says_what_is_wrong_with_a_folder_that_is_no_run(tmp_path: Path):
             RunDir.open(path)
 
 
+def test_a_recipe_that_was_cut_short_is_named_by_its_file(run: RunDir):
+    run.recipe_path.write_text(TEXT.replace('name = "demo"\n', ""))
+    with pytest.raises(ConfigError, match=r"runs/demo/recipe\.toml: .*name"):
+        RunDir.open(run.path)
+
+
 def test_next_run_dir_is_the_first_that_does_not_exist(tmp_path: Path):
     names = []
     for _ in range(3):

@@ -39,6 +39,7 @@ def asked_range(args: argparse.Namespace, last: int) -> tuple[int, int]:
 
 def show(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import open_ledger
+    from isthmus.protocol.scores import not_counted
 
     ledger = open_ledger(args.url)
     last = ledger.last_round()
@@ -67,7 +68,7 @@ def show(args: argparse.Namespace) -> int:
             if said["round"] == row["round"] - 1:  # a member repeats it until it has measured again
                 print(f"       held-out loss of theta^({said['round']}) {said['mixed']:.4f}, by {name}")
         for name, reason in row["refused"].items():
-            print(f"       refused {name}: {visible(reason)}")
+            print(f"       {not_counted(name, visible(reason))}")
     if first > 1 and args.start is None:
         print(f"rounds {first} to {end} of {last}; --all shows all, --from A --to B others", file=sys.stderr)
     return 0

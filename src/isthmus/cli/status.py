@@ -205,6 +205,8 @@ def _recorded(url: str) -> dict[str, Any] | None:
 
 
 def table(found: RunStatus) -> str:
+    from isthmus.protocol.scores import not_counted
+
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
@@ -247,5 +249,5 @@ def table(found: RunStatus) -> str:
         said = ", ".join(f"{name} {score:+.4f}" for name, score in found.scores.items())
         lines.append(f"round {found.round} scored {said} (nats of held-out loss; below 0 helps)")
     for name, reason in found.refused.items():
-        lines.append(f"round {found.round} refused {name}: {visible(reason)}")
+        lines.append(f"round {found.round}: {not_counted(name, visible(reason))}")
     return "\n".join(lines)

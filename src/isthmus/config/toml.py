@@ -44,7 +44,10 @@ def stored_recipe(text: str, source: str = "recipe") -> Recipe:
         found = table.setdefault(section, {})
         if isinstance(found, dict):
             found.setdefault(key, value)
-    return _overridden(table, ())
+    try:
+        return _overridden(table, ())
+    except ConfigError as error:  # nobody typed it just now: say where it lies
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:

@@ -108,8 +108,10 @@ def not_text(path: Path, encoding: str, error: UnicodeError) -> BadFile:
     reason = error.reason if isinstance(error, UnicodeDecodeError) else " ".join(str(error).split())[:100]
     if encoding != UTF_8:
         return BadFile(f"{path} is not {encoding} text ({reason}); convert it to UTF-8 first")
+    marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    likely = "utf-16" if isinstance(error, UnicodeDecodeError) and error.object[:2] in marks else "cp1252"
     return BadFile(
-        f"{path} is not UTF-8 text ({reason}); say what it is by --encoding, such as cp1252, or convert it"
+        f"{path} is not UTF-8 text ({reason}); say what it is by --encoding, such as {likely}, or convert it"
     )
 
 

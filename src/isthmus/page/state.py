@@ -10,6 +10,7 @@ from typing import Any
 from isthmus.config import Recipe, dump_recipe
 from isthmus.page import charts, replicas, rounds
 from isthmus.page.source import Raw
+from isthmus.protocol.scores import has_passed, not_counted
 from isthmus.runlog import Row, Totals, totals
 from isthmus.runlog.clean import text
 from isthmus.runlog.words import count, duration, first_and_last, fleet_in_words, rate, sentences, size
@@ -130,7 +131,8 @@ class StateBuilder:
                 without = f" without {', '.join(absent[:8])}" if absent else ""
                 self._event(now, f"round {t} was settled{without}", "wait" if absent else "")
                 for name, reason in itertools.islice(one.refused.items(), 8):
-                    self._event(now, f"round {t} refused {name}: {reason}", "bad")
+                    tone = "wait" if has_passed(reason) else "bad"
+                    self._event(now, f"round {t}: {not_counted(name, reason)}", tone)
         self.round = done
 
     def _event(self, now: float, words: str, tone: str) -> None:

@@ -15,7 +15,7 @@ from isthmus.protocol.changes import Requests
 from isthmus.protocol.ledger import Entry, Ledger, Manifest
 from isthmus.protocol.members import Members
 from isthmus.protocol.presence import Presence
-from isthmus.protocol.scores import has_passed
+from isthmus.protocol.scores import has_passed, not_counted
 from isthmus.protocol.shards import ShardReader
 from isthmus.protocol.verdicts import ScoreUpdate, Verdicts
 
@@ -172,7 +172,7 @@ class Closer:
         if not self.ledger.create_manifest(manifest):
             self.beaten = True
             return False
-        news = [f"refused {name}: {reason}" for name, reason in refused.items()]
+        news = [not_counted(name, reason) for name, reason in refused.items()]
         given_up = [name for name in alive if name not in following]
         news += [f"{name} lives and does not deliver; it is no longer awaited" for name in given_up]
         news += [self.verdicts.note] if self.verdicts.note else []

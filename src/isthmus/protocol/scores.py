@@ -31,6 +31,11 @@ def has_passed(reason: str) -> bool:
     return _PASSED.match(reason) is not None
 
 
+def not_counted(name: str, reason: str) -> str:
+    """How an update that a round has not counted is told to people: who passed did nothing wrong."""
+    return f"{name} is {reason}" if has_passed(reason) else f"refused {name}: {reason}"
+
+
 def is_spent(reason: str) -> bool:
     """Is a refused update gone for good? Its author asks. One that does harm would do it again, and one on
     probation was for judgement alone: neither returns to the error feedback."""
