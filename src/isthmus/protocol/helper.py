@@ -65,7 +65,7 @@ class Helper:
         try:
             return work()
         except (RunError, StoreRefused, Refused) as error:  # a StoreError is a RunError
-            self.once(f"nobody is helped to payloads that were lost: {error}")
+            self.once(f"could not look whether somebody lost payloads that we have: {error}")
             return otherwise
 
     def wants_anchor(self, round_number: int) -> bool:
