@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isthmus.planner import rate
-from isthmus.simulator import picks
+from isthmus.replica import picks
 
 
 @pytest.fixture
