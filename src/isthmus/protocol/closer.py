@@ -8,6 +8,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from isthmus.errors import Diverged
 from isthmus.layout.requests import LONGEST_LOOK_SECONDS, LONGEST_SECONDS, STEP_IN_SECONDS
@@ -260,7 +261,8 @@ class Closer:
     def _deadlines_passed(self, previous: Manifest | None) -> float:
         """For how many of its deadlines the round has been open."""
         opened = self.presence.opened(self.round) + self.away
-        return (self.presence.store_now() - opened) / max(self.members.deadline(previous), 1e-3)
+        deadline = self.members.deadline(previous, partial(self.presence.lengths, self.round))
+        return (self.presence.store_now() - opened) / max(deadline, 1e-3)
 
     def _next_members(self, accepted: Collection[str], alive: Collection[str]) -> tuple[str, ...]:
         """Who gave, unless its worker has ended since; and of the others whoever lives and is in step."""

@@ -1,6 +1,7 @@
 """Whom a round waits for, and for how long, by what the manifests before it say."""
 
 import statistics
+from collections.abc import Callable, Sequence
 
 from isthmus.config import Recipe
 from isthmus.layout.traffic import inner_step_bytes
@@ -8,6 +9,7 @@ from isthmus.protocol.ledger import Ledger, Manifest
 from isthmus.protocol.scores import has_passed
 
 FIRST_DEADLINE_SECONDS = 600.0  # of round 1: nobody knows yet how long a round takes
+MOST_LENGTHS = 10  # of a usual round; an honest closer states about four
 LATE_ROUNDS = 4  # so many rounds back, a late commit says that a replica delivers again
 
 
@@ -43,6 +45,7 @@ class Members:
         """Another round is open, of the replicas that the recipe of its epoch has."""
         self.recipe, self.names = recipe, [member.name for member in recipe.fleet()]
         self.commits.clear()
+        self.most: float | None = None  # seconds that a stated deadline may give this round, once asked for
 
     def awaited(self, round_number: int) -> list[str]:
         """The members of a round, as the manifest before it names them; of the first, all replicas."""
@@ -102,10 +105,22 @@ class Members:
             if name not in judged
         )
 
-    def deadline(self, previous: Manifest | None) -> float:
-        """Seconds that a round is given, unless the recipe states them."""
-        limit = previous.deadline_seconds if previous else FIRST_DEADLINE_SECONDS
-        return self.recipe.bucket.deadline_seconds or limit
+    def deadline(self, previous: Manifest | None, lengths: Callable[[], Sequence[float]]) -> float:
+        """Seconds that a round is given, unless the recipe states them. `lengths` are those of the rounds
+        before it, by the store's clock.
+
+        The manifest before it states them: one closer's word. It counts up to a few times what rounds took,
+        so that nobody can state a deadline that never comes, and then beat and not deliver.
+        """
+        if self.recipe.bucket.deadline_seconds:
+            return self.recipe.bucket.deadline_seconds
+        stated = previous.deadline_seconds if previous else FIRST_DEADLINE_SECONDS
+        if stated <= FIRST_DEADLINE_SECONDS:
+            return stated
+        if self.most is None:
+            measured = MOST_LENGTHS * statistics.median(lengths() or [0.0])
+            self.most = max(FIRST_DEADLINE_SECONDS, measured + 4 * opening_seconds(self.recipe))
+        return min(stated, self.most)
 
     def next_deadline(self, round_number: int, seconds: float | None) -> float:
         """Of the next round: generous against the rounds measured, so that only the stuck are left behind.

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from isthmus.errors import RunStopped
@@ -18,6 +19,7 @@ CLOCK_ERROR_SECONDS = 2.0  # the store's clock is right to about a second
 SCAN_SECONDS = 1.0  # between two listings of all heartbeats, at least
 OPENING_SECONDS = 30.0  # between two looks at when the open round was opened
 BACK_OFF_SECONDS = 6.0  # the longest that a client waits before it tries the store again, and a little
+LENGTHS = 5  # rounds whose lengths are looked at
 WATCHED = 2  # of a silence, the last so many of the recipe's heartbeat intervals are watched
 MOST_INCARNATIONS = 64  # of a replica that are remembered
 
@@ -72,6 +74,12 @@ class Presence:
                 raise RunStopped(f"the document before round {round_number} is gone; the run stops here")
             self.opening = round_number, settled, self.clock()
         return settled
+
+    def lengths(self, round_number: int) -> list[float]:
+        """How long the rounds just before this one took, by the store's clock and nobody's word."""
+        times = [self.ledger.settled_at(t) for t in range(max(0, round_number - 1 - LENGTHS), round_number)]
+        known = [time for time in times if time is not None]
+        return [after - before for before, after in pairwise(known)]
 
     def absence(self, round_number: int) -> float:
         """How long a round was open before we came. The others may have been away for all of that time.
