@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import pytest
 from isthmus.cli.main import main
 from isthmus.config import parse_recipe
 from isthmus.planner.plan import predict
+from isthmus.runtime.rendezvous import free_port
 
 QUICK = ["--preset", "nano", "--seconds", "0.3"]
 RECIPE = """
@@ -74,8 +74,7 @@ def test_it_ends_with_a_role_and_lines_that_a_recipe_takes(capsys, tmp_path, mon
 
 def test_what_fails_is_named_with_its_cure_and_the_rest_is_still_checked(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1")
     code, out, _ = run(capsys, f"127.0.0.1:{port}", "/proc/nowhere/x", "./bucket", *QUICK)
     assert code == 1
     assert f"FAIL  127.0.0.1:{port}: cannot reach" in out

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from isthmus.runtime import agent
 from isthmus.runtime.addresses import Places
 from isthmus.runtime.places import check_backend
 from isthmus.runtime.process import LauncherConfig
+from isthmus.runtime.rendezvous import free_port
 from isthmus.store.objects import open_store
 
 RECIPE = recipe_text(
@@ -226,8 +226,7 @@ def test_reading_a_folder_that_is_not_there_does_not_create_it(
 
 
 def test_a_master_that_does_not_answer_is_one_line(here: Path, said: Said):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     before = everything_in(here)
     answer = said(*JOIN, "edge", "--stage", "1", "--master", f"127.0.0.1:{port}", "--wait", "0.1")
     is_refused(answer, f"replica edge: no stage 0 at 127.0.0.1:{port} within 0.1 s")

@@ -15,6 +15,7 @@ from isthmus.doctor import peer
 from isthmus.doctor.peer import ASK, HEADER, LINK, MAGIC, WAIT, check_peer, parse_host, shown
 from isthmus.doctor.stage_link import FIRST_BYTES, frame_sizes, measure
 from isthmus.errors import ConfigError
+from isthmus.runtime.rendezvous import free_port
 
 
 def quiet(words):
@@ -36,8 +37,7 @@ def start(*arguments):
 
 @pytest.fixture
 def listener():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1")
     process, found = start(f"127.0.0.1:{port}")
     assert found == port
     yield process, port

@@ -3,6 +3,7 @@
 Sockets are real. Time that must pass is the test's own clock; a test waits for what happens.
 """
 
+import itertools
 import os
 import socket
 import struct
@@ -20,6 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from isthmus.errors import Unreachable, passes
 from isthmus.protocol.trust import Signer
 from isthmus.runtime import gate as gates
+from isthmus.runtime import rendezvous
 from isthmus.runtime.addresses import Address
 from isthmus.runtime.gate import LOOPBACK, Gate, NotYet, Way, enter, knock
 from isthmus.runtime.handshake import (
@@ -34,7 +36,7 @@ from isthmus.runtime.handshake import (
     Stranger,
 )
 from isthmus.runtime.rare_notes import LOG_SECONDS, RareNotes
-from isthmus.runtime.rendezvous import StageRendezvous, free_port
+from isthmus.runtime.rendezvous import PORTS, StageRendezvous, free_port
 from isthmus.runtime.splice import shut
 
 HOLDER = Credentials("run", Signer("edge", b"k" * 32))
@@ -486,3 +488,20 @@ def listening_elsewhere() -> set[str]:
         found |= {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
     loopback = struct.pack("<I", 0x7F000001).hex().upper()
     return found - {loopback}
+
+
+def test_a_port_for_later_is_free_its_own_and_none_of_the_systems(monkeypatch):
+    """Between the pick and the start of who listens there, an outgoing connection must not take it."""
+    found = [free_port(LOOPBACK) for _ in range(20)]
+    assert len(set(found)) == 20
+    assert set(found) <= set(PORTS)
+    ours = os.getpid()
+    monkeypatch.setattr(rendezvous, "_picked", itertools.count())
+    first = free_port(LOOPBACK)
+    with socket.create_server((LOOPBACK, first)):
+        monkeypatch.setattr(rendezvous, "_picked", itertools.count())
+        assert free_port(LOOPBACK) != first
+    for pid in range(ours + 1, ours + 5000, 97):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        monkeypatch.setattr(rendezvous, "_picked", itertools.count())
+        assert free_port(LOOPBACK) != first, "processes begin at different ports"

@@ -17,6 +17,7 @@ from isthmus.runtime import relay as relays
 from isthmus.runtime.addresses import Address, Meeting, WaitingDoor
 from isthmus.runtime.handshake import Credentials
 from isthmus.runtime.relay import GUEST, HELLO, HOST, MAGIC, PAIRED, Relay
+from isthmus.runtime.rendezvous import free_port
 
 LOOPBACK = "127.0.0.1"
 ROOM, OTHER = b"r" * 32, b"o" * 32
@@ -274,8 +275,7 @@ def test_a_port_that_is_taken_and_one_that_is_none_are_one_line(capsys):
 
 
 def test_a_gate_says_that_there_is_no_relay_and_when_there_is_one_again(said):
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port(LOOPBACK)
     credentials = Credentials("f" * 32, Signer("edge", b"k" * 32))
     door = WaitingDoor(Meeting(Address(LOOPBACK, port), credentials, 0), pause=lambda seconds: None)
     assert door.accept() is None

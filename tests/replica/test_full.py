@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError, RunError
 from isthmus.replica.full import FullReplica, share_batches
 from isthmus.replica.process_groups import open_store
+from isthmus.runtime.rendezvous import free_port
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -112,8 +112,7 @@ def train_shared(rank, port, folder):
 
 
 def test_processes_that_share_a_batch_are_one_replica_and_a_death_is_named(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     processes = [SPAWN.Process(target=train_shared, args=(rank, port, tmp_path)) for rank in range(2)]
     for process in processes:
         process.start()

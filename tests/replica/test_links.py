@@ -17,20 +17,16 @@ from isthmus.replica.listeners import go_deaf, new_listeners
 from isthmus.replica.process_groups import connect, open_store, own_address, resolve
 from isthmus.runtime.handshake import Credentials
 from isthmus.runtime.link_proof import prove_link
+from isthmus.runtime.rendezvous import free_port
 
 # 30 + 84 bytes
 FORWARD = (TensorSpec("activations", (3, 5, 1), torch.bfloat16), TensorSpec("tokens", (3, 7), torch.int32))
 BACK = (TensorSpec("gradients", (2,), torch.float64),)
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 def connected(num_stages=2, sessions=None, **settings):
     """connect() of every stage, each in a thread; what it returned or raised."""
-    master = f"127.0.0.1:{free_port()}"
+    master = f"127.0.0.1:{free_port('127.0.0.1')}"
     sessions = sessions or ["run"] * num_stages
     settings = {"timeout_seconds": 10, "join_seconds": 20} | settings
     prove = settings.pop("prove", [None] * num_stages)
@@ -188,7 +184,7 @@ def test_somebody_without_the_key_at_the_other_end_of_a_link_is_named_and_it_can
 
 @pytest.mark.parametrize("said", ["", "x", "0.0.0.0", "example.invalid", "1" * 5000])
 def test_an_address_that_a_neighbour_made_up_is_named_and_can_pass(said):
-    store, address = open_store(replica="edge-0", stage=0, master=f"127.0.0.1:{free_port()}")
+    store, address = open_store(replica="edge-0", stage=0, master=f"127.0.0.1:{free_port('127.0.0.1')}")
     store.set("stage/1", said)
     with pytest.raises(RunError, match="replica edge-0: stage 1 gave the address") as error:
         connect(replica="edge-0", stage=0, num_stages=2, store=store, address=address, join_seconds=5)
@@ -197,7 +193,7 @@ def test_an_address_that_a_neighbour_made_up_is_named_and_can_pass(said):
 
 
 def test_a_neighbour_that_does_not_trust_the_network_is_named():
-    store, address = open_store(replica="edge-0", stage=0, master=f"127.0.0.1:{free_port()}")
+    store, address = open_store(replica="edge-0", stage=0, master=f"127.0.0.1:{free_port('127.0.0.1')}")
     store.set("stage/1", "tls 7 10.0.0.1:29500")
     with pytest.raises(RunError, match="stage 0 was started with --trust-network, and stage 1 was not"):
         connect(replica="edge-0", stage=0, num_stages=2, store=store, address=address, join_seconds=5)
@@ -226,14 +222,14 @@ def test_names_are_resolved_and_addresses_of_no_machine_refused():
 
 def test_a_master_that_does_not_answer_is_one_line_within_the_time_stated():
     with pytest.raises(ConfigError) as error:
-        open_store(replica="edge-0", stage=1, master=f"127.0.0.1:{free_port()}", join_seconds=1)
+        open_store(replica="edge-0", stage=1, master=f"127.0.0.1:{free_port('127.0.0.1')}", join_seconds=1)
     assert "replica edge-0: no stage 0 at 127.0.0.1:" in str(error.value)
     assert "within 1 s" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_neighbour_that_never_comes_is_named():
-    store, address = open_store(replica="edge-0", stage=0, master=f"127.0.0.1:{free_port()}")
+    store, address = open_store(replica="edge-0", stage=0, master=f"127.0.0.1:{free_port('127.0.0.1')}")
     with pytest.raises(RunError, match="replica edge-0: stage 1 did not join within 1 s"):
         connect(replica="edge-0", stage=0, num_stages=2, store=store, address=address, join_seconds=1)
 

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from itertools import pairwise
 
@@ -19,6 +18,7 @@ from isthmus.layout.wire import INT_BITS, frame_sizes
 from isthmus.replica.pipelined import FIRST_LOOK, LOOK_EVERY, PipelinedReplica
 from isthmus.replica.process_groups import connect, open_store
 from isthmus.replica.stage import Stage
+from isthmus.runtime.rendezvous import free_port
 
 SPAWN = multiprocessing.get_context("spawn")
 CASES = {  # settings and precision
@@ -32,11 +32,6 @@ CASES = {  # settings and precision
 }
 LIMIT = 6  # micro-batches in flight
 COUNTED = ("activations", "gradients", "tokens", "control")
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def start(recipe, stage, port, precision="fp64", **settings):
@@ -77,7 +72,7 @@ def train_cases(stage, ports, folder):
 def results(tmp_path_factory):
     """Every case, by four processes that stay for all of them."""
     folder = tmp_path_factory.mktemp("stages")
-    ports = [free_port() for _ in CASES]
+    ports = [free_port("127.0.0.1") for _ in CASES]
     processes = [SPAWN.Process(target=train_cases, args=(s, ports, folder)) for s in range(4)]
     finish(processes, 80)
     assert [p.exitcode for p in processes] == [0] * 4
@@ -141,7 +136,7 @@ def train_until(stage, port, folder, fault):
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stage_that_dies_or_stalls_is_named_by_its_neighbours(tmp_path, fault):
-    port = free_port()
+    port = free_port("127.0.0.1")
     processes = [SPAWN.Process(target=train_until, args=(s, port, tmp_path, fault)) for s in range(3)]
     for process in processes:
         process.start()

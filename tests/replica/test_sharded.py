@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from isthmus.outer import outer_method
 from isthmus.replica.full import FullReplica
 from isthmus.replica.process_groups import open_store
 from isthmus.replica.sharded import ShardedReplica, shard_mesh
+from isthmus.runtime.rendezvous import free_port
 
 SPAWN = multiprocessing.get_context("spawn")
 NUM = 4
@@ -143,8 +143,7 @@ def bf16_losses(replica_of):
 def done(tmp_path_factory):
     """What four processes wrote."""
     folder = tmp_path_factory.mktemp("sharded")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     processes = [SPAWN.Process(target=train_sharded, args=(rank, port, folder)) for rank in range(NUM)]
     for process in processes:
         process.start()
@@ -225,8 +224,7 @@ def on_a_gpu(port, compiled, path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_on_a_gpu_a_shard_is_the_same_replica(compiled, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     process = SPAWN.Process(target=on_a_gpu, args=(port, compiled, tmp_path / "losses"))
     process.start()
     process.join(240)

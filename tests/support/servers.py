@@ -4,7 +4,6 @@ import atexit
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from urllib.request import Request, urlopen
 import obstore
 import pytest
 from obstore.store import S3Store
+
+from isthmus.runtime.rendezvous import free_port
 
 BUCKET = "runs"
 ADMIN = ("admin-key-id", "admin-very-secret")
@@ -45,11 +46,7 @@ def use(monkeypatch: pytest.MonkeyPatch, endpoint: str, credentials: tuple[str, 
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    return [free_port("127.0.0.1") for _ in range(count)]
 
 
 class Server:

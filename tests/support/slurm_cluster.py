@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from servers import free_ports
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
 LIMIT_SECONDS = 240.0  # for a machine that does much else; nothing waits for it
 CONFIG = """
@@ -72,7 +74,7 @@ class Cluster:
         """`kill_wait`: seconds between SIGTERM and SIGKILL; `grace`: more of them before a preemption."""
         self.folder = Path(tempfile.mkdtemp(prefix="isthmus-slurm-"))  # short: a socket's path has 108 bytes
         self.names = [f"n{i}" for i in range(num_nodes)]
-        port, *ports = _free_ports(1 + num_nodes)
+        port, *ports = free_ports(1 + num_nodes)
         host = socket.gethostname().partition(".")[0]
         nodes = "\n".join(
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={at} CPUs={cpus} RealMemory=2000"
@@ -161,11 +163,3 @@ class Cluster:
                 daemon.kill()
                 daemon.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
-    return ports

@@ -5,9 +5,12 @@ nothing that came from a network is unpickled here. A generation begins when eve
 machine that comes back joins the next one; the others see it waiting, stop their workers and join too.
 """
 
+import os
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 
 from torch.distributed import (  # public, but pyright does not see that
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
@@ -27,6 +30,8 @@ from isthmus.runtime.waiting import WaitingNotes
 POLL_SECONDS = 0.1
 LOG_SECONDS = 15.0  # between log lines that say which machine is missing
 MOST_DIGITS = 9  # of a generation's number
+PORTS = range(20_000, 29_000)  # of meetings on this machine
+_picked = count()
 
 
 class StageRendezvous(RendezvousHandler):
@@ -224,5 +229,11 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def free_port(host: str) -> int:
+    """A port for a process that starts later. Not one of those that the system gives to outgoing connections:
+    one of these could take it meanwhile. Processes begin at different ports, and go on from there."""
+    for _ in range(100):
+        port = PORTS.start + (os.getpid() * 97 + next(_picked)) % len(PORTS)
+        with suppress(OSError), socket.create_server((host, port), family=family_of(host)):
+            return port
     with socket.create_server((host, 0), family=family_of(host)) as probe:
         return probe.getsockname()[1]
