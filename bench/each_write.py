@@ -144,9 +144,7 @@ def main() -> int:
     if isinstance(server, str):
         print(server, file=sys.stderr)
         return 1
-    key, secret = servers.ADMIN
-    os.environ |= {"AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": "us-east-1", "NO_PROXY": "127.0.0.1"}
-    os.environ |= {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+    os.environ |= servers.admins_environment(server.endpoint)
     url, run = f"s3://{servers.BUCKET}/each-write", folder / "run"
     closers = ["rack-0"] if args.one_closer else None
     table = Table(StruckFleet(run, server, url, inner_steps=args.inner_steps, closers=closers))

@@ -40,14 +40,7 @@ def main() -> int:
         if isinstance(server, str):
             print(server, file=sys.stderr)
             return 1
-        key, secret = servers.ADMIN
-        os.environ |= {
-            "AWS_ENDPOINT_URL": server.endpoint,
-            "AWS_ACCESS_KEY_ID": key,
-            "AWS_SECRET_ACCESS_KEY": secret,
-            "AWS_REGION": "us-east-1",
-            "NO_PROXY": "127.0.0.1",
-        }
+        os.environ |= servers.admins_environment(server.endpoint)
         url = f"s3://{servers.BUCKET}/outage"
         recipe = parse_recipe(RECIPE, [f"outer.rounds={args.rounds}", f'bucket.url="{url}"'])
         run_dir = Path(folder) / "run"

@@ -257,9 +257,7 @@ def main() -> int:
         if isinstance(server, str):
             print(server, file=sys.stderr)
             return 1
-        key, secret = servers.ADMIN
-        os.environ |= {"AWS_ENDPOINT_URL": server.endpoint, "AWS_ACCESS_KEY_ID": key, "NO_PROXY": "127.0.0.1"}
-        os.environ |= {"AWS_SECRET_ACCESS_KEY": secret, "AWS_REGION": "us-east-1"}
+        os.environ |= servers.admins_environment(server.endpoint)
         print("seconds from the last commit until every member holds the manifest, and requests of a round")
         print(f"{'store':>10}    M   median     most  requests    x M  payload  check ms     kB  by verb")
         plans = [(f"{args.delay_ms:.0f} ms", m, args.delay_ms / 1e3, args.rounds) for m in args.members]

@@ -5,6 +5,7 @@ regime in which the base works; all its tests are among those that the page corr
 only.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,32 +23,45 @@ Names = Callable[[str], str]  # a row's name at a scale
 Said = tuple[str, str]  # the answer, and what was measured
 
 
-class Judge:
+class Judge(ABC):
     """How one claim is answered from the rows of a scale."""
 
     def tests(self, book: Book, names: Names) -> list[Compared]:
         return []
 
-    def __call__(self, book: Book, names: Names) -> Said:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, book: Book, names: Names) -> Said: ...
 
 
 @dataclass(frozen=True)
-class Order(Judge):
-    """One row lies below (or above) another: by the mixed score, which is the paper's, and, where that
-    differs, with both scored through their boundaries."""
+class Pair(Judge):
+    """Of two rows."""
 
     row: str
     other: str
-    sign: int
-    view: str = "mixed"
 
     def tests(self, book: Book, names: Names) -> list[Compared]:
+        """None where the scale has not both rows; one of two scores that are one number by definition."""
         row, other = names(self.row), names(self.other)
         if row not in book.rows or other not in book.rows:
             return []
-        views = [self.view, "pipelined"] if self.view == "mixed" else [self.view]
-        return list(dict.fromkeys(book.same_score((row, other, view)) for view in views))
+        return list(dict.fromkeys(book.same_score((row, other, *rest)) for rest in self._asked()))
+
+    @abstractmethod
+    def _asked(self) -> list[tuple[str] | tuple[str, float]]:
+        """By which scores; and than how many percent, if not than none."""
+
+
+@dataclass(frozen=True)
+class Order(Pair):
+    """One row lies below (or above) another: by the mixed score, which is the paper's, and, where that
+    differs, with both scored through their boundaries."""
+
+    sign: int
+    view: str = "mixed"
+
+    def _asked(self) -> list[tuple[str] | tuple[str, float]]:
+        return [(self.view,), ("pipelined",)] if self.view == "mixed" else [(self.view,)]
 
     def __call__(self, book: Book, names: Names) -> Said:
         tests = self.tests(book, names)
@@ -69,18 +83,14 @@ class Order(Judge):
 
 
 @dataclass(frozen=True)
-class AtMost(Judge):
+class AtMost(Pair):
     """A row is at most so many percent above another."""
 
-    row: str
-    other: str
     percent: float
     view: str = "mixed"
 
-    def tests(self, book: Book, names: Names) -> list[Compared]:
-        row, other = names(self.row), names(self.other)
-        known = row in book.rows and other in book.rows
-        return [book.same_score((row, other, self.view, self.percent))] if known else []
+    def _asked(self) -> list[tuple[str] | tuple[str, float]]:
+        return [(self.view, self.percent)]
 
     def __call__(self, book: Book, names: Names) -> Said:
         tests = self.tests(book, names)
@@ -95,19 +105,14 @@ class AtMost(Judge):
 
 
 @dataclass(frozen=True)
-class Same(Judge):
+class Same(Pair):
     """Two rows are the same to within MARGIN: shown by being clearly below it and above its negative, not by
     a difference that is not clear."""
 
-    row: str
-    other: str
     view: str = "pipelined"
 
-    def tests(self, book: Book, names: Names) -> list[Compared]:
-        row, other = names(self.row), names(self.other)
-        if row not in book.rows or other not in book.rows:
-            return []
-        return [book.same_score((row, other, self.view, than)) for than in (-MARGIN, MARGIN)]
+    def _asked(self) -> list[tuple[str] | tuple[str, float]]:
+        return [(self.view, -MARGIN), (self.view, MARGIN)]
 
     def __call__(self, book: Book, names: Names) -> Said:
         tests = self.tests(book, names)

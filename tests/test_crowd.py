@@ -6,6 +6,7 @@ import threading
 from contextlib import contextmanager, suppress
 
 import pytest
+from clocks import Clock
 from fabricate import make_run, recipe
 
 from isthmus.crowd import IDLE_SECONDS, LEAST_RATE, REQUEST_SECONDS, Crowd, party
@@ -14,14 +15,6 @@ from isthmus.doctor.peer import ASK, HEADER, MAGIC, WAIT
 from isthmus.page import server as page_server
 from isthmus.page.server import Server, Watcher
 from isthmus.page.source import open_source
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def hung_up(link):
@@ -80,7 +73,7 @@ def ask(port, path="/", source="127.0.0.1"):
 @pytest.mark.parametrize("addresses", [1, 64])
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: x\r\nA: "], ids=["silent", "half"])
 def test_a_hundred_slow_connections_do_not_take_the_page_away(watcher, addresses, said):
-    with page(watcher, Clock()) as (_, port):  # its time stands still: nobody is ever too late
+    with page(watcher, Clock(0.0)) as (_, port):  # its time stands still: nobody is ever too late
         links = [slow(port, f"127.0.0.{2 + n % addresses}", said) for n in range(100)]
         for source in ("127.0.0.1", "127.0.0.2"):
             status, body = ask(port, "/page.js", source)
@@ -90,7 +83,7 @@ def test_a_hundred_slow_connections_do_not_take_the_page_away(watcher, addresses
 
 
 def test_bytes_that_trickle_in_do_not_prolong_a_request(watcher):
-    clock = Clock()
+    clock = Clock(0.0)
     with page(watcher, clock) as (_, port):
         link = slow(port, "127.0.0.1", b"GET / HTTP/1.1\r\n")
         done = threading.Event()
@@ -109,7 +102,7 @@ def test_bytes_that_trickle_in_do_not_prolong_a_request(watcher):
 
 
 def test_an_answer_is_taken_at_a_least_rate(watcher, monkeypatch):
-    clock, body = Clock(), bytes(64 << 20)
+    clock, body = Clock(0.0), bytes(64 << 20)
     with page(watcher, clock) as (server, port):
         server.pages["/large"] = ("text/plain", body)
         link = slow(port, "127.0.0.1", b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -129,7 +122,7 @@ def test_an_answer_is_taken_at_a_least_rate(watcher, monkeypatch):
 
 
 def test_a_connection_that_asks_again_in_time_is_kept_and_a_silent_one_is_not(watcher):
-    clock = Clock()
+    clock = Clock(0.0)
     with page(watcher, clock) as (_, port):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         silent = slow(port, "127.0.0.1")
@@ -143,7 +136,7 @@ def test_a_connection_that_asks_again_in_time_is_kept_and_a_silent_one_is_not(wa
 
 
 def test_a_body_is_not_taken_for_the_next_request(watcher):
-    with page(watcher, Clock()) as (_, port):
+    with page(watcher, Clock(0.0)) as (_, port):
         inner = b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
         outer = b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(inner)
         link, answer = slow(port, "127.0.0.1", outer + inner), b""
@@ -167,7 +160,7 @@ def listening(clock):
 @pytest.mark.parametrize("addresses", [1, 64])
 @pytest.mark.parametrize("said", [b"", MAGIC[:3]], ids=["silent", "half"])
 def test_forty_slow_connections_do_not_take_the_listener_away(addresses, said):
-    with listening(Clock()) as port:
+    with listening(Clock(0.0)) as port:
         links = [slow(port, f"127.0.0.{2 + n % addresses}", said) for n in range(40)]
         newcomer = slow(port, "127.0.0.2", HEADER.pack(MAGIC, ASK, 100))
         assert HEADER.unpack(newcomer.recv(HEADER.size, socket.MSG_WAITALL))[1] == WAIT
@@ -176,7 +169,7 @@ def test_forty_slow_connections_do_not_take_the_listener_away(addresses, said):
 
 
 def test_a_header_that_trickles_in_does_not_keep_the_listener():
-    clock = Clock()
+    clock = Clock(0.0)
     with listening(clock) as port:
         link = slow(port, "127.0.0.1")
         for letter in MAGIC[:-1]:
@@ -191,7 +184,7 @@ def test_a_header_that_trickles_in_does_not_keep_the_listener():
 
 
 def test_who_is_being_measured_does_not_make_room_for_strangers():
-    with listening(Clock()) as port:
+    with listening(Clock(0.0)) as port:
         measured = slow(port, "127.0.0.2", HEADER.pack(MAGIC, ASK, 100))
         assert HEADER.unpack(measured.recv(HEADER.size, socket.MSG_WAITALL))[1] == WAIT
         strangers = [slow(port, f"127.0.0.{2 + n % 3}") for n in range(40)]
@@ -219,7 +212,7 @@ def pairs():
 
 
 def test_the_oldest_of_the_address_with_the_most_makes_room(pairs):
-    clock = Clock()
+    clock = Clock(0.0)
     crowd = Crowd(4, 3, clock)
     visits = []
     for address in ("10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.2"):
@@ -234,7 +227,7 @@ def test_the_oldest_of_the_address_with_the_most_makes_room(pairs):
 
 
 def test_those_that_were_cut_count_until_their_threads_end_and_no_longer(pairs):
-    crowd = Crowd(2, 1, Clock())
+    crowd = Crowd(2, 1, Clock(0.0))
     links = [pairs()[0] for _ in range(9)]
     found = [crowd.enter(link, "10.0.0.1") for link in links]
     assert [visit is None for visit in found] == [False] * 8 + [True]

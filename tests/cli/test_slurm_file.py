@@ -178,7 +178,9 @@ def test_the_file_joins_as_the_replicas_whose_keys_are_here(run: Path, capsys):
         ("rack-0", 4, 110.0),
         ("edge", 2, 110.0),  # two stages share the cores
     ]
-    assert [args.work_dir for args in found] == [f"{run}/work/small/{name}" for name in ("rack-0", "edge")]
+    assert [args.work_dir for args in found] == [
+        str(run / "work" / "small" / name) for name in ("rack-0", "edge")
+    ]
     assert main(["slurm", "bucket", "--array"]) == 0  # its own file is written anew
     (run / "small-array.sbatch").write_text("mine")
     assert main(["slurm", "bucket", "--array"]) == 2
@@ -197,7 +199,8 @@ def test_one_stage_has_a_folder_of_its_own_and_a_bundle_is_enough(run: Path, cap
     bundle.write(run / "rack-0.isthmus.toml")
     assert main(["slurm", "rack-0.isthmus.toml", "--file", "-"]) == 0
     text = capsys.readouterr().out
-    assert f"task=({run}/rack-0.isthmus.toml) state={run}/work/small/rack-0" in text
+    state = run / "work" / "small" / "rack-0"
+    assert f"task=({run / 'rack-0.isthmus.toml'}) state={state}" in text
     assert "1" * 64 not in text
 
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
+from clocks import Clock
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - it is public
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
@@ -43,14 +44,6 @@ HOLDER = Credentials("run", Signer("edge", b"k" * 32))
 STRANGER = Credentials("run", Signer("edge", b"x" * 32))
 FIRST = Purpose(LAUNCHERS, 1)
 WAIT_SECONDS = 30.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Echo:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clocks import Clock
 from returning import seat, small
 from test_middle import everything
 
@@ -26,16 +27,6 @@ ROUNDS = 4
 @pytest.fixture(autouse=True)
 def _close_at_once(monkeypatch):
     monkeypatch.setattr(closer, "STEP_IN_SECONDS", 0.0)
-
-
-class Clock:
-    """Stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def told(work: Path, grace_seconds: float, clock: Clock) -> Parting:

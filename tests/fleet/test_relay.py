@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
+from clocks import Clock
 
 from isthmus.cli.main import main
 from isthmus.errors import ConfigError
@@ -21,13 +22,6 @@ from isthmus.runtime.rendezvous import free_port
 
 LOOPBACK = "127.0.0.1"
 ROOM, OTHER = b"r" * 32, b"o" * 32
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

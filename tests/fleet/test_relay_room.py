@@ -9,18 +9,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
+from clocks import Clock
 
 from isthmus.runtime import relay as relays
 from isthmus.runtime.relay import GUEST, HELLO, HOST, MAGIC, PAIRED, Relay
 
 FILES = 128
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from little import LONG, Clock, Little, Replica, ago, apply, closes, give
+from clocks import Clock
+from little import LONG, Little, Replica, ago, apply, closes, give
 from little import hasty as hasty
 
 from isthmus.config import parse_recipe

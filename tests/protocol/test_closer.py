@@ -4,7 +4,8 @@ import time
 from pathlib import Path
 
 import pytest
-from little import RECIPE, Clock, Little, Replica, ago, apply, closes, give
+from clocks import Clock
+from little import RECIPE, Little, Replica, ago, apply, closes, give
 from little import hasty as hasty
 
 from isthmus.errors import Diverged

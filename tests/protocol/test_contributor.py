@@ -8,7 +8,8 @@ from pathlib import Path
 
 import obstore
 import pytest
-from little import RECIPE, Clock, Little, Replica, at_once, closes, give
+from clocks import Clock
+from little import RECIPE, Little, Replica, at_once, closes, give
 from little import hasty as hasty
 
 from isthmus.errors import Diverged, RunError

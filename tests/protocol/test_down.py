@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
-from little import LONG, Clock, Little, Replica, apply, closes, give
+from clocks import Clock
+from little import LONG, Little, Replica, apply, closes, give
 from little import hasty as hasty
 
 from isthmus.protocol.closer import STEP_IN_SECONDS

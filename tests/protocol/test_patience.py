@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from little import Clock, Little, at_once, beating
+from clocks import Clock
+from little import Little, at_once, beating
 
 from isthmus.errors import RunError
 from isthmus.protocol import closer, patience

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from little import RECIPE, Clock, Little, Replica, close, equal, settle
+from clocks import Clock
+from little import RECIPE, Little, Replica, close, equal, settle
 from little import hasty as hasty
 
 from isthmus.protocol import rescue as rescue_module

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from little import LONG, RECIPE, Clock, Little, Replica, ago, apply, at_once, closes, give
+from clocks import Clock
+from little import LONG, RECIPE, Little, Replica, ago, apply, at_once, closes, give
 from little import hasty as hasty
 
 from isthmus.layout.requests import num_looks, pause_seconds, round_requests

@@ -76,16 +76,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
-class Clock:
-    """A closer's clock that moves when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Replica:
     """One member in this process: its ledger, its exchange, its anchor, its own random pseudo-gradients."""
 

@@ -45,6 +45,13 @@ def use(monkeypatch: pytest.MonkeyPatch, endpoint: str, credentials: tuple[str, 
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", credentials[1])
 
 
+def admins_environment(endpoint: str) -> dict[str, str]:
+    """Of somebody who may do everything there, for processes of their own."""
+    key, secret = ADMIN
+    names = {"AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1", "NO_PROXY": "127.0.0.1"}
+    return names | {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+
+
 def free_ports(count: int) -> list[int]:
     return [free_port("127.0.0.1") for _ in range(count)]
 
