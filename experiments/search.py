@@ -132,6 +132,15 @@ INNER = (
         keep=1344, h=15, also=("inner.lr=0.004", "outer.feedback_decay=0.99"), words="lr 0.004 feedback 0.99"
     ),
     Try(keep=896, h=10, also=("inner.lr=0.003",), words="lr 0.003"),
+    *(
+        Try(
+            keep=keep,
+            h=h,
+            also=(f"inner.lr={lr}", f"outer.feedback_decay={beta}"),
+            words=f"lr {lr} feedback {beta}",
+        )
+        for keep, h, lr, beta in ((1344, 15, 0.003, 0.99), (896, 10, 0.003, 0.99), (1344, 15, 0.004, 1))
+    ),
     Try(keep=384, values="bf16", h=15, also=("inner.lr=0.004",), words="lr 0.004"),
     Try(inner="adamw", method="adamw", also=(LONG,), words="warm-up 600"),  # the baseline is given the same
     # All entries: no more bytes than half of them, since none needs an index.
