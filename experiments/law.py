@@ -159,9 +159,9 @@ def law_answer(book: Book) -> str:
         falls = [h for h, found in fits.items() if found.free_slope.mean > 0 and book.clear(_falls(h, view))]
         level = [h for h in fits if book.clear(_floor(h, view))]
         parts.append(
-            f"Scored {view}, the price falls clearly with the share of full replicas at {_listed(falls)}, "
-            f"and not in proportion to what is compressed at {_listed(level)} (an intercept clearly "
-            f"apart from zero); {_growth_words(book, view)}."
+            f"Scored {view}, the price falls clearly with the share of full replicas at {_listed(falls)}; "
+            f"that it is not in proportion to what is compressed is clear at {_listed(level)} (by an "
+            f"intercept apart from zero); {_growth_words(book, view)}."
         )
         if missing := [h for h in HS if h not in fits]:
             parts.append(f"Of {_listed(missing)} no seed has every share yet ({COMMAND}).")
@@ -205,8 +205,8 @@ def _growth_words(book: Book, view: str) -> str:
     if grows is None:
         return "how it goes with H cannot be said"
     word = "grows" if grows.mean > 0 else "falls"
-    sure = "it clearly" if book.clear(_grows(view)) else "it does so not clearly: it"
-    return f"with H {sure} {word}, as H to the power {grows.text(2, '+')}"
+    sure = "clearly" if book.clear(_grows(view)) else "not clearly"
+    return f"with H it {word}, {sure}: as H to the power {grows.text(2, '+')}"
 
 
 def _listed(hs: Sequence[int]) -> str:

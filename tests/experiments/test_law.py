@@ -52,8 +52,8 @@ def test_a_price_that_follows_the_law_is_found_with_its_slope_and_its_growth():
     assert grows.mean == pytest.approx(0.5, abs=0.02)
     answer = law_answer(book)
     assert "falls clearly with the share of full replicas at H = 5, 30, 100" in answer
-    assert "not in proportion to what is compressed at no H" in answer
-    assert "it clearly grows, as H to the power +0.50" in answer
+    assert "not in proportion to what is compressed is clear at no H" in answer
+    assert "it grows, clearly: as H to the power +0.50" in answer
 
 
 def test_a_price_with_a_floor_is_not_called_proportional_and_one_that_shrinks_with_h_falls():
@@ -62,8 +62,8 @@ def test_a_price_with_a_floor_is_not_called_proportional_and_one_that_shrinks_wi
     assert found.intercept.mean == pytest.approx(1.5, abs=0.05)
     assert found.free_slope.mean == pytest.approx(1.0, abs=0.05)
     assert found.power.mean < 0.5
-    assert "not in proportion to what is compressed at H = 5, 30, 100" in law_answer(book)
-    assert "it clearly falls, as H to the power -0.20" in law_answer(book)
+    assert "not in proportion to what is compressed is clear at H = 5, 30, 100" in law_answer(book)
+    assert "it falls, clearly: as H to the power -0.20" in law_answer(book)
     assert law_table(book).count("| no | 5 |") == 2 * len(HS)
 
 
@@ -86,7 +86,7 @@ def test_seeds_without_every_share_are_left_out_and_nothing_is_said_before_it_is
 def test_a_session_cut_short_leaves_an_answer_for_the_h_that_are_whole():
     lines = [one for one in lines_of(lambda share, h: 2 * share) if "-h100-" not in one["row"]]
     answer = law_answer(Book(lines, SCALE))
-    assert "falls clearly with the share of full replicas at H = 5, 30," in answer
+    assert "falls clearly with the share of full replicas at H = 5, 30;" in answer
     assert "Of H = 100 no seed has every share yet" in answer
     assert [words for words, _ in law_claims(Book(lines, SCALE))] == ["cannot be told yet"] * 2
 
