@@ -175,7 +175,7 @@ def _frontier(book: Book) -> Any:
 
 
 def _law(book: Book) -> Any:
-    """The price by the share that is compressed, at each H, with the line through the origin."""
+    """The price by the share that is compressed, at each H, with the law's line through the origin."""
     found = {view: {h: prices(book, h, view) for h in HS} for view in LAW_VIEWS}
     if not any(found["full"].values()):
         return None
@@ -189,11 +189,16 @@ def _law(book: Book) -> Any:
             shares = sorted(seeds[0])
             estimates = [Estimate.of([seed[share] for seed in seeds]) for share in shares]
             _points(axes, shares, estimates, COLOURS[at], f"H = {h}", line="")
+            if view != "full":  # only the full score is the law's: here a free line, where there are points
+                line = [fitted.intercept.mean + fitted.free_slope.mean * x for x in (shares[0], 1)]
+                axes.plot([shares[0], 1], line, "--", color=COLOURS[at], linewidth=1.3)
+                continue
             slope, error = fitted.slope.mean, fitted.slope.error or 0.0
             axes.plot([0, 1], [0, slope], color=COLOURS[at], linewidth=1.3)
             axes.fill_between([0, 1], [0, slope - error], [0, slope + error], color=COLOURS[at], alpha=0.18)
+        axes.set_xlim(-0.05, 1.05)
         axes.set_xlabel("1 - alpha: the share of replicas that compress", color=SOFT, fontsize=9)
-        _legend(axes, "upper left")  # the lines rise to the right
+        _legend(axes, "upper left" if view == "full" else "lower left")  # where no points are
     return figure
 
 
