@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ import torch
 
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus, open_corpus
-from isthmus.disk import DiskFull, full_line, is_full
 from isthmus.errors import ConfigError, RunError
 from isthmus.model import checkpoint
 from isthmus.model.initial import checked_first
+from isthmus.page.ending import Ending, ending
 from isthmus.page.loggers import check_loggers, following
-from isthmus.page.report import write_report
 from isthmus.planner.auto import resolve
 from isthmus.planner.room import check_disk, fleet_room
 from isthmus.protocol.access import bucket_of
@@ -147,9 +146,10 @@ def _run(
 ) -> Results:
     recipe, about, rows = run.recipe, run.about, run.rows()
     done = rows[-1].round if rows else 0
-    status, error, ledger = "failed", None, None
-    try:
+    with ending(run, how_to_go_on(run)) as end, _stopped(supervisor, run, end):
+        end.resumable = False  # before there is a ledger
         ledger = begin()
+        end.resumable = True
         torch.set_num_threads(1)  # the replicas need the cores more
         with after as hooks, open_view(recipe, done, recipe.outer.rounds, rows=rows, quiet=quiet) as view:
             view.hooks = hooks
@@ -175,29 +175,22 @@ def _run(
         if problem := recorder.problem():
             raise RunError(f"{problem}; {how_to_go_on(run)}")
         # `isthmus leave` may have ended all replicas before the last round.
-        status = "finished" if recorder.last.round == recipe.outer.rounds else "interrupted"
-    except OSError as fault:
-        error = f"{type(fault).__name__}: {fault}".splitlines()[0]
-        if not is_full(fault):
-            raise
-        raise DiskFull(f"{full_line(fault)}, then {how_to_go_on(run)}") from None
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise KeyboardInterrupt(f"interrupted; {how_to_go_on(run)}" if ledger else "interrupted") from None
-    except BaseException as fault:
-        error = f"{type(fault).__name__}: {fault}".splitlines()[0]
-        raise
+        end.status = "finished" if recorder.last.round == recipe.outer.rounds else "interrupted"
+    hooks.raise_error()
+    return Results(run.path, run.rows())
+
+
+@contextlib.contextmanager
+def _stopped(supervisor: LocalSupervisor, run: RunDir, end: Ending) -> Iterator[None]:
+    """Stop the fleet, however the run ends, and count its restarts."""
+    before = run.about.get("restarts", 0)
+    try:
+        yield
     finally:
         supervisor.stop(5.0)
         with contextlib.suppress(OSError, ConfigError):
             run.tidy()
-        restarts = about.get("restarts", 0) + supervisor.restarts
-        with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
-            run.update_about(status=status, error=error, restarts=restarts)
-        with contextlib.suppress(OSError, ConfigError):
-            write_report(run.path)
-    hooks.raise_error()
-    return Results(run.path, run.rows())
+        end.facts["restarts"] = before + supervisor.restarts
 
 
 def how_to_go_on(run: RunDir) -> str:

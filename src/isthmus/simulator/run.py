@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypedDict, cast
@@ -14,12 +14,11 @@ import torch
 from isthmus import __version__
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
-from isthmus.disk import DiskFull, full_line, is_full
 from isthmus.errors import ConfigError
 from isthmus.model import checkpoint
 from isthmus.model.initial import checked_first, first_params, start_digest
+from isthmus.page.ending import Ending, ending
 from isthmus.page.loggers import check_loggers, following
-from isthmus.page.report import write_report
 from isthmus.planner.auto import Pick, resolve
 from isthmus.planner.fit import MemoryPick
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
@@ -181,8 +180,9 @@ def _run(
     first: Mapping[str, torch.Tensor] | None,
 ) -> Results:
     about, setup = run.about, cast(Setup, run.about)
-    status, error, threads = "failed", None, pick_threads()
-    try:
+    threads = pick_threads()
+    go_on = f"go on with: isthmus simulate --resume {shlex.quote(str(run.path))}"
+    with ending(run, go_on) as end, _measured(device, end):
         fleet = SimulatedFleet(recipe, corpus, device, setup["precision"], plan, setup["compiled"], first)
         if state:
             _restore(fleet, state, done, run)
@@ -204,32 +204,20 @@ def _run(
             whole = simulate_rounds(recipe, fleet, LocalExchange(recipe), run, view, done, Saver(run, fleet))
         if whole:
             checkpoint.save_tensors(run.model_path, fleet.anchor)
-        status = "finished" if whole else "interrupted"
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise KeyboardInterrupt(f"interrupted; {_how_to_go_on(run)}") from None
-    except OSError as fault:
-        error = f"{type(fault).__name__}: {fault}".splitlines()[0]
-        if not is_full(fault):
-            raise
-        raise DiskFull(f"{full_line(fault)}, then {_how_to_go_on(run)}") from None
-    except BaseException as fault:
-        error = f"{type(fault).__name__}: {fault}".splitlines()[0]
-        raise
-    finally:
-        memory = {"peak_bytes": peak_bytes(device)}
-        if device.type == "cuda":  # with what its allocator keeps between tensors
-            memory["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
-        with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
-            run.update_about(status=status, error=error, **memory)
-        with contextlib.suppress(OSError, ConfigError):  # a report that fails must not hide why the run did
-            write_report(run.path)
+        end.status = "finished" if whole else "interrupted"
     hooks.raise_error()
     return Results(run.path, run.rows())
 
 
-def _how_to_go_on(run: RunDir) -> str:
-    return f"go on with: isthmus simulate --resume {shlex.quote(str(run.path))}"
+@contextlib.contextmanager
+def _measured(device: torch.device, end: Ending) -> Iterator[None]:
+    """Note the memory that was taken, however the run ends."""
+    try:
+        yield
+    finally:
+        end.facts["peak_bytes"] = peak_bytes(device)
+        if device.type == "cuda":  # with what its allocator keeps between tensors
+            end.facts["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
 
 
 def pick_plan(
