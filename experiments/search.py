@@ -136,11 +136,27 @@ INNER = (
         Try(
             keep=keep,
             h=h,
+            outer_lr=outer_lr,
             also=(f"inner.lr={lr}", f"outer.feedback_decay={beta}"),
             words=f"lr {lr} feedback {beta}",
         )
-        for keep, h, lr, beta in ((1344, 15, 0.003, 0.99), (896, 10, 0.003, 0.99), (1344, 15, 0.004, 1))
+        for keep, h, lr, beta, outer_lr in (
+            (1344, 15, 0.003, 0.99, 0),
+            (896, 10, 0.003, 0.99, 0),
+            (1344, 15, 0.004, 1, 0),
+            (1344, 15, 0.004, 0.99, 0.8),
+            (1344, 15, 0.004, 0.99, 0.6),
+            (896, 10, 0.004, 0.99, 0.8),
+        )
     ),
+    Try(
+        keep=1344,
+        h=15,
+        outer_lr=0.6,
+        also=("inner.lr=0.004", "outer.feedback_decay=0.99", "inner.final_lr=0.3"),
+        words="lr 0.004 feedback 0.99 final 0.3",
+    ),
+    Try(inner="adamw", method="adamw", also=(LONG, "inner.final_lr=0.3"), words="warm-up 600 final 0.3"),
     Try(keep=384, values="bf16", h=15, also=("inner.lr=0.004",), words="lr 0.004"),
     Try(inner="adamw", method="adamw", also=(LONG,), words="warm-up 600"),  # the baseline is given the same
     # All entries: no more bytes than half of them, since none needs an index.
