@@ -20,7 +20,7 @@ SEEDS = (0, 1, 2, 3, 4)  # of what is reported
 
 LRS = ("5e-4", "8e-4", "1.25e-3", "2e-3", "3.2e-3", "5e-3")
 WARMUPS = ("0.02", "0.05", "0.2")  # shares of a run's inner steps
-OUTER = {"outer.lr": ("0.7", "0.8", "1.0", "1.2"), "outer.feedback_decay": ("0.9", "0.95", "0.99")}
+OUTER = {"outer.lr": ("0.6", "0.8", "1.0"), "outer.feedback_decay": ("0.9", "0.95", "0.99")}
 STEPPED = {"inner.beta2": ("0.95", "0.98", "0.99"), "inner.weight_decay": ("0.03", "0.1", "0.3")}
 NESTEROV = {"outer.lr": ("0.5", "0.7", "0.9"), "outer.momentum": ("0.8", "0.9", "0.95")}
 
