@@ -144,17 +144,14 @@ INNER = (
             (1344, 15, 0.003, 0.99, 0),
             (896, 10, 0.003, 0.99, 0),
             (1344, 15, 0.004, 1, 0),
+            # A smaller outer step lets the inner one be larger.
             (1344, 15, 0.004, 0.99, 0.8),
-            (1344, 15, 0.004, 0.99, 0.6),
-            (896, 10, 0.004, 0.99, 0.8),
+            (1344, 15, 0.006, 0.99, 0.8),
+            (1344, 15, 0.006, 0.99, 0.6),
+            (1344, 15, 0.009, 0.99, 0.6),
+            (896, 10, 0.006, 0.99, 0.8),
+            (896, 10, 0.009, 0.99, 0.6),
         )
-    ),
-    Try(
-        keep=1344,
-        h=15,
-        outer_lr=0.6,
-        also=("inner.lr=0.004", "outer.feedback_decay=0.99", "inner.final_lr=0.3"),
-        words="lr 0.004 feedback 0.99 final 0.3",
     ),
     Try(inner="adamw", method="adamw", also=(LONG, "inner.final_lr=0.3"), words="warm-up 600 final 0.3"),
     Try(keep=384, values="bf16", h=15, also=("inner.lr=0.004",), words="lr 0.004"),
