@@ -144,7 +144,7 @@ INNER = (
             (1344, 15, 0.003, 0.99, 0),
             (896, 10, 0.003, 0.99, 0),
             (1344, 15, 0.004, 1, 0),
-            # A smaller outer step lets the inner one be larger.
+            # A smaller outer step may let the inner one be larger (results/README.md).
             (1344, 15, 0.004, 0.99, 0.8),
             (1344, 15, 0.006, 0.99, 0.8),
             (1344, 15, 0.006, 0.99, 0.6),
