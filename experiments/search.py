@@ -154,6 +154,7 @@ INNER = (
         )
     ),
     Try(inner="adamw", method="adamw", also=(LONG, "inner.final_lr=0.3"), words="warm-up 600 final 0.3"),
+    Try(inner="adamw", method="adamw", also=(LONG, "inner.lr=0.006"), words="warm-up 600 lr 0.006"),
     Try(keep=384, values="bf16", h=15, also=("inner.lr=0.004",), words="lr 0.004"),
     Try(inner="adamw", method="adamw", also=(LONG,), words="warm-up 600"),  # the baseline is given the same
     # All entries: no more bytes than half of them, since none needs an index.
