@@ -13,7 +13,7 @@ from experiments.law import fit, prices
 from experiments.law_rows import HS
 from experiments.lines import Line
 from experiments.paper import PAPER_LADDER, finish_name, finishes
-from experiments.search import FRONTIER, STEMS, frontier
+from experiments.search import FRONTIER, STEMS, anchors, frontier
 from experiments.search_page import best
 from experiments.tables import rung
 from isthmus.page.plot import COLOURS, FAINT, INK, SOFT
@@ -153,13 +153,15 @@ def _finish(book: Book) -> Any:
 
 def _frontier(book: Book) -> Any:
     """The price of compressing everything by bytes between stages, each against its own baseline."""
-    ways = ("the paper: bf16 in k/d, AdamW", "few bits, AdamW", "bf16 in k/d, Muon", "few bits, Muon")
+    ways = ("the paper: bf16 in k/d, AdamW", "few bits, AdamW", "bf16 in k/d, Muon", "few bits, Muon",
+            "and learned anchors")  # fmt: skip
     points: dict[str, list[Any]] = {way: [] for way in ways}
     for factor in FRONTIER:
         names: list[str | None] = []
         for stem in STEMS:
             first, *few = frontier(book.scale, stem, factor) or [None]
             names += [first, best(book, [name for name in few if name])]
+        names.append(next(iter(anchors(book.scale, factor)), None))
         for way, name in zip(ways, names, strict=True):
             points[way].append(book.gap(name, "mixed") if name else None)
     if not any(points["few bits, Muon"]) and not any(points["few bits, AdamW"]):
