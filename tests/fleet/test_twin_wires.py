@@ -1,6 +1,7 @@
-"""The twin with wires of 8, 6 and 4 bits, and Muon; with 5 bits and a full replica: `beyond` in test_twin.
+"""The twin with wires of 8, 6 and 4 bits, Muon, and many entries sent.
 
-k = 12, so that words of eight codes hold parts of two tokens.
+5 bits and a full replica: `beyond` in test_twin. Here k = 12, so that words of eight codes hold parts of two
+tokens.
 """
 
 import pytest
@@ -11,12 +12,13 @@ from isthmus.layout.traffic import round_bytes
 from isthmus.runlog import totals
 
 WIRES = ("int8", "int6", "int4")
+MANY = ["outer.keep=1344", "outer.feedback_decay=0.99", "outer.lr=0.6"]  # the nearest to per-step AdamW
 FLEET = "".join(pipelined(wire, stages=2, compression="3/16", wire=wire) for wire in WIRES)
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Twins:
-    return run_both(tmp_path_factory.mktemp("wires"), [*FP64[:2], "inner.optimizer=muon"], FLEET)
+    return run_both(tmp_path_factory.mktemp("wires"), [*FP64[:2], "inner.optimizer=muon", *MANY], FLEET)
 
 
 def test_weights_after_every_round_are_the_simulators_with_every_wire(both):
