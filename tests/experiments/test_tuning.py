@@ -66,6 +66,7 @@ def test_every_method_has_the_same_number_of_trials_all_different_and_equally_lo
 
 
 def test_every_method_tries_every_learning_rate_and_methods_with_the_same_knobs_the_same_settings():
+    """The larger the learning rate, the longer the warm-up and the smaller the outer step."""
     for group in GROUPS:
         tried = drawn(group, SCALE)
         assert {one[0] for one in tried} == {f"inner.lr={lr}" for lr in LRS}
@@ -74,6 +75,11 @@ def test_every_method_tries_every_learning_rate_and_methods_with_the_same_knobs_
             counts = [values.count(f"{knob}={value}") for value in grid]
             assert min(counts) >= 1
             assert max(counts) - min(counts) <= 1
+        by_lr = sorted(tried, key=lambda one: float(one[0].partition("=")[2]))
+        values = [[float(setting.partition("=")[2]) for setting in one] for one in by_lr]
+        assert [one[1] for one in values] == sorted(one[1] for one in values)  # a longer warm-up
+        if "outer.lr" in GROUPS[group].knobs:
+            assert [one[2] for one in values] == sorted((one[2] for one in values), reverse=True)
         alike = [other for other in GROUPS if GROUPS[other].knobs == GROUPS[group].knobs]
         assert all(drawn(other, SCALE) == tried for other in alike)
 
