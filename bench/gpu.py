@@ -1,6 +1,7 @@
 """What one GPU gives: a simulated fleet's speed against plain training's, and the codec's against memory's.
 
-    python bench/gpu.py [--parts codec train] [--sizes 10m 178m] [--codec-sizes 178m 512m] [--json FILE]
+    python bench/gpu.py [--parts codec train] [--sizes 10m 178m] [--codec-sizes 178m 512m] [--keep 32]
+        [--json FILE]
 
 Everything is measured in one process, in turns, and ratios are what counts. Plain training is one model of
 the same code, compiled, with fused AdamW and gradient clipping, over the same tokens a step. The simulated
@@ -80,7 +81,7 @@ def matrix_rate() -> float:
     return 10 * 2 * 8192**3 / (times["product"] / 1e3)
 
 
-def codec(size: str, turns: int) -> dict[str, Any]:
+def codec(size: str, turns: int, keep: int) -> dict[str, Any]:
     """Encoding and decoding a whole model's update, against moving its bytes once and a bare top-k."""
     shapes = presets[size].shapes()
     count = sum(math.prod(shape) for shape in shapes.values())
@@ -91,7 +92,7 @@ def codec(size: str, turns: int) -> dict[str, Any]:
         {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
         for parts in cut
     )
-    fast, plain = codec_for("cuda", 64, 32, "2bit"), PlainCodec(64, 32, "2bit", "cuda")
+    fast, plain = codec_for("cuda", 64, keep, "2bit"), PlainCodec(64, keep, "2bit", "cuda")
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
 
     def contribute(codec: PlainCodec) -> list[Bundle]:
@@ -114,11 +115,15 @@ def codec(size: str, turns: int) -> dict[str, Any]:
         turns,
     )
     magnitude = torch.cat([to_chunks(feedback[name], 64) for name in matrices]).abs()
-    times |= medians({"topk": lambda: magnitude.topk(32, dim=1)}, turns)
+    times |= medians({"topk": lambda: magnitude.topk(keep, dim=1)}, turns)
     magnitude = read = None
-    times |= medians({"encode_plain": lambda: plain.pack_all(contribute(plain))}, 2)
+    by_torch = {
+        "encode_plain": lambda: plain.pack_all(contribute(plain)),
+        "decode_8_plain": lambda: plain.step(anchor, plain.unpack_all(data), 1e-9),
+    }
+    times |= medians(by_torch, 2)
     return {
-        "size": size, "parameters": count, "payload_bytes": len(data[0]), "milliseconds": times,
+        "size": size, "keep": keep, "parameters": count, "payload_bytes": len(data[0]), "milliseconds": times,
         "encode_to_move": times["encode"] / times["move"], "encode_to_topk": times["encode"] / times["topk"],
         "decode_8_to_move": times["decode_8"] / times["move"],
         "decode_8_to_topk": times["decode_8"] / times["topk"],
@@ -232,6 +237,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["codec", "train"], choices=["codec", "train"])
     parser.add_argument("--sizes", nargs="+", default=["10m", "178m"])
     parser.add_argument("--codec-sizes", nargs="+", default=["178m", "512m"])
+    parser.add_argument("--keep", type=int, default=32, help="entries of a chunk that the codec sends")
     parser.add_argument("--corpus", default="builtin:sample", help="a prepared folder; default: built in")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="inner steps a round (default: 50)")
@@ -245,9 +251,9 @@ def main() -> None:
     if "codec" in args.parts:
         found["codec"] = []
         for size in args.codec_sizes:
-            result = codec(size, args.turns)
+            result = codec(size, args.turns, args.keep)
             found["codec"].append(result)
-            print(f"codec, {size}: payload {result['payload_bytes'] / 1e6:.2f} MB")
+            print(f"codec, {size}, {args.keep} of 4096: payload {result['payload_bytes'] / 1e6:.2f} MB")
             for name, took in result["milliseconds"].items():
                 print(f"  {name:20}{took:9.2f} ms   {took / result['milliseconds']['move']:6.2f} x move")
             torch.cuda.empty_cache()

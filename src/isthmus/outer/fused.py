@@ -103,7 +103,7 @@ class FusedCodec(PlainCodec):
             values = [group.values for bundle in bundles for group in bundle.groups]
             if (
                 all(bundle.key == bundles[0].key for bundle in bundles)
-                and all(map(launch.fits, layouts.values()))
+                and all(launch.fits(layout) and layout.kept <= launch.FEW for layout in layouts.values())
                 and launch.contiguous_fp32([*(anchor[name] for name in bundles[0]), *values])
             ):
                 bundles = bundles if clip is None else list(clipped(bundles, clip))

@@ -105,6 +105,44 @@ def levels_kernel(
 
 
 @triton.jit
+def many_levels_kernel(
+    values, low_out, high_out, zeros_out,
+    KEEP: tl.constexpr, POW2: tl.constexpr, RATIO: tl.constexpr,
+):  # fmt: skip
+    """`levels_kernel` for one chunk of more values: they are tried one after another."""
+    chunk = tl.program_id(0).to(tl.int64)
+    values += chunk * KEEP
+    j = tl.arange(0, POW2)
+    there = j < KEEP
+    size = tl.where(there, tl.abs(tl.load(values + j, mask=there, other=0.0)), -1.0)
+    peak = tl.max(size, 0)
+    safe = tl.where(peak > 0, peak, 1.0)
+    unit = tl.where(there, tl.div_rn(size, tl.zeros((POW2,), tl.float32) + safe), 0.0)
+    total = tl.sum(unit, 0)
+    best, low, high = -1.0, 0.0, 0.0
+    for cut in range(KEEP):
+        above = size >= tl.abs(tl.load(values + cut))
+        number = tl.sum(above.to(tl.float32), 0)
+        upper = tl.sum(tl.where(above, unit, 0.0), 0)
+        rest = KEEP - number
+        lower = tl.where(rest > 0, tl.maximum(total - upper, 0.0), 0.0)
+        mean_high = upper / tl.maximum(number, 1.0)
+        mean_low = tl.where(rest > 0, lower / tl.maximum(rest, 1.0), mean_high)
+        score = upper * mean_high + lower * tl.where(rest > 0, mean_low, 0.0)
+        better = score > best  # NaN, refused later, does not win
+        best = tl.where(better, score, best)
+        low = tl.where(better, mean_low, low)
+        high = tl.where(better, mean_high, high)
+    low = tl.minimum(tl.maximum(low, high * RATIO), high)
+    nonzero = tl.sum((unit > 0).to(tl.float32), 0)
+    zeros = (nonzero < KEEP) & (peak > 0)
+    single = total / tl.maximum(nonzero, 1.0)
+    tl.store(low_out + chunk, tl.where(zeros, single, low) * peak)
+    tl.store(high_out + chunk, tl.where(zeros, single, high) * peak)
+    tl.store(zeros_out + chunk, zeros.to(tl.int8))
+
+
+@triton.jit
 def round_kernel(
     pointers, owner, origin, cols, index, values, scale, low, high, num_chunks,
     KEEP: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
@@ -136,18 +174,18 @@ def round_kernel(
 @triton.jit
 def write_bits_kernel(
     bits, index, values, low, num_chunks, width,
-    MARKS: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
-    SIGNED: tl.constexpr,
+    MARKS: tl.constexpr, LOW: tl.constexpr, BITMAP: tl.constexpr, KEEP: tl.constexpr, POW2: tl.constexpr,
+    BLOCK: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Positions (Elias-Fano), signs and magnitudes of chunks, a byte for each bit, into zeroed `bits`."""
+    """Positions (`bits`), signs and magnitudes of chunks, a byte for each bit, into zeroed `bits`."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     j = tl.arange(0, POW2)
     there = (chunk < num_chunks)[:, None] & (j < KEEP)[None, :]
     at = chunk[:, None] * KEEP + j[None, :]
     position = tl.load(index + at, mask=there, other=0).to(tl.int32)
     row = bits + chunk[:, None] * width
-    one = tl.full((BLOCK, POW2), 1, tl.uint8)
-    tl.store(row + (position >> LOW) + j[None, :], one, mask=there)
+    mark = position if BITMAP else (position >> LOW) + j[None, :]
+    tl.store(row + mark, tl.full((BLOCK, POW2), 1, tl.uint8), mask=there)
     for bit in tl.static_range(LOW):
         tl.store(row + MARKS + bit * KEEP + j[None, :], ((position >> bit) & 1).to(tl.uint8), mask=there)
     if SIGNED:
@@ -167,15 +205,15 @@ def _bit(row, at, WIDTH: tl.constexpr, there):
 @triton.jit
 def read_kernel(
     data, low, high, index_out, values_out, odd, num_chunks,
-    WIDTH: tl.constexpr, MARKS: tl.constexpr, POW2: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr,
-    BLOCK: tl.constexpr, SIGNED: tl.constexpr,
+    WIDTH: tl.constexpr, MARKS: tl.constexpr, POW2: tl.constexpr, LOW: tl.constexpr, BITMAP: tl.constexpr,
+    KEEP: tl.constexpr, BLOCK: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """Positions and, for 2bit, values of packed chunks; `odd` is set where a bit string is malformed."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mine = chunk < num_chunks
     b = tl.arange(0, POW2)
-    there = mine[:, None] & (b < MARKS)[None, :]
     row = data + chunk[:, None] * WIDTH
+    there = mine[:, None] & (b < MARKS)[None, :]
     mark = _bit(row, tl.broadcast_to(b[None, :], (BLOCK, POW2)), WIDTH, there)
     j = tl.cumsum(mark, 1) - 1
     number = tl.sum(mark, 1)
@@ -185,7 +223,7 @@ def read_kernel(
     if tl.max(bad.to(tl.int32), 0) > 0:
         tl.atomic_or(odd, 1)
     kept = there & (mark == 1) & (j < KEEP)
-    position = (b[None, :] - j) << LOW
+    position = tl.broadcast_to(b[None, :], (BLOCK, POW2)) if BITMAP else (b[None, :] - j) << LOW
     for bit in tl.static_range(LOW):
         position += _bit(row, MARKS + bit * KEEP + j, WIDTH, kept) << bit
     out = chunk[:, None] * KEEP + j

@@ -18,7 +18,8 @@ from isthmus.sparse.quantize import RATIO_OCTAVES, levels, scales
 from isthmus.sparse.topk import origins
 
 ENTRIES = {2**i for i in range(4, 13)}  # that one program holds
-MAX_KEEP = 128  # levels are found by comparing all pairs of a chunk's values
+MAX_KEEP = 128  # of a chunk: kernels take 2048, and are tested with them, but not timed on a GPU yet
+FEW = 128  # so few of a chunk's values are compared at once; of more, one after another
 MAX_REPLICAS = 32  # every entry of a chunk is looked up in all of them
 APPLY_BLOCK = 4096
 CHECK_BLOCK = 2048
@@ -28,10 +29,11 @@ SELECT = {True: {"num_warps": 4, "maxnreg": 128}, False: {"num_warps": 1}}
 
 
 def fits(layout: Layout) -> bool:
-    """Whether kernels take chunks of this layout: a power of two of entries, none of them padding."""
+    """Whether kernels take chunks of this layout: a power of two of entries, none of them padding, not all of
+    them kept."""
     return (
-        layout.entries in ENTRIES and not layout.padded and 0 < layout.kept <= MAX_KEEP and layout.chunks > 0
-        and not index_code(layout.entries, layout.kept).bitmap
+        layout.entries in ENTRIES and not layout.padded and layout.chunks > 0
+        and 0 < layout.kept <= min(MAX_KEEP, layout.entries - 1)
     )  # fmt: skip
 
 
@@ -51,6 +53,11 @@ def _power_of_two(count: int) -> int:
 
 def _blocks(number: int, block: int) -> tuple[int]:
     return (-(-number // block),)
+
+
+def _together(most: int, columns: int) -> int:
+    """How many chunks one program takes: at most so many, and 2048 of their numbers."""
+    return max(1, min(most, 2048 // columns))
 
 
 def _pointers(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -95,10 +102,12 @@ def feed_back(
     low, high, zeros = two_levels(values)
     codes, base = scales(low, high, zeros, high == 0, owner, len(layouts))
     low, high = (level[:, 0].contiguous() for level in levels(codes, base[owner]))
+    pow2 = _power_of_two(keep)
+    block = _together(16, pow2)
     _launch(
-        kernels.round_kernel, _blocks(num_chunks, 16),
+        kernels.round_kernel, _blocks(num_chunks, block),
         pointers, owner, origin, cols, index, values, codes, low, high, num_chunks,
-        KEEP=keep, POW2=_power_of_two(keep), BLOCK=16, WIDTH=layout.width,
+        KEEP=keep, POW2=pow2, BLOCK=block, WIDTH=layout.width,
     )  # fmt: skip
     return Group(index, values, codes, base), odd
 
@@ -108,22 +117,31 @@ def two_levels(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_chunks, keep = values.shape
     low, high = values.new_empty(num_chunks), values.new_empty(num_chunks)
     zeros = torch.empty(num_chunks, dtype=torch.int8, device=values.device)
-    block = max(1, 4096 // _power_of_two(keep) ** 2)
-    _launch(
-        kernels.levels_kernel, _blocks(num_chunks, block), values, low, high, zeros, num_chunks,
-        KEEP=keep, POW2=_power_of_two(keep), BLOCK=block, RATIO=2.0**-RATIO_OCTAVES,
-    )  # fmt: skip
+    pow2, ratio = _power_of_two(keep), 2.0**-RATIO_OCTAVES
+    if keep > FEW:
+        _launch(
+            kernels.many_levels_kernel, (num_chunks,), values, low, high, zeros,
+            KEEP=keep, POW2=pow2, RATIO=ratio,
+        )  # fmt: skip
+    else:
+        block = max(1, 4096 // pow2**2)
+        _launch(
+            kernels.levels_kernel, _blocks(num_chunks, block), values, low, high, zeros, num_chunks,
+            KEEP=keep, POW2=pow2, BLOCK=block, RATIO=ratio,
+        )  # fmt: skip
     return low, high, zeros.bool()
 
 
 def write_bits(bits: Tensor, index: Tensor, values: Tensor, low: Tensor | None, layout: Layout) -> None:
     """`bits.write_bits`, with the lower levels (C,) of 2bit values."""
     code, (num_chunks, keep) = index_code(layout.entries, layout.kept), index.shape
+    pow2 = _power_of_two(keep)
+    block = _together(16, pow2)
     _launch(
-        kernels.write_bits_kernel, _blocks(num_chunks, 16),
+        kernels.write_bits_kernel, _blocks(num_chunks, block),
         bits, index.contiguous(), values.contiguous(), values if low is None else low.contiguous(),
-        num_chunks, bits.shape[1], MARKS=code.marks, LOW=code.low, KEEP=keep, POW2=_power_of_two(keep),
-        BLOCK=16, SIGNED=low is not None,
+        num_chunks, bits.shape[1], MARKS=code.marks, LOW=code.low, BITMAP=code.bitmap, KEEP=keep, POW2=pow2,
+        BLOCK=block, SIGNED=low is not None,
     )  # fmt: skip
 
 
@@ -141,10 +159,12 @@ def read_bits(
     if values is None:
         values = torch.zeros(index.shape, device=data.device)
     low, high = (index, index) if pair is None else (pair[0].contiguous(), pair[1].contiguous())
+    pow2 = _power_of_two(code.marks)
+    block = _together(8, pow2)
     _launch(
-        kernels.read_kernel, _blocks(num_chunks, 8), data, low, high, index, values, odd, num_chunks,
-        WIDTH=width, MARKS=code.marks, POW2=_power_of_two(code.marks), LOW=code.low, KEEP=layout.kept,
-        BLOCK=8, SIGNED=signed,
+        kernels.read_kernel, _blocks(num_chunks, block), data, low, high, index, values, odd, num_chunks,
+        WIDTH=width, MARKS=code.marks, POW2=pow2, LOW=code.low, BITMAP=code.bitmap, KEEP=layout.kept,
+        BLOCK=block, SIGNED=signed,
     )  # fmt: skip
     _launch(
         kernels.check_kernel, _blocks(index.numel(), CHECK_BLOCK), index, values, odd, index.numel(),
@@ -164,10 +184,12 @@ def add(
 ) -> None:
     """What `RunningMean` does with one payload's chunks."""
     num_chunks, keep = index.shape
+    pow2 = _power_of_two(keep)
+    block = _together(16, pow2)
     _launch(
-        kernels.add_kernel, _blocks(num_chunks, 16),
+        kernels.add_kernel, _blocks(num_chunks, block),
         total, total if count is None else count, origin, skip, index.contiguous(), values.contiguous(),
-        num_chunks, KEEP=keep, POW2=_power_of_two(keep), BLOCK=16, WIDTH=width, COUNTED=count is not None,
+        num_chunks, KEEP=keep, POW2=pow2, BLOCK=block, WIDTH=width, COUNTED=count is not None,
     )  # fmt: skip
 
 
