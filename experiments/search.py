@@ -157,6 +157,16 @@ INNER = (
             (2688, 30, 0.009, 0.99, 0.6),
         )
     ),
+    *(
+        Try(
+            keep=keep,
+            h=15,
+            outer_lr=0.45,
+            also=("inner.lr=0.012", "outer.feedback_decay=0.99", LONG),
+            words="lr 0.012 feedback 0.99 warm-up 600",
+        )
+        for keep in (1344, 2048)
+    ),
     Try(inner="adamw", method="adamw", also=(LONG, "inner.final_lr=0.3"), words="warm-up 600 final 0.3"),
     Try(inner="adamw", method="adamw", also=(LONG, "inner.lr=0.006"), words="warm-up 600 lr 0.006"),
     Try(keep=384, values="bf16", h=15, also=("inner.lr=0.004",), words="lr 0.004"),
