@@ -1,4 +1,4 @@
-"""The fused step against torch's AdamW and our clipping: on a GPU, or under Triton's interpreter."""
+"""The fused step against torch's AdamW, our clipping and Muon: on a GPU, or under Triton's interpreter."""
 
 import importlib.util
 import os
@@ -86,3 +86,38 @@ def test_one_replica_takes_the_same_steps_also_clipped_by_a_given_norm(monkeypat
         assert_close(opt.step(4 * square), reference.step(4 * square), rtol=1e-5, atol=0)
         for name in SHAPES:
             assert_close(params[name], plain[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_fused_steps_of_muon_are_the_plain_ones(monkeypatch, half):
+    """Matrices of two shapes, one of them tall, in stacks of three replicas of which some are clipped."""
+    config = InnerConfig(optimizer="muon", lr=1e-2, clip=50.0, weight_decay=0.1, warmup_steps=2)
+    shapes = {"layers.0.w": (64, 96), "layers.1.w": (64, 96), "layers.1.v": (96, 64), "output": (50, 40)}
+    matrices = [name for name in shapes if name.startswith("layers.")]
+
+    def drawn(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            name: torch.randn(3, *shape, generator=generator).to(DEVICE) for name, shape in shapes.items()
+        }
+
+    monkeypatch.setattr(gpu, "usable", lambda device: False)
+    plain = {name: w.requires_grad_() for name, w in drawn(0).items()}
+    reference = InnerOpt(plain, config, 10, stacked=True)
+    monkeypatch.setattr(gpu, "usable", lambda device: True)
+    params = {name: w.requires_grad_() for name, w in drawn(0).items()}
+    copies = {n: params[n].detach().bfloat16().requires_grad_() for n in matrices} if half else {}
+    opt = InnerOpt(params, config, 10, stacked=True, copies=copies)
+    for step in range(3):
+        for name, grad in drawn(step + 1).items():
+            grad *= torch.tensor([0.01, 0.1, 1.0], device=DEVICE).view(3, 1, 1)
+            grad = grad.bfloat16() if name in copies else grad
+            plain[name].grad = grad.float()
+            copies.get(name, params[name]).grad = grad
+        assert_close(opt.step(), reference.step(), rtol=1e-5, atol=0)
+    for name, start in drawn(0).items():
+        assert_close(opt.first[name], reference.first[name], rtol=1e-5, atol=1e-7)
+        moved = (plain[name] - start).norm()  # bf16 rounds on a GPU, and is cut off by the interpreter
+        assert (params[name] - plain[name]).norm() < (2e-2 if name in matrices else 1e-5) * moved
+    for name, copy in copies.items():
+        assert_close(copy, params[name].bfloat16(), rtol=0 if DEVICE == "cuda" else 2**-7, atol=0)

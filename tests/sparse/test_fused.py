@@ -30,11 +30,6 @@ BF16 = pytest.param(
 )
 
 
-@pytest.fixture(autouse=True)
-def every_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MAX_KEEP", 2048)
-
-
 def codecs(keep: int = 32, values: str = "2bit") -> tuple[PlainCodec, FusedCodec]:
     return PlainCodec(64, keep, values, DEVICE), FusedCodec(64, keep, values, DEVICE)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from isthmus import gpu
 from isthmus.config import InnerConfig
+from isthmus.model import muon
 
 BLOCK = 2048
 
@@ -83,6 +84,29 @@ class FusedAdamW:
                 0.0 if name in undecayed else config.weight_decay, config.beta1, config.beta2, config.eps,
                 BLOCK=BLOCK, COPIED=name in self.copies,
             )  # fmt: skip
+
+    def muon_step(self, names: Collection[str], scales: Tensor, config: InnerConfig) -> None:
+        """The prepared update of these matrices, with gradients multiplied by scales (R, T): what
+        `muon.muon_step` does, with each number read and written once before and after the products."""
+        kernels = _kernels()
+        scales = scales.contiguous()
+        number = {name: t for t, name in enumerate(self.params)}
+        for some in muon.batches({name: self.params[name] for name in names}):
+            shape = self.params[some[0]].shape
+            each, blocks = shape.numel() // self.rows, self.counts[number[some[0]]]
+            updates = torch.empty(len(some), *shape, dtype=torch.bfloat16, device=scales.device)
+            for name, update in zip(some, updates, strict=True):
+                kernels.momentum_kernel[(blocks, self.rows)](
+                    self.first[name], self.grad(name), update, scales[:, number[name] :], each,
+                    scales.shape[1], muon.MOMENTUM, BLOCK=BLOCK,
+                )  # fmt: skip
+            steps = muon.orthogonalised(updates.view(-1, *shape[-2:])).contiguous().view(updates.shape)
+            for name, step in zip(some, steps, strict=True):
+                p = self.params[name]
+                kernels.move_kernel[(blocks, self.rows)](
+                    p, step, self.copies.get(name, p), each, self.now, config.weight_decay,
+                    muon.rms_factor(*shape[-2:]), BLOCK=BLOCK, COPIED=name in self.copies,
+                )  # fmt: skip
 
 
 def _kernels() -> Any:

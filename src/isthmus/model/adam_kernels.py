@@ -1,4 +1,5 @@
-"""AdamW with clipping as Triton kernels, for stacks of replicas on a GPU; `inner` has the plain form.
+"""AdamW with clipping, and the ends of a step of Muon, as Triton kernels for stacks of replicas on a GPU;
+`inner` and `muon` have the plain forms.
 
 Each number is read once and written once: the gradient is scaled where it is used, and the bf16 copy of a
 weight that the next forward reads is written with the weight itself.
@@ -51,5 +52,35 @@ def adamw_kernel(
     tl.store(weights + at, weight, mask=there)
     tl.store(firsts + at, moment, mask=there)
     tl.store(seconds + at, second, mask=there)
+    if COPIED:
+        tl.store(copies + at, weight.to(tl.bfloat16), mask=there)
+
+
+@triton.jit
+def momentum_kernel(
+    firsts, grads, updates, scales, each, width, momentum, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Muon's Nesterov momentum of one block of one replica's matrix, and what is to be orthogonalised."""
+    row = tl.program_id(1)
+    at = row.to(tl.int64) * each + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) < each
+    grad = tl.load(grads + at, mask=there, other=0.0).to(tl.float32) * tl.load(scales + row * width)
+    first = tl.load(firsts + at, mask=there, other=0.0)
+    first += (grad - first) * (1 - momentum)
+    tl.store(firsts + at, first, mask=there)
+    tl.store(updates + at, (grad + (first - grad) * momentum).to(tl.bfloat16), mask=there)
+
+
+@triton.jit
+def move_kernel(
+    weights, steps, copies, each, now, decay, factor, BLOCK: tl.constexpr, COPIED: tl.constexpr
+):  # fmt: skip
+    """weight <- (1 - lr decay) weight - lr factor step, for one block of one replica's matrix."""
+    lr = tl.load(now)
+    at = tl.program_id(1).to(tl.int64) * each + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) < each
+    weight = tl.load(weights + at, mask=there, other=0.0) * (1 - lr * decay)
+    weight -= tl.load(steps + at, mask=there, other=0.0).to(tl.float32) * (lr * factor)
+    tl.store(weights + at, weight, mask=there)
     if COPIED:
         tl.store(copies + at, weight.to(tl.bfloat16), mask=there)

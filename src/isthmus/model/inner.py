@@ -143,17 +143,14 @@ class InnerOpt:
             squares = squared_norm.new_zeros(1, len(self.params)) if known else self.fused.squares()
             scales, norms = clip_scales(squares, limit, self.groups, squared_norm)
             self.fused.step(scales, c, undecayed)
-            if self.muon:
-                columns = dict(zip(self.params, scales.unbind(1), strict=True))
-                clipped = {name: self._scaled(self.fused.grad(name), columns[name]) for name in self.muon}
-                self._muon_step(clipped, self.current_lr)
+            self.fused.muon_step(self.muon, scales, c)
             return norms
         grads = self._grads()
         norms = clip_(grads, limit, self.groups, self.stacked, squared_norm)
         self._plain_step(c.weight_decay, [name for name in self.steps if name not in undecayed])
         self._plain_step(0.0, [name for name in self.steps if name in undecayed])
-        if self.muon:
-            self._muon_step(grads, self.lr)
+        matrices = {name: self.params[name] for name in self.muon}
+        muon.muon_step(matrices, grads, self.first, self.lr, c.weight_decay)
         for name, mask in self.modified.items():
             self._modified_step(name, mask, self.lr)
         return norms
@@ -185,17 +182,6 @@ class InnerOpt:
     def current_lr(self) -> float | Tensor:
         """Of the update that was prepared: on the device where a recorded step reads it anew."""
         return self.fused.now[0] if self.fused else self.lr
-
-    def _scaled(self, grad: Tensor, factor: Tensor) -> Tensor:
-        """In the precision of the weights, times (R,)."""
-        return grad.float() * (factor.view(-1, *[1] * (grad.dim() - 1)) if self.stacked else factor.view(()))
-
-    def _muon_step(self, grads: Mapping[str, Tensor], lr: float | Tensor) -> None:
-        params = {name: self.params[name] for name in self.muon}
-        muon.muon_step(params, grads, self.first, lr, self.config.weight_decay)
-        for name in self.muon:
-            if name in self.copies:
-                self.copies[name].copy_(self.params[name])
 
     def _modified_step(self, name: str, mask: Tensor, lr: float) -> None:
         """AdamW whose second moment is one number per input feature where mask is set (Table 5d)."""

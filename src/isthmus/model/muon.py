@@ -50,11 +50,11 @@ def muon_step(
     params: Mapping[str, Tensor],  # (..., m, n)
     grads: Mapping[str, Tensor],
     momenta: Mapping[str, Tensor],
-    lr: float | Tensor,
+    lr: float,
     weight_decay: float,
 ) -> None:
-    """One update with Nesterov momentum, in place. A tensor `lr` is read on the device."""
-    for names in _batches(params):
+    """One update with Nesterov momentum, in place."""
+    for names in batches(params):
         updates = []
         for name in names:
             grad, momentum = grads[name], momenta[name]
@@ -69,7 +69,7 @@ def muon_step(
             p.mul_(1 - lr * weight_decay).sub_(part.view(p.shape).to(p.dtype) * rate)
 
 
-def _batches(params: Mapping[str, Tensor]) -> list[list[str]]:
+def batches(params: Mapping[str, Tensor]) -> list[list[str]]:
     """Names of tensors of one shape, as many together as LARGEST_BATCH allows."""
     by_shape: dict[torch.Size, list[str]] = {}
     for name, p in params.items():

@@ -109,30 +109,27 @@ def many_levels_kernel(
     values, low_out, high_out, zeros_out,
     KEEP: tl.constexpr, POW2: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
-    """`levels_kernel` for one chunk of more values: they are tried one after another."""
+    """`levels_kernel` for one chunk of more values, sorted: the sums above all cuts are running sums."""
     chunk = tl.program_id(0).to(tl.int64)
-    values += chunk * KEEP
     j = tl.arange(0, POW2)
     there = j < KEEP
-    size = tl.where(there, tl.abs(tl.load(values + j, mask=there, other=0.0)), -1.0)
+    size = tl.where(there, tl.abs(tl.load(values + chunk * KEEP + j, mask=there, other=0.0)), -1.0)
+    size = tl.sort(size, descending=True)  # what is not there comes last
     peak = tl.max(size, 0)
     safe = tl.where(peak > 0, peak, 1.0)
     unit = tl.where(there, tl.div_rn(size, tl.zeros((POW2,), tl.float32) + safe), 0.0)
     total = tl.sum(unit, 0)
-    best, low, high = -1.0, 0.0, 0.0
-    for cut in range(KEEP):
-        above = size >= tl.abs(tl.load(values + cut))
-        number = tl.sum(above.to(tl.float32), 0)
-        upper = tl.sum(tl.where(above, unit, 0.0), 0)
-        rest = KEEP - number
-        lower = tl.where(rest > 0, tl.maximum(total - upper, 0.0), 0.0)
-        mean_high = upper / tl.maximum(number, 1.0)
-        mean_low = tl.where(rest > 0, lower / tl.maximum(rest, 1.0), mean_high)
-        score = upper * mean_high + lower * tl.where(rest > 0, mean_low, 0.0)
-        better = score > best  # NaN, refused later, does not win
-        best = tl.where(better, score, best)
-        low = tl.where(better, mean_low, low)
-        high = tl.where(better, mean_high, high)
+    upper = tl.cumsum(unit, 0)
+    number = (j + 1).to(tl.float32)
+    rest = KEEP - number
+    lower = tl.where(rest > 0, tl.maximum(total - upper, 0.0), 0.0)
+    mean_high = upper / number
+    mean_low = tl.where(rest > 0, lower / tl.maximum(rest, 1.0), mean_high)
+    score = upper * mean_high + lower * tl.where(rest > 0, mean_low, 0.0)
+    score = tl.where(there & (score == score), score, -1.0)  # NaN, refused later, must not win
+    chosen = j == tl.argmax(score, 0)
+    high = tl.sum(tl.where(chosen, mean_high, 0.0), 0)
+    low = tl.sum(tl.where(chosen, mean_low, 0.0), 0)
     low = tl.minimum(tl.maximum(low, high * RATIO), high)
     nonzero = tl.sum((unit > 0).to(tl.float32), 0)
     zeros = (nonzero < KEEP) & (peak > 0)

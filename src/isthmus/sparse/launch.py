@@ -18,8 +18,8 @@ from isthmus.sparse.quantize import RATIO_OCTAVES, levels, scales
 from isthmus.sparse.topk import origins
 
 ENTRIES = {2**i for i in range(4, 13)}  # that one program holds
-MAX_KEEP = 128  # of a chunk: kernels take 2048, and are tested with them, but not timed on a GPU yet
-FEW = 128  # so few of a chunk's values are compared at once; of more, one after another
+MAX_KEEP = 2048  # of a chunk
+FEW = 128  # so few of a chunk's values are compared with each other; more are sorted
 MAX_REPLICAS = 32  # every entry of a chunk is looked up in all of them
 APPLY_BLOCK = 4096
 CHECK_BLOCK = 2048
