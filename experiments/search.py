@@ -161,14 +161,21 @@ INNER = (
         Try(
             keep=keep,
             h=15,
-            outer_lr=0.45,
-            also=("inner.lr=0.012", "outer.feedback_decay=0.99", LONG),
-            words="lr 0.012 feedback 0.99 warm-up 600",
+            outer_lr=outer_lr,
+            also=(f"inner.lr={lr}", "outer.feedback_decay=0.99", LONG),
+            words=f"lr {lr} feedback 0.99 warm-up 600",
         )
-        for keep in (1344, 2048)
+        for keep, lr, outer_lr in (
+            (1344, 0.012, 0.45),
+            (2048, 0.012, 0.45),
+            (1344, 0.016, 0.45),
+            (1344, 0.016, 0.35),
+        )
     ),
     Try(inner="adamw", method="adamw", also=(LONG, "inner.final_lr=0.3"), words="warm-up 600 final 0.3"),
     Try(inner="adamw", method="adamw", also=(LONG, "inner.lr=0.006"), words="warm-up 600 lr 0.006"),
+    Try(inner="adamw", method="adamw", also=(LONG, "inner.beta2=0.99"), words="warm-up 600 beta2 0.99"),
+    Try(inner="adamw", method="adamw", also=("inner.warmup_steps=1000",), words="warm-up 1000"),
     Try(keep=384, values="bf16", h=15, also=("inner.lr=0.004",), words="lr 0.004"),
     Try(inner="adamw", method="adamw", also=(LONG,), words="warm-up 600"),  # the baseline is given the same
     # All entries: no more bytes than half of them, since none needs an index.

@@ -120,8 +120,7 @@ SCALES = {
         ),
         Scale(
             "24m", "width 384, 8 layers, two to a stage, 102 M tokens: where the base works",
-            ("model.preset=20m", *_SMALL, "inner.batch=8", "outer.keep=512", "outer.values=2bit",
-             "data.eval_batches=64", "data.eval_every=52"),
+            ("model.preset=20m", *_SMALL, "inner.batch=8", "data.eval_batches=64", "data.eval_every=52"),
             15, 416, _LR, _LRS, by_h=(30, 50, 100), trials=6, tokens_per_second=1.4e6, round_seconds=0.05,
         ),
         Scale(

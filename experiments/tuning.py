@@ -38,6 +38,10 @@ class Group:
     words: str
 
 
+# H and keep, each at no more than a hundredth of the bytes of averaging at every step. SparseLoCo's first
+# trial is run with all of them, and every sparse method has those that lost least.
+BASES = ((15, 512), (15, 1344), (10, 896), (5, 384))
+BASE = (15, 512)
 STEP = ("outer.method=adamw",)
 MUON = ("inner.optimizer=muon",)
 GROUPS = {
@@ -88,6 +92,10 @@ def trial_name(group: str, number: int) -> str:
     return f"trial-{group}-{number}"
 
 
+def base_name(inner_steps: int, keep: int) -> str:
+    return f"base-h{inner_steps}-k{keep}"
+
+
 def drawn(group: str, scale: Scale) -> list[tuple[str, ...]]:
     """The settings of each trial, all different; the first is the middle of every grid. A warm-up is a share
     of the run, so it is written apart, see `settings_of`."""
@@ -121,10 +129,18 @@ def settings_of(tuned: Sequence[str], rounds: int, inner_steps: int) -> tuple[st
     return (*(f"{knob}={value}" for knob, value in pairs.items()), f"inner.warmup_steps={steps}")
 
 
-def base_settings(group: str, scale: Scale) -> tuple[str, ...]:
+def sparse(scale: Scale, base: tuple[int, int], rounds: int) -> tuple[str, ...]:
+    """This H and keep, for as many inner steps as so many of the scale's rounds have."""
+    (inner_steps, keep), steps = base, rounds * scale.inner_steps
+    settings = (f"outer.keep={keep}", "outer.values=2bit", f"outer.inner_steps={inner_steps}")
+    return (*settings, f"outer.rounds={max(1, steps // inner_steps)}")
+
+
+def base_settings(group: str, scale: Scale, rounds: int) -> tuple[str, ...]:
     wired = recommended(scale.model) if group == "recommended" else ()
-    kept = tuple(s for s in wired if s.startswith("replicas."))  # keep and values are the scale's, for all
-    return (*GROUPS[group].settings, *kept)
+    kept = tuple(s for s in wired if s.startswith("replicas."))  # keep and values are the same for all
+    lasts = (f"outer.rounds={rounds}",) if GROUPS[group].knobs is not OUTER else sparse(scale, BASE, rounds)
+    return (*GROUPS[group].settings, *kept, *lasts)
 
 
 def regime_rows(scale: Scale) -> list[Row]:
@@ -132,15 +148,21 @@ def regime_rows(scale: Scale) -> list[Row]:
         return []
     rows, rounds = [], max(1, scale.rounds // SHORTER)
     for group, about in GROUPS.items():
-        base = base_settings(group, scale)
+        base = base_settings(group, scale, rounds)
         for number, tuned in enumerate(drawn(group, scale)):
-            settings = (*base, f"outer.rounds={rounds}", *settings_of(tuned, rounds, scale.inner_steps))
+            settings = (*base, *settings_of(tuned, rounds, scale.inner_steps))
             title = f"{about.words}: {', '.join(tuned)}"
             rows.append(Row(trial_name(group, number), title, about.fleet, settings, "", group,
                             seeds=SEEDS[:1], tuned=False, text=TUNING))  # fmt: skip
+    for base in BASES:
+        (first, *_) = drawn("dense", scale)
+        settings = (*sparse(scale, base, rounds), *settings_of(first, rounds, scale.inner_steps))
+        title = f"{GROUPS['dense'].words}, H = {base[0]}, {base[1]} of 4096: {', '.join(first)}"
+        rows.append(Row(base_name(*base), title, "dense", settings, "", "dense", seeds=SEEDS[:1],
+                        tuned=False, text=TUNING))  # fmt: skip
     for name, group, own, against in ROWS:
         title = GROUPS[group].words + (f", {own[0]}" if own else "")
-        base = base_settings(group, scale)
+        base = base_settings(group, scale, scale.rounds)
         other = regime_name(against) if against else ""
         rows.append(Row(regime_name(name), title, GROUPS[group].fleet, (*base, *own), other, group, SEEDS,
                         tuned=False, text=REPORT, follows=group))  # fmt: skip
@@ -156,7 +178,10 @@ def regime_tables(scale: Scale) -> list[Table]:
         return []
     trials = [Shown(trial_name(g, n)) for n in range(scale.trials) for g in GROUPS]
     shown = [Shown(regime_name(name)) for name, *_ in ROWS] + [Shown(again_name(name)) for name in AGAIN]
+    bases = tuple(Shown(base_name(*base)) for base in BASES)
     return [
+        Table("tune-base", "Which H and how many entries, on the text for tuning", bases, views=("full",),
+              bytes=("replicas",)),
         Table("tune-regime", "The same number of trials for every method, on a text of its own",
               tuple(trials), views=("mixed",)),
         Table("regime", "The regime in which the base works, every method tuned alike", tuple(shown),
