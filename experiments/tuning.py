@@ -41,7 +41,7 @@ class Group:
 # H and keep, each at no more than a hundredth of the bytes of averaging at every step. SparseLoCo's first
 # trial is run with all of them, and every sparse method has those that lost least.
 BASES = ((15, 512), (15, 1344), (10, 896), (5, 384))
-BASE = (15, 512)
+BASE = (15, 1344)
 STEP = ("outer.method=adamw",)
 MUON = ("inner.optimizer=muon",)
 GROUPS = {
