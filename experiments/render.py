@@ -4,9 +4,9 @@ The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW 
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
 {{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{repeats K/D}}, {{sent ROW}}, {{setup}},
 {{speed}}, {{small}}, {{runs}}, {{frontier}}, {{claims}}, {{papers}}, {{law table|answer}},
-{{regime table|picks|trials|setup}} and {{178m table|claim|facts|setup}}; VIEW is full, pipelined or mixed,
-ROW may be pp-last or het-last: the steepest rung of the ladder. What follows the line {{results}} is left out
-as long as there is no result.
+{{regime table|picks|trials|setup|base|nearer|distance}} and {{178m table|claim|facts|setup}}; VIEW is full,
+pipelined or mixed, ROW may be pp-last or het-last: the steepest rung of the ladder. What follows the line
+{{results}} is left out as long as there is no result.
 """
 
 import re
@@ -24,9 +24,9 @@ from experiments.fullsize import read_fullsize, shown_lines
 from experiments.fullsize_page import fullsize_claim, fullsize_facts, fullsize_setup, fullsize_table
 from experiments.law import law_answer, law_table
 from experiments.lines import Line, read
-from experiments.search_page import BYTES, bytes_of, claims, frontier_table
+from experiments.search_page import BYTES, bytes_of, claims, frontier_table, verdict
 from experiments.tables import LADDER, REGIME, SCALES, Scale, Shown, Table
-from experiments.tuning import picks_table
+from experiments.tuning import picks_table, regime_name, trials_table
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
 
@@ -40,6 +40,7 @@ FULLSIZE_PARTS = {
     "facts": fullsize_facts,
     "setup": fullsize_setup,
 }
+WITHIN = 3.0  # percent of per-step AdamW that SparseLoCo is wanted at, where the base works
 NONE_YET = "There are no results yet. `isthmus reproduce all --corpus DIR --device cuda` makes them.\n"
 
 
@@ -126,10 +127,14 @@ def regime_part(part: str, book: Book | None) -> str:
     if book is None or not book.lines:
         command = f"isthmus reproduce tune-regime regime --scale {REGIME} --dry-run"
         return f"Not run yet: `{command}` shows it by sittings." if part == "setup" else ""
-    if part == "picks":
-        return picks_table(book.scale, book.lines)
-    tables = {"table": "regime", "trials": "tune-regime"}
-    return setup(book, "regime-dense") if part == "setup" else table_of(tables[part], book)
+    if part in ("picks", "trials"):
+        return {"picks": picks_table, "trials": trials_table}[part](book.scale, book.lines)
+    if part == "distance":
+        gap = book.gap(regime_name("dense"), "full")
+        found = verdict(gap, WITHIN) if gap else "not run."
+        return f"SparseLoCo against AdamW averaged at every step, both tuned: {found}"
+    tables = {"table": "regime", "base": "tune-base", "nearer": "nearer"}
+    return setup(book, regime_name("dense")) if part == "setup" else table_of(tables[part], book)
 
 
 def _text(estimate: Estimate | None, digits: int, sign: str = "", unit: str = "") -> str:

@@ -92,7 +92,7 @@ def claims(book: Book) -> str:
     return "\n".join(f"- {line}" for line in [*lines, _recommended(book), _distance(book)])
 
 
-def _verdict(found: Estimate, most: float) -> str:
+def verdict(found: Estimate, most: float) -> str:
     seeds = f"{found.count} seeds" if found.count > 1 else "one seed"
     word = "reached" if found.mean <= most else "**not reached**"
     if found.error and abs(found.mean - most) < found.error:
@@ -110,7 +110,7 @@ def _price(book: Book, factor: int, most: float) -> str:
     beside += f"; the paper's way: {_gap(book, frontier(book.scale, '', factor)[0])}."
     if name is None or gap is None:
         return f"{what}{NOT_YET}, wanted: at most {most:+g} %.{beside}"
-    return f"{what}{_sent(book, name)}, {_verdict(gap, most)}{beside}"
+    return f"{what}{_sent(book, name)}, {verdict(gap, most)}{beside}"
 
 
 def _recommended(book: Book) -> str:
@@ -126,7 +126,7 @@ def _recommended(book: Book) -> str:
         return f"{what}{NOT_YET}, wanted: at most {-BELOW:+g} %."
     own = book.gap("recommended", "mixed", "muon")
     beside = f" Against the same uncompressed, with Muon inside: {own.text(2, '+', ' %')}." if own else ""
-    return what + _verdict(gap, -BELOW) + beside
+    return what + verdict(gap, -BELOW) + beside
 
 
 def _distance(book: Book) -> str:
@@ -141,7 +141,7 @@ def _distance(book: Book) -> str:
     if name is None or step is None or gap is None:
         return f"{what}{NOT_YET}, wanted: at most {NEAR:+g} % with {_share(SHARE)} of the bytes."
     sent = _share(of_every_step(book.recipe(name)))
-    line = f"{what}{book.row(name).title}, with {sent} of the bytes: {_verdict(gap, NEAR)}"
+    line = f"{what}{book.row(name).title}, with {sent} of the bytes: {verdict(gap, NEAR)}"
     table = book.gap(name, "full", "adamw") if step != "adamw" else None
     beside = f" The best: {book.row(step).title}; with the settings of Table 4: " if table else ""
     return line + beside + (table.text(2, "+", " %.") if table else "")

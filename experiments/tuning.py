@@ -71,6 +71,9 @@ ROWS = (
 )
 
 
+# How near SparseLoCo can come to averaging at every step, whatever it sends: H and keep, by name and group.
+# Uncompressed between stages, with the settings that its group has chosen.
+NEARER = (("h5", "dense", (5, 1344)), ("muon", "recommended", BASE), ("muon-h5", "recommended", (5, 1344)))
 # Run once more with seeds that they have: their distance from themselves is the GPU's noise.
 AGAIN, AGAIN_SEEDS = ("dense", "het-8"), SEEDS[:2]
 
@@ -90,6 +93,10 @@ def again_name(row: str) -> str:
 
 def trial_name(group: str, number: int) -> str:
     return f"trial-{group}-{number}"
+
+
+def nearer_name(name: str) -> str:
+    return f"nearer-{name}"
 
 
 def base_name(inner_steps: int, keep: int) -> str:
@@ -170,6 +177,12 @@ def regime_rows(scale: Scale) -> list[Row]:
             rows.append(Row(again_name(name), f"{title}, the same once more", GROUPS[group].fleet,
                             (*base, *own), regime_name(name), group, AGAIN_SEEDS, tuned=False,
                             text=f"{REPORT}/again", follows=group))  # fmt: skip
+    for name, group, base in NEARER:
+        inner = MUON if GROUPS[group].settings == MUON else ()
+        title = f"SparseLoCo, {'Muon' if inner else 'AdamW'} inside, H = {base[0]}, {base[1]} of 4096"
+        rows.append(Row(nearer_name(name), title, "dense", (*inner, *sparse(scale, base, scale.rounds)),
+                        regime_name("adamw"), group, SEEDS[:1], tuned=False, text=REPORT,
+                        follows=group))  # fmt: skip
     return rows
 
 
@@ -186,6 +199,8 @@ def regime_tables(scale: Scale) -> list[Table]:
               tuple(trials), views=("mixed",)),
         Table("regime", "The regime in which the base works, every method tuned alike", tuple(shown),
               bytes=("stages", "replicas")),
+        Table("nearer", "How near SparseLoCo can come to averaging at every step",
+              tuple(Shown(nearer_name(name)) for name, *_ in NEARER), views=("full",), bytes=("replicas",)),
     ]  # fmt: skip
 
 
@@ -240,4 +255,17 @@ def picks_table(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> str:
         lr = pick[0].partition("=")[2]
         edge = "yes" if lr in (LRS[0], LRS[-1]) else "no"
         rows.append(f"| {GROUPS[group].words} | {', '.join(pick)} | {edge} |")
+    return "\n".join(rows)
+
+
+def trials_table(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> str:
+    """The loss of every trial as it trains, by method and learning rate; the best of each method is bold."""
+    rows = [f"| method | {' | '.join(LRS)} |", "| --- |" + " ---: |" * len(LRS)]
+    for group, found in results_of(scale, lines).items():
+        tried = [one[0].partition("=")[2] for one in drawn(group, scale)]
+        cells: dict[str, str] = dict.fromkeys(LRS, "not run")
+        for number, (lr, loss) in enumerate(zip(tried, found, strict=True)):
+            if loss is not None:
+                cells[lr] = f"**{loss:.3f}**" if number == best_trial(found) else f"{loss:.3f}"
+        rows.append(f"| {GROUPS[group].words} | {' | '.join(cells.values())} |")
     return "\n".join(rows)

@@ -6,25 +6,32 @@ import numpy as np
 import pytest
 from result_lines import line
 
+from experiments.budget import of_every_step
 from experiments.catalog import rows_of
 from experiments.estimates import Book
 from experiments.lines import digest
 from experiments.tables import pick_scale, recipe_of
 from experiments.trial import half_of, run_trials
 from experiments.tuning import (
+    BASE,
+    BASES,
     GROUPS,
     LRS,
+    NEARER,
     REPORT,
     ROWS,
     SHORTER,
     TUNING,
     again_name,
+    base_name,
     chosen,
     drawn,
+    nearer_name,
     picks_table,
     regime_name,
     scored_on,
     trial_name,
+    trials_table,
 )
 from experiments.work import (
     SITTING,
@@ -102,6 +109,42 @@ def test_a_pick_at_the_edge_of_its_grid_is_told():
         ]
         assert [one.split("|")[3].strip() for one in told] == [says]
     assert "5 of 6 trials" in picks_table(SCALE, trial_lines([4.0] * 5))
+
+
+def test_trials_stand_by_learning_rate_and_the_best_is_bold():
+    losses = [4.0, 4.1, 3.5, 4.2, 4.3]
+    (told,) = [one for one in trials_table(SCALE, trial_lines(losses)).splitlines() if "Het-PP" in one][:1]
+    assert "**" not in told  # one trial is missing, and may be better
+    tried = [one[0].partition("=")[2] for one in drawn("het", SCALE)]
+    told = next(
+        one for one in trials_table(SCALE, trial_lines([*losses, 4.4])).splitlines() if "Het-PP" in one
+    )
+    assert [cell.strip() for cell in told.split("|")[2:-1]] == [
+        "**3.500**" if lr == tried[2] else f"{[*losses, 4.4][tried.index(lr)]:.3f}" for lr in LRS
+    ]
+
+
+def test_h_and_keep_are_chosen_among_few_that_send_a_hundredth_in_one_trial_of_the_same_tokens():
+    first = recipe_of(ROWS_OF[trial_name("dense", 0)], SCALE, 0, "", SCALE.lr)
+    for base in BASES:
+        row = ROWS_OF[base_name(*base)]
+        recipe = recipe_of(row, SCALE, 0, "", SCALE.lr)
+        assert (recipe.outer.inner_steps, recipe.outer.keep) == base
+        assert recipe.outer.rounds * recipe.round_tokens == first.outer.rounds * first.round_tokens
+        assert of_every_step(recipe) <= 0.01
+        assert row.text == TUNING
+        assert (recipe == dataclasses.replace(first, name=recipe.name)) == (base == BASE)
+
+
+def test_rows_that_come_nearer_compress_nothing_and_train_as_long():
+    for name, group, base in NEARER:
+        row = ROWS_OF[nearer_name(name)]
+        recipe = recipe_of(row, SCALE, 0, "", SCALE.lr, chosen(SCALE, []))
+        assert not any(replicas.compressed for replicas in recipe.replicas)
+        assert (recipe.outer.inner_steps, recipe.outer.keep) == base
+        assert recipe.inner.optimizer == ("muon" if group == "recommended" else "adamw")
+        assert recipe.num_inner_steps == SCALE.rounds * SCALE.inner_steps
+        assert row.text == REPORT
 
 
 def _reported(group):
