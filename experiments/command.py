@@ -155,7 +155,7 @@ def list_runs(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
     todo = runs
     for corpus in corpora:
         todo = work.missing(todo, lines, corpus)
-    each, measured = work.rate(scale, lines)
+    together, measured = work.rate(scale, lines, args.jobs)
     seconds = work.predicted_seconds(todo, scale, lines, args.jobs)
     if args.json:
         entries = [
@@ -166,9 +166,9 @@ def list_runs(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
         return 0
     for run in todo:
         print(f"{run.table:12} {run.row.name:28} seed {run.seed}  {run.tokens / 1e6:6.1f} Mtok  {run.digest}")
-    assumed = f"all together, and {scale.round_seconds:g} s an exchange, both assumed"
+    assumed = f"and {scale.round_seconds:g} s an exchange, both assumed"
     graphs = len({run.signature for run in todo})
-    rate = f"{each / 1e6:.2f} Mtok/s, {'a worker, as measured' if measured else assumed}"
+    rate = f"{together / 1e6:.2f} Mtok/s, {'as measured' if measured else assumed}"
     print(
         f"{len(todo)} of {len(runs)} runs are missing: {sum(run.tokens for run in todo) / 1e6:,.0f} Mtok, "
         f"{graphs} forwards to compile; about {seconds / 60:.1f} min at {rate}, "

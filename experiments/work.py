@@ -157,22 +157,24 @@ def settled(runs: Sequence[Run], scale: Scale, lines: Sequence[Line]) -> list[Ru
     return [run for run in runs if run.row.follows not in waiting]
 
 
-def rate(scale: Scale, lines: Sequence[Line]) -> tuple[float, bool]:
-    """Tokens/s of one worker while the others work too, and whether that was measured or assumed."""
+def rate(scale: Scale, lines: Sequence[Line], jobs: int = 1) -> tuple[float, bool]:
+    """Tokens/s of all workers together, and whether that was measured or assumed.
+
+    A line does not say how many workers shared the device with it. The fastest was alone or nearly so: the
+    device gives that much to one worker as well."""
     measured = [line["tokens_per_second"] for line in lines]
-    return (statistics.median(measured), True) if measured else (scale.tokens_per_second, False)
+    if not measured:
+        return scale.tokens_per_second, False
+    return max(statistics.median(measured) * jobs, max(measured)), True
 
 
 def predicted_seconds(runs: Sequence[Run], scale: Scale, lines: Sequence[Line], jobs: int) -> float:
-    """For the whole list. An assumed rate is that of the whole GPU; a measured one is that of one worker of
-    `jobs`, over whole rounds."""
-    each, measured = rate(scale, lines)
-    tokens = sum(job.cost for job in jobs_of(runs))
-    if measured:
-        training = tokens / (each * jobs)
-    else:
+    """For the whole list. An assumed rate is that of inner steps; a measured one is over whole rounds."""
+    together, measured = rate(scale, lines, jobs)
+    training = sum(job.cost for job in jobs_of(runs)) / together
+    if not measured:
         rounds = sum(run.recipe.outer.rounds for run in runs if run.row.method != "adamw")
-        training = tokens / each + rounds * scale.round_seconds
+        training += rounds * scale.round_seconds
     compiling = COMPILE_SECONDS * len({run.signature for run in runs}) / jobs if scale.record else 0.0
     return training + compiling
 

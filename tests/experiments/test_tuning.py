@@ -40,6 +40,7 @@ from experiments.work import (
     missing,
     pick_tables,
     predicted_seconds,
+    rate,
     settled,
     sittings,
 )
@@ -247,3 +248,14 @@ def test_sittings_keep_the_order_and_their_length():
     assert len(parts) > 1
     assert all(predicted_seconds(part, SCALE, [], 12) <= SITTING for part in parts)
     assert {run.row.name for run in parts[0] if run.seed == 0} >= {regime_name(name) for name, *_ in ROWS}
+
+
+def test_one_worker_is_expected_to_be_as_fast_as_the_fastest_line_and_many_as_their_sum():
+    crowded = [
+        line(SCALE, trial_name("het", n), 0, 4.0, corpus=scored_on("0123456789ab", TUNING)) for n in range(3)
+    ]
+    for one, speed in zip(crowded, (200_000, 250_000, 2_000_000), strict=True):
+        one["tokens_per_second"] = speed
+    assert rate(SCALE, [], 3) == (SCALE.tokens_per_second, False)
+    assert rate(SCALE, crowded, 1) == (2_000_000, True)
+    assert rate(SCALE, crowded, 12) == (12 * 250_000, True)
