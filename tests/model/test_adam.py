@@ -88,9 +88,10 @@ def test_one_replica_takes_the_same_steps_also_clipped_by_a_given_norm(monkeypat
             assert_close(params[name], plain[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("lead", [(), (3,)])
 @pytest.mark.parametrize("half", [False, True])
-def test_fused_steps_of_muon_are_the_plain_ones(monkeypatch, half):
-    """Matrices of two shapes, one of them tall, in stacks of three replicas of which some are clipped."""
+def test_fused_steps_of_muon_are_the_plain_ones(monkeypatch, half, lead):
+    """Matrices of two shapes, one of them tall, of one replica, or in stacks of which some are clipped."""
     config = InnerConfig(optimizer="muon", lr=1e-2, clip=50.0, weight_decay=0.1, warmup_steps=2)
     shapes = {"layers.0.w": (64, 96), "layers.1.w": (64, 96), "layers.1.v": (96, 64), "output": (50, 40)}
     matrices = [name for name in shapes if name.startswith("layers.")]
@@ -98,19 +99,19 @@ def test_fused_steps_of_muon_are_the_plain_ones(monkeypatch, half):
     def drawn(seed):
         generator = torch.Generator().manual_seed(seed)
         return {
-            name: torch.randn(3, *shape, generator=generator).to(DEVICE) for name, shape in shapes.items()
+            name: torch.randn(*lead, *shape, generator=generator).to(DEVICE) for name, shape in shapes.items()
         }
 
     monkeypatch.setattr(gpu, "usable", lambda device: False)
     plain = {name: w.requires_grad_() for name, w in drawn(0).items()}
-    reference = InnerOpt(plain, config, 10, stacked=True)
+    reference = InnerOpt(plain, config, 10, stacked=bool(lead))
     monkeypatch.setattr(gpu, "usable", lambda device: True)
     params = {name: w.requires_grad_() for name, w in drawn(0).items()}
     copies = {n: params[n].detach().bfloat16().requires_grad_() for n in matrices} if half else {}
-    opt = InnerOpt(params, config, 10, stacked=True, copies=copies)
+    opt = InnerOpt(params, config, 10, stacked=bool(lead), copies=copies)
     for step in range(3):
         for name, grad in drawn(step + 1).items():
-            grad *= torch.tensor([0.01, 0.1, 1.0], device=DEVICE).view(3, 1, 1)
+            grad *= torch.tensor([0.01, 0.1, 1.0], device=DEVICE).view(3, 1, 1) if lead else 1.0
             grad = grad.bfloat16() if name in copies else grad
             plain[name].grad = grad.float()
             copies.get(name, params[name]).grad = grad
