@@ -155,7 +155,7 @@ INNER = (
             (1344, 15, 0.012, 0.99, 0.45),
             (1792, 20, 0.009, 0.99, 0.6),
             (2688, 30, 0.009, 0.99, 0.6),
-            # On a CPU a small H was the better one with these steps (results/README.md); at 12m H = 10 was not.
+            # On a CPU a small H was better with these steps (results/README.md); at 12m H = 10 was not.
             (384, 5, 0.009, 0.99, 0.6),
             (720, 8, 0.009, 0.99, 0.6),
         )
