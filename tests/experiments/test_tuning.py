@@ -137,15 +137,23 @@ def test_h_and_keep_are_chosen_among_few_that_send_a_hundredth_in_one_trial_of_t
         assert (recipe == dataclasses.replace(first, name=recipe.name)) == (base == BASE)
 
 
-def test_rows_that_come_nearer_compress_nothing_and_train_as_long():
-    for name, group, base in NEARER:
+def test_rows_that_come_nearer_compress_nothing_and_read_and_score_the_same_tokens():
+    for name, (group, replicas, batch, inner_steps) in NEARER.items():
         row = ROWS_OF[nearer_name(name)]
         recipe = recipe_of(row, SCALE, 0, "", SCALE.lr, chosen(SCALE, []))
         assert not any(replicas.compressed for replicas in recipe.replicas)
-        assert (recipe.outer.inner_steps, recipe.outer.keep) == base
+        assert (recipe.num_replicas, recipe.inner.batch, recipe.outer.inner_steps) == (
+            replicas,
+            batch,
+            inner_steps,
+        )
         assert recipe.inner.optimizer == ("muon" if group == "recommended" else "adamw")
-        assert recipe.num_inner_steps == SCALE.rounds * SCALE.inner_steps
-        assert row.text == REPORT
+        assert recipe.outer.rounds * recipe.round_tokens == 51_118_080
+        assert recipe.data.eval_batches * recipe.inner.batch == 512
+        assert row.text == TUNING
+        other = recipe_of(ROWS_OF[row.against], SCALE, 0, "", SCALE.lr, chosen(SCALE, []))
+        assert other.outer.method == "adamw"
+        assert other.round_tokens // other.outer.inner_steps == recipe.round_tokens // inner_steps
 
 
 def _reported(group):
