@@ -29,13 +29,29 @@ FINISHED = ("1/8", "1/64", "1/384")  # k/d of the runs that end with open bounda
 # Finishing rounds in percent of the run, by how they open.
 FINISHES = {"open": (2, 5, 10, 20), "full": (5, 20)}
 
-# M = 8 replicas of S = 4 stages: open, all compressed, half of them compressed (sec. 3 of the paper).
+_RACK = '[[replicas]]\nname = "rack"\nkind = "full"\ncount = {}\n\n'
 _EDGE = '[[replicas]]\nname = "edge"\nkind = "pipelined"\ncount = {}\nstages = 4\ncompression = "{}"\n'
-FLEETS = {
-    "dense": _EDGE.format(8, "none"),
-    "pp": _EDGE.format(8, "1/8"),
-    "het": '[[replicas]]\nname = "rack"\nkind = "full"\ncount = 4\n\n' + _EDGE.format(4, "1/8"),
-}
+
+
+def fleet_of(name: str, replicas: int) -> str:
+    """M replicas of S = 4 stages: open, all compressed, half of them compressed (sec. 3 of the paper)."""
+    return {
+        "dense": _EDGE.format(replicas, "none"),
+        "pp": _EDGE.format(replicas, "1/8"),
+        "het": _RACK.format(replicas // 2) + _EDGE.format(replicas // 2, "1/8"),
+    }[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """How every method is tuned alike at a scale (tuning.py)."""
+
+    trials: int  # of every method
+    bases: tuple[tuple[int, int], ...]  # what is tried for H and keep, in SparseLoCo's first trial
+    base: tuple[int, int]  # and what all sparse methods have
+    lrs: tuple[str, ...] = ("8e-4", "1.25e-3", "2e-3", "3.2e-3", "5e-3", "8e-3")
+    seeds: tuple[int, ...] = (0,)  # of a reported row
+    sequences: int = 0  # in an inner step of all replicas, where rows ask what brings the base near; or none
 
 
 @lru_cache(maxsize=64)
@@ -59,7 +75,8 @@ class Scale:
     more_rounds: int = 0  # of Table 3, where a fifth more rounds is not what the paper has
     by_h: tuple[int, ...] = (15, 50, 100)  # besides `inner_steps`
     decay_t_perp: bool = False  # true: its first lines were made when T_perp decayed with the rest
-    trials: int = 0  # for every method, where all are tuned alike (tuning.py)
+    replicas: int = 8  # M
+    regime: Regime | None = None  # where every method is tuned alike
     record: bool = True  # false: a trial of the machinery, whose lines never go into results/
     # Assumed until runs have been measured, all workers together: the rate of inner steps, and the device's
     # time for one exchange of sparse payloads.
@@ -119,9 +136,17 @@ SCALES = {
             tokens_per_second=1.0e6, round_seconds=0.08,
         ),
         Scale(
-            "24m", "width 384, 8 layers, two to a stage, 102 M tokens: where the base works",
+            "24m", "width 384, 8 layers, two to a stage, 102 M tokens",
             ("model.preset=20m", *_SMALL, "inner.batch=8", "data.eval_batches=64", "data.eval_every=52"),
-            15, 416, _LR, _LRS, by_h=(30, 50, 100), trials=6, tokens_per_second=1.4e6, round_seconds=0.05,
+            15, 416, _LR, _LRS, by_h=(30, 50, 100), tokens_per_second=1.4e6, round_seconds=0.05,
+            regime=Regime(6, ((15, 512), (15, 1344), (10, 896), (5, 384)), (15, 1344), sequences=64),
+        ),
+        Scale(
+            "24m-4", "the same with four replicas and steps twice as large: where the base works",
+            ("model.preset=20m", *_SMALL, "inner.batch=32", "data.eval_batches=16", "data.eval_every=78"),
+            5, 624, _LR, _LRS, by_h=(30, 50, 100), replicas=4, tokens_per_second=2.5e6, round_seconds=0.02,
+            regime=Regime(6, ((5, 512), (5, 1344), (5, 2048), (10, 2048)), (5, 1344),
+                          ("1.25e-3", "2e-3", "3.2e-3", "5e-3", "8e-3", "1.25e-2"), (0, 1, 2, 3, 4)),
         ),
         Scale(
             "512m", "the paper's own, for a large machine", ("model.preset=512m",), 50, 391,
@@ -135,12 +160,12 @@ SCALES = {
              "inner.warmup_steps=2", "data.eval_batches=4"),
             2, 2, {method: 4e-3 for method in METHODS},
             {method: (2e-3, 4e-3) if method == "sparseloco" else (4e-3,) for method in METHODS},
-            by_h=(1, 4), trials=2, record=False, tokens_per_second=2e3,
+            by_h=(1, 4), record=False, tokens_per_second=2e3, regime=Regime(2, ((2, 32),), (2, 32)),
         ),
     )
 }  # fmt: skip
 DEFAULT_SCALE = "12m"
-REGIME = "24m"  # where every method is tuned alike
+REGIME, EIGHT = "24m-4", "24m"  # where every method is tuned alike: the base works; eight replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +225,8 @@ def recipe_of(
     group."""
     decays = "true" if scale.decay_t_perp else "false"
     ours = f'[outer]\nclip = "none"\n[subspace]\ndecay_t_perp = {decays}\n'  # the paper's method has no clip
-    base = f'name = "{scale.name}-{row.name}"\n[model]\npreset = "nano"\n{ours}{FLEETS[row.fleet]}'
+    fleet = fleet_of(row.fleet, scale.replicas)
+    base = f'name = "{scale.name}-{row.name}"\n[model]\npreset = "nano"\n{ours}{fleet}'
     lr = [f"inner.lr={lrs[row.method]:g}"] if row.tuned else []
     tuned = (chosen or {}).get(row.follows, ())
     size = [*scale.settings, f"outer.inner_steps={scale.inner_steps}", f"outer.rounds={scale.rounds}"]

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.recommended import recommended
-from experiments.tables import Row, Scale, Shown, Table, recipe_of
+from experiments.tables import REGIME, Regime, Row, Scale, Shown, Table, recipe_of
+from isthmus.errors import ConfigError
 
 SHORTER = 4  # times fewer rounds in a trial
 REPORT, TUNING = "report", "tuning"  # the two halves of the held-out text
-SEEDS = (0, 1, 2, 3, 4)  # of what is reported
 
-LRS = ("8e-4", "1.25e-3", "2e-3", "3.2e-3", "5e-3", "8e-3")
 WARMUPS = ("0.02", "0.05", "0.2")  # shares of a run's inner steps
 FOLLOWS_LR = {"warmup": 1, "outer.lr": -1}  # knobs that go up or down with the learning rate
 OUTER = {"outer.lr": ("0.6", "0.8", "1.0"), "outer.feedback_decay": ("0.9", "0.95", "0.99")}
@@ -38,11 +37,7 @@ class Group:
     words: str
 
 
-# H and keep, each at no more than a hundredth of the bytes of averaging at every step. SparseLoCo's first
-# trial is run with all of them, and every sparse method has those that lost least.
-BASES = ((15, 512), (15, 1344), (10, 896), (5, 384))
-BASE = (15, 1344)
-SEQUENCES = 64  # in an inner step of all replicas
+SCORED = 512  # held-out sequences, whatever a batch has
 STEP = ("outer.method=adamw",)
 MUON = ("inner.optimizer=muon",)
 GROUPS = {
@@ -72,9 +67,9 @@ ROWS = (
 )
 
 
-# What brings SparseLoCo near to averaging at every step: fewer replicas, each with a larger batch; a smaller H;
-# larger steps for all; Muon. Nothing is compressed between stages. By name: the group whose settings it takes,
-# replicas, sequences in a batch of each, H. The first of each size of step is averaged at every step.
+# What brings SparseLoCo near to averaging at every step: fewer replicas, each with a larger batch; a smaller
+# H; larger steps for all; Muon. Nothing is compressed between stages. By name: the group whose settings it
+# takes, replicas, sequences in a batch of each, H. It is compared with averaging at steps of the same size.
 NEARER = {
     "step-64": ("adamw", 8, 8, 15),
     "m8-h5-64": ("dense", 8, 8, 5),
@@ -84,9 +79,12 @@ NEARER = {
     "muon-m8-h5-64": ("recommended", 8, 8, 5),
     "step-128": ("adamw", 8, 16, 15),
     "m4-h15-128": ("dense", 4, 32, 15),
+    "m4-h10-128": ("dense", 4, 32, 10),
+    "m4-h5-128": ("dense", 4, 32, 5),
+    "m2-h30-128": ("dense", 2, 64, 30),
 }
 # Run once more with seeds that they have: their distance from themselves is the GPU's noise.
-AGAIN, AGAIN_SEEDS = ("dense", "het-8"), SEEDS[:2]
+AGAIN, AGAIN_SEEDS = ("dense", "het-8"), 2
 
 
 def scored_on(fingerprint: str, text: str) -> str:
@@ -114,19 +112,26 @@ def base_name(inner_steps: int, keep: int) -> str:
     return f"base-h{inner_steps}-k{keep}"
 
 
+def _regime(scale: Scale) -> Regime:
+    if scale.regime is None:
+        raise ConfigError(f"at --scale {scale.name} nothing is tuned alike; {REGIME} is for that")
+    return scale.regime
+
+
 def drawn(group: str, scale: Scale) -> list[tuple[str, ...]]:
     """The settings of each trial, all different; the first is the middle of every grid. A warm-up is a share
     of the run, so it is written apart, see `settings_of`."""
     grids = {"warmup": WARMUPS, **GROUPS[group].knobs}
     draw = random.Random(" ".join(grids))
-    lrs = _dealt(LRS, scale.trials)
+    regime = _regime(scale)
+    lrs = _dealt(regime.lrs, regime.trials)
     places = [sorted(lrs, key=float).index(lr) for lr in lrs]
     columns = {"inner.lr": lrs}
     for knob, grid in grids.items():
         if way := FOLLOWS_LR.get(knob):
-            columns[knob] = [grid[::way][place * len(grid) // scale.trials] for place in places]
+            columns[knob] = [grid[::way][place * len(grid) // regime.trials] for place in places]
             continue
-        first, *rest = _dealt(grid, scale.trials)
+        first, *rest = _dealt(grid, regime.trials)
         draw.shuffle(rest)
         columns[knob] = [first, *rest]
     rows = zip(*columns.values(), strict=True)
@@ -157,12 +162,13 @@ def sparse(scale: Scale, base: tuple[int, int], rounds: int) -> tuple[str, ...]:
 def base_settings(group: str, scale: Scale, rounds: int) -> tuple[str, ...]:
     wired = recommended(scale.model) if group == "recommended" else ()
     kept = tuple(s for s in wired if s.startswith("replicas."))  # keep and values are the same for all
-    lasts = (f"outer.rounds={rounds}",) if GROUPS[group].knobs is not OUTER else sparse(scale, BASE, rounds)
+    rounds_only = (f"outer.rounds={rounds}",)
+    lasts = sparse(scale, _regime(scale).base, rounds) if GROUPS[group].knobs is OUTER else rounds_only
     return (*GROUPS[group].settings, *kept, *lasts)
 
 
 def regime_rows(scale: Scale) -> list[Row]:
-    if not scale.trials:
+    if (regime := scale.regime) is None:
         return []
     rows, rounds = [], max(1, scale.rounds // SHORTER)
     for group, about in GROUPS.items():
@@ -171,67 +177,77 @@ def regime_rows(scale: Scale) -> list[Row]:
             settings = (*base, *settings_of(tuned, rounds, scale.inner_steps))
             title = f"{about.words}: {', '.join(tuned)}"
             rows.append(Row(trial_name(group, number), title, about.fleet, settings, "", group,
-                            seeds=SEEDS[:1], tuned=False, text=TUNING))  # fmt: skip
-    for base in BASES:
+                            seeds=(0,), tuned=False, text=TUNING))  # fmt: skip
+    for base in regime.bases:
         (first, *_) = drawn("dense", scale)
         settings = (*sparse(scale, base, rounds), *settings_of(first, rounds, scale.inner_steps))
         title = f"{GROUPS['dense'].words}, H = {base[0]}, {base[1]} of 4096: {', '.join(first)}"
-        rows.append(Row(base_name(*base), title, "dense", settings, "", "dense", seeds=SEEDS[:1],
+        rows.append(Row(base_name(*base), title, "dense", settings, "", "dense", seeds=(0,),
                         tuned=False, text=TUNING))  # fmt: skip
     for name, group, own, against in ROWS:
         title = GROUPS[group].words + (f", {own[0]}" if own else "")
         base = base_settings(group, scale, scale.rounds)
         other = regime_name(against) if against else ""
-        rows.append(Row(regime_name(name), title, GROUPS[group].fleet, (*base, *own), other, group, SEEDS,
-                        tuned=False, text=REPORT, follows=group))  # fmt: skip
+        rows.append(Row(regime_name(name), title, GROUPS[group].fleet, (*base, *own), other, group,
+                        regime.seeds, tuned=False, text=REPORT, follows=group))  # fmt: skip
         if name in AGAIN:
             rows.append(Row(again_name(name), f"{title}, the same once more", GROUPS[group].fleet,
-                            (*base, *own), regime_name(name), group, AGAIN_SEEDS, tuned=False,
+                            (*base, *own), regime_name(name), group, regime.seeds[:AGAIN_SEEDS], tuned=False,
                             text=f"{REPORT}/again", follows=group))  # fmt: skip
-    rows += [_nearer_row(name, scale) for name in NEARER]
+    rows += [_nearer_row(name, scale) for name in NEARER if regime.sequences]
     return rows
 
 
 def _nearer_row(name: str, scale: Scale) -> Row:
     """Half as long as a reported row, and scored on the text for tuning: by it a regime is chosen."""
     group, replicas, batch, inner_steps = NEARER[name]
-    steps = scale.rounds * scale.inner_steps * SEQUENCES // (2 * replicas * batch)
+    regime, together = _regime(scale), replicas * batch
+    steps = scale.rounds * scale.inner_steps * regime.sequences // (2 * together)
     rounds = max(1, steps // inner_steps)
-    inner = MUON if GROUPS[group].settings == MUON else ()
-    words = "AdamW, averaged at every step" if group == "adamw" else (
-        f"SparseLoCo, {'Muon' if inner else 'AdamW'} inside, {replicas} replicas, H = {inner_steps}")  # fmt: skip
-    lasts = (f"outer.inner_steps={inner_steps}", f"outer.rounds={rounds}", f"data.eval_every={rounds}")
-    kept = STEP if group == "adamw" else (*inner, f"outer.keep={BASE[1]}", "outer.values=2bit")
-    size = (f"replicas.edge.count={replicas}", f"inner.batch={batch}",
-            f"inner.warmup_steps={rounds * inner_steps // 5}", f"data.eval_batches={512 // batch}")  # fmt: skip
-    return Row(nearer_name(name), f"{words}, {replicas * batch} sequences a step", "dense",
-               (*kept, *lasts, *size), nearer_name(f"step-{replicas * batch}"), group, SEEDS[:1],
-               tuned=False, text=TUNING, follows=group)  # fmt: skip
+    settings = (
+        *(s for s in GROUPS[group].settings if s in (*STEP, *MUON)),
+        *(() if group == "adamw" else (f"outer.keep={regime.base[1]}", "outer.values=2bit")),
+        f"outer.inner_steps={inner_steps}",
+        f"outer.rounds={rounds}",
+        f"inner.warmup_steps={rounds * inner_steps // 5}",
+        f"replicas.edge.count={replicas}",
+        f"inner.batch={batch}",
+        f"data.eval_batches={SCORED // batch}",
+        f"data.eval_every={rounds}",
+    )
+    inside = f"SparseLoCo, {'Muon' if group == 'recommended' else 'AdamW'} inside"
+    words = GROUPS[group].words if group == "adamw" else f"{inside}, {replicas} replicas, H = {inner_steps}"
+    return Row(nearer_name(name), f"{words}, {together} sequences a step", "dense", settings,
+               nearer_name(f"step-{together}"), group, (0,), tuned=False, text=TUNING,
+               follows=group)  # fmt: skip
 
 
 def regime_tables(scale: Scale) -> list[Table]:
-    if not scale.trials:
+    if (regime := scale.regime) is None:
         return []
-    trials = [Shown(trial_name(g, n)) for n in range(scale.trials) for g in GROUPS]
+    trials = [Shown(trial_name(g, n)) for n in range(regime.trials) for g in GROUPS]
     shown = [Shown(regime_name(name)) for name, *_ in ROWS] + [Shown(again_name(name)) for name in AGAIN]
-    bases = tuple(Shown(base_name(*base)) for base in BASES)
-    return [
+    bases = tuple(Shown(base_name(*base)) for base in regime.bases)
+    tables = [
         Table("tune-base", "Which H and how many entries, on the text for tuning", bases, views=("full",),
               bytes=("replicas",)),
         Table("tune-regime", "The same number of trials for every method, on a text of its own",
               tuple(trials), views=("mixed",)),
         Table("regime", "The regime in which the base works, every method tuned alike", tuple(shown),
               bytes=("stages", "replicas")),
-        Table("nearer", "How near SparseLoCo can come to averaging at every step",
-              tuple(Shown(nearer_name(name)) for name in NEARER), views=("full",), bytes=("replicas",)),
     ]  # fmt: skip
+    if regime.sequences:
+        near = tuple(Shown(nearer_name(name)) for name in NEARER)
+        title = "What brings SparseLoCo near to averaging at every step"
+        tables.append(Table("nearer", title, near, views=("full",), bytes=("replicas",)))
+    return tables
 
 
 def results_of(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
     """By group: the loss of each of its trials as it trains; infinite where it diverged, None if not run."""
     from experiments.lines import digest  # which imports the catalog, which imports this
 
-    if not scale.trials:
+    if (regime := scale.regime) is None:
         return {}
     losses = {
         line["digest"]: float("inf") if line.get("failed") else line["loss_mixed"]
@@ -240,7 +256,7 @@ def results_of(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> dict[str, li
     }
     rows, found = {row.name: row for row in regime_rows(scale)}, {}
     for group in GROUPS:
-        trials = [rows[trial_name(group, number)] for number in range(scale.trials)]
+        trials = [rows[trial_name(group, number)] for number in range(regime.trials)]
         found[group] = [losses.get(digest(recipe_of(row, scale, 0, "", scale.lr))) for row in trials]
     return found
 
@@ -276,17 +292,18 @@ def picks_table(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> str:
             continue
         pick = drawn(group, scale)[best]
         lr = pick[0].partition("=")[2]
-        edge = "yes" if lr in (LRS[0], LRS[-1]) else "no"
+        edge = "yes" if lr in (_regime(scale).lrs[0], _regime(scale).lrs[-1]) else "no"
         rows.append(f"| {GROUPS[group].words} | {', '.join(pick)} | {edge} |")
     return "\n".join(rows)
 
 
 def trials_table(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> str:
     """The loss of every trial as it trains, by method and learning rate; the best of each method is bold."""
-    rows = [f"| method | {' | '.join(LRS)} |", "| --- |" + " ---: |" * len(LRS)]
+    lrs = _regime(scale).lrs
+    rows = [f"| method | {' | '.join(lrs)} |", "| --- |" + " ---: |" * len(lrs)]
     for group, found in results_of(scale, lines).items():
         tried = [one[0].partition("=")[2] for one in drawn(group, scale)]
-        cells: dict[str, str] = dict.fromkeys(LRS, "not run")
+        cells: dict[str, str] = dict.fromkeys(lrs, "not run")
         for number, (lr, loss) in enumerate(zip(tried, found, strict=True)):
             if loss is not None:
                 cells[lr] = f"**{loss:.3f}**" if number == best_trial(found) else f"{loss:.3f}"

@@ -10,13 +10,10 @@ from experiments.budget import of_every_step
 from experiments.catalog import rows_of
 from experiments.estimates import Book
 from experiments.lines import digest
-from experiments.tables import pick_scale, recipe_of
+from experiments.tables import EIGHT, REGIME, pick_scale, recipe_of
 from experiments.trial import half_of, run_trials
 from experiments.tuning import (
-    BASE,
-    BASES,
     GROUPS,
-    LRS,
     NEARER,
     REPORT,
     ROWS,
@@ -46,8 +43,9 @@ from experiments.work import (
 )
 from isthmus.data.corpus import open_corpus
 
-SCALE = pick_scale("24m")
+SCALE = pick_scale(REGIME)
 ROWS_OF = rows_of(SCALE)
+LRS = SCALE.regime.lrs
 
 
 def trial_lines(losses, **facts):
@@ -60,10 +58,10 @@ def trial_lines(losses, **facts):
 
 def test_every_method_has_the_same_number_of_trials_all_different_and_equally_long():
     counts = {group: len(set(drawn(group, SCALE))) for group in GROUPS}
-    assert set(counts.values()) == {SCALE.trials}
+    assert set(counts.values()) == {SCALE.regime.trials}
     tokens = set()
     for group in GROUPS:
-        for number in range(SCALE.trials):
+        for number in range(SCALE.regime.trials):
             row = ROWS_OF[trial_name(group, number)]
             recipe = recipe_of(row, SCALE, 0, "", SCALE.lr)
             tokens.add(recipe.outer.rounds * recipe.round_tokens)
@@ -103,7 +101,7 @@ def test_rows_wait_until_every_trial_of_their_method_is_there(capsys):
 def test_a_pick_at_the_edge_of_its_grid_is_told():
     numbers = {lr: n for n, one in enumerate(drawn("het", SCALE)) for lr in LRS if one[0] == f"inner.lr={lr}"}
     for lr, says in ((LRS[-1], "yes"), (LRS[1], "no")):
-        losses = [4.0] * SCALE.trials
+        losses = [4.0] * SCALE.regime.trials
         losses[numbers[lr]] = 3.9
         told = [
             one for one in picks_table(SCALE, trial_lines(losses)).splitlines() if f"inner.lr={lr}," in one
@@ -125,33 +123,37 @@ def test_trials_stand_by_learning_rate_and_the_best_is_bold():
     ]
 
 
-def test_h_and_keep_are_chosen_among_few_that_send_a_hundredth_in_one_trial_of_the_same_tokens():
-    first = recipe_of(ROWS_OF[trial_name("dense", 0)], SCALE, 0, "", SCALE.lr)
-    for base in BASES:
-        row = ROWS_OF[base_name(*base)]
-        recipe = recipe_of(row, SCALE, 0, "", SCALE.lr)
+@pytest.mark.parametrize("name", [REGIME, EIGHT])
+def test_h_and_keep_are_chosen_among_few_in_one_trial_of_the_same_tokens(name):
+    scale = pick_scale(name)
+    rows, regime = rows_of(scale), scale.regime
+    first = recipe_of(rows[trial_name("dense", 0)], scale, 0, "", scale.lr)
+    assert regime.base in regime.bases
+    for base in regime.bases:
+        row = rows[base_name(*base)]
+        recipe = recipe_of(row, scale, 0, "", scale.lr)
         assert (recipe.outer.inner_steps, recipe.outer.keep) == base
         assert recipe.outer.rounds * recipe.round_tokens == first.outer.rounds * first.round_tokens
-        assert of_every_step(recipe) <= 0.01
         assert row.text == TUNING
-        assert (recipe == dataclasses.replace(first, name=recipe.name)) == (base == BASE)
+        assert (recipe == dataclasses.replace(first, name=recipe.name)) == (base == regime.base)
+        if name == EIGHT:
+            assert of_every_step(recipe) <= 0.01
 
 
 def test_rows_that_come_nearer_compress_nothing_and_read_and_score_the_same_tokens():
+    scale = pick_scale(EIGHT)
+    rows, picks = rows_of(scale), chosen(scale, [])
     for name, (group, replicas, batch, inner_steps) in NEARER.items():
-        row = ROWS_OF[nearer_name(name)]
-        recipe = recipe_of(row, SCALE, 0, "", SCALE.lr, chosen(SCALE, []))
+        row = rows[nearer_name(name)]
+        recipe = recipe_of(row, scale, 0, "", scale.lr, picks)
         assert not any(replicas.compressed for replicas in recipe.replicas)
-        assert (recipe.num_replicas, recipe.inner.batch, recipe.outer.inner_steps) == (
-            replicas,
-            batch,
-            inner_steps,
-        )
+        assert (recipe.num_replicas, recipe.inner.batch) == (replicas, batch)
+        assert recipe.outer.inner_steps == inner_steps
         assert recipe.inner.optimizer == ("muon" if group == "recommended" else "adamw")
         assert recipe.outer.rounds * recipe.round_tokens == 51_118_080
         assert recipe.data.eval_batches * recipe.inner.batch == 512
         assert row.text == TUNING
-        other = recipe_of(ROWS_OF[row.against], SCALE, 0, "", SCALE.lr, chosen(SCALE, []))
+        other = recipe_of(rows[row.against], scale, 0, "", scale.lr, picks)
         assert other.outer.method == "adamw"
         assert other.round_tokens // other.outer.inner_steps == recipe.round_tokens // inner_steps
 
@@ -218,7 +220,8 @@ def test_no_token_is_scored_both_for_tuning_and_for_the_report():
     whole = corpus.validation.slice(0, len(corpus.validation))
     assert np.array_equal(np.concatenate(parts), whole)
     assert all(half.train is corpus.train for half in halves)
-    assert {row.text.partition("/")[0] for row in ROWS_OF.values() if row.follows} == {REPORT}
+    reported = [row for row in ROWS_OF.values() if row.follows and not row.name.startswith("nearer-")]
+    assert {row.text.partition("/")[0] for row in reported} == {REPORT}
 
 
 def test_a_trial_and_a_reported_row_run_and_name_their_half(tmp_path):
