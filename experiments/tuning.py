@@ -162,8 +162,11 @@ def sparse(scale: Scale, base: tuple[int, int], rounds: int) -> tuple[str, ...]:
 def base_settings(group: str, scale: Scale, rounds: int) -> tuple[str, ...]:
     wired = recommended(scale.model) if group == "recommended" else ()
     kept = tuple(s for s in wired if s.startswith("replicas."))  # keep and values are the same for all
-    rounds_only = (f"outer.rounds={rounds}",)
-    lasts = sparse(scale, _regime(scale).base, rounds) if GROUPS[group].knobs is OUTER else rounds_only
+    lasts = sparse(scale, _regime(scale).base, rounds)
+    if GROUPS[group].knobs is not OUTER:
+        lasts = lasts[2:]  # nothing is sparse
+    if GROUPS[group].knobs is STEPPED:
+        lasts = (f"outer.rounds={rounds}",)  # nor is there an H
     return (*GROUPS[group].settings, *kept, *lasts)
 
 
