@@ -339,5 +339,5 @@ def _in_regime(claim: Claim, book: Book | None) -> str:
     if evidence and not book.lines:
         return YET
     seeds = _seeds(book, claim.judge.tests(book, regime_name))
-    counted = f"; {seeds} seeds" if seeds else ""
+    counted = f"; {seeds} seeds" if seeds not in ("", "1") else ""  # one seed is told in the evidence
     return f"**{answer}** ({evidence}{counted})" if evidence else "no such row"

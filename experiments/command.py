@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 EPILOG = """tables:
 {tables}
-  tune-base, tune-regime, regime, nearer   of --scale 24m: H and keep, every method tuned alike on a text of
-                 its own, then five seeds of each; how near SparseLoCo comes to per-step AdamW
+  tune-base, tune-regime, regime   of --scale 24m-4, where the base works, and 24m: H and keep, every method
+                 tuned alike on a text of its own, then five seeds of each
+  nearer         of --scale 24m: what brings SparseLoCo near to averaging at every step
   all            all of them; a row that several tables show is run once
   178m           not in all: three fleets of the 178M model, one after another: dense, het-8, recommended
 

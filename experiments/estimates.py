@@ -47,7 +47,9 @@ class Book:
 
     def __init__(self, lines: Sequence[Line], scale: Scale) -> None:
         self.aliases: dict[str, str] = {}
-        self.regime: Book | None = None  # of the scale where the base works, for the page's section on it
+        # Of other scales, for the page's section on them: where the base works; with eight replicas.
+        self.regime: Book | None = None
+        self.eight: Book | None = None
         self.family: list[Compared] = []  # what is judged together: all verdicts of a page
         self.derived: dict[Compared, Estimate] = {}  # judged with them: trends, differences of prices
         self.apart: set[Compared] = set()  # judged among themselves: the law's

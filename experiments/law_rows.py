@@ -15,6 +15,8 @@ def law_name(h: int, full: int) -> str:
 
 def law_rows(scale: Scale) -> list[Row]:
     rows, steps = [], scale.inner_steps * scale.rounds
+    if scale.replicas != OF:
+        return []  # its shares are of eight
     for h in HS:
         for full in (*FULL, OF):
             fleet = {0: "pp", OF: "dense"}.get(full, "het")
@@ -28,5 +30,7 @@ def law_rows(scale: Scale) -> list[Row]:
 
 
 def law_tables(scale: Scale) -> list[Table]:
+    if scale.replicas != OF:
+        return []
     shown = tuple(Shown(law_name(h, full)) for h in HS for full in (OF, *reversed(FULL)))
     return [Table("law", "The law: the share of full replicas by H", shown, views=("full", "pipelined"))]

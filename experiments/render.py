@@ -4,9 +4,9 @@ The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW 
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
 {{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{repeats K/D}}, {{sent ROW}}, {{setup}},
 {{speed}}, {{small}}, {{runs}}, {{frontier}}, {{claims}}, {{papers}}, {{law table|answer}},
-{{regime table|picks|trials|setup|base|nearer|distance}} and {{178m table|claim|facts|setup}}; VIEW is full,
-pipelined or mixed, ROW may be pp-last or het-last: the steepest rung of the ladder. What follows the line
-{{results}} is left out as long as there is no result.
+{{regime table|picks|trials|setup|base|distance|runs}}, {{eight table|nearer|distance|steps|runs}}
+and {{178m table|claim|facts|setup}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the
+steepest rung of the ladder. What follows the line {{results}} is left out as long as there is no result.
 """
 
 import re
@@ -25,7 +25,7 @@ from experiments.fullsize_page import fullsize_claim, fullsize_facts, fullsize_s
 from experiments.law import law_answer, law_table
 from experiments.lines import Line, read
 from experiments.search_page import BYTES, bytes_of, claims, frontier_table, verdict
-from experiments.tables import LADDER, REGIME, SCALES, Scale, Shown, Table
+from experiments.tables import EIGHT, LADDER, REGIME, SCALES, Scale, Shown, Table
 from experiments.tuning import picks_table, regime_name, trials_table
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
@@ -52,7 +52,7 @@ def write_page(results: Path, docs: Path, scale: Scale) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"cannot read {template}: {error.strerror}; give --docs its folder") from None
     book, fullsize = Book(read(results, scale), scale), shown_lines(read_fullsize(results))
-    book.regime = Book(read(results, SCALES[REGIME]), SCALES[REGIME])
+    book.regime, book.eight = (Book(read(results, SCALES[name]), SCALES[name]) for name in (REGIME, EIGHT))
     page, drawn = docs / "results.md", []
     if book.lines:
         from experiments.plots import draw_all
@@ -112,6 +112,7 @@ def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> st
         "small": lambda: small(book),
         "law": lambda part: {"table": law_table, "answer": law_answer}[part](book),
         "regime": lambda part: regime_part(part, book.regime),
+        "eight": lambda part: eight_part(part, book),
         FULLSIZE: lambda part: FULLSIZE_PARTS[part](fullsize),
     }
     try:
@@ -133,8 +134,26 @@ def regime_part(part: str, book: Book | None) -> str:
         gap = book.gap(regime_name("dense"), "full")
         found = verdict(gap, WITHIN) if gap else "not run."
         return f"SparseLoCo against AdamW averaged at every step, both tuned: {found}"
+    if part == "runs":
+        return runs_of(book)
     tables = {"table": "regime", "base": "tune-base", "nearer": "nearer"}
     return setup(book, regime_name("dense")) if part == "setup" else table_of(tables[part], book)
+
+
+def eight_part(part: str, book: Book) -> str:
+    """Of the same model with eight replicas and smaller steps; `steps`: how far the regime's SparseLoCo is
+    from averaging at those smaller steps."""
+    if part != "steps":
+        return regime_part(part, book.eight)
+    if not (book.regime and book.eight):
+        return "not run"
+    ours, theirs = (
+        book.regime.losses(regime_name("dense"), "full"),
+        book.eight.losses(regime_name("adamw"), "full"),
+    )
+    shared = sorted(ours.keys() & theirs.keys())
+    gap = Estimate.of([100 * (ours[seed] / theirs[seed] - 1) for seed in shared])
+    return _text(gap, 2, "+", " %")
 
 
 def _text(estimate: Estimate | None, digits: int, sign: str = "", unit: str = "") -> str:
