@@ -46,11 +46,12 @@ def fleet_of(name: str, replicas: int) -> str:
 class Regime:
     """How every method is tuned alike at a scale (tuning.py)."""
 
-    trials: int  # of every method
+    trials: int  # of every method, over the learning rates
     bases: tuple[tuple[int, int], ...]  # what is tried for H and keep, in SparseLoCo's first trial
     base: tuple[int, int]  # and what all sparse methods have
     lrs: tuple[str, ...] = ("8e-4", "1.25e-3", "2e-3", "3.2e-3", "5e-3", "8e-3")
     seeds: tuple[int, ...] = (0,)  # of a reported row
+    further: bool = False  # the trials of tuning.FURTHER come after them
     sequences: int = 0  # in an inner step of all replicas, where rows ask what brings the base near; or none
 
 
@@ -146,7 +147,8 @@ SCALES = {
             ("model.preset=20m", *_SMALL, "inner.batch=32", "data.eval_batches=16", "data.eval_every=78"),
             5, 624, _LR, _LRS, by_h=(30, 50, 100), replicas=4, tokens_per_second=2.5e6, round_seconds=0.02,
             regime=Regime(6, ((5, 512), (5, 1344), (5, 2048), (10, 2048)), (5, 1344),
-                          ("1.25e-3", "2e-3", "3.2e-3", "5e-3", "8e-3", "1.25e-2"), (0, 1, 2, 3, 4)),
+                          ("1.25e-3", "2e-3", "3.2e-3", "5e-3", "8e-3", "1.25e-2"),
+                          (0, 1, 2, 3, 4), further=True),
         ),
         Scale(
             "512m", "the paper's own, for a large machine", ("model.preset=512m",), 50, 391,

@@ -50,6 +50,21 @@ GROUPS = {
     "adamw-pp": Group("pp", STEP, STEPPED, "AdamW + PP-Compress"),
     "adamw-het": Group("het", STEP, STEPPED, "AdamW + Het-PP-Compress (1/2)"),
 }
+# Further trials of 24m-4, as many for every method, after what its first six showed: a short warm-up loses;
+# DiLoCo's momentum is too large for so small an H; the recommended fleet was best at the largest learning
+# rate. Uncompressed, half and all compressed have the same. In the order of a method's knobs.
+_LOCO = ("5e-3 0.2 0.8 0.95", "3.2e-3 0.2 0.8 0.99")
+_COMPRESSED_STEP = ("1.25e-3 0.2 0.95 0.3", "2e-3 0.2 0.95 0.3")
+FURTHER = {
+    "dense": _LOCO,
+    "het": _LOCO,
+    "pp": _LOCO,
+    "adamw": ("3.2e-3 0.2 0.99 0.03", "5e-3 0.2 0.98 0.1"),
+    "diloco": ("5e-3 0.2 0.5 0.8", "8e-3 0.2 0.5 0.6"),
+    "recommended": ("1.25e-2 0.2 0.8 0.99", "2e-2 0.2 0.6 0.99"),
+    "adamw-pp": _COMPRESSED_STEP,
+    "adamw-het": _COMPRESSED_STEP,
+}
 # (row, group, its own settings, the row that it is compared with), in the order in which they matter.
 ROWS = (
     ("dense", "dense", (), "adamw"),
@@ -119,8 +134,8 @@ def _regime(scale: Scale) -> Regime:
 
 
 def drawn(group: str, scale: Scale) -> list[tuple[str, ...]]:
-    """The settings of each trial, all different; the first is the middle of every grid. A warm-up is a share
-    of the run, so it is written apart, see `settings_of`."""
+    """The settings of each trial, all different; the first is the middle of every grid, the further ones come
+    last. A warm-up is a share of the run, so it is written apart, see `settings_of`."""
     grids = {"warmup": WARMUPS, **GROUPS[group].knobs}
     draw = random.Random(" ".join(grids))
     regime = _regime(scale)
@@ -134,7 +149,8 @@ def drawn(group: str, scale: Scale) -> list[tuple[str, ...]]:
         first, *rest = _dealt(grid, regime.trials)
         draw.shuffle(rest)
         columns[knob] = [first, *rest]
-    rows = zip(*columns.values(), strict=True)
+    rows = list(zip(*columns.values(), strict=True))
+    rows += [tuple(words.split()) for words in FURTHER[group]] if regime.further else []
     return [tuple(f"{knob}={value}" for knob, value in zip(columns, row, strict=True)) for row in rows]
 
 
@@ -228,7 +244,8 @@ def _nearer_row(name: str, scale: Scale) -> Row:
 def regime_tables(scale: Scale) -> list[Table]:
     if (regime := scale.regime) is None:
         return []
-    trials = [Shown(trial_name(g, n)) for n in range(regime.trials) for g in GROUPS]
+    numbers = range(len(drawn("dense", scale)))
+    trials = [Shown(trial_name(g, n)) for n in numbers for g in GROUPS]
     shown = [Shown(regime_name(name)) for name, *_ in ROWS] + [Shown(again_name(name)) for name in AGAIN]
     bases = tuple(Shown(base_name(*base)) for base in regime.bases)
     tables = [
@@ -250,7 +267,7 @@ def results_of(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> dict[str, li
     """By group: the loss of each of its trials as it trains; infinite where it diverged, None if not run."""
     from experiments.lines import digest  # which imports the catalog, which imports this
 
-    if (regime := scale.regime) is None:
+    if scale.regime is None:
         return {}
     losses = {
         line["digest"]: float("inf") if line.get("failed") else line["loss_mixed"]
@@ -259,56 +276,70 @@ def results_of(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> dict[str, li
     }
     rows, found = {row.name: row for row in regime_rows(scale)}, {}
     for group in GROUPS:
-        trials = [rows[trial_name(group, number)] for number in range(regime.trials)]
+        trials = [rows[trial_name(group, number)] for number in range(len(drawn(group, scale)))]
         found[group] = [losses.get(digest(recipe_of(row, scale, 0, "", scale.lr))) for row in trials]
     return found
 
 
-def best_trial(results: Sequence[float | None]) -> int | None:
-    """Its number, once all are there."""
-    known = [loss for loss in results if loss is not None]
-    return known.index(min(known)) if len(known) == len(results) else None
+def best_trial(results: Sequence[float | None], first: int) -> int | None:
+    """Its number: of all, once all are there; before, of the first so many, once these are."""
+    found = results if None not in results else results[:first]
+    known = [loss for loss in found if loss is not None]
+    return known.index(min(known)) if len(known) == len(found) else None
 
 
 def chosen(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """By group: the settings of its best trial as it trains, once all of them are there; else the first's."""
+    """By group: the settings of its best trial as it trains; those of its first trial where too many are
+    missing to tell."""
     results = results_of(scale, lines)
-    picks = {group: drawn(group, scale)[best_trial(found) or 0] for group, found in results.items()}
+    if not results:
+        return {}
+    first = _regime(scale).trials
+    picks = {group: drawn(group, scale)[best_trial(found, first) or 0] for group, found in results.items()}
     return {group: settings_of(tuned, scale.rounds, scale.inner_steps) for group, tuned in picks.items()}
 
 
 def unsettled(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Groups with a trial that is not there: their rows would be run with settings that nobody chose."""
-    return [group for group, found in results_of(scale, lines).items() if best_trial(found) is None]
+    """Groups with a trial that is not there: their rows would be run with what may not be the best."""
+    return [group for group, found in results_of(scale, lines).items() if None in found]
 
 
 def picks_table(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> str:
-    """What each method takes, and whether its learning rate lies at an edge of the grid, where a better one
-    may lie beyond."""
-    rows = ["| method | picked | learning rate at an edge of the grid |", "| --- | --- | --- |"]
+    """What each method takes, and whether its learning rate lies at an edge of what it tried, where a better
+    one may lie beyond."""
+    rows = ["| method | picked | learning rate at an edge |", "| --- | --- | --- |"]
     for group, found in results_of(scale, lines).items():
-        best = best_trial(found)
+        best = best_trial(found, _regime(scale).trials)
+        there = f"{len(found) - found.count(None)} of {len(found)} trials"
         if best is None:
-            rows.append(
-                f"| {GROUPS[group].words} | {len(found) - found.count(None)} of {len(found)} trials | |"
-            )
+            rows.append(f"| {GROUPS[group].words} | {there} | |")
             continue
         pick = drawn(group, scale)[best]
         lr = pick[0].partition("=")[2]
-        edge = "yes" if lr in (_regime(scale).lrs[0], _regime(scale).lrs[-1]) else "no"
-        rows.append(f"| {GROUPS[group].words} | {', '.join(pick)} | {edge} |")
+        tried = sorted((one[0].partition("=")[2] for one in drawn(group, scale)), key=float)
+        edge = "yes" if lr in (tried[0], tried[-1]) else "no"
+        so_far = f" (best of {there})" if None in found else ""
+        rows.append(f"| {GROUPS[group].words} | {', '.join(pick)}{so_far} | {edge} |")
     return "\n".join(rows)
 
 
 def trials_table(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> str:
-    """The loss of every trial as it trains, by method and learning rate; the best of each method is bold."""
-    lrs = _regime(scale).lrs
-    rows = [f"| method | {' | '.join(lrs)} |", "| --- |" + " ---: |" * len(lrs)]
+    """The loss of every trial as it trains, by method and learning rate, then of the further ones with their
+    settings; the best of each method is bold."""
+    regime = _regime(scale)
+    count = len(drawn("dense", scale)) - regime.trials
+    head = [*regime.lrs, *(f"further, {n}" for n in range(1, count + 1))]
+    rows = [f"| method | {' | '.join(head)} |", "| --- |" + " ---: |" * len(head)]
     for group, found in results_of(scale, lines).items():
+        best = best_trial(found, regime.trials)
+        words = ["not run" if loss is None else f"{loss:.3f}" for loss in found]
+        words = [f"**{word}**" if number == best else word for number, word in enumerate(words)]
         tried = [one[0].partition("=")[2] for one in drawn(group, scale)]
-        cells: dict[str, str] = dict.fromkeys(lrs, "not run")
-        for number, (lr, loss) in enumerate(zip(tried, found, strict=True)):
-            if loss is not None:
-                cells[lr] = f"**{loss:.3f}**" if number == best_trial(found) else f"{loss:.3f}"
-        rows.append(f"| {GROUPS[group].words} | {' | '.join(cells.values())} |")
+        by_lr = dict(zip(tried[: regime.trials], words[: regime.trials], strict=True))
+        further = [
+            f"{word} ({', '.join(value.partition('=')[2] for value in one)})"
+            for word, one in zip(words, drawn(group, scale), strict=True)
+        ][regime.trials :]
+        cells = [*(by_lr.get(lr, "not run") for lr in regime.lrs), *further]
+        rows.append(f"| {GROUPS[group].words} | {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -13,6 +13,7 @@ from experiments.lines import digest
 from experiments.tables import EIGHT, REGIME, pick_scale, recipe_of
 from experiments.trial import half_of, run_trials
 from experiments.tuning import (
+    FURTHER,
     GROUPS,
     NEARER,
     REPORT,
@@ -45,7 +46,8 @@ from isthmus.data.corpus import open_corpus
 
 SCALE = pick_scale(REGIME)
 ROWS_OF = rows_of(SCALE)
-LRS = SCALE.regime.lrs
+LRS, FIRST = SCALE.regime.lrs, SCALE.regime.trials
+TRIALS = FIRST + len(FURTHER["dense"])
 
 
 def trial_lines(losses, **facts):
@@ -58,10 +60,10 @@ def trial_lines(losses, **facts):
 
 def test_every_method_has_the_same_number_of_trials_all_different_and_equally_long():
     counts = {group: len(set(drawn(group, SCALE))) for group in GROUPS}
-    assert set(counts.values()) == {SCALE.regime.trials}
+    assert set(counts.values()) == {TRIALS}
     tokens = set()
     for group in GROUPS:
-        for number in range(SCALE.regime.trials):
+        for number in range(TRIALS):
             row = ROWS_OF[trial_name(group, number)]
             recipe = recipe_of(row, SCALE, 0, "", SCALE.lr)
             tokens.add(recipe.outer.rounds * recipe.round_tokens)
@@ -74,7 +76,7 @@ def test_every_method_has_the_same_number_of_trials_all_different_and_equally_lo
 def test_every_method_tries_every_learning_rate_and_methods_with_the_same_knobs_the_same_settings():
     """The larger the learning rate, the longer the warm-up and the smaller the outer step."""
     for group in GROUPS:
-        tried = drawn(group, SCALE)
+        tried = drawn(group, SCALE)[:FIRST]
         assert {one[0] for one in tried} == {f"inner.lr={lr}" for lr in LRS}
         for at, (knob, grid) in enumerate(GROUPS[group].knobs.items(), start=2):
             values = [one[at] for one in tried]
@@ -87,40 +89,56 @@ def test_every_method_tries_every_learning_rate_and_methods_with_the_same_knobs_
         if "outer.lr" in GROUPS[group].knobs:
             assert [one[2] for one in values] == sorted((one[2] for one in values), reverse=True)
         alike = [other for other in GROUPS if GROUPS[other].knobs == GROUPS[group].knobs]
-        assert all(drawn(other, SCALE) == tried for other in alike)
+        assert all(drawn(other, SCALE)[:FIRST] == tried for other in alike)
+
+
+def test_further_trials_have_the_methods_knobs_and_are_the_same_for_what_is_compared_with_sparseloco():
+    for group, further in FURTHER.items():
+        knobs = [setting.partition("=")[0] for setting in drawn(group, SCALE)[0]]
+        for one, words in zip(drawn(group, SCALE)[FIRST:], further, strict=True):
+            assert one == tuple(f"{knob}={value}" for knob, value in zip(knobs, words.split(), strict=True))
+    assert FURTHER["dense"] == FURTHER["het"] == FURTHER["pp"]
+    assert FURTHER["adamw-pp"] == FURTHER["adamw-het"]
+    assert all(len(drawn(group, pick_scale(EIGHT))) == 6 for group in GROUPS)  # they are of one scale
 
 
 def test_rows_wait_until_every_trial_of_their_method_is_there(capsys):
     runs = all_runs(pick_tables(["regime"], SCALE), SCALE, "c/", [], seeds=[0])
-    assert settled(runs, SCALE, trial_lines([4.0] * 5)) == []
+    assert settled(runs, SCALE, trial_lines([4.0] * (TRIALS - 1))) == []
     assert "rows of dense, adamw, het," in capsys.readouterr().err
-    ready = settled(runs, SCALE, trial_lines([4.0] * 6))
+    ready = settled(runs, SCALE, trial_lines([4.0] * TRIALS))
     assert {run.row.follows for run in ready} == {"het"}
 
 
 def test_a_pick_at_the_edge_of_its_grid_is_told():
-    numbers = {lr: n for n, one in enumerate(drawn("het", SCALE)) for lr in LRS if one[0] == f"inner.lr={lr}"}
+    tried = drawn("het", SCALE)[:FIRST]
+    numbers = {lr: n for n, one in enumerate(tried) for lr in LRS if one[0] == f"inner.lr={lr}"}
     for lr, says in ((LRS[-1], "yes"), (LRS[1], "no")):
-        losses = [4.0] * SCALE.regime.trials
+        losses = [4.0] * TRIALS
         losses[numbers[lr]] = 3.9
         told = [
             one for one in picks_table(SCALE, trial_lines(losses)).splitlines() if f"inner.lr={lr}," in one
         ]
         assert [one.split("|")[3].strip() for one in told] == [says]
-    assert "5 of 6 trials" in picks_table(SCALE, trial_lines([4.0] * 5))
+    assert f"| {FIRST - 1} of {TRIALS} trials |" in picks_table(SCALE, trial_lines([4.0] * (FIRST - 1)))
+    assert f"(best of {FIRST} of {TRIALS} trials)" in picks_table(SCALE, trial_lines([4.0] * FIRST))
 
 
-def test_trials_stand_by_learning_rate_and_the_best_is_bold():
-    losses = [4.0, 4.1, 3.5, 4.2, 4.3]
-    (told,) = [one for one in trials_table(SCALE, trial_lines(losses)).splitlines() if "Het-PP" in one][:1]
-    assert "**" not in told  # one trial is missing, and may be better
-    tried = [one[0].partition("=")[2] for one in drawn("het", SCALE)]
-    told = next(
-        one for one in trials_table(SCALE, trial_lines([*losses, 4.4])).splitlines() if "Het-PP" in one
-    )
-    assert [cell.strip() for cell in told.split("|")[2:-1]] == [
-        "**3.500**" if lr == tried[2] else f"{[*losses, 4.4][tried.index(lr)]:.3f}" for lr in LRS
-    ]
+def test_trials_stand_by_learning_rate_then_the_further_ones_and_the_best_is_bold():
+    losses = [4.0, 4.1, 3.5, 4.2, 4.3, 4.4, 3.4, 4.5]
+
+    def told(some):
+        table = trials_table(SCALE, trial_lines(some)).splitlines()
+        [row] = [one for one in table if one.startswith("| SparseLoCo + Het-PP")]
+        return [cell.strip() for cell in row.split("|")[2:-1]]
+
+    tried = [one[0].partition("=")[2] for one in drawn("het", SCALE)[:FIRST]]
+    by_lr = [f"{losses[tried.index(lr)]:.3f}" for lr in LRS]
+    further = [", ".join(words.split()) for words in FURTHER["het"]]
+    assert told(losses) == [*by_lr, f"**3.400** ({further[0]})", f"4.500 ({further[1]})"]
+    so_far = ["**3.500**" if word == "3.500" else word for word in by_lr]  # the best of the first
+    assert told(losses[:FIRST]) == [*so_far, *(f"not run ({words})" for words in further)]
+    assert not any("**" in cell for cell in told(losses[: FIRST - 1]))  # what is missing may be better
 
 
 @pytest.mark.parametrize("name", [REGIME, EIGHT])
@@ -186,6 +204,9 @@ def test_rows_take_the_best_trial_of_their_group_once_all_are_there_and_warm_up_
         assert share == pytest.approx(float(wanted["warmup"]), abs=1e-3)
     assert found["dense"] == chosen(SCALE, [])["dense"]
     assert first != best
+    assert chosen(SCALE, trial_lines([*losses, 3.4]))["het"] == found["het"]  # one of the further is missing
+    last = drawn("het", SCALE)[-1]
+    assert chosen(SCALE, trial_lines([*losses, 3.6, 3.4]))["het"][0] == last[0]
     trial = recipe_of(ROWS_OF[trial_name("het", 2)], SCALE, 0, "", SCALE.lr)
     assert trial.outer.rounds * SHORTER == SCALE.rounds
     assert trial.inner.warmup_steps == pytest.approx(recipe.inner.warmup_steps / SHORTER, abs=1)
