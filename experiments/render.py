@@ -26,7 +26,7 @@ from experiments.law import law_answer, law_table
 from experiments.lines import Line, read
 from experiments.search_page import BYTES, bytes_of, claims, frontier_table, verdict
 from experiments.tables import EIGHT, LADDER, REGIME, SCALES, Scale, Shown, Table
-from experiments.tuning import picks_table, regime_name, trials_table
+from experiments.tuning import picks_table, regime_name, trials_table, unsettled
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
 
@@ -133,7 +133,9 @@ def regime_part(part: str, book: Book | None) -> str:
     if part == "distance":
         gap = book.gap(regime_name("dense"), "full")
         found = verdict(gap, WITHIN) if gap else "not run."
-        return f"SparseLoCo against AdamW averaged at every step, both tuned: {found}"
+        open_ = {"dense", "adamw"} & set(unsettled(book.scale, book.lines))
+        words = "both with the best of the trials that are there" if open_ else "both tuned"
+        return f"SparseLoCo against AdamW averaged at every step, {words}: {found}"
     if part == "runs":
         return runs_of(book)
     tables = {"table": "regime", "base": "tune-base", "nearer": "nearer"}

@@ -10,6 +10,7 @@ from experiments.budget import of_every_step
 from experiments.catalog import rows_of
 from experiments.estimates import Book
 from experiments.lines import digest
+from experiments.render import regime_part
 from experiments.tables import EIGHT, REGIME, pick_scale, recipe_of
 from experiments.trial import half_of, run_trials
 from experiments.tuning import (
@@ -210,6 +211,17 @@ def test_rows_take_the_best_trial_of_their_group_once_all_are_there_and_warm_up_
     trial = recipe_of(ROWS_OF[trial_name("het", 2)], SCALE, 0, "", SCALE.lr)
     assert trial.outer.rounds * SHORTER == SCALE.rounds
     assert trial.inner.warmup_steps == pytest.approx(recipe.inner.warmup_steps / SHORTER, abs=1)
+
+
+def test_the_page_calls_two_methods_tuned_only_when_all_their_trials_are_there():
+    def told(count):
+        text = scored_on("0123456789ab", TUNING)
+        trials = [line(SCALE, trial_name(group, n), 0, 4.0, corpus=text) for group in ("dense", "adamw")
+                  for n in range(count)]  # fmt: skip
+        return regime_part("distance", Book(trials, SCALE))
+
+    assert "both with the best of the trials that are there" in told(FIRST)
+    assert "both tuned" in told(TRIALS)
 
 
 def test_a_trial_that_diverged_or_has_other_settings_is_not_taken():
