@@ -51,8 +51,8 @@ GROUPS = {
     "adamw-het": Group("het", STEP, STEPPED, "AdamW + Het-PP-Compress (1/2)"),
 }
 # Further trials of 24m-4, as many for every method, around the best of its first six, with the longest
-# warm-up: the others may have been too short. DiLoCo was best with its smallest momentum, the recommended fleet
-# with the largest learning rate. Uncompressed, half and all compressed have the same. In the order of a
+# warm-up: the others may have been too short. DiLoCo was best with its smallest momentum, the recommended
+# fleet with the largest learning rate. Uncompressed, half and all compressed have the same. In the order of a
 # method's knobs.
 _LOCO = ("5e-3 0.2 0.8 0.95", "3.2e-3 0.2 0.8 0.99")
 _COMPRESSED_STEP = ("1.25e-3 0.2 0.95 0.3", "2e-3 0.2 0.95 0.3")
