@@ -3,16 +3,20 @@ both sides ran the same code, and how far one run is from itself. Standard libra
 """
 
 import statistics
+from collections.abc import Sequence
 
 from experiments.estimates import Book
 from experiments.evidence import LEVEL
 from experiments.tables import rung
+from experiments.tuning import AGAIN, again_name, regime_name
 
 
 def judged(book: Book) -> str:
     """How many comparisons the page makes, and how many are clear by which procedure."""
     asked = dict.fromkeys(map(book.same_score, book.family))
     there = [one for one in asked if book.chance(one) is not None]
+    if not there:
+        return f"none of {len(asked)} comparisons can be judged yet, since none has two seeds"
     alone = sum((book.chance(one) or 0) <= LEVEL for one in there)
     corrected = [book.corrected(one) for one in there]
     clear, surely = (sum(pair[at] <= LEVEL for pair in corrected) for at in (0, 1))
@@ -28,7 +32,8 @@ def scoring(book: Book, name: str, other: str) -> str:
     mixed, pipelined = (
         statistics.mean(theirs[at][seed] - ours[at][seed] for seed in shared) for at in (0, 1)
     )
-    return f"{100 * (1 - pipelined / mixed):.0f} %" if mixed > 0 else "no gain"
+    share = f"{100 * (1 - pipelined / mixed):.0f} %" if mixed > 0 else "no gain"
+    return share + " (one seed)" * (len(shared) == 1)
 
 
 def mixed_commits(book: Book) -> list[tuple[str, str]]:
@@ -43,8 +48,11 @@ def mixed_commits(book: Book) -> list[tuple[str, str]]:
 
 
 def commits(book: Book) -> str:
+    """How many of the compared pairs are, seed by seed, of one commit."""
     judged = [one for one in book.family if one[0] in book.rows and book.chance(one) is not None]
     pairs = {(one[0], one[1]) for one in judged}
+    if not pairs:
+        return "no pair has two seeds yet"
     apart = [pair for pair in mixed_commits(book) if pair in pairs]
     listed = ", ".join(f"`{name}` and `{other}`" for name, other in apart)
     return f"{len(pairs) - len(apart)} of {len(pairs)}" + (f"; not of {listed}" if apart else "")
@@ -75,6 +83,29 @@ def repeats(book: Book, ratio: str) -> str:
     losses = list(book.losses(rung("pp", ratio), "pipelined").values())
     if not again or len(losses) < 2:
         return "not run"
-    spread = 100 * statistics.stdev(losses) / statistics.mean(losses)
+    return _beside(again, losses)
+
+
+def _beside(again: Sequence[float], losses: Sequence[float]) -> str:
     times = "once" if len(again) == 1 else f"{len(again)} times"
-    return f"{statistics.mean(again):.2f} % (repeated {times}), where seeds differ by {spread:.2f} %"
+    size = f"{statistics.mean(again):.2f} % (repeated {times})"
+    if len(losses) < 2:
+        return f"{size}, where there is one seed"
+    return f"{size}, where seeds differ by {100 * statistics.stdev(losses) / statistics.mean(losses):.2f} %"
+
+
+def run_again(book: Book) -> str:
+    """Of the rows that the regime runs once more with the same seeds: the mean size of the distance of a run
+    from itself beside the spread of that row's seeds, both in percent of the mixed loss."""
+    found = {}
+    for row in AGAIN:
+        first, second = (book.losses(name, "mixed") for name in (regime_name(row), again_name(row)))
+        shared = sorted(first.keys() & second.keys())
+        sizes = [100 * abs(second[seed] / first[seed] - 1) for seed in shared]
+        if sizes:
+            runs = [book.runs[name] for name in (regime_name(row), again_name(row))]
+            apart = any(runs[0][seed]["commit"] != runs[1][seed]["commit"] for seed in shared)
+            found[row] = _beside(sizes, list(first.values())) + ", by another commit" * apart
+    if not found:
+        return "not run yet"
+    return "; ".join(f"`{row}` {found.get(row, 'not run yet')}" for row in AGAIN)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from experiments.estimates import Book, Compared, Estimate
-from experiments.law import line_through, power_of
+from experiments.law import MARGIN, line_through, power_of
 from experiments.tables import rung
 
 GROWS, PRICE, BY_H, ADAMW_COSTS = "advantage-by-ratio", "price-by-ratio", "price-by-h", "price-under-adamw"
@@ -14,7 +14,7 @@ Names = Callable[[str], str]  # a row's name at a scale
 
 
 def trends(book: Book, names: Names = str) -> dict[Compared, Estimate]:
-    """Those that have two seeds; each is judged by its distance from zero."""
+    """Those that have two seeds; each is judged by its distance from zero, or from what its key names."""
     found: dict[Compared, Estimate | None] = {}
     for view in ("mixed", "pipelined"):
         found[GROWS, "", view] = _slopes(_over_seeds(_advantages(book, names, view)))
@@ -26,7 +26,7 @@ def trends(book: Book, names: Names = str) -> dict[Compared, Estimate]:
     pairs = (("adamw-pp-8", "adamw"), ("pp-8", "dense"))
     ours, theirs = (_paid(book, names(row), names(base), "mixed") for row, base in pairs)
     shared = sorted(ours.keys() & theirs.keys())
-    found[ADAMW_COSTS, "", "mixed"] = Estimate.of([ours[seed] - theirs[seed] for seed in shared])
+    found[ADAMW_COSTS, "", "mixed", MARGIN] = Estimate.of([ours[seed] - theirs[seed] for seed in shared])
     return {key: one for key, one in found.items() if one is not None and one.error is not None}
 
 
@@ -38,8 +38,8 @@ def _paid(book: Book, row: str, base: str, view: str) -> dict[int, float]:
     return {seed: 100 * (ours[seed] / theirs[seed] - 1) for seed in ours.keys() & theirs.keys()}
 
 
-def _rungs(book: Book, names: Names) -> dict[float, str]:
-    """By halvings of k/d, where the scale has both fleets."""
+def rungs(book: Book, names: Names) -> dict[float, str]:
+    """By halvings of k/d: the ratios at which the scale has both fleets."""
     there = [r for r in book.scale.ladder() if all(names(rung(f, r)) in book.rows for f in ("pp", "het"))]
     return {-math.log2(Fraction(ratio)): ratio for ratio in there}
 
@@ -47,13 +47,13 @@ def _rungs(book: Book, names: Names) -> dict[float, str]:
 def _prices(book: Book, names: Names, view: str) -> dict[float, dict[int, float]]:
     """By halvings of k/d: what compressing everything costs."""
     dense = names("dense")
-    return {x: _paid(book, names(rung("pp", r)), dense, view) for x, r in _rungs(book, names).items()}
+    return {x: _paid(book, names(rung("pp", r)), dense, view) for x, r in rungs(book, names).items()}
 
 
 def _advantages(book: Book, names: Names, view: str) -> dict[float, dict[int, float]]:
     """By halvings of k/d: how much less half compressed costs."""
     found = {}
-    for x, ratio in _rungs(book, names).items():
+    for x, ratio in rungs(book, names).items():
         fleets = (names(rung(fleet, ratio)) for fleet in ("pp", "het"))
         every, half = (_paid(book, row, names("dense"), view) for row in fleets)
         found[x] = {seed: every[seed] - half[seed] for seed in every.keys() & half.keys()}
@@ -76,4 +76,4 @@ def _over_seeds(by_x: Mapping[float, Mapping[int, float]]) -> list[Curve]:
 
 
 def _slopes(curves: list[Curve]) -> Estimate | None:
-    return Estimate.of([line_through(list(c), list(c.values()))[1] for c in curves])
+    return Estimate.of([line_through(list(c), list(c.values()))[1] for c in curves if len(c) > 1])

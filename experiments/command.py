@@ -153,7 +153,8 @@ def list_runs(args: argparse.Namespace, scale: Scale, tables: Sequence) -> int:
     """What would be run. Without --corpus, lines of any corpus count."""
     lines = results.read(args.results, scale)
     runs = work.all_runs(tables, scale, args.corpus or "corpus/", lines, seeds_of(args.seeds), args.only)
-    corpora = [fingerprint(args.corpus)] if args.corpus else {line["corpus"] for line in lines}
+    known = {line["corpus"].partition("/")[0] for line in lines}  # without the half that was scored
+    corpora = [fingerprint(args.corpus)] if args.corpus else known
     todo = runs
     for corpus in corpora:
         todo = work.missing(todo, lines, corpus)

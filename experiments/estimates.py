@@ -61,6 +61,7 @@ class Book:
         counts = Counter(line["corpus"].partition("/")[0] for line in asked)
         self.corpus = max(sorted(counts), key=counts.__getitem__) if counts else None
         self.lines = [line for line in asked if line["corpus"].partition("/")[0] == self.corpus]
+        self.all_lines = lines  # also of settings that no row asks for any more
         self.unused = len(lines) - len(self.lines)
         by_digest: dict[tuple[str, str], dict[int, Line]] = {}
         for line in sorted(self.lines, key=lambda line: line["seed"]):

@@ -1,9 +1,10 @@
 """How sure a difference is: p-values of Student's t, and what is left of them among many.
 
 The page has dozens of verdicts. Which are called clear is decided by Benjamini and Hochberg's procedure over
-all of them: of the cells that it calls clear, one in twenty is expected to be wrong. It holds for scores that
-go together, as three scores of the same runs do. Holm's, which allows no false cell at all with the same
-chance, is marked beside it: with three seeds few differences can pass it, true or not.
+all of them: of the cells that it calls clear, one in twenty is expected to be wrong. That is proved for tests
+that are independent or go together in one direction, as three scores of the same runs do; rows that share a
+baseline may not, so the level is approximate. Holm's is marked beside it: it keeps the chance of even one
+false cell at the same level, and with three seeds few differences can pass it, true or not.
 Standard library only.
 """
 

@@ -3,10 +3,14 @@
 Standard library only.
 """
 
+from dataclasses import replace
+
 from experiments.budget import stage_share
 from experiments.estimates import Book, Estimate
+from experiments.lines import digest
 from experiments.paper import finish_name, finishes
 from experiments.tables import rung
+from isthmus.config import FinishConfig
 from isthmus.errors import ConfigError
 
 HEAD = (
@@ -75,19 +79,25 @@ def _cells(book: Book, ratio: str, name: str, words: str) -> list[str]:
     gaps = (price(book, name, ratio), book.gap(name, "full"))
     cells += [gap.text(2, "+", " %") if gap else "" for gap in gaps]
     better = dominating(book, name)
-    cells.append(f"k/d = {better} throughout" if better else "")
+    alone = " (one seed)" if better and len(book.finished(better)) == 1 else ""
+    cells.append(f"`{better}` throughout{alone}" if better else "")
     return [*cells, str(len(book.finished(name)))]
 
 
 def dominating(book: Book, name: str) -> str | None:
-    """The k/d that, held to the end, sends no more bytes between stages and has the lowest plain loss of all
-    that are below this row's; None where none is."""
-    ours, share = book.loss(name, "full"), stage_share(book.recipe(name))
-    lower = {}
-    for ratio in dict.fromkeys((*book.scale.ladder(), *book.scale.finished())):
-        loss = book.loss(rung("pp", ratio), "full")
-        if ours and loss and loss.mean < ours.mean and stage_share(book.recipe(rung("pp", ratio))) <= share:
-            lower[ratio] = loss.mean
+    """The row that, held to the end, sends no more bytes between stages and has the lowest plain loss of all
+    that are below this one's, seed by seed; None where none is. It differs from this row in what crosses
+    boundaries alone: k/d, the wire, and that they stay as they are."""
+    own, lower = book.recipe(name), {}
+    for other, row in book.rows.items():
+        if row.fleet != book.row(name).fleet or not book.finished(other):
+            continue
+        recipe = book.recipe(other)
+        held = replace(own, replicas=recipe.replicas, finish=FinishConfig())
+        gap = book.gap(other, "full", name)
+        fewer = stage_share(recipe) <= stage_share(own)
+        if gap and gap.mean < 0 and fewer and digest(held) == digest(recipe):
+            lower[other] = gap.mean
     return min(lower, key=lower.__getitem__) if lower else None
 
 

@@ -175,7 +175,7 @@ def law_claims(book: Book) -> tuple[tuple[str, str], tuple[str, str]]:
     fits = {h: found for h in HS if (found := fit(prices(book, h, "full")))}
     told = [found for found in fits.values() if found.slope.error is not None]
     if not told or len(fits) < len(HS):
-        missing = ("cannot be told yet", "`isthmus reproduce law`")
+        missing = ("cannot be told yet", f"`isthmus reproduce law --corpus {book.scale.corpus}`")
         return missing, missing
     falls = all(book.clear(_falls(h, "full")) and found.free_slope.mean > 0 for h, found in fits.items())
     level = any(book.clear(_floor(h, "full")) for h in fits)

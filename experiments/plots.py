@@ -1,6 +1,6 @@
 """The page's plots as SVG: the same lines give the same bytes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ from experiments.bytes_plot import draw_bytes
 from experiments.estimates import VIEWS, Book, Estimate
 from experiments.finish import finishing_tokens, price
 from experiments.law import VIEWS as LAW_VIEWS
-from experiments.law import fit, prices
+from experiments.law import Line as Straight
+from experiments.law import line_through, prices, slope_from_origin
 from experiments.law_rows import HS
 from experiments.lines import Line
 from experiments.paper import PAPER_LADDER, finish_name, finishes
@@ -177,7 +178,8 @@ def _frontier(book: Book) -> Any:
 
 
 def _law(book: Book) -> Any:
-    """The price by the share that is compressed, at each H, with the law's line through the origin."""
+    """The price by the share that is compressed, at each H, with the law's line through the origin; as a
+    pipelined forward a free line. Bars and bands are one standard error over seeds."""
     found = {view: {h: prices(book, h, view) for h in HS} for view in LAW_VIEWS}
     if not any(found["full"].values()):
         return None
@@ -185,23 +187,30 @@ def _law(book: Book) -> Any:
     figure, panels = _panels(len(LAW_VIEWS), titles, "% above the same, uncompressed")
     for axes, view in zip(panels, LAW_VIEWS, strict=True):
         for at, h in enumerate(HS):
-            fitted, seeds = fit(found[view][h]), list(found[view][h].values())
-            if fitted is None:
+            seeds = list(found[view][h].values())
+            if not seeds:
                 continue
             shares = sorted(seeds[0])
             estimates = [Estimate.of([seed[share] for seed in seeds]) for share in shares]
             _points(axes, shares, estimates, COLOURS[at], f"H = {h}", line="")
-            if view != "full":  # only the full score is the law's: here a free line, where there are points
-                line = [fitted.intercept.mean + fitted.free_slope.mean * x for x in (shares[0], 1)]
-                axes.plot([shares[0], 1], line, "--", color=COLOURS[at], linewidth=1.3)
-                continue
-            slope, error = fitted.slope.mean, fitted.slope.error or 0.0
-            axes.plot([0, 1], [0, slope], color=COLOURS[at], linewidth=1.3)
-            axes.fill_between([0, 1], [0, slope - error], [0, slope + error], color=COLOURS[at], alpha=0.18)
+            if view == "full":
+                _straight(axes, [(0.0, slope_from_origin(seed)) for seed in seeds], 0.0, COLOURS[at], "-")
+            else:  # only the full score is the law's: here a free line, where there are points
+                lines = [line_through(list(seed), list(seed.values())) for seed in seeds]
+                _straight(axes, lines, shares[0], COLOURS[at], "--")
         axes.set_xlim(-0.05, 1.05)
         axes.set_xlabel("1 - alpha: the share of replicas that compress", color=SOFT, fontsize=9)
         _legend(axes, "upper left" if view == "full" else "lower left")  # where no points are
     return figure
+
+
+def _straight(axes: Any, lines: Sequence[Straight], first: float, colour: str, style: str) -> None:
+    """The mean of the lines of all seeds up to 1, with a band of one standard error at each point."""
+    xs = [first + (1 - first) * n / 20 for n in range(21)]
+    found = [e for x in xs if (e := Estimate.of([start + slope * x for start, slope in lines]))]
+    axes.plot(xs, [e.mean for e in found], style, color=colour, linewidth=1.3)
+    low, high = ([e.mean + sign * (e.error or 0.0) for e in found] for sign in (-1, 1))
+    axes.fill_between(xs, low, high, color=colour, alpha=0.18)
 
 
 def _fullsize(lines: Mapping[str, Line]) -> Any:

@@ -4,9 +4,15 @@ The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW 
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
 {{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{repeats K/D}}, {{sent ROW}}, {{setup}},
 {{speed}}, {{small}}, {{runs}}, {{frontier}}, {{claims}}, {{papers}}, {{law table|answer}},
-{{regime table|picks|trials|setup|base|distance|runs}}, {{eight table|nearer|distance|steps|runs}}
-and {{178m table|claim|facts|setup}}; VIEW is full, pipelined or mixed, ROW may be pp-last or het-last: the
-steepest rung of the ladder. What follows the line {{results}} is left out as long as there is no result.
+{{regime table|picks|trials|lengths|setup|base|distance|runs|small}},
+{{eight table|nearer|distance|steps|runs|small}} and {{178m table|claim|facts|setup}}; VIEW is full,
+pipelined or mixed, ROW may be pp-last or het-last: the steepest rung of the ladder. What follows the line
+{{results}} is left out as long as there is no result.
+
+Of the regime's own rows, named as in tuning.ROWS (dense, het-8, recommended; dense-again for a row that is
+run once more): {{regime verdict ROW OTHER VIEW}}, {{regime gap ROW VIEW [OTHER]}},
+{{regime scoring ROW OTHER}}, {{regime judged}}, {{regime commits}} and {{regime repeats}}: how far a run is
+from itself. Its verdicts are corrected among themselves.
 """
 
 import re
@@ -16,6 +22,7 @@ from pathlib import Path
 from experiments import checks
 from experiments.budget import stage_share
 from experiments.catalog import tables_of
+from experiments.claim_judges import Names, is_small
 from experiments.claims import claim_tests, claims_table
 from experiments.estimates import Book, Compared, Estimate
 from experiments.finish import enough, finish_table
@@ -24,9 +31,10 @@ from experiments.fullsize import read_fullsize, shown_lines
 from experiments.fullsize_page import fullsize_claim, fullsize_facts, fullsize_setup, fullsize_table
 from experiments.law import law_answer, law_table
 from experiments.lines import Line, read
-from experiments.search_page import BYTES, bytes_of, claims, frontier_table, verdict
-from experiments.tables import EIGHT, LADDER, REGIME, SCALES, Scale, Shown, Table
-from experiments.tuning import picks_table, regime_name, trials_table, unsettled
+from experiments.search_page import BYTES, NOT_YET, bytes_of, claims, counted, frontier_table, verdict
+from experiments.tables import EIGHT, LADDER, REGIME, SCALES, Scale, Shown, Table, size_of
+from experiments.trial_length import lengths
+from experiments.tuning import AGAIN, ROWS, picks_table, regime_name, trials_table, unsettled
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
 
@@ -40,6 +48,7 @@ FULLSIZE_PARTS = {
     "facts": fullsize_facts,
     "setup": fullsize_setup,
 }
+COMPARED = ("verdict", "gap", "scoring", "judged", "commits", "repeats")  # parts that compare regime rows
 WITHIN = 3.0  # percent of per-step AdamW that SparseLoCo is wanted at, where the base works
 NONE_YET = "There are no results yet. `isthmus reproduce all --corpus DIR --device cuda` makes them.\n"
 
@@ -66,21 +75,24 @@ def render(template: str, book: Book, drawn: Sequence[str] = (), fullsize: Fulls
     before, _, after = template.partition("{{results}}\n")
     page = before + (after if book.lines else NONE_YET)
     book.family = verdicts(page, book)
+    if book.regime:
+        book.regime.family = verdicts(page, book.regime, regime_name)
     filled = re.sub(
         r"\{\{([^}]*)\}\}", lambda found: _fill(found.group(1), book, drawn, fullsize or {}), page
     )
     return NOTE + filled
 
 
-def verdicts(page: str, book: Book) -> list[Compared]:
-    """What a page judges together, each once: what its prose compares, and the tests behind the answers to
-    the papers' claims. The law's are apart."""
+def verdicts(page: str, book: Book, names: Names = str) -> list[Compared]:
+    """What a page judges together of a book, each once: what its prose compares, and the tests behind the
+    answers to the papers' claims. The law's are apart."""
     named: list[Compared] = []
-    for words in re.findall(r"\{\{verdict (\S+ \S+ \S+)\}\}", page):
+    which = "verdict" if is_small(names) else "regime verdict"
+    for words in re.findall(rf"\{{\{{{which} (\S+ \S+ \S+)\}}\}}", page):
         row, other, view = (book.aliases.get(word, word) for word in str(words).split())
-        named.append((row, other, view))
+        named.append((names(row), names(other), view))
     if "{{papers}}" in page:
-        named += claim_tests(book)
+        named += claim_tests(book, names)
     return list(dict.fromkeys(one for one in [*named, *book.derived] if one not in book.apart))
 
 
@@ -111,7 +123,9 @@ def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> st
         "papers": lambda: claims_table(book),
         "small": lambda: small(book),
         "law": lambda part: {"table": law_table, "answer": law_answer}[part](book),
-        "regime": lambda part: regime_part(part, book.regime),
+        "regime": lambda part, *rest: (regime_compared if part in COMPARED else regime_part)(
+            part, book.regime, *rest
+        ),
         "eight": lambda part: eight_part(part, book),
         FULLSIZE: lambda part: FULLSIZE_PARTS[part](fullsize),
     }
@@ -130,6 +144,8 @@ def regime_part(part: str, book: Book | None) -> str:
         return f"Not run yet: `{command}` shows it by sittings." if part == "setup" else ""
     if part in ("picks", "trials"):
         return {"picks": picks_table, "trials": trials_table}[part](book.scale, book.lines)
+    if part == "lengths":
+        return lengths(book.scale, book.all_lines)
     if part == "distance":
         gap = book.gap(regime_name("dense"), "full")
         found = verdict(gap, WITHIN) if gap else "not run."
@@ -138,8 +154,37 @@ def regime_part(part: str, book: Book | None) -> str:
         return f"SparseLoCo against AdamW averaged at every step, {words}: {found}"
     if part == "runs":
         return runs_of(book)
+    if part == "small":
+        return small(book, regime_name("dense"))
     tables = {"table": "regime", "base": "tune-base", "nearer": "nearer"}
     return setup(book, regime_name("dense")) if part == "setup" else table_of(tables[part], book)
+
+
+def regime_compared(part: str, book: Book | None, *words: str) -> str:
+    """How rows of the regime compare, and how good these comparisons are."""
+    if book is None:
+        return NOT_YET
+
+    def gap(row: str, view: str, other: str | None = None) -> str:
+        found = book.gap(_regime_row(row), view, _regime_row(other) if other else None)
+        return _text(found, 2, "+", " %") + " (one seed)" * bool(found and found.count == 1)
+
+    parts: dict[str, Callable[..., str]] = {
+        "verdict": lambda row, other, view: book.verdict(_regime_row(row), _regime_row(other), view),
+        "gap": gap,
+        "scoring": lambda row, other: checks.scoring(book, _regime_row(row), _regime_row(other)),
+        "judged": lambda: checks.judged(book),
+        "commits": lambda: checks.commits(book),
+        "repeats": lambda: checks.run_again(book),
+    }
+    return parts[part](*words)
+
+
+def _regime_row(name: str) -> str:
+    short = [row for row, *_ in ROWS] + [f"{row}-again" for row in AGAIN]
+    if name not in short:
+        raise ConfigError(f'the regime has no row "{name}"; it has {", ".join(short)}')
+    return regime_name(name)
 
 
 def eight_part(part: str, book: Book) -> str:
@@ -155,7 +200,7 @@ def eight_part(part: str, book: Book) -> str:
     )
     shared = sorted(ours.keys() & theirs.keys())
     gap = Estimate.of([100 * (ours[seed] / theirs[seed] - 1) for seed in shared])
-    return _text(gap, 2, "+", " %")
+    return counted(gap) if gap else "not run"
 
 
 def _text(estimate: Estimate | None, digits: int, sign: str = "", unit: str = "") -> str:
@@ -232,12 +277,9 @@ def setup(book: Book, row: str = "dense") -> str:
     )
 
 
-def small(book: Book) -> str:
+def small(book: Book, row: str = "dense") -> str:
     """Beside every percentage that depends on it."""
-    recipe = book.recipe("dense")
-    tokens = recipe.outer.rounds * recipe.round_tokens
-    size = f"{recipe.model.num_parameters / 1e6:.1f} M parameters, {tokens / 1e6:.1f} M tokens"
-    return f"Percentages here are of a small model and a short run ({size})."
+    return f"Percentages here are of a small model and a short run ({size_of(book.recipe(row))})."
 
 
 def speed(book: Book) -> str:

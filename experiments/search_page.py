@@ -92,12 +92,17 @@ def claims(book: Book) -> str:
     return "\n".join(f"- {line}" for line in [*lines, _recommended(book), _distance(book)])
 
 
-def verdict(found: Estimate, most: float) -> str:
+def counted(found: Estimate) -> str:
+    """An estimate in percent, and of how many seeds it is."""
     seeds = f"{found.count} seeds" if found.count > 1 else "one seed"
+    return f"{found.text(2, '+', ' %')} ({seeds})"
+
+
+def verdict(found: Estimate, most: float) -> str:
     word = "reached" if found.mean <= most else "**not reached**"
     if found.error and abs(found.mean - most) < found.error:
         word += ", by less than its standard error"
-    return f"{found.text(2, '+', ' %')} ({seeds}), wanted: at most {most:+g} %: {word}."
+    return f"{counted(found)}, wanted: at most {most:+g} %: {word}."
 
 
 def _price(book: Book, factor: int, most: float) -> str:

@@ -77,6 +77,7 @@ class Scale:
     by_h: tuple[int, ...] = (15, 50, 100)  # besides `inner_steps`
     decay_t_perp: bool = False  # true: its first lines were made when T_perp decayed with the rest
     replicas: int = 8  # M
+    corpus: str = "corpus/"  # its text, as experiments/README.md names it
     regime: Regime | None = None  # where every method is tuned alike
     record: bool = True  # false: a trial of the machinery, whose lines never go into results/
     # Assumed until runs have been measured, all workers together: the rate of inner steps, and the device's
@@ -126,7 +127,8 @@ SCALES = {
             "12m",
             "width 384, 4 layers, one to a stage",
             ("model.preset=20m", "model.layers=4", "model.ffn=704", *_SMALL),
-            30, 100, _LR, _LRS, decay_t_perp=True, tokens_per_second=1.8e6, round_seconds=0.05,
+            30, 100, _LR, _LRS, decay_t_perp=True, corpus="corpus12m/", tokens_per_second=1.8e6,
+            round_seconds=0.05,
         ),
         Scale(
             "10m", "width 256, 8 layers", ("model.preset=10m", *_SMALL), 30, 100, _LR, _LRS,
@@ -139,13 +141,15 @@ SCALES = {
         Scale(
             "24m", "width 384, 8 layers, two to a stage, 102 M tokens",
             ("model.preset=20m", *_SMALL, "inner.batch=8", "data.eval_batches=64", "data.eval_every=52"),
-            15, 416, _LR, _LRS, by_h=(30, 50, 100), tokens_per_second=1.4e6, round_seconds=0.05,
+            15, 416, _LR, _LRS, by_h=(30, 50, 100), corpus="corpus24m/", tokens_per_second=1.4e6,
+            round_seconds=0.05,
             regime=Regime(6, ((15, 512), (15, 1344), (10, 896), (5, 384)), (15, 1344), sequences=64),
         ),
         Scale(
             "24m-4", "the same with four replicas and steps twice as large: where the base works",
             ("model.preset=20m", *_SMALL, "inner.batch=32", "data.eval_batches=16", "data.eval_every=78"),
-            5, 624, _LR, _LRS, by_h=(30, 50, 100), replicas=4, tokens_per_second=2.5e6, round_seconds=0.02,
+            5, 624, _LR, _LRS, by_h=(30, 50, 100), replicas=4, corpus="corpus24m/", tokens_per_second=2.5e6,
+            round_seconds=0.02,
             regime=Regime(6, ((5, 512), (5, 1344), (5, 2048), (10, 2048)), (5, 1344),
                           ("1.25e-3", "2e-3", "3.2e-3", "5e-3", "8e-3", "1.25e-2"),
                           (0, 1, 2, 3, 4), further=True),
@@ -213,6 +217,12 @@ class Table:
 def rung(fleet: str, ratio: str) -> str:
     """The row of a fleet at this k/d."""
     return f"{fleet}-{ratio.partition('/')[2]}"
+
+
+def size_of(recipe: Recipe) -> str:
+    """What every percentage of a run depends on."""
+    tokens = recipe.outer.rounds * recipe.round_tokens
+    return f"{recipe.model.num_parameters / 1e6:.1f} M parameters, {tokens / 1e6:.1f} M tokens"
 
 
 def recipe_of(

@@ -306,22 +306,33 @@ def unsettled(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def picks_table(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> str:
-    """What each method takes, and whether its learning rate lies at an edge of what it tried, where a better
-    one may lie beyond."""
-    rows = ["| method | picked | learning rate at an edge |", "| --- | --- | --- |"]
+    """What each method takes, and which of its knobs lie at an edge of what it tried, where a better value
+    may lie beyond."""
+    rows = ["| method | picked | at an edge of what it tried |", "| --- | --- | --- |"]
     for group, found in results_of(scale, lines).items():
         best = best_trial(found, _regime(scale).trials)
         there = f"{len(found) - found.count(None)} of {len(found)} trials"
         if best is None:
             rows.append(f"| {GROUPS[group].words} | {there} | |")
             continue
-        pick = drawn(group, scale)[best]
-        lr = pick[0].partition("=")[2]
-        tried = sorted((one[0].partition("=")[2] for one in drawn(group, scale)), key=float)
-        edge = "yes" if lr in (tried[0], tried[-1]) else "no"
+        trials = drawn(group, scale)
+        tried = [trial for trial, loss in zip(trials, found, strict=True) if loss is not None]
         so_far = f" (best of {there})" if None in found else ""
-        rows.append(f"| {GROUPS[group].words} | {', '.join(pick)}{so_far} | {edge} |")
+        edges = ", ".join(edges_of(trials[best], tried)) or "none"
+        rows.append(f"| {GROUPS[group].words} | {', '.join(trials[best])}{so_far} | {edges} |")
     return "\n".join(rows)
+
+
+def edges_of(pick: Sequence[str], tried: Sequence[Sequence[str]]) -> list[str]:
+    """The knobs of a pick that no trial had larger, or none smaller."""
+    found = []
+    for setting, column in zip(pick, zip(*tried, strict=True), strict=True):
+        knob, _, value = setting.partition("=")
+        values = [float(one.partition("=")[2]) for one in column]
+        ends = [word for word, end in (("smallest", min(values)), ("largest", max(values)))
+                if float(value) == end]  # fmt: skip
+        found += [f"{knob} ({' and '.join(ends)})"] if ends else []
+    return found
 
 
 def trials_table(scale: Scale, lines: Sequence[Mapping[str, Any]]) -> str:

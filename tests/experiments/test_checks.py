@@ -1,13 +1,14 @@
 """What is said of the verdicts, and the figure of everything, from lines whose answers are known."""
 
 import pytest
+from regime_lines import regime_seeds
 from result_lines import line
 
 from experiments import checks
 from experiments.bytes_plot import Point, draw_bytes, frontier, points
 from experiments.estimates import Book
 from experiments.render import render
-from experiments.tables import pick_scale
+from experiments.tables import REGIME, pick_scale
 
 SCALE = pick_scale("12m")
 
@@ -24,6 +25,7 @@ def test_the_share_of_a_gain_that_is_scoring_is_what_the_boundaries_do_not_show(
     assert checks.scoring(Book(lines, SCALE), "het-8", "pp-8") == "75 %"
     assert checks.scoring(Book(lines, SCALE), "pp-8", "het-8") == "no gain"
     assert checks.scoring(Book(lines[:3], SCALE), "het-8", "pp-8") == "not run"
+    assert checks.scoring(Book([lines[0], lines[3]], SCALE), "het-8", "pp-8") == "75 % (one seed)"
 
 
 def test_rows_of_two_commits_are_named():
@@ -44,6 +46,20 @@ def test_a_run_repeated_with_its_seed_is_told_from_one_that_was_shared():
     assert checks.repeated(book, "1/8") == {0: pytest.approx(1.0)}
     assert checks.repeats(book, "1/8").startswith("1.00 % (repeated once), where seeds differ by 2.77 %")
     assert checks.repeats(book, "1/64") == "not run"
+
+
+def test_a_row_of_the_regime_that_is_run_once_more_is_held_against_itself_and_its_spread():
+    def told(*lines):
+        return checks.run_again(Book(lines, pick_scale(REGIME)))
+
+    first, again = regime_seeds("dense", 3.0, 3.1), regime_seeds("dense-again", 3.03, 3.069)
+    assert told(*first) == told(*again) == "not run yet"
+    beside = "where seeds differ by 2.32 %; `het-8` not run yet"
+    assert told(*first, *again) == f"`dense` 1.00 % (repeated 2 times), {beside}"  # one up, one down
+    assert told(*first, again[0]) == f"`dense` 1.00 % (repeated once), {beside}"
+    assert told(first[0], *again).startswith("`dense` 1.00 % (repeated once), where there is one seed;")
+    other = regime_seeds("dense-again", 3.03, commit="other")
+    assert "2.32 %, by another commit;" in told(*first, *other)
 
 
 def test_how_many_are_judged_and_how_many_are_clear():

@@ -85,9 +85,24 @@ def test_bytes_stand_beside_a_finish_and_so_does_what_is_lower_with_no_more_of_t
         *lines_of("pp-24", [4.9] * 3),
         *lines_of("pp-8", [4.8] * 3),
     ]
-    assert dominating(Book(lines, SCALE), "pp-64-open-20") == "1/8"
-    assert dominating(Book(lines[:6], SCALE), "pp-64-open-20") == "1/24"
+    assert dominating(Book(lines, SCALE), "pp-64-open-20") == "pp-8"
+    assert dominating(Book(lines[:6], SCALE), "pp-64-open-20") == "pp-24"
     assert dominating(Book(lines[:6], SCALE), "pp-24") is None
+
+
+def test_what_is_lower_may_be_any_row_that_differs_in_what_crosses_boundaries_alone():
+    def cell(*lines):
+        text = render("{{finish}}", Book([*lines_of("pp-8-open-20", [5.0] * 3), *lines], SCALE))
+        [row] = [part for part in text.splitlines() if "| 1/8 | opened over 20 rounds" in part]
+        return row.split("|")[11].strip()
+
+    assert cell(*lines_of("pp-4", [4.9])) == "`pp-4` throughout (one seed)"  # by seed 0 alone
+    assert cell(*lines_of("pp-4", [5.1])) == ""
+    wire = lines_of("pp-4-int5", [4.8] * 3)
+    assert cell(*lines_of("pp-4", [4.9]), *wire) == "`pp-4-int5` throughout"
+    assert cell(*lines_of("pp-2", [4.0] * 3)) == ""  # more bytes
+    for other in ("adamw-pp-8", "muon-pp-8-int5", "pp-8-star", "pp-8-more", "pp-8-full-5", "het-8"):
+        assert cell(*lines_of(other, [4.0] * 3)) == "", other
 
 
 def test_enough_is_the_fewest_rounds_that_keep_the_bound():

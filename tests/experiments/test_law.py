@@ -1,13 +1,25 @@
 """The law's rows, and its fit on lines whose answer is known."""
 
+import statistics
+
 import pytest
+from matplotlib.collections import PolyCollection
 from result_lines import line
 
 from experiments.catalog import rows_of
 from experiments.estimates import Book
-from experiments.law import fit, growth, law_answer, law_claims, law_table, prices
+from experiments.law import (
+    fit,
+    growth,
+    law_answer,
+    law_claims,
+    law_table,
+    line_through,
+    prices,
+    slope_from_origin,
+)
 from experiments.law_rows import FULL, HS, OF, SEEDS, law_name
-from experiments.plots import draw_all
+from experiments.plots import _law, draw_all
 from experiments.tables import pick_scale, recipe_of
 
 SCALE = pick_scale("12m")
@@ -81,6 +93,25 @@ def test_seeds_without_every_share_are_left_out_and_nothing_is_said_before_it_is
     assert "not run" in law_table(Book(lines[:1], SCALE))
     assert "results-law.svg" in [path.name for path in draw_all(Book(lines, SCALE), tmp_path)]
     assert "results-law.svg" not in [path.name for path in draw_all(Book(lines[:1], SCALE), tmp_path)]
+
+
+def test_in_both_panels_of_the_figure_a_line_has_the_standard_error_of_its_seeds_around_it():
+    book = Book(lines_of(lambda share, h: 1 + 2 * share, wobble=0.3), SCALE)
+    for view, axes in zip(("full", "pipelined"), _law(book).axes, strict=True):
+        bands = [one for one in axes.collections if isinstance(one, PolyCollection)]
+        assert len(bands) == len(HS)
+        for h, band in zip(HS, bands, strict=True):
+            (found,) = band.get_paths()
+            ends = sorted(y for x, y in found.vertices if x == 1)
+            seeds = prices(book, h, view).values()
+            if view == "full":
+                at_one = [slope_from_origin(seed) for seed in seeds]
+            else:
+                at_one = [sum(line_through(list(seed), list(seed.values()))) for seed in seeds]
+            error = statistics.stdev(at_one) / len(at_one) ** 0.5
+            assert error > 0
+            assert ends[0] == pytest.approx(statistics.mean(at_one) - error)
+            assert ends[-1] == pytest.approx(statistics.mean(at_one) + error)
 
 
 def test_a_session_cut_short_leaves_an_answer_for_the_h_that_are_whole():

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from regime_lines import all_trials, regime_line
 
 from experiments.catalog import rows_of
 from experiments.lines import append, read
@@ -117,6 +118,19 @@ def test_a_dry_run_lists_what_is_missing_and_its_time(tmp_path, capsys):
     assert told["seconds"] > 60
     assert main(["reproduce", "1", "--dry-run", "--results", str(tmp_path)]) == 0
     assert "9 of 9 runs are missing" in capsys.readouterr().out
+
+
+def test_a_dry_run_without_a_corpus_knows_lines_of_either_half_of_a_text(tmp_path, capsys):
+    for entry in (*all_trials(), regime_line("dense", 0, 3.0), regime_line("dense-again", 1, 3.0)):
+        append(tmp_path / "regime.jsonl", entry)
+    command = ["reproduce", "tune-regime", "regime", "--scale", "24m-4", "--dry-run", "--json"]
+    assert main([*command, "--results", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    missing = {(run["row"], run["seed"]) for run in told["runs"]}
+    assert told["there"] == len(all_trials()) + 2
+    assert not {row for row, _ in missing if row.startswith("trial-")}
+    assert ("regime-dense", 0) not in missing
+    assert {("regime-dense", 1), ("regime-dense-again", 0), ("regime-het-8", 0)} <= missing
 
 
 @pytest.mark.parametrize(

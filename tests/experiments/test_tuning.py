@@ -25,6 +25,7 @@ from experiments.tuning import (
     base_name,
     chosen,
     drawn,
+    edges_of,
     nearer_name,
     picks_table,
     regime_name,
@@ -111,18 +112,50 @@ def test_rows_wait_until_every_trial_of_their_method_is_there(capsys):
     assert {run.row.follows for run in ready} == {"het"}
 
 
-def test_a_pick_at_the_edge_of_its_grid_is_told():
-    tried = drawn("het", SCALE)[:FIRST]
-    numbers = {lr: n for n, one in enumerate(tried) for lr in LRS if one[0] == f"inner.lr={lr}"}
-    for lr, says in ((LRS[-1], "yes"), (LRS[1], "no")):
+def edges_told(losses):
+    """The cell of the method, and its best trial."""
+    [row] = [
+        one
+        for one in picks_table(SCALE, trial_lines(losses)).splitlines()
+        if one.startswith("| SparseLoCo + Het-PP")
+    ]
+    return row.split("|")[3].strip(), drawn("het", SCALE)[losses.index(min(losses))]
+
+
+def test_every_knob_of_a_pick_at_an_edge_of_what_was_tried_is_told():
+    for best in range(TRIALS):
         losses = [4.0] * TRIALS
-        losses[numbers[lr]] = 3.9
-        told = [
-            one for one in picks_table(SCALE, trial_lines(losses)).splitlines() if f"inner.lr={lr}," in one
-        ]
-        assert [one.split("|")[3].strip() for one in told] == [says]
-    assert f"| {FIRST - 1} of {TRIALS} trials |" in picks_table(SCALE, trial_lines([4.0] * (FIRST - 1)))
-    assert f"(best of {FIRST} of {TRIALS} trials)" in picks_table(SCALE, trial_lines([4.0] * FIRST))
+        losses[best] = 3.9
+        told, pick = edges_told(losses)
+        expected = []
+        for at, setting in enumerate(pick):
+            knob, _, value = setting.partition("=")
+            values = {float(one[at].partition("=")[2]) for one in drawn("het", SCALE)}
+            if not any(other < float(value) for other in values):
+                expected.append(f"{knob} (smallest)")
+            if not any(other > float(value) for other in values):
+                expected.append(f"{knob} (largest)")
+        assert told == (", ".join(expected) or "none")
+    assert edges_told([3.9, *[4.0] * (TRIALS - 1)])[0] == "none"  # the middle of every grid
+
+
+def test_an_edge_is_of_the_trials_that_were_run():
+    losses = [4.0, *[4.1] * (FIRST - 1)]
+    (first, *rest), knobs = drawn("het", SCALE), ["inner.lr", "warmup", "outer.lr", "outer.feedback_decay"]
+    assert [setting.partition("=")[0] for setting in first] == knobs
+    assert edges_of(first, [first]) == [f"{knob} (smallest and largest)" for knob in knobs]
+    larger = next(one for one in rest if float(one[0].partition("=")[2]) > float(first[0].partition("=")[2]))
+    assert edges_of(first, [first, larger])[0] == "inner.lr (smallest)"
+    assert f"| {FIRST - 1} of {TRIALS} trials |" in picks_table(SCALE, trial_lines(losses[:-1]))
+    assert f"(best of {FIRST} of {TRIALS} trials)" in picks_table(SCALE, trial_lines(losses))
+    # The further trials of the recommended fleet have a larger learning rate than its first.
+    tried = [
+        line(SCALE, trial_name("recommended", number), 0, 4.0 - 0.1 * (one[0] == "inner.lr=1.25e-2"),
+             corpus=scored_on("0123456789ab", TUNING))
+        for number, one in enumerate(drawn("recommended", SCALE))
+    ]  # fmt: skip
+    assert "inner.lr (largest)" in picks_table(SCALE, tried[:FIRST])
+    assert "inner.lr (largest)" not in picks_table(SCALE, tried)
 
 
 def test_trials_stand_by_learning_rate_then_the_further_ones_and_the_best_is_bold():
