@@ -103,6 +103,17 @@ def test_payloads_and_what_they_decode_to_give_the_same_bits(how):
 
 
 @pytest.mark.parametrize("how", ["contributors", "all"])
+@pytest.mark.parametrize("weights", [None, [3, 1, 2]])
+def test_replicas_that_send_every_entry_have_the_mean_of_their_tensors_to_the_bit(how, weights):  # DiLoCo
+    dense = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(3)]
+    dense[1]["wq"][:70] = 0  # zeros do not count as sent
+    codec = TopK(keep=64 * 64, values="fp32")
+    means = aggregate_many([codec.encode_many(own) for own in dense], how, weights=weights)
+    for name, mean in means.items():
+        assert torch.equal(mean, aggregate([own[name] for own in dense], how, weights=weights))
+
+
+@pytest.mark.parametrize("how", ["contributors", "all"])
 @pytest.mark.parametrize("clip", [None, "median"])
 def test_whole_model_equals_parameter_by_parameter_bit_for_bit(how, clip):
     sent = replicas(4)

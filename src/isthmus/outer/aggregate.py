@@ -8,6 +8,7 @@ added, and a sum divided by the weights of those that are in it.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from isthmus import gpu
 from isthmus.layout.chunks import Layout
 from isthmus.sparse.bundle import Bundle, Group, Shapes, SparseChunks, arrange, owners
-from isthmus.sparse.topk import add_at, decode, flat_positions, origins
+from isthmus.sparse.topk import add_at, decode, flat_positions, origins, to_grid
 
 Item = Tensor | SparseChunks
 NORM_ENTRIES = 2**24  # whose squares are in memory at a time
@@ -43,7 +44,8 @@ class RunningMean:
         """One flat accumulator for all tensors, and where their chunks start in it."""
         self.key, self.shapes = bundle.key, bundle.shapes
         first = bundle.groups[0].values
-        size = sum(shape.numel() for shape in self.shapes.values())
+        *starts, size = accumulate((shape.numel() for shape in self.shapes.values()), initial=0)
+        self.offsets = dict(zip(self.shapes, starts, strict=True))
         self.total = torch.zeros(size, dtype=first.dtype, device=first.device)
         whole = torch.int16 if not self.most else torch.int32 if self.most < 2**31 else torch.int64
         contributors = self.how == "contributors"
@@ -68,8 +70,11 @@ class RunningMean:
             raise ValueError(f"replicas sent {name or 'tensors'} in different shapes, chunks or dtypes")
         arrangement = arrange(*self.key)
         for names, group, start in zip(arrangement.groups, bundle.groups, self.starts, strict=True):
-            layout = arrangement.layouts[names[0]]
-            self._add_group(group.index, _times(group.values, weight), layout, *start, weight)
+            layout, values = arrangement.layouts[names[0]], _times(group.values, weight)
+            if layout.kept == layout.entries:
+                self._add_whole(names, values, weight)
+            else:
+                self._add_group(group.index, values, layout, *start, weight)
         self.num_added += 1
         self.weight += weight
 
@@ -82,6 +87,19 @@ class RunningMean:
         add_at(self.total, position, values)
         if self.count is not None:
             add_at(self.count, position, _times(values != 0, weight))
+
+    def _add_whole(self, names: Sequence[str], values: Tensor, weight: int) -> None:
+        """Add a group's chunks (C, P) that hold every entry, block by block: DiLoCo's. Such chunks have no
+        padding, and their positions need not be computed."""
+        arrangement = arrange(*self.key)
+        for name in names:
+            layout, at = arrangement.layouts[name], arrangement.locations[name]
+            here = slice(self.offsets[name], self.offsets[name] + layout.chunks * layout.entries)
+            blocks = to_grid(self.total[here], layout)  # (Y, X, h, w)
+            own = values[at.first : at.stop].view(blocks.shape)
+            blocks += own
+            if self.count is not None:
+                to_grid(self.count[here], layout).add_(_times(own != 0, weight))
 
     @torch.no_grad()
     def step(self, anchor: Mapping[str, Tensor], step_size: float) -> None:

@@ -30,7 +30,7 @@ def _shrink(matrix: Tensor, dim: int, size: int, whole: int) -> Tensor:
     return torch.cat([head, tail.narrow(dim + 1, 0, size - 1).flatten(dim, dim + 1)], dim)
 
 
-def _grid(dense: Tensor, layout: Layout) -> Tensor:
+def to_grid(dense: Tensor, layout: Layout) -> Tensor:
     """The chunks as a view where there is no padding: (Y, X, h, w)."""
     matrix = dense.reshape(layout.rows, layout.cols)
     if layout.whole_down < layout.down:
@@ -47,7 +47,7 @@ def _grid(dense: Tensor, layout: Layout) -> Tensor:
 def to_chunks(dense: Tensor, side: int) -> Tensor:
     """All chunks of a tensor, one a row (C, P), in the order (y, x) of blocks and (h, w) inside them."""
     layout = layout_of(tuple(dense.shape), side, keep=0)
-    return _grid(dense, layout).reshape(layout.chunks, layout.entries)
+    return to_grid(dense, layout).reshape(layout.chunks, layout.entries)
 
 
 def from_chunks(chunks: Tensor, shape: torch.Size | tuple[int, ...], side: int) -> Tensor:
@@ -182,7 +182,8 @@ class TopK:
         layouts: Mapping[str, Layout],
         finite: list[Tensor],
     ) -> Group:
-        parts = [_select(slab, pads, layouts[names[0]]) for slab, pads in _slabs(names, dense, layouts)]
+        ranked, layout = self.values == "2bit", layouts[names[0]]
+        parts = [_select(slab, pads, layout, ranked) for slab, pads in _slabs(names, dense, layouts)]
         index, values, magnitude = (
             torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True)
         )
@@ -237,7 +238,7 @@ def _slabs(
 
     for name in names:
         layout = layouts[name]
-        grid = _grid(dense[name].detach(), layout)  # (Y, X, h, w)
+        grid = to_grid(dense[name].detach(), layout)  # (Y, X, h, w)
         step = max(1, limit // max(1, layout.across * entries))
         for y in range(0, layout.down, step):
             band = grid[y : y + step]
@@ -250,9 +251,10 @@ def _slabs(
 
 
 def _select(
-    chunks: Tensor, pads: list[tuple[slice, Layout, int]], layout: Layout
+    chunks: Tensor, pads: list[tuple[slice, Layout, int]], layout: Layout, ranked: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions kept (C, J) int16, ascending; the values there; and their magnitudes, descending."""
+    """Positions kept (C, J) int16, ascending; the values there; and their magnitudes, descending if `ranked`:
+    where all are kept and no levels are sought (DiLoCo), ranking them would take most of the time."""
     magnitude = chunks.abs()  # (C, P)
     for at, padded, y in pads:
         grid = magnitude[at].view(-1, padded.across, padded.height, padded.width)
@@ -262,7 +264,7 @@ def _select(
             grid[:, padded.whole_across :, :, -1] = -1
     if layout.kept == layout.entries:
         index = torch.arange(layout.entries, device=chunks.device).expand(chunks.shape[0], -1)
-        return index.short(), chunks, magnitude.sort(1, descending=True).values
+        return index.short(), chunks, magnitude.sort(1, descending=True).values if ranked else magnitude
     magnitude, index = largest(magnitude, layout.kept)
     index = index.sort(1).values
     return index.short(), chunks.gather(1, index), magnitude
