@@ -100,7 +100,7 @@ NEARER = {
     "m2-h30-128": ("dense", 2, 64, 30),
 }
 # Run once more with seeds that they have: their distance from themselves is the GPU's noise.
-AGAIN, AGAIN_SEEDS = ("dense", "het-8"), 2
+AGAIN, AGAIN_SEEDS, AGAIN_TEXT = ("dense", "het-8"), 2, f"{REPORT}/again"
 
 
 def scored_on(fingerprint: str, text: str) -> str:
@@ -213,7 +213,7 @@ def regime_rows(scale: Scale) -> list[Row]:
         if name in AGAIN:
             rows.append(Row(again_name(name), f"{title}, the same once more", GROUPS[group].fleet,
                             (*base, *own), regime_name(name), group, regime.seeds[:AGAIN_SEEDS], tuned=False,
-                            text=f"{REPORT}/again", follows=group))  # fmt: skip
+                            text=AGAIN_TEXT, follows=group))  # fmt: skip
     rows += [_nearer_row(name, scale) for name in NEARER if regime.sequences]
     return rows
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from experiments.catalog import home_of, rows_of, tables_of
 from experiments.lines import Line, digest, identity, tuned_lrs
 from experiments.tables import Row, Scale, Table, recipe_of
-from experiments.tuning import chosen, scored_on, unsettled
+from experiments.tuning import AGAIN_TEXT, chosen, scored_on, unsettled
 from isthmus.config import FinishConfig, Recipe
 from isthmus.errors import ConfigError
 
-MUON_COST = 2.0  # a run with Muon inside takes so many times as long, as measured at 12m
+# A step of Muon takes as long as so many more tokens for each weight of all replicas, whatever the batch: at
+# 12m a run took up to twice as long, at 24m-4 a tenth longer.
+MUON_TOKENS = 6e-5
 EXCHANGE_COST = 45_000  # tokens that are trained in the time of one exchange: H = 15 against 100 at 12m
 SITTING = 1600.0  # seconds of a GPU that is lent for half an hour: starting and copying are taken off
 COMPILE_SECONDS = 25.0  # for a worker's first run of a forward on a GPU; assumed
@@ -49,6 +51,11 @@ class Run:
         kind = (r.outer.method == "adamw", r.inner.optimizer, r.inner.batch, finishes)
         return (*kind, *r.model.shapes().values(), fleet)
 
+    @property
+    def repeats(self) -> bool:
+        """Another run has the same recipe and seed, and this is that run once more."""
+        return self.row.text == AGAIN_TEXT
+
     def __str__(self) -> str:
         return f"{self.row.name} seed {self.seed}"
 
@@ -64,13 +71,20 @@ class Job:
         return self.runs[0].seed
 
     @property
+    def repeats(self) -> bool:
+        return self.runs[0].repeats
+
+    @property
     def signatures(self) -> frozenset[tuple]:
         return frozenset(run.signature for run in self.runs)
 
     @property
     def cost(self) -> float:
         """In tokens of a run with AdamW inside."""
-        return self.trained_tokens * (MUON_COST if self.runs[0].recipe.inner.optimizer == "muon" else 1.0)
+        recipe = self.runs[0].recipe
+        steps = self.trained_tokens / recipe.round_tokens * recipe.outer.inner_steps
+        weights = recipe.num_replicas * recipe.model.num_parameters
+        return self.trained_tokens + (recipe.inner.optimizer == "muon") * MUON_TOKENS * weights * steps
 
     @property
     def load(self) -> float:
@@ -88,14 +102,14 @@ class Job:
 
 def jobs_of(runs: Sequence[Run]) -> list[Job]:
     """Group the runs that are equal until they finish. Seed after seed, in the order of the runs; the longest
-    job of a seed first, so that no long one remains alone at the end."""
+    job of a seed first, so that no long one remains alone at the end. What is run once more comes last."""
     alike: dict[tuple, list[Run]] = {}
     for run in runs:
         stem = dataclasses.replace(run.recipe, finish=FinishConfig())
         alike.setdefault((run.seed, digest(stem), run.row.text), []).append(run)
     seeds = list(dict.fromkeys(run.seed for run in runs))
     jobs = [Job(tuple(group)) for group in alike.values()]
-    return sorted(jobs, key=lambda job: (seeds.index(job.seed), -job.trained_tokens))
+    return sorted(jobs, key=lambda job: (job.repeats, seeds.index(job.seed), -job.trained_tokens))
 
 
 def pick_tables(names: Sequence[str], scale: Scale) -> list[Table]:
@@ -124,7 +138,7 @@ def all_runs(
     only: Sequence[str] = (),
 ) -> list[Run]:
     """Every run of the tables: the first seed of every row, then the second. After a stop at any moment, the
-    rows can be compared."""
+    rows can be compared. What is run once more comes last."""
     rows, lrs, settled = rows_of(scale), tuned_lrs(scale, lines), chosen(scale, lines)
     names = list(dict.fromkeys(shown.row for table in tables for shown in table.shown))
     check_rows(only, tables)
@@ -139,7 +153,7 @@ def all_runs(
                 recipe = recipe_of(row, scale, own[at], corpus, lrs, settled)
                 run = Run(row, own[at], home_of(name, scale), recipe, digest(recipe))
                 runs.setdefault((run.seed, run.digest, row.text), run)
-    return list(runs.values())
+    return sorted(runs.values(), key=lambda run: run.repeats)
 
 
 def missing(runs: Sequence[Run], lines: Sequence[Line], corpus: str) -> list[Run]:
@@ -195,7 +209,7 @@ def sittings(
 def next_job(pending: Sequence[Job], compiled: set[tuple], elsewhere: set[tuple]) -> Job:
     """A worker's next job: one whose inner step it has compiled, or else one that no other worker has. A
     later seed comes only when every job left of this one is compiled elsewhere."""
-    first = [job for job in pending if job.seed == pending[0].seed]
+    first = [job for job in pending if (job.repeats, job.seed) == (pending[0].repeats, pending[0].seed)]
 
     def candidates() -> Iterator[Job]:
         yield from (job for job in first if job.signatures <= compiled)

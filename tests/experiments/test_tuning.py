@@ -11,9 +11,10 @@ from experiments.catalog import rows_of
 from experiments.estimates import Book
 from experiments.lines import digest
 from experiments.render import regime_part
-from experiments.tables import EIGHT, REGIME, pick_scale, recipe_of
+from experiments.tables import EIGHT, REGIME, Row, pick_scale, recipe_of
 from experiments.trial import half_of, run_trials
 from experiments.tuning import (
+    AGAIN,
     FURTHER,
     GROUPS,
     NEARER,
@@ -35,9 +36,12 @@ from experiments.tuning import (
 )
 from experiments.work import (
     SITTING,
+    Job,
+    Run,
     all_runs,
     jobs_of,
     missing,
+    next_job,
     pick_tables,
     predicted_seconds,
     rate,
@@ -316,6 +320,33 @@ def test_a_row_that_is_run_once_more_is_another_run_of_the_same_recipe_and_compa
     second = first | {"loss_full": 3.03, "corpus": scored_on(first["corpus"], again.text)}
     first["corpus"] = scored_on(first["corpus"], row.text)
     assert Book([first, second], SCALE).gap(again.name, "full").mean == pytest.approx(1.0)
+
+
+def test_what_is_run_once_more_comes_after_every_seed_of_every_row():
+    runs = all_runs(pick_tables(["regime"], SCALE), SCALE, "c/", [])
+    repeats = [run.row.name in map(again_name, AGAIN) for run in runs]
+    assert repeats == sorted(repeats)
+    assert any(repeats)
+    jobs = jobs_of(runs)
+    assert [run for job in jobs for run in job.runs] == runs
+    last = [job for job in jobs if job.seed == 4 or job.repeats]  # also for a worker that has it compiled
+    again = next(job for job in last if job.repeats)
+    assert not next_job(last, set(again.signatures), set()).repeats
+    assert next_job([again], set(), set()) is again
+
+
+def test_a_step_of_muon_costs_the_same_whatever_the_batch():
+    def cost(scale, *settings):
+        row = Row("row", "", "dense", ("outer.rounds=2", *settings), tuned=False)
+        recipe = recipe_of(row, scale, 0, "c/", scale.lr)
+        return Job((Run(row, 0, "1", recipe, digest(recipe)),)).cost
+
+    def more(*settings):
+        return cost(SCALE, "inner.optimizer=muon", *settings) - cost(SCALE, *settings)
+
+    assert more() == pytest.approx(more("inner.batch=4"))
+    assert more() > 0
+    assert more("outer.rounds=6") == pytest.approx(3 * more())
 
 
 def test_sittings_keep_the_order_and_their_length():
