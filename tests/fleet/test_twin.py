@@ -43,6 +43,7 @@ BEYOND = ["inner.optimizer=muon", "replicas.edge.wire=int5", *UNEQUAL]  # what t
 PROJECTED = ["subspace.weight_projection=true"]  # Table 5b: what is sent begins at P W
 LEARNED = ["subspace.anchor=learned", "finish.rounds=2", "replicas.edge.wire=fp64"]
 FINISHING = ["finish.rounds=2"]  # round 2 half open, round 3 open
+DENSE = ["outer.method=diloco", "outer.lr=0.7", "outer.momentum=0.8"]  # every entry is sent, with momentum
 EXACT = ("activations", "gradients", "tokens", "payload_up", "payload_down")
 
 
@@ -116,6 +117,11 @@ def beyond(tmp_path_factory: pytest.TempPathFactory) -> Twins:
 
 
 @pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Twins:
+    return run_both(tmp_path_factory.mktemp("dense"), [*FP64[:3], *DENSE])
+
+
+@pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Twins:
     two = pipelined("edge", count=2, stages=2, compression="1/8", wire="fp32")
     return run_both(tmp_path_factory.mktemp("learned"), [*FP64[:2], *LEARNED], two)
@@ -149,7 +155,7 @@ def test_a_run_that_ends_with_open_boundaries_scores_alike_with_and_without_them
     assert before["loss_pipelined"] != before["loss_full"]
 
 
-@pytest.mark.parametrize("twins", ["fp64", "beyond", "learned"])
+@pytest.mark.parametrize("twins", ["fp64", "beyond", "learned", "dense"])
 def test_weights_after_every_round_are_the_simulators_in_float64(request, twins):
     both = request.getfixturevalue(twins)
     assert len(both.real) == len(both.simulated) == ROUNDS
@@ -202,7 +208,7 @@ def test_every_process_reports_the_replayed_anchor_after_every_round(request, tw
     assert [row["anchor"] for row in both.real_rows[1:]] == both.digests
 
 
-@pytest.mark.parametrize("twins", ["fp64", "as_shipped", "finished", "beyond", "learned"])
+@pytest.mark.parametrize("twins", ["fp64", "as_shipped", "finished", "beyond", "learned", "dense"])
 def test_bytes_that_the_processes_counted_are_those_that_traffic_predicts(request, twins):
     both = request.getfixturevalue(twins)
     counted = totals(both.real_rows)["bytes"]
