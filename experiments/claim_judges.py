@@ -4,11 +4,11 @@ An answer is "holds", "does not hold", "cannot be told here" or "yet". Standard 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from experiments.claim_runs import Lacks, commands, lacking
-from experiments.claim_trends import rungs
+from experiments.claim_trends import Names, rungs
 from experiments.estimates import Book, Compared
 from experiments.law import law_claims
 from experiments.tables import rung
@@ -17,7 +17,6 @@ HOLDS, FAILS, OPEN, YET = "holds", "does not hold", "cannot be told here", "cann
 ABSENT = "no such row"  # at this scale
 MARGIN = 0.5  # percent of loss: closer than this is "no change"; the paper prints losses to a third of one
 LOWER, HIGHER = -1, 1
-Names = Callable[[str], str]  # a row's name at a scale
 Said = tuple[str, str]  # the answer, and what was measured
 
 
@@ -52,9 +51,17 @@ class Pair(Judge):
             return []
         return list(dict.fromkeys(book.same_score((row, other, *rest)) for rest in self._asked()))
 
+    def __call__(self, book: Book, names: Names) -> Said:
+        tests = self.tests(book, names)
+        return _missing(book, tests) or self._said(book, tests)
+
     @abstractmethod
     def _asked(self) -> list[tuple[str] | tuple[str, float]]:
         """By which scores; and than how many percent, if not than none."""
+
+    @abstractmethod
+    def _said(self, book: Book, tests: Sequence[Compared]) -> Said:
+        """The answer, where every test has two seeds."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +75,7 @@ class Order(Pair):
     def _asked(self) -> list[tuple[str] | tuple[str, float]]:
         return [(self.view,), ("pipelined",)] if self.view == "mixed" else [(self.view,)]
 
-    def __call__(self, book: Book, names: Names) -> Said:
-        tests = self.tests(book, names)
-        if early := _missing(book, tests):
-            return early
+    def _said(self, book: Book, tests: Sequence[Compared]) -> Said:
         said = {one[2]: (self._answer(book, one), book.verdict(one[0], one[1], one[2])) for one in tests}
         evidence = "; ".join(f"{view}: {words}" for view, (_, words) in said.items())
         answers = list(dict.fromkeys(answer for answer, _ in said.values()))
@@ -97,10 +101,7 @@ class AtMost(Pair):
     def _asked(self) -> list[tuple[str] | tuple[str, float]]:
         return [(self.view, self.percent)]
 
-    def __call__(self, book: Book, names: Names) -> Said:
-        tests = self.tests(book, names)
-        if early := _missing(book, tests):
-            return early
+    def _said(self, book: Book, tests: Sequence[Compared]) -> Said:
         gap = book.measured(tests[0])
         assert gap is not None
         evidence = f"{gap.text(2, '+', ' %')}, asked: at most {self.percent:+g} %"
@@ -119,10 +120,7 @@ class Same(Pair):
     def _asked(self) -> list[tuple[str] | tuple[str, float]]:
         return [(self.view, -MARGIN), (self.view, MARGIN)]
 
-    def __call__(self, book: Book, names: Names) -> Said:
-        tests = self.tests(book, names)
-        if early := _missing(book, tests):
-            return early
+    def _said(self, book: Book, tests: Sequence[Compared]) -> Said:
         gap = book.measured(tests[0])
         assert gap is not None
         evidence = f"{gap.text(2, '+', ' %')}, asked: within {MARGIN:g} %"

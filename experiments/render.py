@@ -3,7 +3,7 @@
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
 {{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{repeats K/D}}, {{sent ROW}}, {{setup}},
-{{speed}}, {{small}}, {{runs}}, {{frontier}}, {{claims}}, {{papers}}, {{law table|answer}},
+{{speed}}, {{small}}, {{sizes}}, {{runs}}, {{frontier}}, {{claims}}, {{papers}}, {{law table|answer}},
 {{regime table|picks|trials|lengths|setup|base|distance|runs|small}},
 {{eight table|nearer|distance|steps|runs|small}} and {{178m table|claim|facts|setup}}; VIEW is full,
 pipelined or mixed, ROW may be pp-last or het-last: the steepest rung of the ladder. What follows the line
@@ -122,6 +122,7 @@ def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> st
         "claims": lambda: claims(book),
         "papers": lambda: claims_table(book),
         "small": lambda: small(book),
+        "sizes": lambda: sizes(book),
         "law": lambda part: {"table": law_table, "answer": law_answer}[part](book),
         "regime": lambda part, *rest: (regime_compared if part in COMPARED else regime_part)(
             part, book.regime, *rest
@@ -280,6 +281,15 @@ def setup(book: Book, row: str = "dense") -> str:
 def small(book: Book, row: str = "dense") -> str:
     """Beside every percentage that depends on it."""
     return f"Percentages here are of a small model and a short run ({size_of(book.recipe(row))})."
+
+
+def sizes(book: Book) -> str:
+    """Beside percentages of this scale and of the regime together."""
+    named = [(book.scale.name, book.recipe("dense"))]
+    if book.regime:
+        named.append((book.regime.scale.name, book.regime.recipe(regime_name("dense"))))
+    listed = "; ".join(f"`{name}`: {size_of(recipe)}" for name, recipe in named)
+    return f"Percentages here are of small models and short runs ({listed})."
 
 
 def speed(book: Book) -> str:

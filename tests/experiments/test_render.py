@@ -223,6 +223,17 @@ def test_a_distance_from_smaller_steps_says_how_many_seeds_it_has():
         assert last_line("{{eight steps}}", book) == says
 
 
+def test_every_percentage_can_have_the_size_of_its_run_beside_it():
+    book, small = with_regime(*regime_seeds("dense", 3.3)), "11.9 M parameters, 24.6 M tokens"
+    large = "20.5 M parameters, 102.2 M tokens"
+    assert last_line("{{small}}", book).endswith(f"a small model and a short run ({small}).")
+    assert last_line("{{regime small}}", book).endswith(f"a small model and a short run ({large}).")
+    both = f"small models and short runs (`12m`: {small}; `24m-4`: {large})."
+    assert last_line("{{sizes}}", book).endswith(both)
+    book.regime = None
+    assert last_line("{{sizes}}", book).endswith(f"(`12m`: {small}).")
+
+
 def test_the_whole_page_and_its_plots_are_the_same_bytes_twice(tmp_path):
     for n, row in enumerate(("dense", "pp-8", "het-8", "het-8-h15", "dense-h15", "adamw")):
         for entry in three_seeds(row, [4.0 + n / 10, 4.1 + n / 9, 4.2 + n / 8]):
