@@ -2,25 +2,48 @@
 both sides ran the same code, and how far one run is from itself. Standard library only.
 """
 
+import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
-from experiments.estimates import Book
+from experiments.estimates import Book, Compared
 from experiments.evidence import LEVEL
+from experiments.lines import Line
+from experiments.same_code import same
 from experiments.tables import rung
 from experiments.tuning import AGAIN, again_name, regime_name
 
 
 def judged(book: Book) -> str:
-    """How many comparisons the page makes, and how many are clear by which procedure."""
+    """How many comparisons the page makes, and how many are clear by which procedure and by which errors."""
     asked = dict.fromkeys(map(book.same_score, book.family))
     there = [one for one in asked if book.chance(one) is not None]
     if not there:
         return f"none of {len(asked)} comparisons can be judged yet, since none has two seeds"
-    alone = sum((book.chance(one) or 0) <= LEVEL for one in there)
+    alone, clear, surely = _clear(book, there)
+    own = f"of {len(there)} comparisons {alone} are clear one by one, {clear} among all, {surely} by Holm's"
+    alone, clear, surely = _clear(book.with_pooled_errors(), there)
+    return f"{own} (by pooled errors {alone}, {clear} and {surely})"
+
+
+def _clear(book: Book, there: Sequence[Compared]) -> tuple[int, int, int]:
+    """How many by themselves, among all, by Holm's procedure."""
     corrected = [book.corrected(one) for one in there]
-    clear, surely = (sum(pair[at] <= LEVEL for pair in corrected) for at in (0, 1))
-    return f"of {len(there)} comparisons {alone} are clear one by one, {clear} among all, {surely} by Holm's"
+    alone = sum((book.chance(one) or 0) <= LEVEL for one in there)
+    return alone, *(sum(pair[at] <= LEVEL for pair in corrected) for at in (0, 1))
+
+
+def pooled(book: Book) -> str:
+    """The pooled spread, and which differences so many seeds would show by it."""
+    spread = book.spread()
+    if not spread.freedom:
+        return "not known yet"
+    shown = ", ".join(f"{seeds} seeds {spread.seen(seeds):.2f} %" for seeds in (2, 3, 5))
+    return (
+        f"{math.sqrt(spread.variance):.2f} % (known by {spread.freedom:.1f} degrees of freedom), so that "
+        f"taken alone a difference of this size is seen four times in five: {shown}"
+    )
 
 
 def scoring(book: Book, name: str, other: str) -> str:
@@ -36,26 +59,58 @@ def scoring(book: Book, name: str, other: str) -> str:
     return share + " (one seed)" * (len(shared) == 1)
 
 
-def mixed_commits(book: Book) -> list[tuple[str, str]]:
-    """Pairs of compared rows of which a seed was run by two commits."""
-    found = []
-    for name, other in dict.fromkeys((one[0], one[1]) for one in book.family):
-        ours, theirs = book.runs.get(name, {}), book.runs.get(other, {})
-        shared = ours.keys() & theirs.keys()
-        if any(ours[seed]["commit"] != theirs[seed]["commit"] for seed in shared):
-            found.append((name, other))
+def of_two_commits(book: Book) -> dict[tuple[str, str], list[tuple[Line, Line]]]:
+    """By pair of compared rows: the lines of each seed that two commits ran; none where one ran all."""
+    found = {}
+    judged = [one for one in book.family if one[0] in book.rows and book.chance(one) is not None]
+    for name, other in dict.fromkeys((one[0], one[1]) for one in judged):
+        ours, theirs = book.runs[name], book.runs[other]
+        both = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+        found[name, other] = [pair for pair in both if pair[0]["commit"] != pair[1]["commit"]]
     return found
 
 
 def commits(book: Book) -> str:
-    """How many of the compared pairs are, seed by seed, of one commit."""
-    judged = [one for one in book.family if one[0] in book.rows and book.chance(one) is not None]
-    pairs = {(one[0], one[1]) for one in judged}
+    """How many of the compared pairs are, seed by seed, of one commit, or of two that compute the same."""
+    pairs = of_two_commits(book)
     if not pairs:
         return "no pair has two seeds yet"
-    apart = [pair for pair in mixed_commits(book) if pair in pairs]
-    listed = ", ".join(f"`{name}` and `{other}`" for name, other in apart)
-    return f"{len(pairs) - len(apart)} of {len(pairs)}" + (f"; not of {listed}" if apart else "")
+    one, alike, rest = 0, 0, []
+    for (name, other), lines in pairs.items():
+        shown = [alike_by_two(book, *pair) for pair in lines]
+        one, alike = one + (not lines), alike + bool(lines and all(shown))
+        rest += [f"`{name}` and `{other}`"] if not all(shown) else []
+    told = f"{one} of {len(pairs)}"
+    told += f"; {alike} more are of commits that compute the same for them on a CPU" * bool(alike)
+    return told + (f"; not of {', '.join(rest)}" if rest else "")
+
+
+def alike_by_two(book: Book, line: Line, other: Line) -> bool:
+    """Whether one of two lines is shown to be the same by the other's commit: then both could be of it."""
+    commits = line["commit"], other["commit"]
+    return any(same(book.curves, each["digest"], *commits) for each in (line, other))
+
+
+def compared_lines(book: Book) -> list[Line]:
+    """One line of every row that is compared."""
+    rows = dict.fromkeys(row for pair in of_two_commits(book) for row in pair)
+    return list({line["digest"]: line for row in rows for line in book.finished(row)[:1]}.values())
+
+
+def by_later(book: Book) -> str:
+    """For how many of the compared rows the commit that was asked about most computes what theirs did."""
+    lines = compared_lines(book)
+    own = {line["digest"]: line["commit"] for line in lines}
+    asked = Counter(commit for digest, commit in book.curves if own.get(digest, commit) != commit)
+    if not asked:
+        return "not run"
+    commit = max(sorted(asked), key=asked.__getitem__)
+    found = {line["row"]: same(book.curves, line["digest"], line["commit"], commit) for line in lines}
+    rest = [f"`{row}`" for row, alike in found.items() if not alike]
+    told = (
+        f"the code of `{commit}` computes the same as the commit that ran it for {len(lines) - len(rest)} of "
+    )
+    return told + f"{len(lines)} compared rows" + (f"; not shown of {', '.join(rest)}" if rest else "")
 
 
 def repeated(book: Book, ratio: str) -> dict[int, float]:

@@ -270,7 +270,10 @@ def _missing(book: Book, tests: Sequence[Compared]) -> Said | None:
 
 
 def answered(judge: Judge, book: Book, names: Names) -> Said:
-    """The answer, and what was measured, with the command that makes what is missing."""
+    """The answer, and what was measured, with the answer by pooled errors where it is another one, and the
+    command that makes what is missing."""
     answer, evidence = judge(book, names)
+    pooled, _ = judge(book.with_pooled_errors(), names)
+    other = f"by pooled errors: {pooled}" if pooled != answer else ""
     command = commands(book, judge.lacks(book, names)) if YET in answer else ""
-    return answer, "; ".join(filter(None, [evidence, command]))
+    return answer, "; ".join(filter(None, [evidence, other, command]))

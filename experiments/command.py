@@ -12,6 +12,7 @@ from experiments import work
 from experiments.catalog import tables_of
 from experiments.fullsize import NAME as FULLSIZE
 from experiments.fullsize import SCALES as FULLSIZES
+from experiments.same_code import NAME as COMMITS
 from experiments.tables import DEFAULT_SCALE, SCALES, Scale, pick_scale
 from isthmus.errors import ConfigError, RunError
 
@@ -25,6 +26,7 @@ EPILOG = """tables:
   nearer         of --scale 24m: what brings SparseLoCo near to averaging at every step
   all            all of them; a row that several tables show is run once
   178m           not in all: three fleets of the 178M model, one after another: dense, het-8, recommended
+  commits        not in all, on a CPU: do the commits of two compared rows compute the same?
 
 scales:
 {scales}
@@ -36,6 +38,7 @@ examples:
   isthmus reproduce 1 2 4 --corpus corpus/ --device cuda --jobs 4 --minutes 9
   isthmus reproduce 2 --corpus corpus/ --only het-96 --seeds 3,4     two more seeds of one row
   isthmus reproduce 178m --corpus corpus178m/ --device cuda --minutes 10 --state state/     rows that fit
+  isthmus reproduce commits --corpus corpus/ --jobs 2      rows that were run by two commits, by both
   isthmus reproduce --render                                   docs/results.md and its plots, from results/
 
 A finished run is one line in results/TABLE.jsonl. The same command again runs what is missing; a run that
@@ -66,7 +69,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         "tables",
         nargs="*",
         metavar="TABLE",
-        help="one of the tables below, or all; or 178m",
+        help="one of the tables below, or all; or 178m, commits",
     )
     parser.add_argument("--corpus", metavar="DIR", help="a folder made by `isthmus data prepare`")
     parser.add_argument("--scale", metavar="NAME", help=f"default {DEFAULT_SCALE}")
@@ -91,7 +94,10 @@ def register(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--results", default="results", metavar="DIR", type=Path, help="default results/")
     parser.add_argument(
-        "--commit", metavar="ID", help="of this code, if neither git nor ISTHMUS_COMMIT knows it"
+        "--commit",
+        metavar="ID",
+        help="of this code, if neither git nor ISTHMUS_COMMIT knows it; commits: every "
+        "compared row by this one too",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="list the missing runs and the time they may take"
@@ -110,6 +116,8 @@ def reproduce(args: argparse.Namespace) -> int:
         from experiments.fullsize_command import reproduce_fullsize
 
         return reproduce_fullsize(args) or render(args, pick_scale(DEFAULT_SCALE))
+    if COMMITS in args.tables:
+        return replay_commits(args) or render(args, pick_scale(DEFAULT_SCALE))
     if args.rounds is not None or args.state is not None:
         option = "--rounds" if args.state is None else "--state"
         raise ConfigError(
@@ -127,6 +135,41 @@ def reproduce(args: argparse.Namespace) -> int:
         tables = work.pick_tables(args.tables, scale)
         status = list_runs(args, scale, tables) if args.dry_run else run_tables(args, scale, tables)
     return render(args, scale) or status
+
+
+def replay_commits(args: argparse.Namespace) -> int:
+    """Run the rows that two commits have to be shown alike for, by both; every row by --commit as well."""
+    from experiments.checks import compared_lines, of_two_commits
+    from experiments.render import judge_together, read_book, read_template
+    from experiments.same_code import run_replays, wanted
+
+    if args.tables != [COMMITS] or args.scale or args.only or args.seeds:
+        raise ConfigError(
+            f"{COMMITS} runs what the page compares; give it --corpus, --jobs, --commit and --dry-run alone"
+        )
+    book = read_book(args.results, pick_scale(DEFAULT_SCALE))
+    judge_together(read_template(args.docs), book)
+    books = [found for found in (book, book.regime) if found]
+    pairs = [pair for each in books for lines in of_two_commits(each).values() for pair in lines]
+    if args.commit:
+        pairs += [(line, line | {"commit": args.commit}) for each in books for line in compared_lines(each)]
+    replays = wanted(pairs, book.curves)
+    if args.dry_run:
+        for one in replays:
+            print(f"{one.row:28} by {one.commit}")
+        print(f"{len(replays)} runs are missing, about ten seconds each on one core")
+        return 0
+    if not args.corpus:
+        raise ConfigError(
+            "--corpus is missing; give a folder made by `isthmus data prepare`, --vocab 512 is enough"
+        )
+    faults = run_replays(
+        replays, args.corpus, args.results, args.jobs, lambda text: print(text, file=sys.stderr, flush=True)
+    )
+    print(f"{len(replays) - len(faults)} runs finished, lines in {args.results}/{COMMITS}.jsonl")
+    if faults:
+        raise RunError(f"{len(faults)} runs failed, the first: {faults[0]}")
+    return 0
 
 
 def render(args: argparse.Namespace, scale: Scale) -> int:

@@ -3,6 +3,7 @@
 Standard library only.
 """
 
+import copy
 import math
 import statistics
 from collections import Counter
@@ -10,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from experiments.catalog import rows_of
-from experiments.evidence import LEVEL, benjamini_hochberg, holm, two_sided
+from experiments.evidence import LEVEL, Spread, benjamini_hochberg, holm, two_sided
 from experiments.lines import Line, digest, tuned_lrs
+from experiments.same_code import Curves
 from experiments.tables import VIEWS, Row, Scale, recipe_of, rung
 from experiments.tuning import chosen
 from isthmus.errors import ConfigError
@@ -53,6 +55,8 @@ class Book:
         self.family: list[Compared] = []  # what is judged together: all verdicts of a page
         self.derived: dict[Compared, Estimate] = {}  # judged with them: trends, differences of prices
         self.apart: set[Compared] = set()  # judged among themselves: the law's
+        self.curves: Curves = {}  # of rows that were run by several commits
+        self.pooled: Spread | None = None  # p-values go by this spread and each comparison's own
         self.scale, self.rows, self.lrs = scale, rows_of(scale), tuned_lrs(scale, lines)
         self.chosen = chosen(scale, lines)
         wanted = {name: digest(self.recipe(name)) for name in self.rows}
@@ -139,7 +143,32 @@ class Book:
         gap, than = self.measured(compared), compared[3] if len(compared) == 4 else 0.0
         if gap is None or gap.error is None:
             return None
-        return two_sided((gap.mean - than) / gap.error if gap.error else math.inf, gap.count - 1)
+        error, freedom = gap.error, gap.count - 1
+        if self.pooled and compared not in self.derived:
+            variance, freedom = self.pooled.with_own(gap.count * error**2, freedom)
+            error = math.sqrt(variance / gap.count)
+        return two_sided((gap.mean - than) / error if error else math.inf, freedom)
+
+    def spread(self) -> Spread:
+        """Of the difference of two rows between seeds, in percent, from all pairs of the family; estimates in
+        other units are left out. The runs know it by what rows and seeds together leave free."""
+        asked = [one for one in map(self.same_score, self.family) if one not in self.derived]
+        gaps = {
+            one[:3]: gap
+            for one in asked
+            if (gap := self.gap(one[0], one[2], one[1])) and gap.error is not None
+        }
+        rows = {row for one in gaps for row in one[:2]}
+        seeds = [seed for row in rows for seed in self.losses(row, "full")]
+        free = len(seeds) - len(rows) - len(set(seeds)) + 1
+        found = [(gap.count * (gap.error or 0.0) ** 2, gap.count - 1) for gap in gaps.values()]
+        return Spread.of([variance for variance, _ in found], [freedom for _, freedom in found], free)
+
+    def with_pooled_errors(self) -> "Book":
+        """The same book, judged by errors that go by all comparisons of the family as far as these agree."""
+        found = copy.copy(self)
+        found.pooled = self.spread()
+        return found
 
     def clear(self, compared: Compared) -> bool:
         """Among all that the page judges."""
@@ -156,7 +185,8 @@ class Book:
 
     def verdict(self, name: str, other: str, view: str) -> str:
         """How one row's loss compares with another's, in words that claim only what the seeds show, among
-        all that the page compares; a dagger where Holm's procedure agrees."""
+        all that the page compares; a dagger where Holm's procedure agrees, a double one where it is clear by
+        pooled errors only."""
         gap = self.gap(name, view, other)
         if gap is None:
             return "not compared yet"
@@ -165,8 +195,10 @@ class Book:
         if gap.error is None:
             return f"{word} by {shown} (one seed)"
         clear, surely = self.corrected((name, other, view))
+        pooled = self.with_pooled_errors().clear((name, other, view))
         if clear <= LEVEL:
-            return f"{word} by {shown}" + " †" * (surely <= LEVEL)
+            return f"{word} by {shown}" + " †" * (surely <= LEVEL) + " (not by pooled errors)" * (not pooled)
+        mark = " ‡" * pooled
         if (self.chance((name, other, view)) or 0) <= LEVEL:
-            return f"{word} by {shown} before correction only"
-        return f"not clearly different ({gap.text(2, '+', ' %')})"
+            return f"{word} by {shown} before correction only{mark}"
+        return f"not clearly different ({gap.text(2, '+', ' %')}{mark})"

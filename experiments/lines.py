@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ FIELDS = (
 # follow from other settings.
 _APART = {"name", "seed", "data.corpus", "data.eval_every", "bucket.norm_limit", "model.boundary_tables"}
 # Defaults that have changed since the first lines were written: digests know the value that they had then.
-_FIRST = {"outer.clip": "none", "subspace.decay_t_perp": True}
+FIRST = {"outer.clip": "none", "subspace.decay_t_perp": True}
 
 
 def digest(recipe: Recipe) -> str:
@@ -48,7 +48,7 @@ def _differing(recipe: Recipe) -> dict[str, Any]:
         elif dataclasses.is_dataclass(value):
             settings |= {f"{section.name}.{k}": v for k, v in _changed(value, type(value)).items()}
     settings.pop("model.preset", None)  # only a name for the sizes beside it
-    for key, first in _FIRST.items():
+    for key, first in FIRST.items():
         section, name = key.split(".")
         settings[key] = getattr(getattr(recipe, section), name)
         if settings[key] == first:
@@ -89,19 +89,23 @@ def read(folder: Path, scale: Scale) -> list[Line]:
     """Every line of this scale, in the order of the files' names; of a run made twice, the last counts."""
     lines: dict[tuple, Line] = {}
     for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
-        text = path.read_text(encoding="utf-8")
-        for number, part in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
-            try:
-                line = json.loads(part)
-                needed = FIELDS if line.get("failed") else (*FIELDS, *LOSSES)
-                lacking = [name for name in needed if line.get(name) is None]
-            except (ValueError, AttributeError):
-                raise ConfigError(f"{path}, line {number} is not a JSON object; remove that line") from None
-            if lacking:
-                raise ConfigError(f'{path}, line {number} has no "{lacking[0]}"; remove it, run it anew')
-            if line["scale"] == scale.name:
-                lines[identity(line)] = line
+        lines |= {identity(line): line for line in read_file(path) if line["scale"] == scale.name}
     return list(lines.values())
+
+
+def read_file(path: Path) -> Iterator[Line]:
+    """The lines of one file, of whichever scale; a last one that a kill cut short is left out."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    for number, part in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+        try:
+            line = json.loads(part)
+            needed = FIELDS if line.get("failed") else (*FIELDS, *LOSSES)
+            lacking = [name for name in needed if line.get(name) is None]
+        except (ValueError, AttributeError):
+            raise ConfigError(f"{path}, line {number} is not a JSON object; remove that line") from None
+        if lacking:
+            raise ConfigError(f'{path}, line {number} has no "{lacking[0]}"; remove it, run it anew')
+        yield line
 
 
 def identity(line: Mapping[str, Any]) -> tuple:

@@ -2,17 +2,17 @@
 
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
-{{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{repeats K/D}}, {{sent ROW}}, {{setup}},
-{{speed}}, {{small}}, {{sizes}}, {{runs}}, {{frontier}}, {{claims}}, {{papers}}, {{law table|answer}},
-{{regime table|picks|trials|lengths|setup|base|distance|runs|small}},
-{{eight table|nearer|distance|steps|runs|small}} and {{178m table|claim|facts|setup}}; VIEW is full,
+{{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{later}}, {{pooled}}, {{repeats K/D}},
+{{sent ROW}}, {{setup}}, {{small}}, {{sizes}}, {{frontier}}, {{claims}}, {{papers}}, {{law table|answer}},
+{{regime table|picks|trials|lengths|setup|base|distance|small}},
+{{eight table|nearer|distance|steps|small}} and {{178m table|claim|facts|setup}}; VIEW is full,
 pipelined or mixed, ROW may be pp-last or het-last: the steepest rung of the ladder. What follows the line
 {{results}} is left out as long as there is no result.
 
 Of the regime's own rows, named as in tuning.ROWS (dense, het-8, recommended; dense-again for a row that is
 run once more): {{regime verdict ROW OTHER VIEW}}, {{regime gap ROW VIEW [OTHER]}},
-{{regime scoring ROW OTHER}}, {{regime judged}}, {{regime commits}} and {{regime repeats}}: how far a run is
-from itself. Its verdicts are corrected among themselves.
+{{regime scoring ROW OTHER}}, and {{regime judged}}, commits, later, pooled; {{regime repeats}}: how far a run
+is from itself. Its verdicts are corrected among themselves.
 """
 
 import re
@@ -31,6 +31,7 @@ from experiments.fullsize import read_fullsize, shown_lines
 from experiments.fullsize_page import fullsize_claim, fullsize_facts, fullsize_setup, fullsize_table
 from experiments.law import law_answer, law_table
 from experiments.lines import Line, read
+from experiments.same_code import read_curves
 from experiments.search_page import BYTES, NOT_YET, bytes_of, claims, counted, frontier_table, verdict
 from experiments.tables import EIGHT, LADDER, REGIME, SCALES, Scale, Shown, Table, size_of
 from experiments.trial_length import lengths
@@ -40,7 +41,7 @@ from isthmus.files import replace_file
 
 Fullsize = Mapping[str, Line]  # the line of each row of the paper's size
 
-TEMPLATE = "results.in.md"
+TEMPLATE, RUNS = "results.in.md", "results-runs.md"
 NOTE = "<!-- Written by `isthmus reproduce --render` from results/ and docs/results.in.md; edit those. -->\n"
 FULLSIZE_PARTS = {
     "table": fullsize_table,
@@ -48,39 +49,59 @@ FULLSIZE_PARTS = {
     "facts": fullsize_facts,
     "setup": fullsize_setup,
 }
-COMPARED = ("verdict", "gap", "scoring", "judged", "commits", "repeats")  # parts that compare regime rows
+COMPARED = (  # parts that compare regime rows
+    "verdict", "gap", "scoring", "judged", "commits", "pooled", "later", "repeats",
+)  # fmt: skip
 WITHIN = 3.0  # percent of per-step AdamW that SparseLoCo is wanted at, where the base works
 NONE_YET = "There are no results yet. `isthmus reproduce all --corpus DIR --device cuda` makes them.\n"
 
 
 def write_page(results: Path, docs: Path, scale: Scale) -> list[Path]:
     """Write the page and its plots; returns their paths."""
-    template = docs / TEMPLATE
-    try:
-        text = template.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {template}: {error.strerror}; give --docs its folder") from None
-    book, fullsize = Book(read(results, scale), scale), shown_lines(read_fullsize(results))
-    book.regime, book.eight = (Book(read(results, SCALES[name]), SCALES[name]) for name in (REGIME, EIGHT))
+    text, book = read_template(docs), read_book(results, scale)
+    fullsize = shown_lines(read_fullsize(results))
     page, drawn = docs / "results.md", []
     if book.lines:
         from experiments.plots import draw_all
 
         drawn = draw_all(book, docs, fullsize)
     replace_file(page, render(text, book, [path.name for path in drawn], fullsize))
-    return [page, *drawn]
+    replace_file(docs / RUNS, runs_page(book))
+    return [page, docs / RUNS, *drawn]
+
+
+def read_template(docs: Path) -> str:
+    template = docs / TEMPLATE
+    try:
+        return template.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {template}: {error.strerror}; give --docs its folder") from None
+
+
+def read_book(results: Path, scale: Scale) -> Book:
+    """The lines of a scale and of the regimes, and the rows that several commits ran."""
+    book = Book(read(results, scale), scale)
+    book.regime, book.eight = (Book(read(results, SCALES[name]), SCALES[name]) for name in (REGIME, EIGHT))
+    book.curves = book.regime.curves = read_curves(results)
+    return book
 
 
 def render(template: str, book: Book, drawn: Sequence[str] = (), fullsize: Fullsize | None = None) -> str:
+    page = judge_together(template, book)
+    filled = re.sub(
+        r"\{\{([^}]*)\}\}", lambda found: _fill(found.group(1), book, drawn, fullsize or {}), page
+    )
+    return NOTE + filled
+
+
+def judge_together(template: str, book: Book) -> str:
+    """Set the families of the book and its regime: all that the page compares. Returns the page's text."""
     before, _, after = template.partition("{{results}}\n")
     page = before + (after if book.lines else NONE_YET)
     book.family = verdicts(page, book)
     if book.regime:
         book.regime.family = verdicts(page, book.regime, regime_name)
-    filled = re.sub(
-        r"\{\{([^}]*)\}\}", lambda found: _fill(found.group(1), book, drawn, fullsize or {}), page
-    )
-    return NOTE + filled
+    return page
 
 
 def verdicts(page: str, book: Book, names: Names = str) -> list[Compared]:
@@ -88,7 +109,7 @@ def verdicts(page: str, book: Book, names: Names = str) -> list[Compared]:
     answers to the papers' claims. The law's are apart."""
     named: list[Compared] = []
     which = "verdict" if is_small(names) else "regime verdict"
-    for words in re.findall(rf"\{{\{{{which} (\S+ \S+ \S+)\}}\}}", page):
+    for words in re.findall(rf"\{{\{{{which} ([^\s}}]+ [^\s}}]+ [^\s}}]+)\}}\}}", page):
         row, other, view = (book.aliases.get(word, word) for word in str(words).split())
         named.append((names(row), names(other), view))
     if "{{papers}}" in page:
@@ -108,6 +129,8 @@ def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> st
         "judged": lambda: checks.judged(book),
         "scoring": lambda row, other: checks.scoring(book, row, other),
         "commits": lambda: checks.commits(book),
+        "pooled": lambda: checks.pooled(book),
+        "later": lambda: checks.by_later(book),
         "repeats": lambda ratio: checks.repeats(book, ratio),
         "sent": lambda row: f"{100 * stage_share(book.recipe(row)):.1f} %",
         "finish": lambda: finish_table(book),
@@ -116,8 +139,6 @@ def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> st
         "lr": lambda method: f"{book.lrs[method]:g}",
         "seeds": lambda row: str(len(book.finished(row))),
         "setup": lambda: setup(book),
-        "speed": lambda: speed(book),
-        "runs": lambda: runs_of(book),
         "frontier": lambda: frontier_table(book),
         "claims": lambda: claims(book),
         "papers": lambda: claims_table(book),
@@ -153,8 +174,6 @@ def regime_part(part: str, book: Book | None) -> str:
         open_ = {"dense", "adamw"} & set(unsettled(book.scale, book.lines))
         words = "both with the best of the trials that are there" if open_ else "both tuned"
         return f"SparseLoCo against AdamW averaged at every step, {words}: {found}"
-    if part == "runs":
-        return runs_of(book)
     if part == "small":
         return small(book, regime_name("dense"))
     tables = {"table": "regime", "base": "tune-base", "nearer": "nearer"}
@@ -176,6 +195,8 @@ def regime_compared(part: str, book: Book | None, *words: str) -> str:
         "scoring": lambda row, other: checks.scoring(book, _regime_row(row), _regime_row(other)),
         "judged": lambda: checks.judged(book),
         "commits": lambda: checks.commits(book),
+        "pooled": lambda: checks.pooled(book),
+        "later": lambda: checks.by_later(book),
         "repeats": lambda: checks.run_again(book),
     }
     return parts[part](*words)
@@ -292,9 +313,16 @@ def sizes(book: Book) -> str:
     return f"Percentages here are of small models and short runs ({listed})."
 
 
-def speed(book: Book) -> str:
-    rates = sorted(line["tokens_per_second"] for line in book.lines)
-    return f"{rates[len(rates) // 2] / 1e6:.2f} M tokens/s"
+def runs_page(book: Book) -> str:
+    """Which lines every row of the page comes from, by scale."""
+    parts = [NOTE, "# The runs behind the results\n"]
+    for each in filter(None, (book, book.regime, book.eight)):
+        if each.lines:
+            rates = sorted(line["tokens_per_second"] for line in each.lines)
+            speed = f"{rates[len(rates) // 2] / 1e6:.2f} M tokens/s"
+            told = f"Speed of one worker, several at once: {speed} (median, the first round left out)."
+            parts.append(f"## `{each.scale.name}`\n\n{told}\n\n{runs_of(each)}\n")
+    return "\n".join(parts if len(parts) > 2 else [*parts, NONE_YET])
 
 
 def runs_of(book: Book) -> str:

@@ -25,15 +25,15 @@ def find_commit(given: str | None) -> str:
     if given or os.environ.get("ISTHMUS_COMMIT"):
         return given or os.environ["ISTHMUS_COMMIT"]
     try:
-        head = _git("rev-parse", "--short=12", "HEAD")
-        return head + ("+changes" if _git("status", "--porcelain", "--", ".") else "")
+        head = git("rev-parse", "--short=12", "HEAD")
+        return head + ("+changes" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         raise ConfigError(
             "every line names its commit, and git does not know it here; give --commit ID"
         ) from None
 
 
-def _git(*arguments: str) -> str:
+def git(*arguments: str) -> str:
     done = subprocess.run(
         ["git", "-C", str(CHECKOUT), *arguments], capture_output=True, text=True, check=True
     )

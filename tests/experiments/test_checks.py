@@ -35,6 +35,29 @@ def test_rows_of_two_commits_are_named():
     assert text.splitlines()[-1] == "1 of 2; not of `pp-8` and `dense`"
 
 
+def test_rows_of_two_commits_that_compute_the_same_for_one_of_them_are_counted_apart():
+    early = [*seeds("dense", [4.0, 4.1], [4.0, 4.1]), *seeds("pp-24", [4.4, 4.6], [4.4, 4.6])]
+    late = [*seeds("pp-8", [4.3, 4.5], [4.3, 4.5], commit="other")]
+    book = Book([*early, *late], SCALE)
+    digest = early[0]["digest"]
+    page = "{{verdict pp-8 dense full}} {{verdict pp-8 pp-24 full}}\n{{commits}}\n{{later}}"
+
+    def told(curves):
+        book.curves = curves
+        return render(page, book).splitlines()[-2:]
+
+    both = "`pp-8` and `dense`, `pp-8` and `pp-24`"
+    assert told({}) == [f"0 of 2; not of {both}", "not run"]
+    assert told({(digest, "c0ffee"): [[1, 4.0]]})[0] == f"0 of 2; not of {both}"
+    apart = {(digest, "c0ffee"): [[1, 4.0]], (digest, "other"): [[1, 4.000001]]}
+    assert told(apart)[0] == f"0 of 2; not of {both}"  # in the last digit, too
+    shown, later = told({(digest, "c0ffee"): [[1, 4.0]], (digest, "other"): [[1, 4.0]]})
+    assert shown == (
+        "0 of 2; 1 more are of commits that compute the same for them on a CPU; not of `pp-8` and `pp-24`"
+    )
+    assert later.startswith("the code of `other` computes the same as the commit that ran it for 1 of 3 ")
+
+
 def test_a_run_repeated_with_its_seed_is_told_from_one_that_was_shared():
     plain = seeds("pp-8", [5.0, 5.2], [5.0, 5.2])
     for entry in plain:
@@ -67,7 +90,8 @@ def test_how_many_are_judged_and_how_many_are_clear():
     lines += seeds("het-8", [4.0, 4.3], [4.0, 4.3])
     page = "{{verdict pp-8 dense full}} {{verdict het-8 dense full}} {{verdict pp-8 dense full}}\n{{judged}}"
     last = render(page, Book(lines, SCALE)).splitlines()[-1]
-    assert last == "of 2 comparisons 1 are clear one by one, 1 among all, 1 by Holm's"
+    own = "of 2 comparisons 1 are clear one by one, 1 among all, 1 by Holm's"
+    assert last == f"{own} (by pooled errors 1, 1 and 1)"  # two comparisons are too few to pool
 
 
 def slow_frontier(found, sent):

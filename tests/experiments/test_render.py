@@ -11,7 +11,7 @@ from result_lines import line
 
 from experiments.estimates import Book
 from experiments.lines import append, digest, read
-from experiments.render import render, write_page
+from experiments.render import render, runs_page, write_page
 from experiments.tables import EIGHT, REGIME, SCALES, pick_scale
 from experiments.tuning import regime_name
 from isthmus.errors import ConfigError
@@ -89,9 +89,11 @@ def test_a_run_that_diverged_is_shown_as_one():
 
 def test_lines_of_other_settings_are_counted_and_not_shown():
     stale = line(SCALE, "dense", 0, 1.0, digest="feedfeedfeed")
-    text = render("{{results}}\n{{loss dense full}}\n{{runs}}", book_of(line(SCALE, "dense", 0, 4.0), stale))
-    assert "4.000" in text
+    book = book_of(line(SCALE, "dense", 0, 4.0), stale)
+    assert "4.000" in render("{{results}}\n{{loss dense full}}", book)
+    text = runs_page(book)
     assert "1 lines of other settings" in text
+    assert "## `12m`" in text
     assert "`c0ffee` | a device" in text
 
 
@@ -151,7 +153,7 @@ def test_every_verdict_of_the_regime_is_of_its_family_and_of_no_other():
     assert book.regime.family == named
     assert book.family == [("pp-8", "dense", "full")]
     told = last_line(f"{page}\n{{{{regime judged}}}}", book)
-    assert told == "of 4 comparisons 1 are clear one by one, 0 among all, 0 by Holm's"
+    assert told.startswith("of 4 comparisons 1 are clear one by one, 0 among all, 0 by Holm's (by pooled")
     render(page + "{{papers}}", book)
     assert set(book.regime.family) > set(named)  # and the tests behind its answers to the claims
     assert len(book.regime.family) == len(set(book.regime.family))
@@ -245,5 +247,5 @@ def test_the_whole_page_and_its_plots_are_the_same_bytes_twice(tmp_path):
         drawn.append({p.name: p.read_bytes() for p in write_page(tmp_path / "results", folder, SCALE)})
     assert drawn[0] == drawn[1]
     plots = {f"results-{name}.svg" for name in ("curves", "ladder", "h", "bytes")}
-    assert set(drawn[0]) == {"results.md", *plots}
+    assert set(drawn[0]) == {"results.md", "results-runs.md", *plots}
     assert b"{{" not in drawn[0]["results.md"]
