@@ -4,16 +4,20 @@ A row that is lower and sends no more than every row that sends as little as it 
 are two: of all rows, and of those that send no more on the other kind of link than the paper's fleets do.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from experiments.budget import open_stage_bytes, per_token, stage_share
 from experiments.estimates import Book
+from experiments.tuning import ROWS, regime_name
 from isthmus.page.plot import COLOURS, FAINT, INK, SOFT
 
 PAPERS = ("dense", "pp-8", "pp-24", "pp-96", "pp-192", "pp-384", "het-8", "het-24", "het-96", "het-192",
           "het-384")  # fmt: skip
+
+NAMED = 16  # points at most that are called by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +46,15 @@ KINDS: tuple[tuple[str, Callable[[str], bool]], ...] = (
 )
 
 
-def points(book: Book) -> list[Point]:
-    """Every row with a result; candidates of a learning rate are left out, and runs with more tokens."""
-    found, tokens = [], book.recipe("dense").outer.rounds * book.recipe("dense").round_tokens
-    for name, row in book.rows.items():
-        loss, recipe = book.loss(name, "mixed"), book.recipe(name)
-        if not loss or not row.tuned or recipe.outer.rounds * recipe.round_tokens > tokens * 1.05:
+def points(book: Book, rows: Mapping[str, str] | None = None) -> list[Point]:
+    """Every row with a result; candidates of a learning rate are left out, and runs with more tokens. `rows`:
+    these alone, by the name that they have here."""
+    rows = rows or {name: name for name, row in book.rows.items() if row.tuned}
+    found, dense = [], book.recipe(rows["dense"])
+    for name, full_name in rows.items():
+        loss, recipe = book.loss(full_name, "mixed"), book.recipe(full_name)
+        tokens = recipe.outer.rounds * recipe.round_tokens
+        if not loss or tokens > 1.05 * dense.outer.rounds * dense.round_tokens:
             continue
         own = recipe.outer.inner_steps * recipe.inner.batch * recipe.model.context
         stages = stage_share(recipe) * open_stage_bytes(recipe) / own
@@ -65,10 +72,15 @@ def frontier(found: Sequence[Point], sent: Callable[[Point], float]) -> list[Poi
     return best
 
 
-def draw_bytes(book: Book) -> Any:
+def draw_regime_bytes(book: Book | None) -> Any:
+    """The regime in which every method is tuned alike."""
+    return draw_bytes(book, {name: regime_name(name) for name, *_ in ROWS}) if book else None
+
+
+def draw_bytes(book: Book, rows: Mapping[str, str] | None = None) -> Any:
     from matplotlib.figure import Figure
 
-    found = points(book)
+    found = points(book, rows)
     papers = [point for point in found if point.name in PAPERS]
     if len(found) < 3 or not papers:
         return None
@@ -111,7 +123,22 @@ def _panel(
             axes.scatter([sent(p) for p in own], [p.loss for p in own], s=42 if at == 0 else 26,
                          marker="D" if at == 0 else "o", facecolors=faces, edgecolors=colour, label=kind,
                          zorder=4 if at == 0 else 3)  # fmt: skip
+    if len(found) <= NAMED:
+        axes.margins(x=0.12)  # room for the names
+        for at, names in _named(found, sent).items():
+            axes.annotate(", ".join(names), at, xytext=(5, 3), textcoords="offset points", fontsize=7,
+                          color=SOFT)  # fmt: skip
     for chosen, style, label in ((found, "-", "frontier of all"), (few, "--", f"frontier, {words}")):
         best = frontier(chosen, sent)
         axes.step([sent(p) for p in best], [p.loss for p in best], style, where="post", color=SOFT,
                   linewidth=1.3, label=label, zorder=2)  # fmt: skip
+
+
+def _named(found: Sequence[Point], sent: Callable[[Point], float]) -> dict[tuple[float, float], list[str]]:
+    """Where the names go; points that lie on one another to the eye have one place."""
+    places: dict[tuple[float, float], tuple[float, float]] = {}
+    names: dict[tuple[float, float], list[str]] = {}
+    for point in found:
+        near = round(math.log10(sent(point)), 1), round(point.loss, 2)
+        names.setdefault(places.setdefault(near, (sent(point), point.loss)), []).append(point.name)
+    return names

@@ -5,7 +5,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from experiments.bytes_plot import draw_bytes
+from experiments.bytes_plot import draw_bytes, draw_regime_bytes
 from experiments.estimates import VIEWS, Book, Estimate
 from experiments.finish import finishing_tokens, price
 from experiments.law import VIEWS as LAW_VIEWS
@@ -29,7 +29,8 @@ def draw_all(book: Book, folder: Path, fullsize: Mapping[str, Line] | None = Non
     matplotlib.use("Agg")
     drawn = []
     plots = {"curves": _curves, "ladder": _ladder, "h": _by_h, "finish": _finish, "frontier": _frontier,
-             "bytes": draw_bytes, "law": _law}  # fmt: skip
+             "bytes": draw_bytes, "bytes-regime": lambda book: draw_regime_bytes(book.regime),
+             "law": _law}  # fmt: skip
     for name, draw in (plots | {"178m": lambda book: _fullsize(fullsize or {})}).items():
         # Text stays text, ids hash to the same names, and no date: the file depends on the numbers alone.
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "isthmus"}):

@@ -5,7 +5,7 @@ from regime_lines import regime_seeds
 from result_lines import line
 
 from experiments import checks
-from experiments.bytes_plot import Point, draw_bytes, frontier, points
+from experiments.bytes_plot import Point, draw_bytes, draw_regime_bytes, frontier, points
 from experiments.estimates import Book
 from experiments.render import render
 from experiments.tables import REGIME, pick_scale
@@ -123,3 +123,12 @@ def test_every_row_with_a_result_is_a_point_with_the_bytes_of_its_whole_run():
     assert found["pp-8-full-20"].stages == pytest.approx(mean)
     assert draw_bytes(Book(lines, SCALE)) is not None
     assert draw_bytes(Book(lines[:1], SCALE)) is None
+
+
+def test_the_regimes_rows_are_points_too_and_those_on_one_another_share_a_label():
+    lines = [*regime_seeds("dense", 3.49), *regime_seeds("diloco", 3.491), *regime_seeds("pp-8", 3.8)]
+    figure = draw_regime_bytes(Book([*lines, *regime_seeds("adamw", 3.4)], pick_scale(REGIME)))
+    left, right = ([text.get_text() for text in axes.texts] for axes in figure.axes)
+    assert left == ["dense, diloco", "adamw", "pp-8"]  # the same boundaries, other exchanges
+    assert right == ["dense", "adamw", "pp-8", "diloco"]
+    assert draw_regime_bytes(None) is None
