@@ -5,11 +5,13 @@ regime in which the base works; all its tests are among those that are corrected
 Standard library only.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from experiments.claim_judges import (
     ABSENT,
+    FAILS,
     HIGHER,
     HOLDS,
     LOWER,
@@ -34,6 +36,7 @@ from experiments.law import MARGIN as POINTS
 from experiments.tables import REGIME, rung, size_of
 from experiments.tuning import regime_name
 
+PART = "in part"  # answers differ by score, ratio or fleet
 NOT_ASKED = "–"  # of the regime: what no row answers at any scale
 
 
@@ -138,6 +141,40 @@ def claims_table(book: Book) -> str:
         there = _in_regime(claim, regime, book.scale.name)
         rows.append([claim.words, claim.source, f"**{answer}**", evidence, seeds, there])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+def tally(book: Book) -> str:
+    """How many claims have which answer, at both scales, by own and by pooled errors."""
+    said = [f"at `{book.scale.name}` {_tallied(book, str)}"]
+    if book.regime and book.regime.lines:
+        said.append(f"at `{book.regime.scale.name}` {_tallied(book.regime, regime_name)}")
+    return "; ".join(said)
+
+
+def _tallied(book: Book, names: Names) -> str:
+    judges = [claim.asked(names) for claim in claims_of(book)]
+    asked = [judge for judge in judges if is_small(names) or not isinstance(judge, Fixed)]
+    own, pooled = (
+        Counter(_kind(answer) for judge in asked if (answer := judge(each, names)[0]) != ABSENT)
+        for each in (book, book.with_pooled_errors())
+    )
+    kinds = {
+        HOLDS: "hold",
+        FAILS: "do not hold",
+        PART: "differ by score, ratio or fleet",
+        OPEN: "cannot be told",
+    }
+    counts = ", ".join(f"{own[kind]} {words}" for kind, words in kinds.items())
+    second = ", ".join(str(pooled[kind]) for kind in kinds)
+    return f"of {own.total()} claims that were asked {counts} (by pooled errors {second})"
+
+
+def _kind(answer: str) -> str:
+    """Of an answer that may have several parts: the one that all have."""
+    found = [word for word in (HOLDS, FAILS, OPEN, YET) if word in answer]
+    if set(found) <= {OPEN, YET}:
+        return OPEN
+    return found[0] if len(found) == 1 else PART
 
 
 def _seeds(book: Book, tests: Sequence[Compared]) -> str:

@@ -147,6 +147,8 @@ def replay_commits(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{COMMITS} runs what the page compares; give it --corpus, --jobs, --commit and --dry-run alone"
         )
+    if args.jobs < 1:
+        raise ConfigError(f"--jobs is {args.jobs}; it must be at least 1")
     book = read_book(args.results, pick_scale(DEFAULT_SCALE))
     judge_together(read_template(args.docs), book)
     books = [found for found in (book, book.regime) if found]
@@ -158,6 +160,9 @@ def replay_commits(args: argparse.Namespace) -> int:
         for one in replays:
             print(f"{one.row:28} by {one.commit}")
         print(f"{len(replays)} runs are missing, about ten seconds each on one core")
+        return 0
+    if not replays:
+        print("nothing is missing: every pair of commits that git has was run")
         return 0
     if not args.corpus:
         raise ConfigError(

@@ -3,8 +3,8 @@
 The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW VIEW [OTHER]}},
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
 {{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{later}}, {{pooled}}, {{repeats K/D}},
-{{sent ROW}}, {{setup}}, {{small}}, {{sizes}}, {{frontier}}, {{claims}}, {{papers}}, {{law table|answer}},
-{{regime table|picks|trials|lengths|setup|base|distance|small}},
+{{sent ROW}}, {{setup}}, {{small}}, {{sizes}}, {{frontier}}, {{claims}}, {{papers}}, {{tally}},
+{{law table|answer}}, {{regime table|picks|trials|lengths|setup|base|distance|small}},
 {{eight table|nearer|distance|steps|small}} and {{178m table|claim|facts|setup}}; VIEW is full,
 pipelined or mixed, ROW may be pp-last or het-last: the steepest rung of the ladder. What follows the line
 {{results}} is left out as long as there is no result.
@@ -23,7 +23,7 @@ from experiments import checks
 from experiments.budget import stage_share
 from experiments.catalog import tables_of
 from experiments.claim_judges import Names, is_small
-from experiments.claims import claim_tests, claims_table
+from experiments.claims import claim_tests, claims_table, tally
 from experiments.estimates import Book, Compared, Estimate
 from experiments.finish import enough, finish_table
 from experiments.fullsize import NAME as FULLSIZE
@@ -142,6 +142,7 @@ def _fill(text: str, book: Book, drawn: Sequence[str], fullsize: Fullsize) -> st
         "frontier": lambda: frontier_table(book),
         "claims": lambda: claims(book),
         "papers": lambda: claims_table(book),
+        "tally": lambda: tally(book),
         "small": lambda: small(book),
         "sizes": lambda: sizes(book),
         "law": lambda part: {"table": law_table, "answer": law_answer}[part](book),

@@ -9,12 +9,12 @@ import pytest
 from regime_lines import all_trials, regime_line, regime_seeds
 from result_lines import line
 
-from experiments.claim_judges import FAILS, HOLDS, OPEN, YET, AtMost, Order, Same, answered
+from experiments.claim_judges import FAILS, HOLDS, OPEN, YET, AtMost, Fixed, Order, Same, answered
 from experiments.claims import claims_of
 from experiments.estimates import Book
 from experiments.render import render
 from experiments.tables import REGIME, pick_scale
-from experiments.tuning import ROWS
+from experiments.tuning import ROWS, regime_name
 from isthmus.cli.main import main
 
 SCALE = pick_scale("12m")
@@ -207,3 +207,21 @@ def test_compression_under_adamw_is_asked_to_cost_at_most_half_a_point_more(more
     [cells] = [row for words, row in told(lines).items() if "asked: at most half a point" in words]
     assert cells[1] == f"**{says}**"
     assert cells[2].endswith("points more than under SparseLoCo, asked: at most +0.5")
+
+
+def test_answers_are_counted_by_what_all_their_parts_have():
+    book = Book(near("dense", 4.0), SCALE)
+    book.regime = Book(whole_regime(), pick_scale(REGIME))
+    small, regime = render("{{papers}}\n{{tally}}", book).splitlines()[-1].split("; ")
+    asked = [claim.asked(regime_name) for claim in claims_of(book.regime)]
+    answers = [judge(book.regime, regime_name)[0] for judge in asked if not isinstance(judge, Fixed)]
+    there = [answer for answer in answers if answer != "no such row"]
+    plain = [re.sub(r"^from [^:]*: ", "", answer) for answer in there]
+    counts = [int(n) for n in re.findall(r"\d+(?= (?:hold|do not hold|differ|cannot))", regime)]
+    assert f"of {len(there)} claims" in regime
+    assert counts[0] >= plain.count(HOLDS) > 0  # also where every part holds
+    assert counts[1] >= plain.count(FAILS)
+    assert sum(counts) == len(there)
+    assert (
+        f"of {len(claims_of(book))} claims that were asked 1 hold, 0 do not hold, 0 differ by score" in small
+    )

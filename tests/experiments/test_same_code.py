@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 from result_lines import line
@@ -84,13 +85,22 @@ def found_vocab(found):
 
 
 def test_bad_input_is_one_line_and_runs_nothing(tmp_path, capsys):
-    for wrong, words in (
-        (["--only", "pp-8"], "--only"),
-        (["--dry-run", "--commit", "no-such"], "git does not know the commit no-such"),
-        ([], "--corpus is missing"),
-    ):
-        results = ["--results", str(tmp_path)] if not wrong else []
-        assert main(["reproduce", "commits", *wrong, *results]) == 2
-        (told,) = capsys.readouterr().err.strip().splitlines()
-        assert words in told or "give it --corpus" in told
-    assert not list(tmp_path.iterdir())
+    def told(*words):
+        assert main(["reproduce", "commits", *words]) == 2
+        (said,) = capsys.readouterr().err.strip().splitlines()
+        return said
+
+    results = Path(same_code.CHECKOUT / "results")
+    for path in results.glob("*.jsonl"):  # all but the lines of several commits
+        if path.name != same_code.FILE:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    before = sorted(tmp_path.iterdir())
+    found = ["--results", str(tmp_path)]
+    assert "--jobs, --commit and --dry-run alone" in told("--only", "pp-8", *found)
+    assert "--jobs is 0" in told("--jobs", "0", *found)
+    if not (same_code.CHECKOUT / ".git").is_dir() or (same_code.CHECKOUT / ".git" / "shallow").exists():
+        pytest.skip("this checkout has not the history that the rows were run by")
+    assert "git does not know the commit no-such" in told("--dry-run", "--commit", "no-such", *found)
+    assert "--corpus is missing" in told(*found)
+    assert "there is no corpus in" in told("--corpus", str(tmp_path / "nowhere"), *found)
+    assert sorted(tmp_path.iterdir()) == before
