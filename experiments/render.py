@@ -4,7 +4,7 @@ The placeholders: {{table NAME}}, {{figure NAME}}, {{loss ROW VIEW}}, {{gap ROW 
 {{verdict ROW OTHER VIEW}}, {{finish}}, {{enough K/D PERCENT open|full}}, {{h}}, {{lr METHOD}},
 {{seeds ROW}}, {{judged}}, {{scoring ROW OTHER}}, {{commits}}, {{later}}, {{pooled}}, {{repeats K/D}},
 {{sent ROW}}, {{setup}}, {{small}}, {{sizes}}, {{frontier}}, {{claims}}, {{papers}}, {{tally}},
-{{law table|answer}}, {{regime table|picks|trials|lengths|setup|base|distance|small}},
+{{law table|answer}}, {{regime table|picks|trials|lengths|tuning|setup|base|distance|small}},
 {{eight table|nearer|distance|steps|small}} and {{178m table|claim|facts|setup}}; VIEW is full,
 pipelined or mixed, ROW may be pp-last or het-last: the steepest rung of the ladder. What follows the line
 {{results}} is left out as long as there is no result.
@@ -34,7 +34,7 @@ from experiments.lines import Line, read
 from experiments.same_code import read_curves
 from experiments.search_page import BYTES, NOT_YET, bytes_of, claims, counted, frontier_table, verdict
 from experiments.tables import EIGHT, LADDER, REGIME, SCALES, Scale, Shown, Table, size_of
-from experiments.trial_length import lengths
+from experiments.trial_length import by_tuning, lengths
 from experiments.tuning import AGAIN, ROWS, picks_table, regime_name, trials_table, unsettled
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
@@ -167,8 +167,8 @@ def regime_part(part: str, book: Book | None) -> str:
         return f"Not run yet: `{command}` shows it by sittings." if part == "setup" else ""
     if part in ("picks", "trials"):
         return {"picks": picks_table, "trials": trials_table}[part](book.scale, book.lines)
-    if part == "lengths":
-        return lengths(book.scale, book.all_lines)
+    if part in ("lengths", "tuning"):
+        return {"lengths": lengths, "tuning": by_tuning}[part](book.scale, book.all_lines)
     if part == "distance":
         gap = book.gap(regime_name("dense"), "full")
         found = verdict(gap, WITHIN) if gap else "not run."

@@ -20,6 +20,9 @@ from experiments.tuning import (
 )
 
 SEED = 0  # of every trial
+# Methods whose difference a claim is about.
+CLAIMED = (("dense", "adamw"), ("pp", "dense"), ("het", "dense"), ("het", "pp"), ("adamw-pp", "adamw"),
+           ("adamw-het", "adamw"), ("adamw-het", "adamw-pp"))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +75,21 @@ def lengths(scale: Scale, lines: Sequence[Line]) -> str:
             rows.append(f"| {name} | {settings} | {one.trial:.3f} | {one.whole:.3f} | {gap} |")
     count = f"{len(kept)} of {len(found)}"
     return "\n".join([f"The better trial gave the better run for {count} methods (one seed).", "", *rows])
+
+
+def by_tuning(scale: Scale, lines: Sequence[Line]) -> str:
+    """How differences of methods move where each has the best whole run that is known of it, in place of the
+    one with the settings that its trials picked."""
+    found = run_to_the_end(scale, lines)
+    rows = ["| | as picked | best run of each | |", "| --- | ---: | ---: | --- |"]
+    for group, other in CLAIMED:
+        if not {group, other} <= found.keys():
+            continue
+        picked, best = (
+            100 * (pick(found[group]) / pick(found[other]) - 1)
+            for pick in (lambda both: both[0].whole, lambda both: min(one.whole for one in both))
+        )
+        turns = "the sign turns" if picked * best < 0 else ""
+        words = f"{GROUPS[group].words}, against {GROUPS[other].words}"
+        rows.append(f"| {words} | {picked:+.2f} % | {best:+.2f} % | {turns} |")
+    return "\n".join(rows) if len(rows) > 2 else "No two methods were run so."

@@ -5,7 +5,7 @@ from result_lines import line
 
 from experiments.lines import digest
 from experiments.tables import recipe_of
-from experiments.trial_length import lengths, run_to_the_end
+from experiments.trial_length import by_tuning, lengths, run_to_the_end
 from experiments.tuning import REPORT, drawn, regime_name, scored_on, settings_of
 
 
@@ -36,3 +36,11 @@ def test_methods_are_counted_whose_better_trial_gave_the_better_run():
     assert text.startswith("The better trial gave the better run for 1 of 2 methods (one seed).\n\n")
     assert "| 4.000 | 3.500 | |" in text.replace("|  |", "| |")
     assert "| 9.000 | 3.600 | -10.00 % |" in text
+
+
+def test_differences_are_given_by_the_picks_and_by_the_best_runs():
+    lines = [*all_trials(), whole_run("dense", "dense", 0, 3.0), whole_run("dense", "dense", 3, 3.3)]
+    assert by_tuning(SCALE, lines) == "No two methods were run so."
+    lines += [whole_run("pp-8", "pp", 0, 3.3), whole_run("pp-8", "pp", 5, 2.97)]
+    (told,) = by_tuning(SCALE, lines).splitlines()[2:]
+    assert told == ("| SparseLoCo + PP-Compress, against SparseLoCo | +10.00 % | -1.00 % | the sign turns |")
