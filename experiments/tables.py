@@ -51,7 +51,6 @@ class Regime:
     base: tuple[int, int]  # and what all sparse methods have
     lrs: tuple[str, ...] = ("8e-4", "1.25e-3", "2e-3", "3.2e-3", "5e-3", "8e-3")
     seeds: tuple[int, ...] = (0,)  # of a reported row
-    further: bool = False  # the trials of tuning.FURTHER come after them
     sequences: int = 0  # in an inner step of all replicas, where rows ask what brings the base near; or none
 
 
@@ -152,7 +151,7 @@ SCALES = {
             round_seconds=0.02,
             regime=Regime(6, ((5, 512), (5, 1344), (5, 2048), (10, 2048)), (5, 1344),
                           ("1.25e-3", "2e-3", "3.2e-3", "5e-3", "8e-3", "1.25e-2"),
-                          (0, 1, 2, 3, 4), further=True),
+                          (0, 1, 2, 3, 4)),
         ),
         Scale(
             "512m", "the paper's own, for a large machine", ("model.preset=512m",), 50, 391,
@@ -188,6 +187,7 @@ class Row:
     tuned: bool = True  # takes the learning rate that the tune table found for its method
     text: str = ""  # which half of the held-out text it is scored on: "report", "tuning"; or else all of it
     follows: str = ""  # takes the settings of the best trial of this group
+    repeats: bool = False  # another row has the same recipe and seeds, and this is that row once more
 
 
 @dataclass(frozen=True, slots=True)

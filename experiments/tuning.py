@@ -50,21 +50,23 @@ GROUPS = {
     "adamw-pp": Group("pp", STEP, STEPPED, "AdamW + PP-Compress"),
     "adamw-het": Group("het", STEP, STEPPED, "AdamW + Het-PP-Compress (1/2)"),
 }
-# Further trials of 24m-4, as many for every method, around the best of its first six, with the longest
-# warm-up: the others may have been too short. DiLoCo was best with its smallest momentum, the recommended
-# fleet with the largest learning rate. Uncompressed, half and all compressed have the same. In the order of a
-# method's knobs.
+# By scale: further trials, as many for every method, in the order of its knobs. At 24m-4: around the best of
+# its first six, with the longest warm-up, since the others may have been too short. DiLoCo was best with its
+# smallest momentum, the recommended fleet with the largest learning rate. Uncompressed, half and all
+# compressed have the same.
 _LOCO = ("5e-3 0.2 0.8 0.95", "3.2e-3 0.2 0.8 0.99")
 _COMPRESSED_STEP = ("1.25e-3 0.2 0.95 0.3", "2e-3 0.2 0.95 0.3")
 FURTHER = {
-    "dense": _LOCO,
-    "het": _LOCO,
-    "pp": _LOCO,
-    "adamw": ("3.2e-3 0.2 0.99 0.03", "5e-3 0.2 0.98 0.1"),
-    "diloco": ("5e-3 0.2 0.5 0.8", "8e-3 0.2 0.5 0.6"),
-    "recommended": ("1.25e-2 0.2 0.8 0.99", "2e-2 0.2 0.6 0.99"),
-    "adamw-pp": _COMPRESSED_STEP,
-    "adamw-het": _COMPRESSED_STEP,
+    REGIME: {
+        "dense": _LOCO,
+        "het": _LOCO,
+        "pp": _LOCO,
+        "adamw": ("3.2e-3 0.2 0.99 0.03", "5e-3 0.2 0.98 0.1"),
+        "diloco": ("5e-3 0.2 0.5 0.8", "8e-3 0.2 0.5 0.6"),
+        "recommended": ("1.25e-2 0.2 0.8 0.99", "2e-2 0.2 0.6 0.99"),
+        "adamw-pp": _COMPRESSED_STEP,
+        "adamw-het": _COMPRESSED_STEP,
+    }
 }
 # (row, group, its own settings, the row that it is compared with), in the order in which they matter.
 ROWS = (
@@ -151,7 +153,7 @@ def drawn(group: str, scale: Scale) -> list[tuple[str, ...]]:
         draw.shuffle(rest)
         columns[knob] = [first, *rest]
     rows = list(zip(*columns.values(), strict=True))
-    rows += [tuple(words.split()) for words in FURTHER[group]] if regime.further else []
+    rows += [tuple(words.split()) for words in FURTHER.get(scale.name, {}).get(group, ())]
     return [tuple(f"{knob}={value}" for knob, value in zip(columns, row, strict=True)) for row in rows]
 
 
@@ -213,7 +215,7 @@ def regime_rows(scale: Scale) -> list[Row]:
         if name in AGAIN:
             rows.append(Row(again_name(name), f"{title}, the same once more", GROUPS[group].fleet,
                             (*base, *own), regime_name(name), group, regime.seeds[:AGAIN_SEEDS], tuned=False,
-                            text=AGAIN_TEXT, follows=group))  # fmt: skip
+                            text=AGAIN_TEXT, follows=group, repeats=True))  # fmt: skip
     rows += [_nearer_row(name, scale) for name in NEARER if regime.sequences]
     return rows
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from experiments.catalog import home_of, rows_of, tables_of
 from experiments.lines import Line, digest, identity, tuned_lrs
 from experiments.tables import Row, Scale, Table, recipe_of
-from experiments.tuning import AGAIN_TEXT, chosen, scored_on, unsettled
+from experiments.tuning import chosen, scored_on, unsettled
 from isthmus.config import FinishConfig, Recipe
 from isthmus.errors import ConfigError
 
@@ -53,8 +53,7 @@ class Run:
 
     @property
     def repeats(self) -> bool:
-        """Another run has the same recipe and seed, and this is that run once more."""
-        return self.row.text == AGAIN_TEXT
+        return self.row.repeats
 
     def __str__(self) -> str:
         return f"{self.row.name} seed {self.seed}"

@@ -53,7 +53,7 @@ from isthmus.data.corpus import open_corpus
 SCALE = pick_scale(REGIME)
 ROWS_OF = rows_of(SCALE)
 LRS, FIRST = SCALE.regime.lrs, SCALE.regime.trials
-TRIALS = FIRST + len(FURTHER["dense"])
+TRIALS = FIRST + len(FURTHER[REGIME]["dense"])
 
 
 def trial_lines(losses, **facts):
@@ -99,12 +99,12 @@ def test_every_method_tries_every_learning_rate_and_methods_with_the_same_knobs_
 
 
 def test_further_trials_have_the_methods_knobs_and_are_the_same_for_what_is_compared_with_sparseloco():
-    for group, further in FURTHER.items():
+    for group, further in FURTHER[REGIME].items():
         knobs = [setting.partition("=")[0] for setting in drawn(group, SCALE)[0]]
         for one, words in zip(drawn(group, SCALE)[FIRST:], further, strict=True):
             assert one == tuple(f"{knob}={value}" for knob, value in zip(knobs, words.split(), strict=True))
-    assert FURTHER["dense"] == FURTHER["het"] == FURTHER["pp"]
-    assert FURTHER["adamw-pp"] == FURTHER["adamw-het"]
+    assert FURTHER[REGIME]["dense"] == FURTHER[REGIME]["het"] == FURTHER[REGIME]["pp"]
+    assert FURTHER[REGIME]["adamw-pp"] == FURTHER[REGIME]["adamw-het"]
     assert all(len(drawn(group, pick_scale(EIGHT))) == 6 for group in GROUPS)  # they are of one scale
 
 
@@ -172,7 +172,7 @@ def test_trials_stand_by_learning_rate_then_the_further_ones_and_the_best_is_bol
 
     tried = [one[0].partition("=")[2] for one in drawn("het", SCALE)[:FIRST]]
     by_lr = [f"{losses[tried.index(lr)]:.3f}" for lr in LRS]
-    further = [", ".join(words.split()) for words in FURTHER["het"]]
+    further = [", ".join(words.split()) for words in FURTHER[REGIME]["het"]]
     assert told(losses) == [*by_lr, f"**3.400** ({further[0]})", f"4.500 ({further[1]})"]
     so_far = ["**3.500**" if word == "3.500" else word for word in by_lr]  # the best of the first
     assert told(losses[:FIRST]) == [*so_far, *(f"not run ({words})" for words in further)]
