@@ -33,8 +33,11 @@ SHORT = (
 # Run by the code of a commit, where this package may lie elsewhere; a key that it knows and the text does
 # not state has the value that it had before there was such a key.
 CHILD = """
-import json, sys
+import json, os, sys
+import isthmus
 from isthmus.config import parse_recipe
+if not isthmus.__file__.startswith(os.path.realpath(os.getcwd())):
+    sys.exit("another code than the commit's would have run: " + isthmus.__file__)
 try:
     from experiments.trial import run_trial
 except ImportError:
@@ -109,16 +112,19 @@ def run_replays(
     with TemporaryDirectory() as place, ThreadPoolExecutor(jobs) as pool:
         trees = {commit: _tree(commit, Path(place) / commit) for commit in {one.commit for one in replays}}
         begun = {pool.submit(_run, one, trees[one.commit], corpus, vocab): one for one in replays}
-        for number, done in enumerate(as_completed(begun), start=1):
-            one = begun[done]
-            try:
-                line = done.result()
-                append(folder / FILE, line)
-                told = line["failed"] or f"mixed {line['loss_mixed']:.6f}"
-            except (ConfigError, RunError) as error:
-                told = str(error)
-                faults.append(f"{one.row} by {one.commit}: {told}")
-            say(f"[{number}/{len(replays)}] {one.row} by {one.commit}: {told}")
+        try:
+            for number, done in enumerate(as_completed(begun), start=1):
+                one = begun[done]
+                try:
+                    line = done.result()
+                    append(folder / FILE, line)
+                    told = line["failed"] or f"mixed {line['loss_mixed']:.6f}"
+                except (ConfigError, RunError) as error:
+                    told = str(error)
+                    faults.append(f"{one.row} by {one.commit}: {told}")
+                say(f"[{number}/{len(replays)}] {one.row} by {one.commit}: {told}")
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)  # Ctrl-C waits for what has begun, and for no more
     return faults
 
 
@@ -127,7 +133,7 @@ def _tree(commit: str, place: Path) -> Path:
     done = subprocess.run(["git", "-C", str(CHECKOUT), "archive", commit], capture_output=True, check=True)
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as files:
         files.extractall(place, filter="data")
-    return place
+    return place.resolve()
 
 
 def shortened(recipe: str, corpus: str, vocab: int) -> list[str]:
