@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from experiments.estimates import Book, Compared
 from experiments.evidence import LEVEL
 from experiments.lines import Line
+from experiments.real_fleet import alike, can_be_real
 from experiments.same_code import same
 from experiments.tables import rung
-from experiments.tuning import AGAIN, again_name, regime_name
+from experiments.tuning import AGAIN, ROWS, again_name, regime_name
 
 
 def judged(book: Book) -> str:
@@ -111,6 +112,22 @@ def by_later(book: Book) -> str:
         f"the code of `{commit}` computes the same as the commit that ran it for {len(lines) - len(rest)} of "
     )
     return told + f"{len(lines)} compared rows" + (f"; not shown of {', '.join(rest)}" if rest else "")
+
+
+def of_regime(book: Book) -> list[Line]:
+    """A line of every row of the regime that has one."""
+    names = [regime_name(name) for name, *_ in ROWS]
+    return [line for name in names if name in book.rows for line in book.finished(name)[:1]]
+
+
+def by_fleet(book: Book) -> str:
+    """How many of the regime's rows real processes computed as the simulator did."""
+    lines = [line for line in of_regime(book) if can_be_real(line)]
+    found = {line["row"]: book.twins.get(line["digest"]) for line in lines}
+    same_ = [row for row, twin in found.items() if twin and alike(twin)]
+    apart = [f"`{row}`" for row, twin in found.items() if twin and not alike(twin)]
+    told = f"{len(same_)} of the {len(lines)} rows that a fleet can run"
+    return told + (f"; not equal: {', '.join(apart)}" if apart else "")
 
 
 def repeated(book: Book, ratio: str) -> dict[int, float]:

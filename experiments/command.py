@@ -12,6 +12,7 @@ from experiments import work
 from experiments.catalog import tables_of
 from experiments.fullsize import NAME as FULLSIZE
 from experiments.fullsize import SCALES as FULLSIZES
+from experiments.real_fleet import NAME as FLEET
 from experiments.same_code import NAME as COMMITS
 from experiments.tables import DEFAULT_SCALE, SCALES, Scale, pick_scale
 from isthmus.errors import ConfigError, RunError
@@ -27,6 +28,7 @@ EPILOG = """tables:
   all            all of them; a row that several tables show is run once
   178m           not in all: three fleets of the 178M model, one after another: dense, het-8, recommended
   commits        not in all, on a CPU: do the commits of two compared rows compute the same?
+  fleet          not in all, on a CPU: do real processes compute the regime's rows as the simulator does?
 
 scales:
 {scales}
@@ -69,7 +71,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         "tables",
         nargs="*",
         metavar="TABLE",
-        help="one of the tables below, or all; or 178m, commits",
+        help="one of the tables below, or all; or 178m, commits, fleet",
     )
     parser.add_argument("--corpus", metavar="DIR", help="a folder made by `isthmus data prepare`")
     parser.add_argument("--scale", metavar="NAME", help=f"default {DEFAULT_SCALE}")
@@ -118,6 +120,8 @@ def reproduce(args: argparse.Namespace) -> int:
         return reproduce_fullsize(args) or render(args, pick_scale(DEFAULT_SCALE))
     if COMMITS in args.tables:
         return replay_commits(args) or render(args, pick_scale(DEFAULT_SCALE))
+    if FLEET in args.tables:
+        return run_fleet(args) or render(args, pick_scale(DEFAULT_SCALE))
     if args.rounds is not None or args.state is not None:
         option = "--rounds" if args.state is None else "--state"
         raise ConfigError(
@@ -171,7 +175,52 @@ def replay_commits(args: argparse.Namespace) -> int:
     faults = run_replays(
         replays, args.corpus, args.results, args.jobs, lambda text: print(text, file=sys.stderr, flush=True)
     )
-    print(f"{len(replays) - len(faults)} runs finished, lines in {args.results}/{COMMITS}.jsonl")
+    return _told(args, COMMITS, len(replays), faults)
+
+
+def run_fleet(args: argparse.Namespace) -> int:
+    """Run the rows of the regime by real processes and by the simulator."""
+    from experiments.checks import of_regime
+    from experiments.real_fleet import can_be_real, run_twins
+    from experiments.render import read_book
+    from experiments.runner import find_commit
+
+    if args.tables != [FLEET] or args.scale or args.seeds or args.jobs != 1:
+        raise ConfigError(
+            f"{FLEET} runs the regime's rows, one by one; give it --corpus, --only and --dry-run alone"
+        )
+    regime = read_book(args.results, pick_scale(DEFAULT_SCALE)).regime
+    assert regime is not None
+    rows = {line["row"]: line for line in of_regime(regime) if can_be_real(line)}
+    for name in args.only:
+        if name not in rows:
+            raise ConfigError(f'--only is "{name}"; {FLEET} has {", ".join(rows)}')
+    wanted = [
+        line
+        for name, line in rows.items()
+        if line["digest"] not in regime.twins and (not args.only or name in args.only)
+    ]
+    if args.dry_run or not wanted:
+        for line in wanted:
+            print(line["row"])
+        print(f"{len(wanted)} of {len(rows)} rows are missing, about two minutes each on two cores")
+        return 0
+    if not args.corpus:
+        raise ConfigError(
+            "--corpus is missing; give a folder made by `isthmus data prepare`, --vocab 512 is enough"
+        )
+    faults = run_twins(
+        wanted,
+        args.corpus,
+        args.results,
+        find_commit(args.commit),
+        lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    return _told(args, FLEET, len(wanted), faults)
+
+
+def _told(args: argparse.Namespace, table: str, begun: int, faults: Sequence[str]) -> int:
+    print(f"{begun - len(faults)} runs finished, lines in {args.results}/{table}.jsonl")
     if faults:
         raise RunError(f"{len(faults)} runs failed, the first: {faults[0]}")
     return 0

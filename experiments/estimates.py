@@ -56,6 +56,7 @@ class Book:
         self.derived: dict[Compared, Estimate] = {}  # judged with them: trends, differences of prices
         self.apart: set[Compared] = set()  # judged among themselves: the law's
         self.curves: Curves = {}  # of rows that were run by several commits
+        self.twins: dict[str, Line] = {}  # rows by real processes too
         self.pooled: Spread | None = None  # p-values go by this spread and each comparison's own
         self.scale, self.rows, self.lrs = scale, rows_of(scale), tuned_lrs(scale, lines)
         self.chosen = chosen(scale, lines)

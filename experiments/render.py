@@ -11,8 +11,8 @@ pipelined or mixed, ROW may be pp-last or het-last: the steepest rung of the lad
 
 Of the regime's own rows, named as in tuning.ROWS (dense, het-8, recommended; dense-again for a row that is
 run once more): {{regime verdict ROW OTHER VIEW}}, {{regime gap ROW VIEW [OTHER]}},
-{{regime scoring ROW OTHER}}, and {{regime judged}}, commits, later, pooled; {{regime repeats}}: how far a run
-is from itself. Its verdicts are corrected among themselves.
+{{regime scoring ROW OTHER}}, and {{regime judged}}, commits, later, pooled, fleet; {{regime repeats}}: how
+far a run is from itself. Its verdicts are corrected among themselves.
 """
 
 import re
@@ -31,6 +31,7 @@ from experiments.fullsize import read_fullsize, shown_lines
 from experiments.fullsize_page import fullsize_claim, fullsize_facts, fullsize_setup, fullsize_table
 from experiments.law import law_answer, law_table
 from experiments.lines import Line, read
+from experiments.real_fleet import read_twins
 from experiments.same_code import read_curves
 from experiments.search_page import BYTES, NOT_YET, bytes_of, claims, counted, frontier_table, verdict
 from experiments.tables import EIGHT, LADDER, REGIME, SCALES, Scale, Shown, Table, size_of
@@ -50,7 +51,7 @@ FULLSIZE_PARTS = {
     "setup": fullsize_setup,
 }
 COMPARED = (  # parts that compare regime rows
-    "verdict", "gap", "scoring", "judged", "commits", "pooled", "later", "repeats",
+    "verdict", "gap", "scoring", "judged", "commits", "pooled", "later", "fleet", "repeats",
 )  # fmt: skip
 WITHIN = 3.0  # percent of per-step AdamW that SparseLoCo is wanted at, where the base works
 NONE_YET = "There are no results yet. `isthmus reproduce all --corpus DIR --device cuda` makes them.\n"
@@ -83,6 +84,7 @@ def read_book(results: Path, scale: Scale) -> Book:
     book = Book(read(results, scale), scale)
     book.regime, book.eight = (Book(read(results, SCALES[name]), SCALES[name]) for name in (REGIME, EIGHT))
     book.curves = book.regime.curves = read_curves(results)
+    book.regime.twins = read_twins(results)
     return book
 
 
@@ -198,6 +200,7 @@ def regime_compared(part: str, book: Book | None, *words: str) -> str:
         "commits": lambda: checks.commits(book),
         "pooled": lambda: checks.pooled(book),
         "later": lambda: checks.by_later(book),
+        "fleet": lambda: checks.by_fleet(book),
         "repeats": lambda: checks.run_again(book),
     }
     return parts[part](*words)

@@ -149,7 +149,7 @@ def shortened(recipe: str, corpus: str, vocab: int) -> list[str]:
 
 def _run(one: Replay, tree: Path, corpus: str, vocab: int) -> Line:
     settings = shortened(one.recipe, corpus, vocab)
-    task = dataclasses.asdict(one) | {"settings": settings, "first": _unstated(one.recipe)}
+    task = dataclasses.asdict(one) | {"settings": settings, "first": unstated(one.recipe)}
     # One thread: the order of sums is then that of the code alone.
     env = os.environ | {"PYTHONPATH": os.pathsep.join((str(tree / "src"), str(tree))), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-c", CHILD]
@@ -162,7 +162,7 @@ def _run(one: Replay, tree: Path, corpus: str, vocab: int) -> Line:
     return json.loads(last) | {"of": one.of}
 
 
-def _unstated(recipe: str) -> dict[str, str]:
+def unstated(recipe: str) -> dict[str, str]:
     """The first defaults of keys that a line's recipe does not state."""
     import tomllib
 
