@@ -59,8 +59,6 @@ def test_a_replica_that_is_killed_is_seen_to_go_and_to_return(page, tmp_path, tr
     page.until("/edge (is gone|was started again)/.test(document.getElementById('events').textContent)")
     page.until(f"{list(HEALTHY)}.includes({edge})")
     page.until(f"{bad} === 0")
-    words = page.value("document.getElementById('events').textContent")
-    assert "edge is back" in words or "edge sends heartbeats again" in words
     page.until(f"{ROUND} > {before + 2}")
     # The others went on; what the round did without it is in the grid, in words.
     found = page.value(

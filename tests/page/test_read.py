@@ -161,5 +161,7 @@ def test_a_bucket_whose_heartbeat_leads_out_reads_nothing_there(tmp_path, monkey
     source = open_source(str(tmp_path / "bucket"))
     state = StateBuilder().build(source.look())
     assert state["replicas"][0]["state"] == "not seen"
-    assert opened
-    assert all(path.resolve().is_relative_to(tmp_path / "bucket") for path in opened)
+    # Threads that an earlier test of this process left behind may open files of their own, elsewhere.
+    here = [path for path in opened if path.is_relative_to(tmp_path)]
+    assert here
+    assert [path for path in here if not path.resolve().is_relative_to(tmp_path / "bucket")] == []
