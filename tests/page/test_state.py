@@ -15,7 +15,7 @@ from isthmus.page.charts import CONTROL
 from isthmus.page.prometheus import exposition
 from isthmus.page.rounds import grid
 from isthmus.page.source import AliveFile, Raw, SeenHeartbeat, Settled, open_source
-from isthmus.page.state import MOST_EVENTS, StateBuilder
+from isthmus.page.state import StateBuilder
 from isthmus.protocol.heartbeat import Heartbeat, Vitals
 from isthmus.runlog import Row, RunDir, totals
 from isthmus.runlog.clean import clean_rows
@@ -167,36 +167,6 @@ def test_a_replica_that_goes_and_comes_back_is_reported():
     clock = 1012.0
     one, _ = look([AliveFile(0, 17, 1012), AliveFile(1, 18, 1012)], beat("catching up", 1012, "bb", 17))
     assert (one["state"], one["up"]) == ("catching up", True)
-
-
-def test_a_new_start_is_told_whichever_of_its_signs_a_look_sees_first():
-    def told(*beats):
-        builder = StateBuilder(lambda: 1000.0)
-        for pid, seen in beats:
-            files = {"edge": [AliveFile(0, pid, 1000), AliveFile(1, 8, 1000)]}
-            state = builder.build(raw_of(alive_files=files, heartbeats={"edge": seen}, heard_unix=1000.0))
-        return [event["text"] for event in reversed(state["events"])]
-
-    first, again = (7, beat("training", 999)), "edge sends heartbeats again after a new start"
-    new = (17, beat("training", 999, "bb", 17))
-    started = "edge was started again"
-    assert told(first, new) == [again]
-    assert told(first, (17, beat("training", 999)), new) == [started, again]  # a process before its heartbeat
-    assert told(first, (17, beat("starting", 999, "bb", 17)), new) == [started, again]  # both in one look
-    assert told(first, (17, beat("starting", 999, "bb", 17)), new, new) == [started, again]  # once
-
-
-def test_rounds_that_went_well_push_out_no_event_of_a_replica():
-    builder = StateBuilder(lambda: 1000.0)
-    builder._event(1.0, "edge is gone", "bad")
-    for n in range(3 * MOST_EVENTS):
-        builder._event(2.0, f"round {n} was settled", "")
-    texts = [event["text"] for event in builder.events]
-    assert len(texts) == MOST_EVENTS
-    assert (texts[0], texts[-1]) == (f"round {3 * MOST_EVENTS - 1} was settled", "edge is gone")
-    for n in range(2 * MOST_EVENTS):
-        builder._event(3.0, f"{n} is gone", "bad")
-    assert [event["text"] for event in builder.events][::-1][0] == f"{MOST_EVENTS} is gone"  # the oldest go
 
 
 def test_only_the_stage_that_is_missing_is_drawn_dead():

@@ -106,11 +106,6 @@ class StateBuilder:
         recent = [row.seconds for row in rows[-8:] if row.round and row.seconds]
         return median(recent) * (total - done) if recent and done < total else None
 
-    @staticmethod
-    def _is_anew(one: State, before: State) -> bool:
-        """Whether it is at work after a new start: the look before saw it start, or another incarnation."""
-        return before["state"] == "starting" or one["incarnation"] != before["incarnation"] != ""
-
     def _note_changes(self, members: list[State], raw: Raw, done: int, now: float) -> None:
         """Replicas that went or came back since the last look; settled rounds that refused an update."""
         for one in members:
@@ -124,7 +119,7 @@ class StateBuilder:
                 self._event(now, f"{one['name']} {words}", "good")
             elif before and one["state"] == "starting" != before["state"] and before["up"]:
                 self._event(now, f"{one['name']} was started again", "wait")
-            elif before and one["state"] != "starting" and self._is_anew(one, before):
+            elif before and before["incarnation"] and one["incarnation"] != before["incarnation"]:
                 self._event(now, f"{one['name']} sends heartbeats again after a new start", "good")
             self.before[one["name"]] = one
         if self.round is not None:
@@ -141,10 +136,6 @@ class StateBuilder:
         self.round = done
 
     def _event(self, now: float, words: str, tone: str) -> None:
-        """The oldest plain one makes room first: short rounds would push out who went and came back."""
-        plain = [at for at, event in enumerate(self.events) if not event["tone"]]
-        if len(self.events) == MOST_EVENTS and plain:
-            del self.events[plain[-1]]
         self.events.appendleft({"unix": round(now), "text": text(words), "tone": tone})
 
 
