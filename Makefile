@@ -1,11 +1,12 @@
-# `make demo` and `make test` do everything on a clean clone; `make check` is the quick part of the tests. Set-up is venv + pip.
+# On a clean clone: `make demo` trains, `make check` is the quick part of the tests, `make test` every rule once,
+# `make soak` the rest. Set-up is venv + pip.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRITON := $(VENV)/triton
 
-.PHONY: demo check test bench clean
+.PHONY: demo check test soak bench clean
 
 demo: $(READY)
 	$(BIN)/isthmus train demo
@@ -19,17 +20,23 @@ check: $(READY)
 	$(BIN)/pyright
 	$(BIN)/pytest -n 2 --dist worksteal $(METHOD)
 
-# Everything, two files at a time; then the GPU's kernels, under Triton's interpreter.
+# Every rule, two files at a time; then the GPU's kernels, under Triton's interpreter.
 test: $(READY) $(TRITON)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
-	PYTHONPATH=$(TRITON) $(BIN)/pytest tests/sparse/test_fused.py tests/model/test_adam.py tests/subspace/test_wire_kernels.py
+	PYTHONPATH=$(TRITON) $(BIN)/pytest tests/sparse/test_fused.py tests/model/test_adam.py
+
+# What needs processes, network namespaces, servers, Slurm, a browser, fuzzing or minutes: half an hour, and no
+# test longer than ten minutes.
+soak: $(READY)
+	$(BIN)/pytest -m soak -n 2 --dist loadfile --no-loadscope-reorder --timeout 600 --session-timeout 2100
 
 bench: $(READY)
 	$(BIN)/python bench/codec.py
-	$(BIN)/python bench/simulator.py
+	$(BIN)/python bench/rounds.py --rounds 6
+	$(BIN)/python bench/storm.py --minutes 3
 
 # torch goes first and pinned: an open range would pull gigabytes of CUDA packages on a machine without a GPU.
 $(READY): pyproject.toml constraints.txt

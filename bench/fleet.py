@@ -1,17 +1,15 @@
 """A real fleet on this machine against plain training: whole rounds, in turns, on a GPU when there is one.
 
     python bench/fleet.py --sizes 178m --batch 32 --inner-steps 50 --rounds 5 [--mps] [--out FILE.json]
-    python bench/fleet.py --parts startup kill train
+    python bench/fleet.py --parts startup
     python bench/fleet.py                                 without a GPU: a tiny model, to try the bench itself
 
 Parts: (a) plain training, compiled, bf16, fused AdamW, measured before and after the others; (b) one full
 replica under `isthmus join`; (c) a pipelined replica of four stages on the one device, at `none` and at 1/8;
 (d) two full replicas that share the device. A round of (b) to (d) counts whole: its tokens over the seconds
 between its manifest and the one before; the first round, which holds the start, is left out. "Standing
-still" is the share of a round outside its inner steps. Further parts: startup, the seconds from `join` to
-the first inner step; kill, SIGKILL for a worker while its state is being written; train, how long after a
-round was settled `isthmus train` of a full and a pipelined replica has its row and its three losses. All is
-made in a temporary folder, and removed.
+still" is the share of a round outside its inner steps. A further part, startup: the seconds from `join` to
+the first inner step. All is made in a temporary folder, and removed.
 """
 
 import argparse
@@ -25,13 +23,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from fleet_table import Result, line, table
-from joined import Failed, JoinedRun, join_options, mps_server, random_corpus, rounds_of, speed, watch_rows
+from joined import Failed, JoinedRun, join_options, mps_server, random_corpus, rounds_of, speed
 
 from isthmus.config import Recipe, dump_recipe, parse_recipe
 from isthmus.data.corpus import open_corpus
@@ -60,7 +57,7 @@ heartbeat_seconds = {heartbeat_seconds}
 """
 FULL = '[[replicas]]\nname = "full"\ncount = {count}\n'
 STAGES = '[[replicas]]\nname = "stages"\nkind = "pipelined"\nstages = 4\ncompression = "{compression}"\n'
-PARTS = ("a", "b", "c", "d", "train", "startup", "kill")
+PARTS = ("a", "b", "c", "d", "startup")
 START_STEPS = 4  # H of a run that only starts
 
 
@@ -155,34 +152,6 @@ class Bench:
         finally:
             self.end(run)
 
-    def train(self) -> Iterator[Result]:
-        """`isthmus train` of a mixed fleet: when is a settled round's row there, and when is it whole?"""
-        recipe = self.recipe(FULL.format(count=1) + STAGES.format(compression="1/8"))
-        folder = self.folder / "train"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / "train.toml"
-        file.write_text(dump_recipe(recipe))
-        words = ["-m", "isthmus.cli.main", "train", file, "--run", folder, "--device", self.args.device]
-        env = dict(os.environ) | self.caches() | self.mps
-        whole = [sys.executable, *map(str, words)]
-        process = subprocess.Popen(whole, stdout=subprocess.DEVNULL, env=env)  # its rows go to stderr
-        try:
-            rows, losses = watch_rows(process, folder / "metrics.jsonl", time.time() + self.args.limit)
-            settled = [(folder / "bucket" / "run.json").stat().st_mtime]
-            manifests = sorted((folder / "bucket" / "manifests").glob("[0-9]*.json"))
-            settled += [path.stat().st_mtime for path in manifests]
-            if len(settled) <= recipe.outer.rounds or losses.keys() < set(range(1, len(settled))):
-                raise Failed(f"{len(manifests)} rounds, rows {sorted(rows)}, with losses {sorted(losses)}")
-        finally:
-            process.kill()  # the fleet dies with it
-            process.wait()
-            shutil.rmtree(folder, ignore_errors=True)
-        lags = [(rows[t] - settled[t], losses[t] - settled[t]) for t in range(1, len(settled))]
-        took = [after - before for before, after in pairwise(settled)]
-        # Round 1 holds the start, so it is measured by the others' length.
-        worst = max(lag[1] / min(seconds, took[-1]) for lag, seconds in zip(lags, took, strict=True))
-        yield {"label": "isthmus train, mixed", "lags": lags, "round_times": took, "worst_share": worst}
-
     def startup(self) -> Iterator[Result]:
         """From `join` to the first inner step: cold caches, the same warm, and with a state to restore."""
         recipe = self.full(inner_steps=START_STEPS, rounds=100_000, heartbeat_seconds=0.25)
@@ -217,39 +186,6 @@ class Bench:
         run.wait(look, time.time() + self.args.limit, "first inner step")
         return {"seconds": reached.pop("seconds"), "told": reached.pop("told"), "reached": reached}
 
-    def kill(self) -> Iterator[Result]:
-        """SIGKILL for the worker in the middle of a state's write; the run must go on, and end."""
-        recipe = self.full(rounds=max(6, self.args.rounds))
-        run, deadline = self.run(recipe, {}), time.time() + self.args.limit
-        if "--save-every" in self.known:
-            run.options += ["--save-every", "0"]  # so that there is a write to hit
-        state = run.work("full") / "whole" / "state"
-        try:
-            run.join_all()
-            run.wait(lambda: run.last_settled() >= 2 and bool(run.saved("full")), deadline, "second round")
-            run.wait(lambda: any(state.glob("part-*")), deadline, "write of a state")
-            for pid in run.workers("full"):
-                os.kill(pid, signal.SIGKILL)
-            at, settled, whole = time.time(), run.last_settled(), run.saved("full")
-            cut = [path.name for path in state.glob("part-*")]
-            say(f"  killed in round {settled + 1}, during {cut}; whole states: {whole}")
-            run.wait_for_end(deadline)
-            back = run.find("full", r"back with the state of round (\d+)", at)
-            if run.last_settled() != recipe.outer.rounds:
-                raise Failed(f"{run.last_settled()} of {recipe.outer.rounds} rounds were settled")
-            yield {
-                "label": "SIGKILL during a state's write",
-                "cut": cut,
-                "settled_before": settled,
-                "whole_states": whole,
-                "back_with_round": int(back[1][1]) if back else None,
-                "recovery_seconds": (run.settled(settled + 1) or at) - at,
-                "rounds_settled": run.last_settled(),
-                "log": [line.text for line in run.lines["full"] if line.at >= at],
-            }
-        finally:
-            self.end(run)
-
     def measure(self) -> None:
         """All parts, in turns; one that fails is told, and the next begins."""
         under = " under MPS" if self.mps else ""
@@ -260,9 +196,7 @@ class Bench:
             ("c", lambda: self.joined(f"four stages, 1/8{under}", self.stages("1/8"), self.mps)),
             ("d", lambda: self.joined(f"two full replicas{under}", self.full(2), self.mps)),
             ("a", lambda: self.plain("after")),
-            ("train", self.train),
             ("startup", self.startup),
-            ("kill", self.kill),
         ]
         for part, turn in turns:
             if part not in self.args.parts:

@@ -10,19 +10,6 @@ def line(result: Result, plain: float) -> str:
     label = f"({result['part']}) {result['label']}"
     if "failed" in result:
         return f"{label:44} FAILED: {result['failed']}"
-    if "back_with_round" in result:
-        return (
-            f"{label:44} {result['settled_before']} rounds settled, whole states "
-            f"{result['whole_states']}, cut short {result['cut']}, back with the state of round "
-            f"{result['back_with_round']}, the next round {result['recovery_seconds']:.1f} s later, "
-            f"{result['rounds_settled']} settled at the end"
-        )
-    if "lags" in result:
-        lags = ", ".join(f"{rows:.2f} and {losses:.2f}" for rows, losses in result["lags"])
-        return (
-            f"{label:44} row and losses after a round was settled, in seconds: {lags}; at most "
-            f"{100 * result['worst_share']:.0f} % of its round"
-        )
     if "seconds" in result:
         reached = ", ".join(f"{what} {at:.1f}" for what, at in result["reached"].items())
         return f"{label:44} {result['seconds']:8.1f} s to the first inner step ({reached}; {result['told']})"

@@ -51,15 +51,20 @@ lr = 1e-3
 inner_steps = {steps}
 values = "2bit"
 """
-BATCH = {"10m": 32, "178m": 4}  # of each of the 8 replicas
+BATCH = {"10m": 32, "178m": 4}  # of each replica; 4 for the others
 STEPS = {"10m": 50, "178m": 50}  # H
 
 
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def seconds(work: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     work()
-    torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - start
 
 
@@ -241,7 +246,7 @@ def main() -> None:
     parser.add_argument("--corpus", default="builtin:sample", help="a prepared folder; default: built in")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="inner steps a round (default: 50)")
-    parser.add_argument("--batch", type=int, help="of each replica (default: 32 for 10m, 4 for 178m)")
+    parser.add_argument("--batch", type=int, help="of each replica (default: 32 for 10m, else 8 or 4)")
     parser.add_argument("--turns", type=int, default=7, help="of the codec's parts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line of results")
     args = parser.parse_args()

@@ -26,10 +26,10 @@ import pytest
 import servers
 from fabricated import Long, resident_bytes
 
-from isthmus.cli.status import gather
 from isthmus.protocol.access import open_ledger
-from isthmus.protocol.chain import manifest_key
+from isthmus.protocol.fleet_state import look
 from isthmus.protocol.ledger import Ledger, read_run
+from isthmus.protocol.manifests import manifest_key
 from isthmus.protocol.members import Members
 from isthmus.protocol.trust import load_signer
 from isthmus.store import open_store
@@ -50,7 +50,7 @@ def timed(what: str, ledger: Ledger | None = None, note: Callable[[], str] = str
 def status(url: str) -> None:
     ledger = open_ledger(url)
     with timed("`status`: the reading", ledger, lambda: f"round {found.round}"):
-        found = gather(ledger)
+        found = look(ledger)
     with timed("`isthmus status`, a process of its own"):
         subprocess.run([sys.executable, "-m", "isthmus", "status", url], check=True, capture_output=True)
 

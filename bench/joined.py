@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from isthmus.protocol.access import open_ledger
 from isthmus.runtime.create import create
 
 POLL_SECONDS = 0.02
-LOSSES = ("loss_full", "loss_pipelined", "loss_mixed")
 FIRST_STEP = r"first inner step after [\d.]+ s.*"
 
 
@@ -168,12 +166,8 @@ class JoinedRun:
         return None
 
     def saved(self, name: str) -> list[int]:
-        """Rounds whose state is whole on the disk of a full replica."""
-        return saved_rounds(self.work(name) / "whole" / "state")
-
-    def workers(self, name: str) -> list[int]:
-        found = processes(self.work(name))
-        return [process.pid for process in found if process.role != "launcher"]
+        """The checkpoints at edges of rounds that are whole on the disk of a full replica."""
+        return saved_rounds(self.work(name) / "whole" / "state" / "edge")
 
     def stop(self) -> None:
         """Kill our launchers; their workers die with them."""
@@ -237,30 +231,6 @@ def speed(run: JoinedRun, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "contributions": counted,
         "rounds": list(rows),
     }
-
-
-def watch_rows(
-    process: subprocess.Popen[bytes], path: Path, deadline: float
-) -> tuple[dict[int, float], dict[int, float]]:
-    """When each round's row was first there, and when it first had all its losses, until the run ends."""
-    rows: dict[int, float] = {}
-    losses: dict[int, float] = {}
-    while True:
-        over = process.poll() is not None
-        for text in path.read_text().splitlines() if path.exists() else ():
-            with suppress(ValueError):  # a line that is being written
-                row = json.loads(text)
-                rows.setdefault(row["round"], time.time())
-                if all(row.get(name) is not None for name in LOSSES):
-                    losses.setdefault(row["round"], time.time())
-        if over:
-            break
-        if time.time() > deadline:
-            raise Failed(f"`isthmus train` was not done; rows {sorted(rows)}, with losses {sorted(losses)}")
-        time.sleep(0.02)
-    if process.returncode:
-        raise Failed(f"`isthmus train` ended with status {process.returncode}")
-    return rows, losses
 
 
 @contextmanager

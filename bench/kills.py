@@ -26,7 +26,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from isthmus.config import Recipe, parse_recipe
 from isthmus.protocol.access import open_ledger
@@ -80,7 +79,7 @@ APART = ("field",)
 ROLES = ("stage", "full", "launcher")
 KINDS = ("SIGKILL", "SIGSTOP", "nap")
 ANCHOR = re.compile(r"\[([\w-]+)(/\d+)?\] round (\d+): anchor ([0-9a-f]{16})")
-NEW_START = re.compile(r"\] joining |; starting (it|the replica's stages|our part) again|; trying again in ")
+NEW_START = re.compile(r"\] joining |; starting (it|the replica's stages) again")
 
 
 def recipe_for(rounds: int, seed: int, url: str = "", inner_steps: int = 5) -> Recipe:
@@ -99,40 +98,38 @@ class Process:
 
 def processes(folder: Path) -> Iterator[Process]:
     """The fleet's processes of this run directory, by /proc."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            own = (Path("/proc") / str(pid) / "comm").read_text().strip()
+            worker = re.fullmatch(r"worker-(\d+)/(\d+)", own)
+            words = command_of(parent_of(parent_of(pid)) if worker else pid)  # a fork server is between them
             if not any(str(folder) in word for word in words):
                 continue
-            if "isthmus.runtime.worker" in words:
-                replica = config_of(words)["replica"]
-                environment = dict(
-                    item.split("=", 1)
-                    for item in (entry / "environ").read_text(errors="replace").split("\0")
-                    if "=" in item
-                )
-                whole = environment.get("WORLD_SIZE") == "1"
-                name = replica if whole else f"{replica} stage {environment.get('RANK')}"
-                yield Process(int(entry.name), "full" if whole else "stage", replica, name)
-            elif "isthmus.runtime.launcher" in words:
-                config = config_of(words)
-                stage = "" if config["stage"] is None else f" stage {config['stage']}"
-                yield Process(
-                    int(entry.name), "launcher", config["replica"], f"launcher of {config['replica']}{stage}"
-                )
+            if "isthmus.runtime.launcher" in words:
+                config = json.loads(words[words.index("-m") + 2])
+                replica, stage = config["replica"], config["stage"]
             elif "isthmus.cli.main" in words and "join" in words:
                 replica = words[words.index("--replica") + 1]
-                stage = f" stage {words[words.index('--stage') + 1]}" if "--stage" in words else ""
-                yield Process(int(entry.name), "launcher", replica, f"launcher of {replica}{stage}")
-        except (OSError, ValueError, KeyError):
+                stage = words[words.index("--stage") + 1] if "--stage" in words else None
+            else:
+                continue
+            if worker:
+                whole = worker[2] == "1"
+                name = replica if whole else f"{replica} stage {worker[1]}"
+                yield Process(pid, "full" if whole else "stage", replica, name)
+            else:
+                at = "" if stage is None else f" stage {stage}"
+                yield Process(pid, "launcher", replica, f"launcher of {replica}{at}")
+        except (OSError, ValueError, KeyError, IndexError):
             continue  # it ended while we looked
 
 
-def config_of(words: list[str]) -> dict[str, Any]:
-    """The JSON that follows `-m MODULE`."""
-    return json.loads(words[words.index("-m") + 2])
+def command_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def stopped(pid: int) -> bool:
@@ -350,9 +347,20 @@ def ordeal(
 
 def check_left_over(folder: Path, timeout_seconds: float = 5.0) -> list[str]:
     deadline = time.monotonic() + timeout_seconds
-    while (left := list(processes(folder))) and time.monotonic() < deadline:
+    while (left := [*processes(folder), *orphans(folder)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     return [f"process {process.pid} ({process.name}) was left behind" for process in left]
+
+
+def orphans(folder: Path) -> Iterator[Process]:
+    """Workers without a launcher, which leave nothing in /proc that names the folder, by their own notes."""
+    for note in folder.rglob("alive-*"):
+        try:
+            pid = int(note.read_text())
+            if Path(f"/proc/{pid}/comm").read_text().startswith("worker-") and parent_of(pid) == 1:
+                yield Process(pid, "orphan", note.parent.name, f"worker of {note.parent.name}")
+        except (OSError, ValueError):
+            continue
 
 
 def check_history(folder: Path, url: str, rounds: int, outcome: Outcome) -> list[str]:

@@ -1,11 +1,18 @@
-"""One stage link, as fast as it goes: TLS, TLS through a relay, and gloo in the clear; Gb/s and CPU seconds.
+"""One stage link over a cable of a given rate: throughput, trip, what control waits beside bulk, CPU a byte.
 
-    python bench/link_rates.py [--links gloo tls relay] [--mb 1000] [--frame-kb 1024] [--repeats 3]
+    python bench/link_rates.py [--links gloo tls] [--mbps 20 100 1000] [--seconds 10] [--json]
 
-Two processes on this machine, joined over loopback by the code that trains, and for `relay` a third one in
-between. "one way" is stage 0 to stage 1, "both" is both directions at once, each of that many bytes. The CPU
-seconds are those of all processes, threads included, for each GB that was carried. Links take turns within a
-repeat, so other work on this machine meets them alike: the ratios to gloo are the medians of the repeats.
+Two machines, as network namespaces, joined by a veth pair with a token bucket. On each a process that sends
+frames of --frame-mb both ways at once, as fast as the link takes them. `gloo` is `ProcessLink`, in the clear,
+`tls` is `SocketLink` between machines, and `unix` is `SocketLink` on one machine, for which no cable counts.
+
+    MB/s     what arrived each way, the slower direction
+    trip ms  a small frame and its answer, on a link that carries nothing else; median
+    wait ms  a small frame that is sent while frames are queued, until it is received; median. gloo has no
+             order but that of sending, so there it waits for all of them; --ahead says how many are queued
+    ns/B     CPU seconds of both processes, threads and kernel included, for each byte that arrived
+
+Links take turns at each rate. Needs root and iproute2.
 """
 
 import argparse
@@ -15,115 +22,86 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-LINKS = ("gloo", "tls", "relay")
-WAYS = {"one way": (1, 0), "both": (1, 1)}
-AHEAD = 8
-SECONDS = 60.0
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import netns
+
+LINKS = ("gloo", "tls", "unix")
+PINGS = 21
+PORT = 29500
 
 
 def main() -> int:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
+    parser.add_argument("--mbps", type=float, nargs="+", default=[20.0, 100.0, 1000.0])
+    parser.add_argument("--seconds", type=float, default=10.0, help="of bulk, for each link and rate")
+    parser.add_argument("--frame-mb", type=float, default=8.0)
+    parser.add_argument("--ahead", type=int, default=2, help="frames that may wait to be sent")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
     if args.worker:
         return work(json.loads(args.worker))
-    if args.cores:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
-    rows: list[dict[str, Any]] = []
-    for _ in range(args.repeats):
-        for link in args.links:
-            rows += measure(link, args.mb, args.frame_kb)
-    print(json.dumps(rows, indent=2) if args.json else table(rows, args.links))
-    print(
-        f"load average {os.getloadavg()[0]:.1f}, {len(os.sched_getaffinity(0))} cores, frames of "
-        f"{args.frame_kb} KiB",
-        file=sys.stderr,
-    )
+    if reason := netns.reason_to_skip():
+        print(f"link_rates: {reason}", file=sys.stderr)
+        return 2
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, netns.Network() as network:
+        for name in ("m0", "m1"):
+            network.machine(name)
+        cable = network.cable("m0", "m1", args.mbps[0])
+        for mbps in args.mbps:
+            network.limit(cable, mbps, max(2**14, round(mbps * 1e6 / 8 * 5e-4)))
+            for link in args.links:
+                job = {
+                    "link": link,
+                    "mbps_now": mbps,
+                    "host": cable.addresses[0],
+                    "folder": folder,
+                    **vars(args),
+                }
+                names = ("m0", "m0") if link == "unix" else ("m0", "m1")
+                rows.append({"mbps": mbps, "link": link} | measure(network, names, job, cable))
+                print(line(rows[-1]), file=sys.stderr, flush=True)
+    print(json.dumps(rows, indent=2) if args.json else "\n".join([HEAD, *map(line, rows)]))
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", file=sys.stderr)
     return 0
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
-    parser.add_argument("--mb", type=int, default=1000, help="MB each way")
-    parser.add_argument("--frame-kb", type=int, default=1024, help="KiB of a frame")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cores", type=int, default=0, help="keep all processes to so many; 0: any")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
-    return parser.parse_args()
+HEAD = f"{'Mb/s':>6} {'link':>5} {'MB/s':>8} {'trip ms':>8} {'wait ms':>8} {'ns/B':>6}"
 
 
-def measure(link: str, mb: int, frame_kb: int) -> list[dict[str, Any]]:
-    """Both ways over one link; the relay's CPU time is added."""
-    from isthmus.runtime.rendezvous import free_port
+def line(row: dict[str, Any]) -> str:
+    figures = f"{row['rate'] / 1e6:8.2f} {row['trip'] * 1e3:8.2f} {row['wait'] * 1e3:8.1f}"
+    return f"{row['mbps']:6g} {row['link']:>5} {figures} {row['cpu'] * 1e9:6.2f}"
 
-    relay, at = None, 0
-    if link == "relay":
-        words = ["relay", "--host", "127.0.0.1", "--port", "0"]
-        command = [sys.executable, "-c", RELAY, *words]
-        relay = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
-        assert relay.stdout
-        at = int(relay.stdout.readline().rpartition(":")[2])
-    frame_bytes = frame_kb * 1024
-    job = {"link": link, "port": free_port("127.0.0.1"), "relay": at, "frame_bytes": frame_bytes}
-    job |= {"num_frames": max(AHEAD, mb * 10**6 // frame_bytes)}
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ends = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--worker", json.dumps(job | {"stage": stage})],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        for stage in (0, 1)
-    ]
-    said = [[json.loads(line) for line in end.communicate()[0].splitlines()] for end in ends]
+
+def measure(network: Any, names: tuple[str, str], job: dict[str, Any], cable: Any) -> dict[str, float]:
+    ends = []
+    for stage, name in enumerate(names):
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": cable.interfaces[stage], "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, "--worker", json.dumps(job | {"stage": stage})]
+        ends.append(subprocess.Popen(network.command(name, command), stdout=subprocess.PIPE, env=env))
+    found = [json.loads(end.communicate()[0] or "{}") for end in ends]
     if any(end.returncode for end in ends):
-        raise SystemExit(f"link_rates: {link}: an end of the link failed")
-    relayed = 0.0
-    if relay:
-        relay.terminate()
-        relayed = float(relay.communicate()[0].split()[-1])
-    carried = sum(row["gb"] for row in said[0])
-    rows = []
-    for here, there in zip(*said, strict=True):
-        cpu = here["cpu_seconds"] + there["cpu_seconds"] + relayed * here["gb"] / carried
-        gbps = here["gb"] * 8 / here["seconds"] / (1 + (here["way"] == "both"))
-        rows.append({"link": link, "way": here["way"], "gbps": gbps, "cpu_per_gb": cpu / here["gb"]})
-    return rows
+        raise SystemExit(f"link_rates: an end of the {job['link']} link failed")
+    carried = sum(each["bytes"] for each in found)
+    return {
+        "rate": min(each["bytes"] / each["seconds"] for each in found),
+        "trip": found[0]["trip"],
+        "wait": statistics.median(found[0]["waits"] + found[1]["waits"]),
+        "cpu": sum(each["cpu"] for each in found) / carried,
+    }
 
 
-RELAY = """
-import resource, signal, sys
-from isthmus.cli.main import main
-def end(*_):
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    print(used.ru_utime + used.ru_stime, flush=True)
-    sys.exit(0)
-signal.signal(signal.SIGTERM, end)
-main(sys.argv[1:])
-"""
-
-
-def table(rows: list[dict[str, Any]], links: list[str]) -> str:
-    lines = [f"{'link':>6} {'':>8} {'Gb/s':>7} {'of gloo':>8} {'CPU s/GB':>9} {'of gloo':>8}"]
-    for way in WAYS:
-        by_link = {link: [r for r in rows if r["link"] == link and r["way"] == way] for link in links}
-        for link, own in by_link.items():
-            line = f"{link:>6} {way:>8}"
-            for what, width in (("gbps", 7), ("cpu_per_gb", 9)):
-                line += f" {statistics.median(row[what] for row in own):{width}.2f}"
-                base = by_link.get("gloo", [])
-                ratios = [row[what] / plain[what] for row, plain in zip(own, base, strict=False)]
-                line += f" {statistics.median(ratios):8.2f}" if ratios else f" {'':8}"
-            lines.append(line)
-    return "\n".join(lines)
-
-
-# From here on: one end of the link, a process of its own.
+# From here on: what runs inside a namespace, one process for each stage.
 
 
 def work(job: dict[str, Any]) -> int:
@@ -132,74 +110,93 @@ def work(job: dict[str, Any]) -> int:
     from isthmus.replica.links import TensorSpec
 
     torch.set_num_threads(1)
-    link, stage = open_link(job), job["stage"]
-    frame, ack = (
-        (TensorSpec("activations", (job["frame_bytes"],), torch.uint8),),
-        (TensorSpec("control", (1,), torch.uint8),),
-    )
-    noise = torch.frombuffer(bytearray(os.urandom(job["frame_bytes"])), dtype=torch.uint8)
-    for way, counts in WAYS.items():
-        sends, receives = (counts[stage] * job["num_frames"], counts[1 - stage] * job["num_frames"])
-        link.expect([ack], 1)
-        link.send({"control": torch.zeros(1, dtype=torch.uint8)})
-        link.receive()  # both are here
-        began, cpu = time.perf_counter(), cpu_seconds()
-        link.expect([frame] * receives + [ack], AHEAD)
-        for i in range(max(sends, receives)):
-            if i < sends:
-                link.send({"activations": noise})
-            if i < receives:
-                link.receive()
-        link.send({"control": torch.zeros(1, dtype=torch.uint8)})
-        link.receive()  # the other end has all of it
-        seconds = time.perf_counter() - began
-        gb = sum(counts) * job["num_frames"] * job["frame_bytes"] / 1e9
-        row = {"way": way, "seconds": seconds, "cpu_seconds": cpu_seconds() - cpu, "gb": gb}
-        print(json.dumps(row), flush=True)
+    link = connected(job)
+    small, size = (TensorSpec("activations", (1,), torch.float64),), int(job["frame_mb"] * 1e6)
+    bulk, data = (TensorSpec("activations", (size,), torch.uint8),), torch.zeros(size, dtype=torch.uint8)
+    in_order = job["link"] == "gloo"
+
+    def send_time() -> None:
+        link.send({"activations": torch.tensor([time.monotonic()], dtype=torch.float64)})
+
+    trips = []
+    link.expect([small] * PINGS, 1)
+    for _ in range(PINGS):
+        if job["stage"] == 0:
+            began = time.monotonic()
+            send_time()
+            link.receive()
+            trips.append(time.monotonic() - began)
+        else:
+            link.receive()
+            send_time()
+    carries = job["mbps_now"] * 1e6 / 8 if job["link"] != "unix" else 1e9
+    num_frames = max(4, round(job["seconds"] * carries / size))
+    waits: list[float] = []
+    before, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    link.expect(([bulk, small] if in_order else [bulk]) * num_frames, job["ahead"])
+
+    def send() -> None:
+        for _ in range(num_frames):
+            link.send({"activations": data})
+            if in_order:
+                send_time()
+            else:
+                link.send_message(str(time.monotonic()).encode())
+
+    def hear() -> None:
+        for _ in range(0 if in_order else num_frames):
+            waits.append(-float(link.receive_message()) + time.monotonic())
+
+    threads = [threading.Thread(target=send), threading.Thread(target=hear)]
+    for thread in threads:
+        thread.start()
+    for _ in range(num_frames):
+        link.receive()
+        if in_order:
+            waits.append(time.monotonic() - link.receive()[0].item())
+    seconds = time.monotonic() - began
+    for thread in threads:
+        thread.join()
+    after = resource.getrusage(resource.RUSAGE_SELF)
     link.close()
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    trip = statistics.median(trips or [0.0])
+    print(
+        json.dumps({"bytes": num_frames * size, "seconds": seconds, "trip": trip, "waits": waits, "cpu": cpu})
+    )
     return 0
 
 
-def cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def open_link(job: dict[str, Any]) -> Any:
-    stage, port = job["stage"], job["port"]
-    return gloo_link(stage, port) if job["link"] == "gloo" else tls_link(stage, port, job["relay"])
-
-
-def gloo_link(stage: int, port: int) -> Any:
-    from isthmus.replica.process_groups import connect, open_store
-
-    common: dict[str, Any] = {"replica": "edge", "stage": stage}
-    store, address = open_store(**common, master=f"127.0.0.1:{port}")
-    before, after = connect(**common, num_stages=2, store=store, address=address)
-    return before or after
-
-
-def tls_link(stage: int, port: int, relay: int) -> Any:
+def connected(job: dict[str, Any]) -> Any:
     import torch
 
     from isthmus.protocol.trust import Signer
     from isthmus.replica.links import LinkPeers
-    from isthmus.replica.tls_link import TlsLink
-    from isthmus.runtime.addresses import Address, Meeting
-    from isthmus.runtime.arrivals import OwnGate
-    from isthmus.runtime.channels import GateChannels, GuestChannels
-    from isthmus.runtime.gate import Gate
-    from isthmus.runtime.handshake import Credentials
+    from isthmus.replica.process_groups import connect, open_store, own_address
+    from isthmus.replica.socket_link import SocketLink
+    from isthmus.runtime.addresses import Address
+    from isthmus.runtime.certificates import contexts
+    from isthmus.runtime.peer import Endpoint, StageStart
+    from isthmus.runtime.unix_place import UnixPlace
 
-    key = Credentials("bench", Signer("edge", bytes(32)))
-    place = Meeting(Address("127.0.0.1", relay), key, 0) if relay else Address("127.0.0.1", port)
-    peers = LinkPeers("edge", stage, 1 - stage, str(place))
-    make: Callable[[], Any] = (
-        (lambda: GateChannels(OwnGate(Gate(place, key), 0), key, peers, SECONDS))
-        if stage == 0
-        else (lambda: GuestChannels(place, 0, key, peers, SECONDS))
-    )
-    return TlsLink(make(), peers, torch.device("cpu"), SECONDS)
+    stage, host = job["stage"], job["host"]
+    if job["link"] == "gloo":
+        store = open_store(replica="edge", rank=stage, host=host, port=PORT)
+        own = own_address(host, PORT)
+        links = connect(replica="edge", stage=stage, num_stages=2, store=store, address=own)
+        return links[1 - stage]
+    me, peers = StageStart("bench", "edge", stage, 1), LinkPeers("edge", stage, 1 - stage, "the other")
+    if job["link"] == "unix":
+        place, keys = UnixPlace(Path(job["folder"]) / "links", 0), None
+        listener = UnixPlace(Path(job["folder"]) / "links", stage).listen()
+    else:
+        import socket
+
+        place, keys = Address(host, PORT + 1), contexts(Signer("edge", bytes(32)))
+        listener = socket.create_server(("0.0.0.0" if stage else host, 0 if stage else PORT + 1))
+    endpoint = Endpoint(me, listener, keys)
+    meeting = endpoint.meet(1 - stage, peers, (lambda: ([place], 0)) if stage else None)
+    return SocketLink(meeting, peers, torch.device("cpu"), 120.0)
 
 
 if __name__ == "__main__":

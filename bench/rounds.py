@@ -53,9 +53,7 @@ class Delayed:
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.payload_reads, self.lock = seconds, 0, threading.Lock()
-        self.real = {
-            name: getattr(obstore, name) for name in ("get_async", "put_async", "head_async", "copy_async")
-        }
+        self.real = {name: getattr(obstore, name) for name in ("get_async", "put_async", "head_async")}
         self.list = obstore.list
 
     def __enter__(self) -> "Delayed":
@@ -127,7 +125,13 @@ def light(ledger: Ledger, anchor: str) -> None:
     def manifest(t: int) -> Manifest | None:
         if t not in known and ledger.store.get(f"manifests/{t:06d}.json", max_bytes=1 << 24):
             known[t] = Manifest(
-                round=t, anchor=anchor, entries=(), refused=(), members=(), deadline_seconds=1.0, seconds=1.0
+                round=t,
+                anchor=anchor,
+                entries=(),
+                members=(),
+                dealt_in=(),
+                deadline_seconds=1.0,
+                seconds=1.0,
             )
         return known.get(t)
 

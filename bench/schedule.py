@@ -5,7 +5,7 @@
 
 Four machines in a row, as network namespaces, with rate-limited cables between neighbours, and on each one
 stage whose compute is a fixed wait: nothing else is simulated. Isthmus' stages run `PipelinedReplica` over
-TLS links, and `gloo` over those of --trust-network; torch's run `PipelineStage` with `Schedule1F1B` and
+`SocketLink`, and `gloo` over those of --trust-network; torch's run `PipelineStage` with `Schedule1F1B` and
 `ScheduleGPipe` over gloo, in the same processes, on the same cables, with activations of the same size. r is
 the time of a micro-batch on a link, one way and headers included, over its time t on a stage, forward and
 backward. Frames are small and links slow; with --mbps the links have that rate, and micro-batches as many
@@ -58,7 +58,11 @@ BURST_BYTES = 3100  # two packets: what a link may send faster than its rate aft
 BURST_SECONDS = 5e-4  # of a fast link: the kernel's timers are not finer
 FORWARD = 1 / 3  # share of t
 WARM_UP = 4  # inner steps; the depths are chosen after the third
-OURS = {"isthmus": ("whole", "tls"), "split": ("split", "tls"), "gloo": ("whole", "gloo")}
+OURS = {
+    "isthmus": ("whole", "socket"),
+    "split": ("split", "socket"),
+    "gloo": ("whole", "gloo"),
+}
 STOCK = ("1f1b", "gpipe")
 OFF = 0.10
 
@@ -336,26 +340,41 @@ def isthmus(job: dict[str, Any], m: int, port: int, backward: str, transport: st
 
 def connected(job: dict[str, Any], port: int, transport: str) -> Any:
     """This stage's links to the one before it and the one after it."""
-    from isthmus.protocol.trust import Signer
-    from isthmus.replica.process_groups import connect, open_store
-    from isthmus.runtime.addresses import Address
-    from isthmus.runtime.arrivals import OwnGate
-    from isthmus.runtime.gate import Gate
-    from isthmus.runtime.handshake import Credentials
-    from isthmus.runtime.stage_links import at_address, connect_secured
+    from isthmus.replica.process_groups import connect, open_store, own_address
 
-    stage, master = job["stage"], Address(job["master"], port + 1000)
-    store, address = open_store(replica="edge", stage=stage, master=f"{job['master']}:{port}")
-    common: dict[str, Any] = {"stage": stage, "num_stages": job["num_stages"], "store": store}
-    if transport == "gloo":
-        return connect(replica="edge", address=address, **common)
-    key, own = Credentials("bench", Signer("edge", bytes(32))), None
-    if stage < job["num_stages"] - 1:
-        own = OwnGate(Gate(Address(address, 0) if stage else master, key))
-    STORES.append(store)  # stage 0 serves it to those who still join
-    return connect_secured(
-        credentials=key, address=address, arrivals=own, find=at_address("edge", master), **common
-    )
+    stage, host = job["stage"], job["master"]
+    store, address = open_store(replica="edge", rank=stage, host=host, port=port), own_address(host, port)
+    if transport == "socket":
+        return socket_links(job, store, address)
+    return connect(replica="edge", address=address, stage=stage, num_stages=job["num_stages"], store=store)
+
+
+def socket_links(job: dict[str, Any], store: Any, address: str) -> Any:
+    import socket
+
+    import torch
+
+    from isthmus.protocol.trust import Signer
+    from isthmus.replica.links import LinkPeers
+    from isthmus.replica.socket_link import SocketLink
+    from isthmus.runtime.addresses import Address
+    from isthmus.runtime.certificates import contexts
+    from isthmus.runtime.peer import Endpoint, StageStart
+
+    stage, links = job["stage"], []
+    keys, me = contexts(Signer("edge", bytes(32))), StageStart("bench", "edge", stage, 1)
+    endpoint = Endpoint(me, socket.create_server((address, 0)), keys)
+    store.set(f"socket/{stage}", str(Address(address, endpoint.port)))
+    for neighbour in (stage - 1, stage + 1):
+        if not 0 <= neighbour < job["num_stages"]:
+            links.append(None)
+            continue
+        there = Address.parse(store.get(f"socket/{neighbour}").decode(), "address")
+        peers, find = LinkPeers("edge", stage, neighbour, str(there)), lambda there=there: ([there], 1)
+        meeting = endpoint.meet(neighbour, peers, find if neighbour < stage else None)
+        links.append(SocketLink(meeting, peers, torch.device("cpu"), 60.0))
+    STORES.append(store)
+    return tuple(links)
 
 
 class Stock:

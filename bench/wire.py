@@ -3,30 +3,28 @@
     python bench/wire.py [--size 178m] [--stages 4] [--rows 4] [--dim 256] [--wires int8 int4] [--turns 20]
 
 A middle stage of `--stages`, compiled, takes a micro-batch of `--rows` sequences forward and back. That is
-its compute where links carry bf16, so that no codec is counted. Figures are medians of `--turns` turns:
+its compute where links carry bf16, so that no codec is counted. The wire is plain torch, and the same under
+torch.compile. Figures are medians of `--turns` turns:
 
     device    the work alone: recorded, and launched as one graph; of the compute, the sum of its kernels
     launched  from Python, one call after another; a stage hides this as far as the host runs ahead
     stage     the whole micro-batch with this wire on both sides, and what that is over bf16's
 
 `all` is what a middle stage does with a micro-batch: decode and encode, forward and back. On a CPU the bench
-is only tried out.
+is only tried out: --size nano --dim 48 --width 128 --wires int5 --turns 2.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from isthmus import gpu
 from isthmus.config import Recipe, parse_recipe
 from isthmus.layout.wire import INT_BITS
 from isthmus.replica.stage import Stage
@@ -102,16 +100,21 @@ class Timer:
         return sum(row.self_device_time_total for row in rows) / 5
 
 
-def micro_batch(recipe: Recipe, wire: str, device: torch.device) -> Work:
-    """A middle stage's forward and backward, with this wire on both sides."""
+def wire_at(recipe: Recipe, name: str, compiled: bool) -> IntWire:
+    member = recipe.fleet()[0]
+    return IntWire(name, recipe.batch_of(member.config) * recipe.model.context, compiled)
+
+
+def micro_batch(recipe: Recipe, wire: IntWire | None, device: torch.device) -> Work:
+    """A middle stage's forward and backward, with this wire on both sides; None: bf16."""
     member = recipe.fleet()[0]
     precision, compiled = ("bf16", True) if device.type == "cuda" else ("fp32", False)
     stage = Stage(recipe, member, 1, device=device, precision=precision, compiled=compiled)
     shape = stage.frames()[0][0].shape
     z, grad = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
-    if wire != "bf16":
-        stage.wire = IntWire(wire)
-        z, grad = stage.wire.encode(z, True), stage.wire.encode(grad, False)
+    if wire:
+        stage.wire = wire
+        z, grad = wire.encode(z, "forward")[0], wire.encode(1e-6 * grad, "back")[0]
     ids = torch.randint(recipe.model.vocab, (shape[0], shape[1] + 1), device=device)
 
     def work() -> None:
@@ -122,19 +125,15 @@ def micro_batch(recipe: Recipe, wire: str, device: torch.device) -> Work:
     return work
 
 
-def parts_of(wire: IntWire, z: Tensor, grad: Tensor, compiled: bool) -> list[Work]:
+def parts_of(wire: IntWire, z: Tensor, grad: Tensor) -> list[Work]:
     rows, length, dim = z.shape
     shape = (rows, length, dim)
-    encode: Callable[..., object] = wire.encode
-    decode: Callable[..., object] = wire.decode
-    if compiled:
-        encode, decode = torch.compile(encode, dynamic=False), torch.compile(decode, dynamic=False)
-    sent, back = wire.encode(z, True), wire.encode(grad, False)
+    sent, back = wire.encode(z, "forward")[0], wire.encode(grad, "back")[0]
     return [
-        lambda: encode(z, True),
-        lambda: decode(sent, shape, z.dtype, True),
-        lambda: encode(grad, False),
-        lambda: decode(back, shape, z.dtype, False),
+        lambda: wire.encode(z, "forward"),
+        lambda: wire.decode(sent, shape, z.dtype, "forward"),
+        lambda: wire.encode(grad, "back"),
+        lambda: wire.decode(back, shape, z.dtype, "back"),
     ]
 
 
@@ -147,21 +146,18 @@ class Bench:
     on_device: float  # of the compute
     launched: float
 
-    def line(self, wire: str, kind: str) -> None:
-        hidden = patch.object(gpu, "usable", lambda device: False) if kind == "plain" else nullcontext()
-        with torch.no_grad(), hidden:
-            work = parts_of(IntWire(wire), self.z, self.grad, kind == "torch.compile")
+    def line(self, name: str, kind: str) -> None:
+        wire = wire_at(self.recipe, name, kind == "compiled")
+        with torch.no_grad():
+            work = parts_of(wire, self.z, self.grad)
             times = [(self.timer.on_device(part), self.timer.launched(part)) for part in work]
         device, launched = (sum(pair[i] for pair in times) for i in (0, 1))
         cells = "".join(f"{d:8.1f} {w:8.1f}" for d, w in times)
         cells += (
             f"{device:8.1f} {device / self.on_device:7.2%} {launched:8.1f} {launched / self.launched:7.2%}"
         )
-        if kind != "torch.compile":
-            with hidden:
-                stage = self.timer.launched(micro_batch(self.recipe, wire, self.timer.device), 5)
-            cells += f"{stage:9.0f} {stage / self.launched - 1:+7.2%}"
-        print(f"{wire + ' ' + kind:20}{cells}", flush=True)
+        stage = self.timer.launched(micro_batch(self.recipe, wire, self.timer.device), 5)
+        print(f"{f'{name} {kind}':20}{cells}{stage:9.0f} {stage / self.launched - 1:+7.2%}", flush=True)
 
 
 def main() -> None:
@@ -172,9 +168,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--width", type=int, default=1024, help="of the model, which --dim is a part of")
     parser.add_argument("--wires", nargs="*", default=list(INT_BITS), choices=list(INT_BITS))
-    parser.add_argument(
-        "--compiled-wires", nargs="*", default=[], help="under torch.compile, which takes long"
-    )
+    parser.add_argument("--kinds", nargs="*", default=["plain", "compiled"], choices=["plain", "compiled"])
     parser.add_argument("--turns", type=int, default=20)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -184,8 +178,8 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}; {shown}")
     shape = (args.rows, recipe.model.context, args.dim)
     z = (torch.randn(shape, device=device) + torch.randn(args.dim, device=device)).bfloat16()
-    grad = 1e-4 * torch.randn(shape, device=device).bfloat16()
-    open_link = micro_batch(recipe, "bf16", device)
+    grad = 1e-6 * torch.randn(shape, device=device).bfloat16()
+    open_link = micro_batch(recipe, None, device)
     launched = timer.launched(open_link, 5)
     bench = Bench(timer, recipe, z, grad, timer.kernels(open_link), launched)
     print(
@@ -196,11 +190,8 @@ def main() -> None:
         + "".join(f"{part:>17}" for part in (*PARTS, "all: device", "launched", "stage"))
     )
     for wire in args.wires:
-        bench.line(wire, "plain")
-        if gpu.usable(device):
-            bench.line(wire, "kernels")
-    for wire in args.compiled_wires:
-        bench.line(wire, "torch.compile")
+        for kind in args.kinds:
+            bench.line(wire, kind)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,2 @@
-"""The paper's tables as lists of recipes: run what is missing, write a line per run, draw the page.
-
-Not in the wheel. May import everything from isthmus; nothing in isthmus imports it except cli.
-"""
+"""The paper's tables at a size that one GPU trains: rows.toml, a sweep that runs it, a notebook that draws
+docs/results.md from results/. In the repository, not in the wheel."""

@@ -1,6 +1,6 @@
-"""Lines of results/: one JSON object per finished run, appended whole, and what identifies a run.
+"""Lines of results/: one JSON object for each finished run, appended whole. What identifies a run.
 
-Standard library only: the page is drawn, and what is missing is listed, without torch.
+Standard library only, besides isthmus.config.
 """
 
 import dataclasses
@@ -8,38 +8,30 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.catalog import rows_of, tune_name
-from experiments.tables import Scale, recipe_of
-from isthmus.config import Recipe, ReplicaConfig
+from isthmus.config import Recipe, ReplicaConfig, stored_recipe
 from isthmus.errors import ConfigError
+from isthmus.layout.wire import INT_BITS, VERSION
 
 Line = dict[str, Any]
 
-# What every line names; the page is not drawn from a line that lacks one of them.
 LOSSES = ("loss_full", "loss_pipelined", "loss_mixed")
 FIELDS = (
     "row", "scale", "seed", "digest", "recipe", "commit", "device", "torch", "corpus", "corpus_tokens",
     "parameters", "tokens", "seconds", "tokens_per_second", "curve",
 )  # fmt: skip
-# These do not change what a run computes: its name, the folder of its text, how often it is scored; or they
-# follow from other settings.
+# These do not change what a run computes, or follow from other settings.
 _APART = {"name", "seed", "data.corpus", "data.eval_every", "bucket.norm_limit", "model.boundary_tables"}
-# Defaults that have changed since the first lines were written: digests know the value that they had then.
+# Defaults that changed since the first lines were written. A digest knows the value that they had then.
 FIRST = {"outer.clip": "none", "subspace.decay_t_perp": True}
 
 
-def digest(recipe: Recipe) -> str:
-    """Of the settings that differ from their first defaults: a new recipe key, or a new default, leaves the
-    digests of old runs."""
-    flat = json.dumps(_differing(recipe), sort_keys=True)
-    return hashlib.sha256(flat.encode()).hexdigest()[:12]
-
-
-def _differing(recipe: Recipe) -> dict[str, Any]:
+def digest(recipe: Recipe, wire_version: int = VERSION) -> str:
+    """Return the hash of the settings that differ from their first defaults, so that a new recipe key or
+    default keeps the digests of old lines. A wire of few bits adds its version."""
     settings: dict[str, Any] = {}
     for section in dataclasses.fields(recipe):
         value = getattr(recipe, section.name)
@@ -47,13 +39,16 @@ def _differing(recipe: Recipe) -> dict[str, Any]:
             settings["replicas"] = [_changed(replica, ReplicaConfig) for replica in value]
         elif dataclasses.is_dataclass(value):
             settings |= {f"{section.name}.{k}": v for k, v in _changed(value, type(value)).items()}
-    settings.pop("model.preset", None)  # only a name for the sizes beside it
+    settings.pop("model.preset", None)  # only a name for the sizes next to it
+    if wire_version > 1 and any(replica.wire in INT_BITS for replica in recipe.replicas):
+        settings["wire_version"] = wire_version
     for key, first in FIRST.items():
         section, name = key.split(".")
         settings[key] = getattr(getattr(recipe, section), name)
         if settings[key] == first:
             del settings[key]
-    return {key: value for key, value in settings.items() if key not in _APART}
+    kept = {key: value for key, value in settings.items() if key not in _APART}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _changed(value: Any, cls: type) -> dict[str, Any]:
@@ -66,6 +61,25 @@ def _changed(value: Any, cls: type) -> dict[str, Any]:
                 now = dataclasses.asdict(now)
             found[f.name] = now
     return found
+
+
+def wire_version(line: Mapping[str, Any]) -> int:
+    """0 if all stage links carry floats; else the version of the few-bit wire: 1 was not causal, 2 is."""
+    recipe = stored_recipe(line["recipe"])
+    if not any(replica.wire in INT_BITS for replica in recipe.replicas):
+        return 0
+    known = (v for v in range(1, VERSION + 1) if digest(recipe, v) == line["digest"])
+    return next(known, 1)
+
+
+def scored_on(fingerprint: str, text: str) -> str:
+    """Return what a line calls its text: the fingerprint, and the half that was scored, if not all was."""
+    return f"{fingerprint}/{text}" if text else fingerprint
+
+
+def identity(line: Mapping[str, Any]) -> tuple[int, str, str]:
+    """Equal for two lines of the same run, whatever its row is called."""
+    return line["seed"], line["digest"], line["corpus"]
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
@@ -85,16 +99,16 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
         os.close(file)
 
 
-def read(folder: Path, scale: Scale) -> list[Line]:
-    """Every line of this scale, in the order of the files' names; of a run made twice, the last counts."""
-    lines: dict[tuple, Line] = {}
+def read(folder: Path) -> list[Line]:
+    """Every run of results/. Of a run that was made twice, the later line counts."""
+    found: dict[tuple, Line] = {}
     for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
-        lines |= {identity(line): line for line in read_file(path) if line["scale"] == scale.name}
-    return list(lines.values())
+        found |= {(line["scale"], *identity(line)): line for line in read_file(path)}
+    return list(found.values())
 
 
 def read_file(path: Path) -> Iterator[Line]:
-    """The lines of one file, of whichever scale; a last one that a kill cut short is left out."""
+    """The lines of one file; the last one is left out if a kill cut it short."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     for number, part in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
         try:
@@ -104,29 +118,5 @@ def read_file(path: Path) -> Iterator[Line]:
         except (ValueError, AttributeError):
             raise ConfigError(f"{path}, line {number} is not a JSON object; remove that line") from None
         if lacking:
-            raise ConfigError(f'{path}, line {number} has no "{lacking[0]}"; remove it, run it anew')
+            raise ConfigError(f'{path}, line {number} has no "{lacking[0]}"; remove it and run it again')
         yield line
-
-
-def identity(line: Mapping[str, Any]) -> tuple:
-    """Equal for two lines of the same run, in whichever rows and tables it appears."""
-    return line["seed"], line["digest"], line["corpus"]
-
-
-def tuned_lrs(scale: Scale, lines: Sequence[Line]) -> dict[str, float]:
-    """The learning rate of each method: the best of the tune table as a full forward, once all are there."""
-    rows, found = rows_of(scale), dict(scale.lr)
-    losses = {(line["seed"], line["digest"]): _loss(line) for line in lines}
-    for method, lrs in scale.lrs.items():
-        tried = {}
-        for lr in lrs:
-            row = rows[tune_name(method, lr)]
-            recipe = recipe_of(row, scale, row.seeds[0], "", scale.lr)
-            tried[lr] = losses.get((recipe.seed, digest(recipe)))
-        if None not in tried.values() and min(tried.values()) < float("inf"):
-            found[method] = min(lrs, key=tried.__getitem__)
-    return found
-
-
-def _loss(line: Line) -> float:
-    return float("inf") if line.get("failed") else line["loss_full"]

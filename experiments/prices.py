@@ -1,7 +1,8 @@
-"""planner/loss_prices.toml from results/: what each wire and k/d cost, where all replicas are pipelined.
+"""planner/loss_prices.toml from results/: what each wire and k/d cost if all replicas are pipelined.
 
-`isthmus reproduce --render` writes it. A price compares runs that differ in wire and k/d alone, seed by seed.
-What results/ has no lines for stays as it is in the file. Standard library only.
+`python -m experiments prices` writes it. A price compares runs that differ in wire and k/d alone, by seed.
+What results/ has no lines for stays as it is in the file. A few-bit wire that was not causal counts only
+until its causal form has a line at the same k/d.
 """
 
 import re
@@ -13,12 +14,13 @@ from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
 
-from experiments.lines import Line, digest
+from experiments.lines import Line, digest, wire_version
 from isthmus.config import Recipe, SubspaceConfig, stored_recipe
 from isthmus.files import replace_file
 from isthmus.planner.loss_price import FILE, LEARNED
 
 OPEN = ("bf16", "none")
+SCALE = "12m"
 Entry = dict[str, float | int]  # percent, seeds
 Pair = tuple[str, str]  # wire and k/d
 Points = dict[Pair, Entry]
@@ -32,9 +34,12 @@ def measured(lines: Sequence[Line]) -> dict[str, Points]:
     tables and all take the bytes of fixed anchors.
     """
     losses: dict[str, dict[str, ByPair]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
-    for line in lines:
+    mine = [line for line in lines if line["scale"] == SCALE]
+    causal = {_pair(stored_recipe(line["recipe"])) for line in mine if wire_version(line) > 1}
+    for line in mine:
         recipe = stored_recipe(line["recipe"])
-        if not line.get("failed") and _plainly_pipelined(recipe):
+        old = wire_version(line) == 1 and _pair(recipe) in causal
+        if not old and not line.get("failed") and _plainly_pipelined(recipe):
             learned = LEARNED if recipe.subspace.anchor == "learned" else ""
             group = losses[f"{recipe.inner.optimizer}{learned}"][digest(_opened(recipe))]
             group[_pair(recipe)][line["seed"]] = line["loss_pipelined"]
@@ -105,6 +110,6 @@ def _rows(points: Mapping[str, Entry]) -> list[str]:
     ]
 
 
-def write_prices(lines: Sequence[Line], file: Path = FILE) -> Path:
+def write(lines: Sequence[Line], file: Path = FILE) -> Path:
     replace_file(file, merged(file.read_text(encoding="utf-8"), lines))
     return file

@@ -1,212 +1,120 @@
-"""Runs, from recipes to their lines: the simulator without run directory, report or saved state.
-
-A run is seconds to minutes long, so a killed one is repeated rather than resumed.
-"""
+"""One run of the simulator, from a recipe to its line, without run directory or report. A run that was cut
+off goes on from its saved state."""
 
 import dataclasses
 import gc
+import json
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo
-from torch import Tensor
 
-from experiments.lines import LOSSES, Line, digest
-from experiments.tuning import REPORT, TUNING, scored_on
+from experiments.lines import LOSSES, Line, digest, scored_on
 from isthmus import __version__
-from isthmus.config import FinishConfig, Recipe, dump_recipe
+from isthmus.config import Recipe, dump_recipe
 from isthmus.data.corpus import Corpus, TokenView
 from isthmus.errors import RunError
+from isthmus.files import replace_file
+from isthmus.model import checkpoint
 from isthmus.outer.rounds import run_rounds
-from isthmus.planner.memory import plan_simulator
 from isthmus.replica.evaluate import Scorer
+from isthmus.replica.meter import peak_bytes
+from isthmus.replica.picks import checked_corpus, pick_device, pick_precision
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
-from isthmus.simulator.run import available_host_bytes, checked_corpus, pick_device, pick_precision
+from isthmus.simulator.run import pick_plan
+
+if TYPE_CHECKING:
+    from experiments.sweep import Task
 
 # Each k has its own compiled forward; past 8, dynamo would silently continue uncompiled.
 torch._dynamo.config.recompile_limit = 64
 CURVE_POINTS = 50
 SCORED_TOGETHER = 16_384  # held-out tokens in one forward: a small inner batch would leave a GPU idle
-
-
-State = dict[str, dict[str, Tensor]]
+SAVE_SECONDS = 180.0  # between two saved states: eight replicas of 178M are 20 GB
 
 
 @dataclass
 class Course:
-    """How a run went so far: held-out losses, the time of each round, and why it ended early if it did."""
+    """How a run went so far."""
 
-    points: list[dict[str, Any]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    failed: str | None = None
-    closed: float | None = None  # at the end, through boundaries that compress, of a run that opened them
-
-    def until(self, round_number: int) -> "Course":
-        return Course([point for point in self.points if point["round"] <= round_number])
+    points: list[dict[str, Any]] = field(default_factory=list)  # held-out losses
+    seconds: list[float] = field(default_factory=list)  # of each round
+    outside: int = 0  # tokens on stage links with values outside the range of a few-bit wire
 
 
-def run_trial(row: str, scale: str, recipe: Recipe, device: str, commit: str) -> Line:
-    """Train, score, and return the line. A run whose loss is not a number has a line too, with `failed`."""
-    (line,) = run_trials([(row, recipe)], scale, device, commit)
+def run_trial(task: "Task", recipe: Recipe) -> Line:
+    """Train and score. A run whose loss stops being a number has a line too, with `failed`."""
+    device = pick_device(task.device)
+    corpus = checked_corpus(recipe)
+    corpus = half_of(corpus, task.text) if task.text else corpus
+    course, failed = Course(), None
+    try:
+        _train(recipe, corpus, device, course, task.state)
+    except RunError as error:
+        failed = str(error)
+    if not failed and not all(math.isfinite(course.points[-1][name]) for name in LOSSES):
+        failed = f"a held-out loss is not a number after round {course.points[-1]['round']}"
+    line = _line(task, recipe, corpus, device, course, failed)
+    if device.type == "cuda":  # the next run needs the memory
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     return line
 
 
-def run_trials(
-    wanted: Sequence[tuple[str, Recipe]], scale: str, device: str, commit: str, text: str = ""
-) -> Iterator[Line]:
-    """Lines of runs that differ in how they finish: the rounds that they share are trained once. `text`
-    is the half of the held-out text that they are scored on."""
-    where = pick_device(device)
-    first = wanted[0][1]
-    corpus = checked_corpus(first)
-    setting = (
-        half_of(corpus, text.partition("/")[0]) if text else corpus,
-        where,
-        pick_precision(first, where),
-    )
-    begin = {row: recipe.outer.rounds - recipe.finish.rounds for row, recipe in wanted}
-    finished = {begin[row] for row, recipe in wanted if recipe.finish.rounds}
-    stem, shared = dataclasses.replace(first, finish=FinishConfig()), Course()
-    states = _train(stem, *setting, shared, range(1, max(begin.values()) + 1), keep=finished)
-    for row, recipe in wanted:
-        if recipe.finish.rounds:
-            course = shared.until(begin[row])
-            if begin[row] in states:
-                rounds = range(begin[row] + 1, recipe.outer.rounds + 1)
-                _train(recipe, *setting, course, rounds, state=states[begin[row]])
-            else:
-                course.failed = shared.failed
-        else:
-            course = shared
-        line = _line(row, scale, recipe, *setting, course, commit)
-        yield line | {"corpus": scored_on(line["corpus"], text)}
-
-
 def half_of(corpus: Corpus, text: str) -> Corpus:
-    """The same text, with the half of what is held out that is for reporting or for tuning."""
+    """The same text with half of what is held out: the first half is for reporting, the second for tuning."""
     held_out = corpus.validation
     middle = len(held_out) // 2
-    start, stop = {REPORT: (0, middle), TUNING: (middle, len(held_out))}[text]
+    start, stop = {"report": (0, middle), "tuning": (middle, len(held_out))}[text]
     half = TokenView(held_out.name, [held_out.slice(start, stop)], held_out.vocab_size)
     return dataclasses.replace(corpus, split=lambda name: corpus.train if name == "train" else half)
 
 
-def _line(
-    row: str,
-    scale: str,
-    recipe: Recipe,
-    corpus: Corpus,
-    device: torch.device,
-    precision: str,
-    course: Course,
-    commit: str,
-) -> Line:
-    points, failed = course.points, course.failed
-    if not failed and not all(math.isfinite(points[-1][name]) for name in LOSSES):
-        failed = f"a held-out loss is not a number after round {points[-1]['round']}"
-    later = course.seconds[1:] or course.seconds  # the first round compiles
-    last = dict.fromkeys(LOSSES) if failed else points[-1]
-    kept = recipe.outer.rounds - recipe.finish.rounds
-    return origin(row, scale, recipe, corpus, device, precision, commit) | {
-        "tokens": recipe.outer.rounds * recipe.round_tokens,
-        "rounds_shared": kept if recipe.finish.rounds else 0,  # with the other runs of its job
-        "seconds": round(sum(course.seconds), 3),  # without the shared rounds
-        "tokens_per_second": round(recipe.round_tokens * len(later) / sum(later)) if later else 0,
-        **{name: _rounded(last[name]) for name in LOSSES},
-        "loss_closed": _rounded(course.closed),
-        "failed": failed,
-        "curve": [
-            [point["round"], *(_rounded(point[name]) for name in LOSSES)] for point in _thin(points, kept)
-        ],
-    }
+def _train(recipe: Recipe, corpus: Corpus, device: torch.device, course: Course, folder: Path | None) -> None:
+    compiled, precision = device.type == "cuda", pick_precision(recipe, device)
+    plan = pick_plan(recipe, device, precision, compiled)
+    fleet = SimulatedFleet(recipe, corpus, device, precision, plan, compiled)
+    fleet.scorer = Scorer(_scored_together(recipe), corpus, fleet.bases, device, fleet.dtype, fleet.recorded)
+    done = _restore(fleet, course, folder) if folder else 0
+    if not done:
+        course.points.append({"round": 0} | fleet.evaluate())
+    clock = saved = time.perf_counter()
+
+    def after(round_number: int, trained_seconds: float) -> None:
+        nonlocal clock, saved
+        course.outside += sum(count or 0 for count in fleet.outside.values())
+        if recipe.is_scored(round_number):
+            course.points.append({"round": round_number} | fleet.evaluate())
+        now = time.perf_counter()
+        course.seconds.append(now - clock)
+        if folder and now - saved >= SAVE_SECONDS:
+            checkpoint.save(folder, round_number, fleet.state())
+            replace_file(folder / "course.json", json.dumps(dataclasses.asdict(course)))
+            now = saved = time.perf_counter()
+        clock = now
+
+    rounds = range(done + 1, recipe.outer.rounds + 1)
+    run_rounds(fleet, LocalExchange(recipe), rounds, lambda h: None, after)
 
 
-def origin(
-    row: str, scale: str, recipe: Recipe, corpus: Corpus, device: torch.device, precision: str, commit: str
-) -> Line:
-    """What every line names: the run that it comes from."""
-    return {
-        "row": row,
-        "scale": scale,
-        "seed": recipe.seed,
-        "digest": digest(recipe),
-        "recipe": dump_recipe(recipe),
-        "commit": commit,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "isthmus": __version__,
-        "precision": precision,
-        "corpus": corpus.sha256[:12],
-        "corpus_tokens": len(corpus.train),
-        "parameters": recipe.model.num_parameters,
-    }
-
-
-def _train(
-    recipe: Recipe,
-    corpus: Corpus,
-    device: torch.device,
-    precision: str,
-    course: Course,
-    rounds: range,
-    *,
-    state: State | None = None,
-    keep: Collection[int] = (),
-) -> dict[int, State]:
-    """Train these rounds, from `state` or else from theta^(0), and add to the course round by round. Returns
-    the states after the rounds in `keep`, on the host."""
-    compiled = device.type == "cuda"
-    states: dict[int, State] = {}
-
-    def train() -> None:  # a function of its own, so that its fleet is gone before the memory is collected
-        free = int(torch.cuda.mem_get_info(device)[0] * 0.92) if compiled else available_host_bytes()
-        plan = plan_simulator(recipe, precision, free, compiled=compiled, can_park=compiled)
-        fleet = SimulatedFleet(recipe, corpus, device, precision, plan, compiled)
-        fleet.scorer = Scorer(
-            _scored_together(recipe), corpus, fleet.bases, device, fleet.dtype, fleet.recorded
-        )
-        if state is not None:
-            fleet.restore(state, rounds.start - 1)
-        else:
-            course.points.append({"round": 0} | fleet.evaluate())
-        clock = time.perf_counter()
-
-        def after(round_number: int, trained_seconds: float) -> None:
-            nonlocal clock
-            if recipe.is_scored(round_number) or round_number in keep:
-                course.points.append({"round": round_number} | fleet.evaluate())
-            if round_number in keep:
-                states[round_number] = _on_host(fleet.state())
-            now = time.perf_counter()
-            course.seconds.append(now - clock)
-            clock = now
-
-        run_rounds(fleet, LocalExchange(recipe), rounds, lambda h: None, after)
-        if recipe.finish.rounds:
-            fleet.bases.begin_round(0)  # as if no boundary had opened
-            course.closed = fleet.evaluate()["loss_pipelined"]
-
-    try:
-        train()
-    except RunError as error:
-        course.failed = str(error)
-    finally:
-        if compiled:
-            gc.collect()
-            torch.cuda.empty_cache()
-    return states
-
-
-def _on_host(state: State) -> State:
-    return {
-        file: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        for file, tensors in state.items()
-    }
+def _restore(fleet: SimulatedFleet, course: Course, folder: Path) -> int:
+    """Go on from the newest state in `folder`; returns its round, or 0 if there is none."""
+    found, kept = checkpoint.load(folder), folder / "course.json"
+    if found is None or not kept.is_file():
+        return 0
+    done, state = found
+    facts = Course(**json.loads(kept.read_text(encoding="utf-8")))
+    if len(facts.seconds) != done:  # a kill fell between the two writes
+        return 0
+    fleet.restore(state, done)
+    course.points, course.seconds, course.outside = facts.points, facts.seconds, facts.outside
+    return done
 
 
 def _scored_together(recipe: Recipe) -> Recipe:
@@ -220,11 +128,36 @@ def _scored_together(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, inner=inner, data=data)
 
 
-def _thin(points: list, kept: int) -> list:
-    """At most CURVE_POINTS or so, with the last one and that of round `kept`, where finishing begins."""
-    step = -(-len(points) // CURVE_POINTS)
-    ends = (kept, points[-1]["round"])
-    return [point for n, point in enumerate(points) if n % step == 0 or point["round"] in ends]
+def _line(
+    task: "Task", recipe: Recipe, corpus: Corpus, device: torch.device, course: Course, failed: str | None
+) -> Line:
+    later = course.seconds[1:] or course.seconds  # the first round compiles
+    last = dict.fromkeys(LOSSES) if failed else course.points[-1]
+    step = -(-len(course.points) // CURVE_POINTS)
+    shown = [p for n, p in enumerate(course.points) if n % step == 0 or p is course.points[-1]]
+    return {
+        "row": task.row,
+        "scale": task.scale,
+        "seed": recipe.seed,
+        "digest": digest(recipe),
+        "recipe": dump_recipe(recipe),
+        "commit": task.commit,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "isthmus": __version__,
+        "precision": pick_precision(recipe, device),
+        "corpus": scored_on(corpus.sha256[:12], task.text),
+        "corpus_tokens": len(corpus.train),
+        "parameters": recipe.model.num_parameters,
+        "tokens": recipe.outer.rounds * recipe.round_tokens,
+        "seconds": round(sum(course.seconds), 3),
+        "tokens_per_second": round(recipe.round_tokens * len(later) / sum(later)) if later else 0,
+        "peak_bytes": peak_bytes(device),
+        **{name: _rounded(last[name]) for name in LOSSES},
+        "outside_tokens": course.outside,
+        "failed": failed,
+        "curve": [[point["round"], *(_rounded(point[name]) for name in LOSSES)] for point in shown],
+    }
 
 
 def _rounded(loss: float | None) -> float | None:

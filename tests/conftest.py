@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 from importlib.util import find_spec
 
 import pytest
@@ -20,6 +21,9 @@ pytest_plugins = ["command_fixtures", *(["store_fixtures"] if find_spec("obstore
 # Tensors are small here; threads would only wait for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# What is remembered of texts is not this user's.
+CACHE = tempfile.TemporaryDirectory(prefix="isthmus-cache-")
+os.environ.setdefault("ISTHMUS_CACHE", CACHE.name)
 
 # Tests that are started in the background may have had Ctrl-C ignored, and processes would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -33,8 +37,15 @@ def repeatable() -> None:
         torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def no_word_to_later_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main`, called by a test, sets PYTHONSAFEPATH for its children; the next test begins without it."""
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+
+
 MOST_SECOND_TRIES = 10
-LONG = {"fleet", "simulator", "page", "compat", "experiments"}
+SERVERS = {"seaweed", "seaweed_server", "seaweed_url"}
+LONG = {"soak", "fleet", "simulator", "page", "compat", "experiments"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,6 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not LONG & set(item.path.parts))
     functions = set()
     for item in items:
+        if SERVERS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.soak)
         mark = item.get_closest_marker("second_try")
         if mark is None:
             continue

@@ -111,7 +111,7 @@ def test_an_empty_recipe_is_answered_by_the_smallest_one():
         ("subspace.grassmann_every=7", "multiple"),
         ("outer.values=fp64", "fp64"),
         ("finish.rounds=-1", "at least 0"),
-        ("finish.rounds=117", "the last of outer.rounds, so at most 116"),
+        ("finish.rounds=117", "at most outer.rounds = 116"),
         ("finish.how=slowly", "open, full"),
         ("name=../x", "letters"),
         ("nonsense", "key=value"),

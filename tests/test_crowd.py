@@ -9,10 +9,7 @@ import pytest
 from clocks import Clock
 from fabricate import make_run, recipe
 
-from isthmus.crowd import IDLE_SECONDS, LEAST_RATE, REQUEST_SECONDS, Crowd, party
-from isthmus.doctor import peer
-from isthmus.doctor.peer import ASK, HEADER, MAGIC, WAIT
-from isthmus.page import server as page_server
+from isthmus.crowd import IDLE_SECONDS, LEAST_RATE, REQUEST_SECONDS
 from isthmus.page.server import Server, Watcher
 from isthmus.page.source import open_source
 
@@ -144,103 +141,3 @@ def test_a_body_is_not_taken_for_the_next_request(watcher):
             while data := link.recv(1 << 16):
                 answer += data
         assert answer.count(b"HTTP/1.1 ") == 1
-
-
-# doctor --listen
-
-
-@contextmanager
-def listening(clock):
-    listener = peer.Listener("127.0.0.1", 0, lambda words: None, clock)
-    threading.Thread(target=listener.serve, daemon=True).start()
-    yield listener.port
-    listener.server.close()
-
-
-@pytest.mark.parametrize("addresses", [1, 64])
-@pytest.mark.parametrize("said", [b"", MAGIC[:3]], ids=["silent", "half"])
-def test_forty_slow_connections_do_not_take_the_listener_away(addresses, said):
-    with listening(Clock(0.0)) as port:
-        links = [slow(port, f"127.0.0.{2 + n % addresses}", said) for n in range(40)]
-        newcomer = slow(port, "127.0.0.2", HEADER.pack(MAGIC, ASK, 100))
-        assert HEADER.unpack(newcomer.recv(HEADER.size, socket.MSG_WAITALL))[1] == WAIT
-        for link in (*links, newcomer):
-            link.close()
-
-
-def test_a_header_that_trickles_in_does_not_keep_the_listener():
-    clock = Clock(0.0)
-    with listening(clock) as port:
-        link = slow(port, "127.0.0.1")
-        for letter in MAGIC[:-1]:
-            link.sendall(bytes([letter]))
-        link.settimeout(0.05)
-        while True:
-            with suppress(TimeoutError):
-                assert link.recv(1) == b""
-                break
-            clock.now += 1.0
-        assert clock.now > REQUEST_SECONDS
-
-
-def test_who_is_being_measured_does_not_make_room_for_strangers():
-    with listening(Clock(0.0)) as port:
-        measured = slow(port, "127.0.0.2", HEADER.pack(MAGIC, ASK, 100))
-        assert HEADER.unpack(measured.recv(HEADER.size, socket.MSG_WAITALL))[1] == WAIT
-        strangers = [slow(port, f"127.0.0.{2 + n % 3}") for n in range(40)]
-        assert hung_up(strangers[0])
-        assert still_there(measured)
-        for link in (measured, *strangers):
-            link.close()
-
-
-# The crowd itself
-
-
-@pytest.fixture
-def pairs():
-    made = []
-
-    def pair():
-        made.append(socket.socketpair())
-        return made[-1]
-
-    yield pair
-    for both in made:
-        for link in both:
-            link.close()
-
-
-def test_the_oldest_of_the_address_with_the_most_makes_room(pairs):
-    clock = Clock(0.0)
-    crowd = Crowd(4, 3, clock)
-    visits = []
-    for address in ("10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.2"):
-        clock.now += 1
-        visits.append(crowd.enter(pairs()[0], address))
-    assert [visit.cut for visit in visits] == [False] * 4
-    visits[1].request()  # it speaks: one that is silent goes before it
-    newcomer = crowd.enter(pairs()[0], "10.0.0.3")
-    assert [visit.cut for visit in visits] == [False, False, True, False]
-    another = crowd.enter(pairs()[0], "10.0.0.2")
-    assert [visit.cut for visit in (*visits, newcomer, another)] == [False, False, True, True, False, False]
-
-
-def test_those_that_were_cut_count_until_their_threads_end_and_no_longer(pairs):
-    crowd = Crowd(2, 1, Clock(0.0))
-    links = [pairs()[0] for _ in range(9)]
-    found = [crowd.enter(link, "10.0.0.1") for link in links]
-    assert [visit is None for visit in found] == [False] * 8 + [True]
-    crowd.leave(links[0])
-    assert crowd.enter(links[8], "10.0.0.1") is not None
-
-
-def test_one_customers_addresses_count_as_one():
-    assert party("2001:db8::1") == party("2001:db8::ffff:2") != party("2001:db8:0:1::1")
-    assert party("::ffff:10.0.0.1") == party("10.0.0.1") != party("10.0.0.2")
-    assert party("fe80::1%eth0") == party("fe80::2")
-
-
-def test_both_servers_keep_room_for_more_than_one_address():
-    assert 2 * page_server.MOST_OF_ONE <= page_server.MOST_CONNECTIONS
-    assert 2 * peer.MOST_OF_ONE <= peer.MOST_CONNECTIONS

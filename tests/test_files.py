@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from isthmus.files import replace_file, replacing, replacing_by_name
+from isthmus.files import open_own, overwrite_own, own_size, replace_file, replacing, replacing_by_name
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
@@ -47,3 +47,17 @@ def test_a_link_that_was_planted_under_the_temporary_name_is_refused(tmp_path, m
     with pytest.raises(FileExistsError), way(path):
         pass
     assert (outside.read_text(), path.exists()) == ("mine", False)
+
+
+def test_our_own_file_is_opened_again_and_a_note_replaces_the_one_before(tmp_path):
+    overwrite_own(tmp_path / "note", "a long note")
+    overwrite_own(tmp_path / "note", "short")
+    assert (tmp_path / "note").read_text() == "short"
+    for line in (b"one\n", b"two\n"):
+        with open_own(tmp_path / "log", append=True) as file:
+            file.write(line)
+    assert (tmp_path / "log").read_bytes() == b"one\ntwo\n"
+    assert own_size(tmp_path / "log") == 8
+    assert own_size(tmp_path / "none") is own_size(tmp_path) is None
+    with pytest.raises(FileNotFoundError):
+        open_own(tmp_path / "none", create=False)

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "isthmus"
 
 # A package may import those before it, and the small modules at the root that belong to everybody.
-ROOT = ("crowd", "disk", "errors", "files", "gpu", "printing", "reading")
+ROOT = ("crowd", "disk", "errors", "files", "gpu", "memory", "printing", "reading")
 ORDER = (
     "config", "layout", "planner", "runlog", "store", "data", "model", "subspace", "sparse", "outer",
     "replica", "protocol", "page", "simulator", "runtime", "doctor", "export", "api", "cli",
@@ -52,7 +52,7 @@ def stated(name: str) -> set[str]:
 
 def test_every_package_has_its_place_in_the_order():
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(ORDER)
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {*ROOT, "__init__", "__main__"}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {*ROOT, "__init__", "__main__", "worker"}
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -77,3 +77,28 @@ def test_arithmetic_needs_the_standard_library_only(name):
 def test_looking_and_planning_load_no_torch(name):
     code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+# By file, the private modules of torch that it may name, and why.
+PRIVATE_TORCH = {
+    "runtime/worker.py": {"torch._dynamo", "torch._inductor.compile_fx"},  # loaded early, to save seconds
+}
+
+
+def private_torch(path: Path) -> set[str]:
+    """Names below `torch` with a part that begins with one underscore."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+    private = re.compile(r"torch\.(.*\.)?_[a-z]")
+    return {name for name in names if private.match(name)}
+
+
+def test_no_private_name_of_torch_is_used_but_those_that_are_listed():
+    found = {str(path.relative_to(PACKAGE)): private_torch(path) for path in PACKAGE.rglob("*.py")}
+    assert {name: names for name, names in found.items() if names} == PRIVATE_TORCH

@@ -16,7 +16,7 @@ from little import Little, at_once, hasty, rounds  # noqa: F401 - a fixture
 
 from isthmus.cli.main import main
 from isthmus.printing import guarded, guarded_streams, unguarded, visible, visible_lines
-from isthmus.protocol.history import manifest_key
+from isthmus.protocol.manifests import manifest_key
 from isthmus.runlog.live import open_view
 from isthmus.runtime.process import logger
 
@@ -160,7 +160,7 @@ def evil_bucket(any_store_url, tmp_path):
     rounds(replicas, [1])
     store = little.ledger().store
     body = json.loads(store.get(manifest_key(1), max_bytes=1 << 22))["body"]
-    body["refused"] = [["b", f"ok\nround 1: refused c: forged {EVIL}"[:300]]]
+    body["refused"] = [["b", "evil", f"ok\nround 1: refused c: forged {EVIL}"[:300]]]
     body["entries"] = [entry for entry in body["entries"] if entry["replica"] != "b"]
     store.put(manifest_key(1), little.signer("a").seal("manifest", little.run.run_id, body))
     for each in replicas:
@@ -190,18 +190,22 @@ def test_a_line_of_a_log_is_one_line_however_it_is_told(capsys):
 
 
 def test_a_launcher_and_a_worker_guard_their_logs(tmp_path):
-    for module in ("launcher", "worker"):
+    calls = {
+        "launcher": ("launch", "m.main(sys.argv[1:2])"),
+        "worker": ("run_worker", "m.work(m.LauncherConfig.from_json(sys.argv[1]))"),
+    }
+    for module, (name, call) in calls.items():
         code = (
             f"import sys; from isthmus.runtime import {module} as m\n"
-            "name = 'launch' if hasattr(m, 'launch') else 'run_worker'\n"
             "def odd(*rest):\n"
             "    print(sys.argv[2], file=sys.stderr); print(sys.argv[2]); raise m.ConfigError(sys.argv[2])\n"
-            "setattr(m, name, odd)\n"
-            "sys.exit(m.main(sys.argv[1:2]))"
+            f"m.{name} = odd\n"
+            f"sys.exit({call})"
         )
         config = {"url": str(tmp_path), "replica": "a", "work_dir": str(tmp_path)}
         command = [sys.executable, "-c", code, json.dumps(config), EVIL.replace("\0", "")]
-        done = subprocess.run(command, capture_output=True, timeout=120)
+        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        done = subprocess.run(command, capture_output=True, timeout=120, env=os.environ | place)
         assert done.returncode in (2, 3), done.stderr
         assert b"stolen" in done.stdout
         assert b"stolen" in done.stderr

@@ -29,15 +29,15 @@ __all__ = [
     "train",
 ]
 
-# Read by OpenMP when torch is loaded: a thread that has nothing to do sleeps (docs/operate.md, Threads). By
-# default it spins for some milliseconds, and takes busy cores from the very threads that it waits for.
+# OpenMP reads these when torch is loaded: idle threads sleep (docs/operate.md, Threads). By default they spin
+# for some milliseconds and take busy cores from the threads that they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# On a Mac: the CPU does what torch cannot do on the GPU yet.
+# On a Mac, the CPU runs the operations that torch lacks on the GPU.
 os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
 
 
 def __getattr__(name: str) -> Any:
-    """Found when they are asked for: `import isthmus` loads nothing else, and none of these loads torch."""
+    """Load these names on first use: `import isthmus` loads nothing else, and none of them loads torch."""
     match name:
         case "Run" | "open_run":
             from isthmus.api import opened as home

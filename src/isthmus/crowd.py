@@ -1,9 +1,9 @@
-"""The crowd at a port: however many strangers come, and however slowly they speak, the next one is served.
+"""Connection limits of a port: it serves the next client, however many connect and however slowly they send.
 
-Every connection is a visit, and every visit has a time by which it must have done something whole: sent a
-request, taken an answer, or asked again. Bytes that trickle in do not move that time. Where there is no room,
-the oldest visit of the address that holds the most goes, and never the newcomer. The server's own loop calls
-`sweep`, so there is no thread and the clock can be a test's. Standard library only.
+Every connection is a `Visit` with a deadline for its next complete step: send a request, take an answer, or
+ask again. Bytes that trickle in do not extend the deadline. If the port is full, the oldest visit of the
+address that holds the most is cut, never the newcomer. The server's own loop calls `sweep`, so this needs no
+thread and tests can pass their own clock. Standard library only.
 """
 
 import ipaddress
@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
-REQUEST_SECONDS = 10.0  # a whole request, from its first byte; and an answer of no length
-IDLE_SECONDS = 30.0  # of a connection between two requests
-LEAST_RATE = 8192  # bytes per second at which an answer is taken at least
-LINGERING = 4  # visits that were cut and whose threads still end, as a multiple of those that may be there
+REQUEST_SECONDS = 10.0  # for a whole request, from its first byte, and for an answer without a length
+IDLE_SECONDS = 30.0  # for a connection between two requests
+LEAST_RATE = 8192  # bytes per second that a client must take of an answer
+LINGERING = 4  # cut visits whose threads still end, as a multiple of the visits allowed at once
 
 
 class Visit:
-    """One connection. Its thread says what it does next, and so how long it may stay."""
+    """One connection. Its thread reports what it does next, which sets how long it may stay."""
 
     def __init__(self, link: socket.socket, party: str, clock: Callable[[], float]) -> None:
         self.link, self.party, self._clock = link, party, clock
@@ -29,28 +29,28 @@ class Visit:
         self.idle()
 
     def idle(self) -> None:
-        """Between two requests: it goes first where room is needed."""
+        """Wait for the next request: idle visits are cut first."""
         self._stay(0, IDLE_SECONDS)
 
     def request(self) -> None:
-        """The first byte of a request has come; all of it, and the work for it, in this time."""
+        """Start the deadline for the request and its work: its first byte has arrived."""
         self._stay(1, REQUEST_SECONDS)
 
     def answer(self, num_bytes: int) -> None:
         self._stay(1, REQUEST_SECONDS + num_bytes / LEAST_RATE)
 
     def keep(self, seconds: float) -> None:
-        """What was agreed on: it has so long, and does not make room for others."""
+        """Keep the connection for an agreed time, during which it is not cut to make room."""
         self._stay(2, seconds)
 
     def _stay(self, rank: int, seconds: float) -> None:
         now = self._clock()
-        self.weight = (rank, now)  # the smallest goes first
+        self.weight = (rank, now)  # the smallest is cut first
         self.until = now + seconds
 
 
 class Crowd:
-    """Who is there now. `most` in all, `most_each` from one address."""
+    """The connections that are open now: at most `most` in all and `most_each` per address."""
 
     def __init__(self, most: int, most_each: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.most_each, self.clock = most, most_each, clock
@@ -58,7 +58,8 @@ class Crowd:
         self._lock = threading.Lock()
 
     def enter(self, link: socket.socket, address: str) -> Visit | None:
-        """The newcomer's visit, for which another may have to go; None where too many have not ended yet."""
+        """Admit a newcomer, cutting another visit if need be; None if too many cut visits have not ended
+        yet."""
         visit = Visit(link, party(address), self.clock)
         with self._lock:
             if len(self._visits) >= LINGERING * self.most:
@@ -81,7 +82,7 @@ class Crowd:
             self._visits.pop(link, None)
 
     def sweep(self) -> None:
-        """Hang up on those whose time is over."""
+        """Close the connections whose time is over."""
         with self._lock:
             now = self.clock()
             for visit in self._visits.values():
@@ -95,12 +96,12 @@ class Crowd:
 
 def _cut(visit: Visit) -> None:
     visit.cut = True
-    with suppress(OSError):  # it has gone already
+    with suppress(OSError):  # already closed
         visit.link.shutdown(socket.SHUT_RDWR)  # wakes its thread, whether it reads or writes
 
 
 def party(address: str) -> str:
-    """Who counts as one: an IPv4 address, or the 64 bits that one customer gets of IPv6."""
+    """Return the key that limits count by: an IPv4 address, or the /64 prefix of an IPv6 address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Room on a disk: what is free, what is needed, and the one line where it is not enough. Standard library
+"""Disk space: what is free, what is needed, and the one-line error if it is too little. Standard library
 only."""
 
 import errno
@@ -11,17 +11,17 @@ from pathlib import Path
 from isthmus.errors import ConfigError, RunError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-SPARE_BYTES = 1 << 20  # for what is written beside what was counted: notes, logs, a file system's own tables
+SPARE_BYTES = 1 << 20  # for what the count leaves out: notes, logs, the file system's own tables
 
 
 class DiskFull(RunError):
-    """No room for what must be written. It does not pass: somebody has to make room."""
+    """The disk has no room for a write. Waiting does not help: somebody has to make room."""
 
     passes = False
 
 
 def free_bytes(folder: Path) -> int | None:
-    """What this process may still write below a folder, which need not exist yet; None: not known."""
+    """Bytes that this process may still write below a folder, which need not exist yet; None if unknown."""
     for place in (folder, *folder.absolute().parents):
         try:
             return shutil.disk_usage(place).free
@@ -33,20 +33,20 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def shortage(folder: Path, needed: int, what: str) -> str:
-    """The line that says there is no room for `what`; empty where there is."""
+    """Return a one-line message if `what` does not fit on the disk, else an empty string."""
     free = free_bytes(folder)
     return "" if free is None or free >= needed + SPARE_BYTES else _line(folder, needed, what)
 
 
 def check_room(folder: Path, needed: int, what: str) -> None:
-    """ConfigError where there is no room: before anything is started."""
+    """Raise ConfigError if there is too little room, before anything starts."""
     if words := shortage(folder, needed, what):
         raise ConfigError(words)
 
 
 @contextmanager
-def told_when_full(folder: Path, needed: int, what: str) -> Iterator[None]:
-    """A write that finds the disk full ends with DiskFull: the folder, what is free, what is needed."""
+def explain_disk_full(folder: Path, needed: int, what: str) -> Iterator[None]:
+    """Turn a full disk into DiskFull, which names the folder, the free space and the needed space."""
     if words := shortage(folder, needed, what):
         raise DiskFull(words)
     try:
@@ -62,7 +62,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def full_line(error: OSError) -> str:
-    """Of a write that nobody had counted."""
+    """Return the line for a failed write whose size was not known in advance."""
     folder = Path(os.fsdecode(error.filename)).parent if error.filename else Path.cwd()
     return f"the disk of {folder} is full ({in_words(free_bytes(folder))} free); make room there"
 

@@ -1,5 +1,4 @@
-"""What all code for a GPU shares: whether Triton kernels can run, work launched as one graph, and how far the
-host may run ahead."""
+"""Shared GPU code: whether Triton kernels can run, CUDA graphs, and how far the host may run ahead."""
 
 import importlib.util
 import warnings
@@ -19,7 +18,7 @@ def _triton_is_installed() -> bool:
 
 
 def usable(device: torch.device) -> bool:
-    """Whether kernels can run on tensors of this device."""
+    """Return whether Triton kernels can run on tensors of this device."""
     return device.type == "cuda" and torch.version.hip is None and _triton_is_installed()
 
 
@@ -27,24 +26,24 @@ BF16_SINCE = (8, 0)  # Ampere
 
 
 def computes_in_bf16(device: torch.device, capability: tuple[int, int] | None = None) -> bool:
-    """Whether a GPU has arithmetic in bf16. On NVIDIA's older cards, such as V100 and T4, torch emulates it,
-    more slowly than fp32 runs. `capability`: as torch states it, unless it is given."""
+    """Return whether a GPU computes in bf16. On NVIDIA's older cards, such as V100 and T4, torch emulates
+    bf16, which is slower than fp32. `capability`: torch's value by default."""
     if device.type != "cuda" or torch.version.hip is not None:
         return device.type == "cuda"
     return (capability or torch.cuda.get_device_capability(device)) >= BF16_SINCE
 
 
-# What Apple's GPUs lack. Nothing here has run on one: tests put the CPU in its place (tests/test_mps.py).
+# What Apple's GPUs lack. None of this has run on one: tests use the CPU instead (tests/test_mps.py).
 NO_DOUBLE = frozenset({"mps"})
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """float64 where the device has it: for sums that are only shown."""
+    """float64 if the device has it, else float32: for sums that are only displayed."""
     return torch.float32 if device.type in NO_DOUBLE else torch.float64
 
 
 def in_double(work: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """What `work` makes of a tensor in float64. Where its device has none, the CPU does it, and the result
+    """Apply `work` to a tensor in float64. If its device lacks float64, the CPU computes it and the result
     comes back in float32."""
     if tensor.device.type not in NO_DOUBLE:
         return work(tensor.double())
@@ -52,13 +51,13 @@ def in_double(work: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def outer_device(device: torch.device) -> torch.device:
-    """Where a replica keeps its anchor and takes the outer step. All must reach the same bits, which Metal's
-    arithmetic does not promise: with an Apple GPU it is the CPU."""
+    """The device for a replica's anchor and outer step. All replicas must reach the same bits, which Metal's
+    arithmetic does not guarantee: with an Apple GPU it is the CPU."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def wait_for(device: torch.device) -> None:
-    """Until all that was launched is done."""
+    """Wait until the device has finished all launched work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -66,15 +65,15 @@ def wait_for(device: torch.device) -> None:
 
 
 class Replayed:
-    """Work that a GPU repeats: recorded once as a CUDA graph, then launched as one.
+    """GPU work that repeats: recorded once as a CUDA graph, then launched as one.
 
     A small model's step is hundreds of short kernels, and launching them one by one takes longer than running
-    them. The work takes and returns tensors; besides them it may read and write only tensors that are not
-    moved, and it may not wait for the device. What it allocates stays allocated.
+    them. The work takes and returns tensors. It may read and write other tensors only if they never move, and
+    it may not wait for the device. Its memory stays allocated.
     """
 
-    WARM = 2  # calls before the recording: compile, load kernels, find algorithms
-    refused = False  # once a recording has failed in this process, none is tried again
+    WARM = 2  # calls before the recording: they compile, load kernels, find algorithms
+    refused = False  # after one failed recording, this process tries no other
 
     def __init__(self, work: Callable[..., tuple[Tensor, ...]]) -> None:
         self.work, self.calls = work, 0
@@ -109,17 +108,17 @@ class Replayed:
 
 
 class Pace:
-    """Keeps the host at most a few steps ahead of a GPU. Left alone it would launch a round of recorded steps
-    at once, and the progress that it reports would mean nothing."""
+    """Keep the host at most a few steps ahead of a GPU. Otherwise it would launch a whole round of recorded
+    steps at once, and its progress reports would mean nothing."""
 
-    LEAD = 4  # enough for the host to prepare what follows the last one
+    LEAD = 4  # enough for the host to prepare the next steps
 
     def __init__(self, device: torch.device) -> None:
         self.on, self.device = device.type == "cuda", device
         self.marks: deque[torch.cuda.Event] = deque()
 
     def launched(self) -> None:
-        """Another step was launched: wait until the one LEAD steps before it is done."""
+        """Count a launched step, and wait until the one LEAD steps before it is done."""
         if not self.on:
             if self.device.type == "mps":
                 wait_for(self.device)
@@ -131,9 +130,9 @@ class Pace:
 
 
 class HostCopy:
-    """Named tensors, copied to host memory at one moment while the device goes on.
+    """Copy named tensors to host memory as of one moment, while the device goes on.
 
-    From a GPU the copy runs on a stream of its own into pinned memory, which is taken once and used again.
+    From a GPU the copy runs on its own stream into pinned memory, which is allocated once and reused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -142,17 +141,17 @@ class HostCopy:
         self.done: torch.cuda.Event | None = None
 
     def reserve(self, num_bytes: int) -> None:
-        """Take the memory now. Gigabytes take seconds, so a thread may do it before the first copy."""
+        """Allocate the memory now. Gigabytes take seconds, so a thread may do it before the first copy."""
         if num_bytes > len(self.buffer):
             buffer = torch.empty(num_bytes, dtype=torch.uint8)
-            if self.stream:  # torch's own allocator of pinned memory would round up to a power of two
+            if self.stream:  # torch's allocator of pinned memory would round up to a power of two
                 cudart: Any = torch.cuda.cudart()
                 cudart.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
             self.buffer = buffer
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Views of the host's memory, by name. They hold the values of this moment when `wait` returns."""
+        """Return views of host memory by name. They hold the values of this moment once `wait` returns."""
         self.reserve(sum(aligned(tensor.nbytes) for tensor in tensors.values()))
         copies, at = {}, 0
         if self.stream:
@@ -168,12 +167,12 @@ class HostCopy:
         return copies
 
     def protect(self) -> None:
-        """What is launched from here on may change the tensors: the device finishes the copy first."""
+        """Let later launches change the tensors: the device finishes the copy first."""
         if self.done:
             torch.cuda.current_stream(self.device).wait_event(self.done)
 
     def wait(self) -> None:
-        """Until the copy is whole."""
+        """Wait until the copy is complete."""
         if self.done:
             self.done.synchronize()
 

@@ -1,9 +1,8 @@
-"""What is printed: text from outside stays text and is never an instruction to the terminal.
+"""Printing: text from outside stays text and never controls the terminal.
 
-A run's name, a recipe's key, a reason or a file's name may hold escape sequences that recolour, retitle or
-overwrite a terminal, or U+202E, which shows a line backwards. They are shown as what they are, `\\x1b`.
-The streams of every command and of every process of a fleet are `guarded`, so no print can forget it.
-Standard library only.
+A run's name, a recipe's key, a reason or a file name may hold escape sequences that recolour, retitle or
+overwrite a terminal, or U+202E, which reverses a line. They are printed escaped, as `\\x1b`. The streams of
+every command and every fleet process are `guarded`, so no print can forget it. Standard library only.
 """
 
 import contextlib
@@ -13,17 +12,17 @@ from typing import Any, TextIO, cast
 
 
 def visible(value: object) -> str:
-    """One line without any character that moves, hides or reverses others: such a one is shown escaped.
+    """Return one line in which characters that move, hide or reverse others are escaped.
 
-    Not printable are control and format characters (bidi, zero width), surrogates, private and unassigned
-    ones, separators of lines, and every blank that is not a space.
+    These are control and format characters (bidi, zero width), surrogates, private and unassigned code
+    points, line separators, and every blank except the space.
     """
     text = str(value)
     return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
 
 
 def visible_lines(value: object) -> str:
-    """The same of a text of several lines: newlines stay."""
+    """Like `visible`, for a text of several lines: newlines stay."""
     return "\n".join(visible(line) for line in str(value).split("\n"))
 
 
@@ -33,14 +32,14 @@ def _escaped(character: str) -> str:
 
 
 class Guarded:
-    """A text stream on which nothing but visible characters and newlines is written."""
+    """A text stream that writes only visible characters and newlines."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
         shown = visible_lines(text)
-        if not shown.isascii():  # what the terminal's encoding lacks is shown escaped, too
+        if not shown.isascii():  # also escape what the terminal's encoding lacks
             encoding = getattr(self.stream, "encoding", None) or "utf-8"
             shown = shown.encode(encoding, "backslashreplace").decode(encoding)
         self.stream.write(shown)
@@ -59,13 +58,13 @@ def guarded(stream: TextIO) -> TextIO:
 
 
 def unguarded(stream: TextIO) -> TextIO:
-    """The stream itself, for who writes colours of its own, or a text that somebody asked for as it is."""
+    """Return the stream itself, to write our own colours or a text that the user wants unchanged."""
     return stream.stream if isinstance(stream, Guarded) else stream
 
 
 @contextlib.contextmanager
 def guarded_streams() -> Iterator[None]:
-    """stdout and stderr are guarded while the block runs."""
+    """Guard stdout and stderr while the block runs."""
     before = sys.stdout, sys.stderr
     guard_streams()
     try:
@@ -75,7 +74,7 @@ def guarded_streams() -> Iterator[None]:
 
 
 def guard_streams() -> None:
-    """The same for the rest of the process. A process may have been started without either."""
+    """Guard stdout and stderr for the rest of the process, which may have started without either."""
     if sys.stdout is not None:
         sys.stdout = guarded(sys.stdout)
     if sys.stderr is not None:

@@ -1,17 +1,16 @@
-"""The one bounded reader: regular files of a limited size, and folders of a limited length.
+"""The one bounded reader: regular files of limited size.
 
-Whoever can put a file into a folder that we read may put a pipe, a device, a file without end or a million
-entries there. All that Isthmus reads from a folder passes through here, so that such a thing is one line of
-text: a ConfigError that names the file and the limit. A file that is absent is a FileNotFoundError, as
-from `open`. Standard library only.
+A pipe, a device or an endless file raises a ConfigError of one line that names the file and the limit. An
+absent file raises FileNotFoundError, as `open` does. Standard library only.
 """
 
+import itertools
 import json
 import math
 import os
 import stat
 from collections.abc import Iterator
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from isthmus.errors import PASSING_ERRNO, ConfigError, Unreachable
 DOCUMENT_BYTES = 1 << 20  # a recipe, about.json, a small manifest
 NOTE_BYTES = 4096
 MOST_VALUES = 1_000_000  # in one JSON document: each may take 250 bytes of memory
-MOST_ENTRIES = 100_000  # of a folder
 PIECE_BYTES = 1 << 20
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -32,10 +30,10 @@ KINDS = {
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> FileIO:
-    """Open a regular file to read, without waiting for anybody; `follow`: also where a link leads to it.
+    """Open a regular file to read without blocking; `follow`: also through a link.
 
-    It is looked at before it is opened, because opening a device may do something, and once more
-    afterwards, because it may have been replaced. O_NONBLOCK: to open a pipe would wait for its writer.
+    It checks the file before opening it, because opening a device may have an effect, and again afterwards,
+    because the file may have been replaced. O_NONBLOCK: opening a pipe would wait for its writer.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -52,7 +50,7 @@ def open_regular(path: str | Path, *, follow: bool = True) -> FileIO:
 
 
 def stat_regular(path: str | Path, *, follow: bool = True) -> os.stat_result:
-    """Of a regular file, without opening it."""
+    """Return the stat of a regular file, without opening it."""
     try:
         found = os.stat(path, follow_symlinks=follow)
         _check_regular(found, path)
@@ -69,7 +67,7 @@ def is_regular(path: str | Path) -> bool:
 
 
 def read_bytes(path: str | Path, max_bytes: int, *, start: int | None = None, follow: bool = True) -> bytes:
-    """The whole file, refused where it is larger; with `start`, at most `max_bytes` of it from there on."""
+    """Read the whole file or refuse a larger one; with `start`, read at most `max_bytes` from there."""
     with open_regular(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
         if start is None and size > max_bytes:
@@ -79,7 +77,7 @@ def read_bytes(path: str | Path, max_bytes: int, *, start: int | None = None, fo
             data = _read(file, max_bytes + (start is None))
         except OSError as error:
             raise _in_words(error, path) from None
-    if start is None and len(data) > max_bytes:  # it grew meanwhile, or does not tell its size, as in /proc
+    if start is None and len(data) > max_bytes:  # it grew meanwhile, or reports no size, as in /proc
         raise _too_large(path, len(data), max_bytes)
     return data
 
@@ -92,7 +90,7 @@ def read_text(path: str | Path, max_bytes: int, *, follow: bool = True) -> str:
 
 
 def read_note(path: str | Path, max_bytes: int = NOTE_BYTES) -> str | None:
-    """A few words that one process leaves for another; None where there is no such file, or an odd one."""
+    """Read a short note that another process left; None if the file is absent or malformed."""
     try:
         return read_bytes(path, max_bytes).decode("utf-8", "replace")
     except (FileNotFoundError, ConfigError):
@@ -104,7 +102,7 @@ def read_json(path: str | Path, max_bytes: int = DOCUMENT_BYTES, *, follow: bool
 
 
 def parse_json(data: bytes | str, source: str, max_values: int = MOST_VALUES) -> Any:
-    """One JSON value of a bounded depth and count. JSON has no NaN and no infinity: they are read as null."""
+    """Parse one JSON value of bounded depth and count. JSON has no NaN or infinity: they become null."""
     data = data.encode(errors="surrogatepass") if isinstance(data, str) else data
     count = num_values(data)
     if count > max_values:
@@ -113,74 +111,46 @@ def parse_json(data: bytes | str, source: str, max_values: int = MOST_VALUES) ->
         return json.loads(data, parse_constant=lambda _: None, parse_float=_finite)
     except RecursionError:
         raise ConfigError(f"{source} is nested too deeply to be read as JSON") from None
-    except ValueError:  # also: not UTF-8, an integer of thousands of digits
+    except ValueError:  # also: not UTF-8, or an integer of thousands of digits
         raise ConfigError(f"{source} is not JSON") from None
 
 
 def num_values(data: bytes) -> int:
-    """The most values that a JSON text can hold, without building one of them."""
+    """Return an upper bound on the values in a JSON text, without building any."""
     return data.count(b",") + data.count(b"[") + data.count(b"{") + 1
 
 
-def read_lines(
-    path: str | Path, max_line: int, *, max_bytes: int | None = None, max_lines: int | None = None
-) -> Iterator[bytes]:
-    """Line after line, each with its newline; what follows the last newline comes last, without one."""
-    with open_regular(path) as file:
-        if max_bytes is not None and (size := os.fstat(file.fileno()).st_size) > max_bytes:
-            raise _too_large(path, size, max_bytes)
-        left, number, total = b"", 0, 0
-        while True:
+def read_lines(path: str | Path, max_line: int) -> Iterator[bytes]:
+    """Yield lines, each with its newline; text after the last newline comes last, without one."""
+    with BufferedReader(open_regular(path), PIECE_BYTES) as file:
+        for number in itertools.count(1):
             try:
-                piece = _read(file, PIECE_BYTES)
+                line = file.readline(max_line + 1)
             except OSError as error:
                 raise _in_words(error, path) from None
-            total += len(piece)
-            if max_bytes is not None and total > max_bytes:
-                raise _too_large(path, total, max_bytes)
-            lines = _cut(left + piece)
-            left = lines.pop()
-            if not piece and left:
-                lines, left = [left], b""
-            for line in lines:
-                number += 1
-                if max_lines is not None and number > max_lines:
-                    raise ConfigError(f"{path} has more than {max_lines:,} lines; at most that many are read")
-                if len(line) > max_line:
-                    raise _long_line(path, number, max_line)
-                yield line
-            if len(left) > max_line:
-                raise _long_line(path, number + 1, max_line)
-            if not piece:
+            if len(line) > max_line:
+                raise ConfigError(
+                    f"{path}, line {number:,} is longer than {max_line:,} bytes; it is not read"
+                )
+            if not line:
                 return
+            yield line
 
 
-def list_folder(path: str | Path, max_entries: int = MOST_ENTRIES) -> list[str]:
-    """The names in a folder, sorted; refused where they are more. An absent one is a FileNotFoundError."""
-    names: list[str] = []
+def list_folder(path: str | Path) -> list[str]:
+    """Return the names in a folder, sorted. An absent folder raises FileNotFoundError."""
     try:
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if len(names) == max_entries:
-                    raise ConfigError(f"{path} holds more than {max_entries:,} entries; it is not read")
-                names.append(entry.name)
+        return sorted(os.listdir(path))
     except (OSError, ValueError) as error:
         raise _in_words(error, path) from None
-    return sorted(names)
-
-
-def _cut(data: bytes) -> list[bytes]:
-    """Lines with their newlines, and last what follows them."""
-    *lines, rest = data.split(b"\n")
-    return [*(line + b"\n" for line in lines), rest]
 
 
 def _read(file: FileIO, most: int) -> bytes:
-    """Up to `most` bytes, or to the end. A read may give fewer than it was asked for."""
+    """Read up to `most` bytes, or to the end. A single read may return fewer than requested."""
     pieces: list[bytes] = []
     while most > 0:
         piece = file.read(min(most, 64 << 20))
-        if piece is None:  # nothing there yet, and more may come: no file on a disk does so
+        if piece is None:  # no data yet, but more may come: no file on a disk does this
             raise BlockingIOError("it is not a file on a disk")
         if not piece:
             break
@@ -203,12 +173,8 @@ def _too_large(path: str | Path, size: int, most: int) -> ConfigError:
     return ConfigError(f"{path} holds {size:,} bytes; at most {most:,} are read")
 
 
-def _long_line(path: str | Path, number: int, most: int) -> ConfigError:
-    return ConfigError(f"{path}, line {number:,} is longer than {most:,} bytes; such a line is not read")
-
-
 def _in_words(error: OSError | ValueError, path: str | Path) -> Exception:
-    """A fault of the system as one line; absent files keep their class, and faults that pass may pass."""
+    """Turn a system error into one line; absent files keep their class, and passing faults stay retryable."""
     if isinstance(error, ConfigError):
         return error
     if isinstance(error, FileNotFoundError | NotADirectoryError):

@@ -141,8 +141,8 @@ def test_a_fleet_of_processes_tells_whole_rows_and_leaves_when_it_is_asked_to(fo
     ("call", "says"),
     [
         (lambda: isthmus.simulate("demo", mode="fast"), 'mode is "fast"; it is one of auto, stacked, turns'),
-        (lambda: isthmus.simulate("demo", device=0), "device is 0; it is a string"),
-        (lambda: isthmus.train("demo", device=0), "device is 0; it is a string"),
+        (lambda: isthmus.simulate("demo", device=0), "device is 0; it is a string such as"),
+        (lambda: isthmus.train("demo", device=0), "device is 0; it is a string such as"),
         (lambda: isthmus.simulate("demo", on_round=3), "on_round is 3; it is a function"),
         (lambda: isthmus.plan("demo", tflops=float("nan")), "tflops is nan; it is 0 (not known) or more"),
         (lambda: isthmus.plan("demo", tflops=-1), "tflops is -1; it is 0 (not known) or more"),
@@ -154,3 +154,44 @@ def test_a_wrong_argument_is_one_line_and_starts_nothing(call, says, tmp_path, m
         call()
     assert says in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_load_recipe_takes_overrides_as_a_dict_like_simulate():
+    wanted = {"outer.keep": 9, "replicas.edge.compression": "1/2"}
+    found = isthmus.load_recipe("demo", wanted)
+    assert (found.outer.keep, str(found.replicas[1].ratio)) == (9, "1/2")
+    assert found == isthmus.load_recipe("demo", [f"{key}={value}" for key, value in wanted.items()])
+    assert parse_recipe(TEXT, {"name": "another"}).name == "another"
+
+
+def test_results_are_shown_in_one_short_line():
+    rows = [Row(round=0, loss_mixed=6.93), Row(round=1), Row(round=2, loss_mixed=4.25)]
+    assert repr(isthmus.Results(Path("runs/a"), rows)) == "<Results of runs/a, 2 rounds, loss_mixed 4.2500>"
+    assert repr(isthmus.Results(Path("runs/a"), rows[:2])) == "<Results of runs/a, 1 round>"
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("isthmus.simulate('demo', overrides={'data.corpus': 'nowhere/'})", "there is no corpus in nowhere"),
+        ("isthmus.train('demo', overrides={'data.corpus': 'nowhere/'})", "there is no corpus in nowhere"),
+        ("isthmus.simulate('demo', device='tpu')", 'device is "tpu"; it is one of auto, cpu'),
+        ("isthmus.train('demo', device='cuda')", "there is no CUDA device here"),
+        ("main(['simulate', 'demo', '--device', 'cuda'])", "there is no CUDA device here"),
+        ("main(['train', 'demo', '--set', 'data.corpus=nowhere/'])", "there is no corpus in nowhere"),
+        ("main(['generate', 'demo', 'It', '--corpus', 'nowhere/'])", "there is no corpus in nowhere"),
+        ("main(['eval', 'demo', '--device', 'mps:x'])", "it is one of auto, cpu"),
+    ],
+)
+def test_a_missing_corpus_or_device_is_found_before_torch_is_loaded(call, says, tmp_path):
+    code = (
+        "import os, sys, isthmus; from isthmus.cli.main import main\n"
+        "there = os.path.exists\n"
+        "os.path.exists = lambda path: not str(path).startswith('/dev') and there(path)\n"
+        f"try: {call}\n"
+        "except isthmus.ConfigError as error: print(error, file=sys.stderr)\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert says in done.stderr
+    assert done.stdout == "False\n"

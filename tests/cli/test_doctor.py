@@ -9,8 +9,9 @@ import pytest
 
 from isthmus.cli.main import main
 from isthmus.config import parse_recipe
+from isthmus.doctor.seat import check_seat
 from isthmus.planner.plan import predict
-from isthmus.runtime.rendezvous import free_port
+from isthmus.runtime.addresses import free_port
 
 QUICK = ["--preset", "nano", "--seconds", "0.3"]
 RECIPE = """
@@ -41,10 +42,9 @@ def run(capsys, *arguments):
         (["--seconds", "nan"], "between 0.1 and 60"),
         (["--preset", "10g"], 'did you mean "10m"?'),
         (["ftp://host/x"], "is not a store"),
-        (["s3://b cket/x"], "malformed"),
+        (["s3://b cket/x"], "names the bucket"),
         (["host:99999"], "neither a bucket nor a machine"),
-        (["--replica", "rack"], "give the bucket's URL"),
-        (["./b", "--replica", "a/b"], "--replica is"),
+        (["--relay", "10.0.0.2"], "write HOST:PORT"),
         (["--listen", "host:0", "./b"], "give it no target"),
         (["--listen", "s3://x"], "neither a bucket nor a machine"),
         (["--listen", "192.0.2.1"], "cannot listen on"),
@@ -74,7 +74,7 @@ def test_it_ends_with_a_role_and_lines_that_a_recipe_takes(capsys, tmp_path, mon
 
 def test_what_fails_is_named_with_its_cure_and_the_rest_is_still_checked(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    port = free_port("127.0.0.1")
+    port = free_port()
     code, out, _ = run(capsys, f"127.0.0.1:{port}", "/proc/nowhere/x", "./bucket", *QUICK)
     assert code == 1
     assert f"FAIL  127.0.0.1:{port}: cannot reach" in out
@@ -120,3 +120,32 @@ def test_a_plan_with_the_measured_rate_takes_the_measured_time_for_a_step():
     rate = training_rate("cpu", "fp32", "nano", 0.3, 10**10)
     planned = predict(recipe, rate.tflops).kinds[0].step.seconds
     assert planned == pytest.approx(rate.step_seconds * recipe.inner.batch / rate.sequences)
+
+
+def test_a_replicas_file_is_answered_first(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.toml").write_text(RECIPE)
+    assert main(["init", "r.toml", "bucket", "--keys", "keys"]) == 0
+    capsys.readouterr()
+    code, out, _ = run(capsys, "keys/rack.isthmus.toml", *QUICK)
+    assert code == 0, out
+    first = out.splitlines()[0]
+    assert first.startswith('Yes: this machine can be rack, a full replica of the run "alone": it needs')
+    assert "a round of 10 inner steps takes about" in first
+    _, out, _ = run(capsys, "keys/rack.isthmus.toml", *QUICK, "--json")
+    place = json.loads(out)["checks"][0]
+    assert (place["name"], place["ok"]) == ("place", True)
+    assert place["facts"]["round_seconds"] > 0
+
+
+def test_a_place_that_needs_more_memory_says_so_with_a_cure():
+    recipe = parse_recipe(RECIPE)
+    found = check_seat(recipe, "rack", 1 << 20, "fp32", 1.0, None)
+    assert not found.ok
+    assert "this machine cannot be rack" in found.words
+    assert "more stages" in found.cure
+    found = check_seat(recipe, "rack", 1 << 40, "fp32", 0.5, 7.0)
+    again = check_seat(recipe, "rack", 1 << 40, "fp32", 1.0, 7.0)
+    assert "the run's last took 7.0 s" in found.words
+    assert found.facts["round_seconds"] == pytest.approx(2 * again.facts["round_seconds"], rel=0.2)
+    assert check_seat(recipe, "rack", 1 << 40, "fp32", None, None).facts["round_seconds"] is None

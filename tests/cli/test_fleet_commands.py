@@ -22,10 +22,8 @@ from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.trust import load_signer, new_secret
 from isthmus.runtime import agent
-from isthmus.runtime.addresses import Places
-from isthmus.runtime.places import check_backend
 from isthmus.runtime.process import LauncherConfig
-from isthmus.runtime.rendezvous import free_port
+from isthmus.runtime.stage_links import check_links
 from isthmus.store.objects import open_store
 
 RECIPE = recipe_text(
@@ -124,7 +122,7 @@ PLAIN = {
     ),
     "join: wrong URL": (("join", "s4://x/y", "--replica", "rack"), "is not a store"),
     "join: no run": (("join", "empty", "--replica", "rack"), "there is no run in this bucket; create one"),
-    "join: no name": (("join", "bucket"), "give --replica NAME"),
+    "join: no name": (("join", "bucket"), "or --replica NAME with its key"),
     "join: unknown replica": ((*JOIN, "bob"), 'there is no replica "bob" in this run; there is rack, edge'),
     "join: missing key": ((*JOIN, "rack", "--key", "gone.key"), "no key for replica rack at gone.key"),
     "join: key a folder": ((*JOIN, "rack", "--key", "keys"), "is not a key of `isthmus init`"),
@@ -132,36 +130,41 @@ PLAIN = {
     "join: a stranger's key": ((*JOIN, "rack", "--key", "stranger.key"), "is not the key of replica rack"),
     "join: another's key": ((*JOIN, "rack", "--key", "keys/tiny/edge.key"), "is not the key of replica rack"),
     "join: device": ((*JOIN, "rack", "--device", "tpu"), "tpu"),
-    "join: stage 2 of 2": (
-        (*JOIN, "edge", "--stage", "2", "--master", "127.0.0.1:9"),
-        "has the stages 0 to 1",
-    ),
-    "join: stage -1": ((*JOIN, "edge", "--stage", "-1", "--master", "127.0.0.1:9"), "there is no stage -1"),
+    "join: stage 2 of 2": ((*JOIN, "edge", "--stage", "2"), "has the stages 0 to 1"),
+    "join: stage -1": ((*JOIN, "edge", "--stage", "-1"), "there is no stage -1"),
     "join: no number": ((*JOIN, "edge", "--stage", "one"), "invalid int value"),
-    "join: no master": ((*JOIN, "edge", "--stage", "1"), "--stage needs --master HOST:PORT"),
-    "join: a relay and a master": (
-        (*JOIN, "edge", "--stage", "0", "--master", "10.0.0.2:29500", "--relay", "10.0.0.3:29520"),
-        "--relay takes the place of --master",
+    "join: --master is gone": (
+        (*JOIN, "edge", "--stage", "1", "--master", "10.0.0.2:29500"),
+        "there is no join --master any more: stages find each other by the bucket; --advertise",
+    ),
+    "join: --wait is gone": ((*JOIN, "edge", "--wait", "9"), "there is no join --wait any more"),
+    "join: a relay and an address": (
+        (*JOIN, "edge", "--stage", "0", "--advertise", "10.0.0.2:29500", "--relay", "10.0.0.3:29520"),
+        "drop --advertise and --trust-network, or --relay",
     ),
     "join: a relay in the clear": (
         (*JOIN, "edge", "--stage", "0", "--relay", "10.0.0.3:29520", "--trust-network"),
-        "drop --master and --trust-network, or --relay",
+        "drop --advertise and --trust-network, or --relay",
     ),
     "join: a relay and no stage": ((*JOIN, "edge", "--relay", "10.0.0.3:29520"), "--relay is for stages on"),
     "join: no relay": (
         (*JOIN, "edge", "--stage", "0", "--relay", "10.0.0.3"),
         '--relay is "10.0.0.3"; write HOST:PORT',
     ),
+    "join: an address and no stage": (
+        (*JOIN, "edge", "--advertise", "10.0.0.3:29520"),
+        "--advertise is for stages on",
+    ),
     "join: no machine": (
-        (*JOIN, "edge", "--stage", "0", "--master", "0.0.0.0:29500"),
+        (*JOIN, "edge", "--stage", "0", "--advertise", "0.0.0.0:29500"),
         "not the address of one machine",
     ),
     **{
-        f"join: master {master}": (
-            (*JOIN, "edge", "--stage", "1", "--master", master),
-            f'--master is "{master}"; write HOST:PORT',
+        f"join: address {address}": (
+            (*JOIN, "edge", "--stage", "1", "--advertise", address),
+            f'--advertise is "{address}"; write HOST:PORT',
         )
-        for master in ("10.0.0.2", "10.0.0.2:", ":29500", "10.0.0.2:0", "10.0.0.2:65536", "10.0.0.2:x")
+        for address in ("10.0.0.2", "10.0.0.2:", ":29500", "10.0.0.2:0", "10.0.0.2:65536", "10.0.0.2:x")
     },
     "leave: nobody there": (("leave", "bucket", "--replica", "rack"), "replica rack is not in the run now"),
     "leave: another's key": (
@@ -169,9 +172,9 @@ PLAIN = {
         "is not the key of replica rack",
     ),
     "leave: unknown": (("leave", "bucket", "--replica", "bob"), 'there is no replica "bob"'),
-    "status: no run": (("status", "empty"), "there is no run in this bucket"),
+    "status: no run": (("status", "empty"), "is not a run: it holds no recipe.toml"),
     "status: wrong URL": (("status", "s3:/x"), "is not a store"),
-    "ledger: no run": (("ledger", "show", "empty"), "there is no run in this bucket"),
+    "ledger: no run": (("ledger", "show", "empty"), "is not a run: it holds no recipe.toml"),
     "ledger: no action": (("ledger",), "required: ACTION"),
     "verify: no round": (("ledger", "verify", "bucket"), "no round of this run is settled yet"),
     "rebuild: not settled": (
@@ -207,7 +210,8 @@ def test_bad_input_is_one_line_and_changes_nothing(
 ):
     (here / "empty" / "probe").mkdir(parents=True)
     (here / "new" / "probe").mkdir(parents=True)
-    (here / "stranger.key").write_text(new_secret().hex())
+    pin = (here / "keys" / "tiny" / "rack.key").read_text().splitlines()[1]
+    (here / "stranger.key").write_text(f"{new_secret().hex()}\n{pin}\n")
     before = everything_in(here)
     answer = said(*command)
     is_refused(answer, says)
@@ -223,14 +227,6 @@ def test_reading_a_folder_that_is_not_there_does_not_create_it(
 ):
     is_refused(said(*command), "")
     assert not (here / "typo").exists()
-
-
-def test_a_master_that_does_not_answer_is_one_line(here: Path, said: Said):
-    port = free_port("127.0.0.1")
-    before = everything_in(here)
-    answer = said(*JOIN, "edge", "--stage", "1", "--master", f"127.0.0.1:{port}", "--wait", "0.1")
-    is_refused(answer, f"replica edge: no stage 0 at 127.0.0.1:{port} within 0.1 s")
-    assert everything_in(here) == before
 
 
 def test_a_name_taken_by_a_live_member_is_refused_until_it_has_gone(
@@ -249,37 +245,14 @@ def test_a_name_taken_by_a_live_member_is_refused_until_it_has_gone(
     assert started == ["edge", "rack"]
 
 
-@pytest.mark.parametrize(
-    ("where", "secured", "at"),
-    [
-        (["--master", "8.8.8.8:29500"], True, "8.8.8.8:29500"),
-        (["--master", "10.0.0.2:29500"], True, "10.0.0.2:29500"),
-        (["--master", "10.0.0.2:29500", "--trust-network"], False, "10.0.0.2:29500"),
-        (["--master", "localhost:29500"], False, "127.0.0.1:29500"),
-        (["--relay", "localhost:29520"], True, "relay 127.0.0.1:29520"),
-    ],
-)
-def test_links_are_secured_unless_stage_0_is_on_this_machine_or_the_network_is_trusted(
-    where: list[str], secured: bool, at: str, here: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-):
-    started: list[tuple[bool, str]] = []
-
-    def start(config: LauncherConfig, workers: int, places: Places, *rest: object) -> int:
-        started.append((config.secured, str(places.master)))
-        return 0
-
-    monkeypatch.setattr(agent, "run_agent", start)
-    assert said(*JOIN, "edge", "--stage", "0", *where)[0] == 0
-    assert started == [(secured, at)]
-
-
 def test_nccl_between_machines_needs_a_network_that_is_trusted():
     member = parse_recipe(RECIPE).fleet()[-1]
     member = replace(member, config=replace(member.config, backend="nccl"))
-    config = LauncherConfig(url="", replica="edge", stage=0)
-    check_backend(config, member)
+    config = LauncherConfig(url="", replica="edge")
+    check_links(config, member)
+    check_links(replace(config, stage=0, trust_network=True), member)
     with pytest.raises(ConfigError, match="neither encrypts nor authenticates between machines"):
-        check_backend(replace(config, secured=True), member)
+        check_links(replace(config, stage=0), member)
 
 
 def test_init_says_what_to_type_next_and_keeps_secrets_to_itself(tmp_path: Path, said: Said, monkeypatch):
@@ -287,7 +260,7 @@ def test_init_says_what_to_type_next_and_keeps_secrets_to_itself(tmp_path: Path,
     (tmp_path / "r.toml").write_text(RECIPE)
     status, out, err = said("init", "r.toml", "bucket", "--closers", "rack, rack")
     assert (status, err) == (0, "")
-    assert "isthmus join edge.isthmus.toml [--stage 0..1 --master HOST:PORT]" in out
+    assert "isthmus join edge.isthmus.toml [--stage 0..1]" in out
     run = read_run(open_store("bucket"))
     assert run.closers == ("rack",)
     for name in ("rack", "edge"):
@@ -310,8 +283,16 @@ def test_status_tells_who_is_there_and_whom_the_round_awaits(here: Path, said: S
     rack, edge = facts["members"]
     assert set(rack) == {
         *("replica", "kind", "stages", "state", "heartbeat_age_seconds", "round", "inner_step", "loss"),
-        *("tokens_per_second", "delivered", "waits_for", "host", "also_on", "missing", "restarts"),
-        *("last_error", "last_error_seconds", "disk_free_bytes", "trouble"),
+        *("tokens_per_second", "delivered", "waits_for", "host", "missing", "restarts"),
+        *(
+            "last_error",
+            "last_error_seconds",
+            "disk_free_bytes",
+            "disk_short",
+            "trouble",
+            "closes",
+            "incarnation",
+        ),
     }
     assert (rack["state"], rack["loss"], rack["delivered"], edge["delivered"]) == (
         "training",
@@ -364,9 +345,6 @@ def test_status_names_what_a_worker_cannot_do_in_the_bucket(here: Path, said: Sa
     assert re.search(rf"^rack waits: {re.escape(why)} \(for 30\d s\)$", text, re.MULTILINE)
     ledger.beat(Heartbeat(state="delivering", awaiting="the manifest of round 1"))  # as in every round
     assert "rack waits" not in said("status", "bucket")[1]
-    ledger.beat(Heartbeat(state="training", host="rack-one", also_on="rack-two (process 8)"))
-    line = "rack runs twice with one key: on rack-one, and on rack-two (process 8); stop one of them"
-    assert line in said("status", "bucket")[1].splitlines()
 
 
 # On a server with identities

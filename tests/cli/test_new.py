@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from small_disk import fill, small_disk
 
 from isthmus.cli.main import build_parser
 from isthmus.cli.new import FIRST
@@ -114,3 +115,17 @@ def test_a_finished_run_ends_with_what_can_be_done_with_it(isthmus):
     assert rows[:2] == before
     status, _, err = isthmus("extend", "my run", "--rounds", "2000000")
     assert (status, err.count("\n")) == (2, 1)
+
+
+def test_a_full_disk_leaves_no_empty_file(tmp_path, isthmus):
+    with small_disk(tmp_path / "disk", 1) as disk:
+        fill(disk)
+        status, out, err = isthmus("new", disk / "mine.toml")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert "No space left on device; give another place" in err
+        assert [path.name for path in disk.iterdir()] == ["ballast"]
+
+
+def test_a_recipe_with_a_byte_order_mark_is_read(tmp_path):
+    (tmp_path / "windows.toml").write_text(shipped_text("demo"), encoding="utf-8-sig")
+    assert load_recipe(tmp_path / "windows.toml") == load_recipe("demo")

@@ -65,6 +65,13 @@ def test_bad_input_is_one_line_and_status_2_and_nothing_is_written(recipe, tmp_p
     assert everything_in(tmp_path) == before
 
 
+@pytest.mark.parametrize("option", ["--compile", "--no-compile", "--mode=turns", "--set=seed=1"])
+def test_what_a_resumed_run_makes_no_use_of_is_refused(option, isthmus):
+    status, _, err = isthmus("simulate", "--resume", "runs/any", option)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--resume goes on with the run as it was" in err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_cuda_device_that_is_not_there_is_refused(recipe, tmp_path, capsys):
     assert main(["simulate", recipe, "--device", "cuda"]) == 2

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from isthmus import __version__
-from isthmus.cli.reproduce import WHERE
 from isthmus.config.shipped import shipped_names
 from isthmus.runlog import RunDir
+
+pytestmark = pytest.mark.soak
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
@@ -91,7 +92,7 @@ def test_recipes_are_found_by_name_from_an_empty_folder(installed, target: Path,
     installed("init", "demo", "bucket")
     assert (tmp_path / "bucket" / "run.json").is_file()
     assert 'did you mean "demo"?' in installed("plan", "dem", status=2)
-    assert WHERE in installed("reproduce", "1", status=2)
+    assert "python -m experiments" in installed("reproduce", "1", status=2)
     assert "178m-recommended" in installed("completion", "bash")
 
 

@@ -140,50 +140,15 @@ def test_every_wrong_name_is_listed(tmp_path, isthmus):
     assert all(path.name in err for path in paths)
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-16-le"])
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_texts_that_are_not_utf8_are_read_by_encoding_and_the_others_as_ever(
-    kind, encoding, tmp_path, isthmus
-):
-    texts = [f"{number} {LATIN}" for number in range(40)]
-    for name, codec in (("ours", "utf-8"), ("theirs", encoding)):
-        (tmp_path / name / "in").mkdir(parents=True)
-        for number, text in enumerate(texts):
-            codec_here = codec if number % 2 else "utf-8"
-            data = json.dumps({"text": text}, ensure_ascii=False) + "\n" if kind == "jsonl" else text
-            (tmp_path / name / "in" / f"{number:02d}.{kind}").write_bytes(data.encode(codec_here))
-        more = ("--encoding", encoding) if name == "theirs" else ()
-        folder = tmp_path / name
-        assert isthmus("data", "prepare", folder / "in", "--to", folder / "corpus", *SMALL, *more)[0] == 0
-    ours, theirs = (open_corpus(tmp_path / name / "corpus") for name in ("ours", "theirs"))
-    assert ours.sha256 == theirs.sha256
-    # Other inputs: they are told apart although their corpora are equal.
-    assert ours.manifest.fingerprint != theirs.manifest.fingerprint
-    assert [source.get("encoding") for source in theirs.manifest.sources[:2]] == [None, encoding]
-
-
 @pytest.mark.parametrize(("codec", "advice"), [("utf-16", "utf-16"), ("cp1252", "cp1252")])
-def test_a_text_that_is_not_utf8_is_refused_with_the_encoding_that_its_mark_tells(
+def test_a_text_that_is_not_utf8_is_refused_with_the_cure_that_its_mark_tells(
     codec, advice, tmp_path, isthmus
 ):
     (tmp_path / "a.txt").write_bytes("Zoë and a few words".encode(codec))
     status, _, err = isthmus("data", "prepare", tmp_path / "a.txt", "--to", tmp_path / "c")
     assert status == 2
     assert f"a.txt is not UTF-8 text (invalid {'start' if codec == 'utf-16' else 'continuation'} byte)" in err
-    assert f"say what it is by --encoding, such as {advice}, or convert it" in err
-
-
-@pytest.mark.parametrize("name", ["nonsense", "hex", "rot13"])
-def test_an_encoding_that_is_none_is_one_line(name, tmp_path, isthmus):
-    (tmp_path / "a.txt").write_text("a")
-    status, _, err = isthmus(
-        "data", "prepare", tmp_path / "a.txt", "--to", tmp_path / "c", "--encoding", name
-    )
-    assert status == 2
-    assert (
-        err
-        == f"isthmus: --encoding is '{name}'; it must be one that Python knows, such as cp1252 or utf-16\n"
-    )
+    assert f"convert it, for example with iconv -f {advice} -t utf-8" in err
 
 
 def test_a_byte_order_mark_is_no_text_and_makes_another_fingerprint(tmp_path):
@@ -287,12 +252,37 @@ def test_the_inputs_of_older_versions_give_the_same_corpus(tmp_path, isthmus):
     assert corpus.sha256 == "7eee0f6aa4eed7d3497c61c9dcfeb8d0ba290fb725d1f103a52a95f9ecf18943"
 
 
-def test_a_tokenizer_may_be_a_folder_and_a_damaged_sentencepiece_model_is_refused(tmp_path, isthmus):
+def test_a_tokenizer_may_be_a_folder_and_a_sentencepiece_model_is_answered_with_the_cure(tmp_path, isthmus):
     (tmp_path / "in.jsonl").write_bytes(json_lines(make_texts(100)))
-    (tmp_path / "spiece.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     command = ("data", "prepare", tmp_path / "in.jsonl", "--to", tmp_path / "corpus", "--tokenizer")
-    status, _, err = isthmus(*command, tmp_path / "spiece.model")
-    assert status == 2
-    assert "spiece.model is not a SentencePiece model that can be used" in err
+    for given in (tmp_path, tmp_path / "tokenizer.model"):
+        status, _, err = isthmus(*command, given)
+        assert (status, err.count("\n")) == (2, 1)
+        assert "write a tokenizer.json of it with transformers" in err
+        assert not (tmp_path / "corpus").exists()
     assert isthmus(*command, BUILTIN_FOLDER)[0] == 0
     assert open_corpus(tmp_path / "corpus").vocab_size == 1024
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".parquet", ".jsonl.gz", ".jsonl.zst"])
+def test_a_pipe_or_a_device_as_input_is_one_line_and_not_a_wait(tmp_path, isthmus, ending):
+    for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        path = tmp_path / f"a{ending}"
+        path.unlink(missing_ok=True)
+        put(path)
+        status, out, err = isthmus("data", "prepare", path, "--to", tmp_path / "corpus")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert "not a regular file" in err
+        assert not (tmp_path / "corpus").exists()
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".parquet"])
+def test_ones_own_text_has_no_limits(tmp_path, ending):
+    """A document of 90 MiB, which packs 500 times, and a line of a million values."""
+    words = "It was the best of times, [it was] {the} worst. " * 2_000_000
+    path = write_format(tmp_path, ending, [words, "short"])
+    assert [len(text) for text in texts_in(path)] == [len(words), 5]
+    row = {"text": "a", "more": [0] * 1_100_000}
+    (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n")
+    assert texts_in(tmp_path / "b.jsonl") == ["a"]

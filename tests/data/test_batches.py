@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.data.corpus import TokenView
+from isthmus.data.corpus import TokenView, open_corpus
 from isthmus.data.order import Permutation
-from isthmus.data.tokens import Batches, open_corpus, validation_batches
+from isthmus.data.tokens import Batches, validation_batches
 from isthmus.errors import ConfigError
 
 

@@ -36,7 +36,7 @@ def test_a_default_recipe_of_the_vocabulary_decides_how_much_is_wanted():
     assert wanted_tokens(1 << 20) == wanted_tokens(32_000)
 
 
-@pytest.mark.parametrize(("num_documents", "num_words", "least"), [(500, 2000, 16_384), (577, 60, 2_000)])
+@pytest.mark.parametrize(("num_documents", "num_words", "least"), [(300, 1500, 16_384), (577, 60, 2_000)])
 def test_the_share_is_raised_where_one_percent_is_too_little(
     num_documents, num_words, least, tmp_path, isthmus
 ):

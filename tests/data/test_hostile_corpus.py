@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from corpus_texts import contents, json_lines, make_texts
+from corpus_texts import json_lines, make_texts
 
 from isthmus.data.corpus import open_corpus
 from isthmus.data.tokens import Batches
@@ -158,33 +158,6 @@ def unfinished(texts, folder, isthmus, monkeypatch, replaces):
     with pytest.raises(Killed):
         isthmus("data", "prepare", texts, "--to", folder, *SMALL)
     monkeypatch.setattr(os, "replace", rename)
-
-
-@pytest.mark.parametrize("link", ["symbolic", "hard"])
-@pytest.mark.parametrize("replaces", [1, 3, 6])
-def test_a_planted_link_in_an_unfinished_corpus_is_replaced_and_its_target_is_not_touched(
-    texts, tmp_path, isthmus, monkeypatch, replaces, link
-):
-    to, outside = tmp_path / "corpus", tmp_path / "outside"
-    assert isthmus("data", "prepare", texts, "--to", tmp_path / "whole", *SMALL)[0] == 0
-    unfinished(texts, to, isthmus, monkeypatch, replaces)
-    outside.write_bytes(SECRET * 5)
-    names = [f"{split}-{n:05d}.bin" for split in ("train", "validation") for n in range(9)]
-    taken = {path.name for path in to.iterdir()}
-    planted = [f"{name}.partial" for name in names if name not in taken]
-    for name in [*planted, "tokenizer.json", "manifest.json"]:
-        if name == "manifest.json" and link == "hard":
-            continue  # a manifest that is not ours is refused, whatever it says
-        (to / name).unlink(missing_ok=True)
-        if link == "symbolic":
-            (to / name).symlink_to(outside if name != "manifest.json" else tmp_path / "none")
-        else:
-            (to / name).hardlink_to(outside)
-    assert isthmus("data", "prepare", texts, "--to", to, *SMALL)[0] == 0
-    assert outside.read_bytes() == SECRET * 5
-    left = {name: data for name, data in contents(to).items() if not name.endswith(".partial")}
-    assert left == contents(tmp_path / "whole")
-    assert not any(path.is_symlink() for path in to.iterdir() if not path.name.endswith(".partial"))
 
 
 def test_a_journal_that_names_files_elsewhere_moves_nothing(texts, tmp_path, isthmus, monkeypatch):

@@ -7,10 +7,13 @@ import time
 import netns
 import pytest
 
+pytestmark = pytest.mark.soak
+
 ASK = """
 import json, sys
-from isthmus.doctor.peer import check_peer
-checks, rate = check_peer(sys.argv[1], 29510, float(sys.argv[2]), lambda words: None)
+from isthmus.doctor.link_test import check_link
+from isthmus.runtime.addresses import Address
+checks, rate = check_link(Address(sys.argv[1], 29510), None, float(sys.argv[2]), lambda words: None)
 found = rate and [rate.up_mbps, rate.down_mbps, rate.both_ways_mbps, rate.latency_ms]
 print(json.dumps([checks[0].words, found]))
 """

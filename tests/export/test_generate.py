@@ -165,7 +165,7 @@ def test_text_is_streamed_to_stdout_while_it_is_made(runs, monkeypatch, capsys):
     assert len(set(flushed)) > 4  # one flush for each token that ends a character
     assert flushed[-1].endswith(b"\n")
     notes = capsys.readouterr().err
-    assert "as a plain LLaMA" in notes
+    assert "as a plain model" in notes
     assert "8 tokens" in notes
 
 

@@ -73,14 +73,12 @@ def test_no_command_runs_code_from_a_folder(runs, tmp_path, capsys):
     [
         {"boundaries": [{"layer": 0, "basis": 0}]},
         {"boundaries": [{"layer": 10**30, "basis": 0}]},
-        {"boundaries": [{"layer": True, "basis": 0}]},
         {"boundaries": [{"layer": 1, "basis": 7}]},
         {"boundaries": [{"layer": 1, "basis": "0"}]},
         {"boundaries": 3},
         {"wire": ["bf16"]},
         {"wire": "fp8"},
-        {"open_share": float("nan")},
-        {"open_share": -1},
+        {"open_share": "half"},
         {"frozen_table": True},
     ],
     ids=str,
@@ -89,11 +87,10 @@ def test_boundaries_that_make_no_sense_are_one_line(runs, tmp_path, capsys, keys
     folder = exported(runs, tmp_path, "compressed")
     add_keys(folder / "config.json", **keys)
     capsys.readouterr()
-    if keys.get("open_share") == keys.get("open_share"):  # JSON has no NaN: it is read as null
-        with pytest.raises(ConfigError, match="does not describe its boundaries"):
-            build(folder)
-        assert main(["generate", str(folder), "It was", "--as", "pipelined"]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(ConfigError, match="does not describe its boundaries"):
+        build(folder)
+    assert main(["generate", str(folder), "It was", "--as", "pipelined"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -119,10 +116,6 @@ def test_a_pipe_that_an_index_names_is_one_line_and_not_a_wait(folders, tmp_path
         read_params(folder, ExportedFolder.open(folder).model)
 
 
-def replacement(content):
-    return {"type": "Replace", "pattern": {"String": "a"}, "content": content}
-
-
 def template(pieces, ids):
     token = {"id": "x", "ids": [0] * ids, "tokens": ["<|endoftext|>"] * ids}
     single = [{"SpecialToken": {"id": "x", "type_id": 0}}] * pieces
@@ -135,27 +128,7 @@ def template(pieces, ids):
     }
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"normalizer": replacement("a" * 10**6)}, "times the text"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [replacement("aa")] * 40}}, "times the text"),
-        ({"model": {"type": "Unigram", "unk_id": 0, "vocab": [["x" * 3000, 0.0]] * 1000}}, "Unigram tokens"),
-        ({"added_tokens": [{"id": 9, "content": "y" * 1000}] * 2000}, "added tokens"),
-        ({"added_tokens": [{}] * 1_300_000}, "JSON values"),
-        ({"post_processor": template(pieces=3000, ids=3000)}, "special tokens around"),
-        ({"model": {"type": "BPE", "vocab": dict.fromkeys(map(str, range(1_100_000)), 0)}}, "tokens"),
-    ],
-    ids=["long", "many", "unigram", "added", "values", "template", "vocabulary"],
-)
-def test_a_tokenizer_that_would_grow_in_memory_is_refused_before_the_library_reads_it(folders, change, says):
-    honest = (folders["full"] / "tokenizer.json").read_bytes()
-    load(honest, "tokenizer.json")
-    with pytest.raises(ConfigError, match=says):
-        load(json.dumps(json.loads(honest) | change).encode(), "tokenizer.json")
-
-
-@pytest.mark.parametrize("odd", [7, "x", [7], [[]], [{}], {"x": 7}, {"a": [7]}, True], ids=str)
+@pytest.mark.parametrize("odd", [7, "x", True], ids=str)
 def test_a_tokenizer_of_other_types_is_one_line(folders, odd):
     honest = json.loads((folders["full"] / "tokenizer.json").read_bytes())
     for key in ("added_tokens", "model", "normalizer", "post_processor", "decoder"):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,7 +103,10 @@ def test_transformers_own_folders_are_read_whole_sharded_or_tied(tmp_path):
         LlamaConfig(**shape, num_attention_heads=2, max_position_embeddings=16, tie_word_embeddings=True)
     )
     tied.to(torch.bfloat16).save_pretrained(tmp_path / "tied")
-    params = read_params(tmp_path / "tied", read_config(tmp_path / "tied"))
+    config = read_config(tmp_path / "tied")
+    assert config.tie_embeddings
+    assert "output.weight" not in read_params(tmp_path / "tied", config)
+    params = read_params(tmp_path / "tied", replace(config, tie_embeddings=False))
     assert params["output.weight"].dtype == torch.float32
     assert torch.equal(params["output.weight"], params["tok_embeddings.weight"])
     assert params["output.weight"] is not params["tok_embeddings.weight"]
@@ -117,8 +121,8 @@ def test_transformers_own_folders_are_read_whole_sharded_or_tied(tmp_path):
         ({"max_position_embeddings": 16}, "context is 16 there and 32 here"),
         ({"rms_norm_eps": 1e-6}, "norm_eps is 1e-06 there"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta is 500000.0 there"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type = llama3"),
-        ({"num_key_value_heads": 1}, "grouped-query attention"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "does not state factor"),
+        ({"num_key_value_heads": 1}, "kv_heads is 1 there and 2 here; set model.kv_heads=1"),
         ({"model_type": "gpt2"}, 'of type "gpt2"'),
         ({"hidden_act": "gelu"}, "hidden_act = gelu"),
         ({"attention_bias": True}, "attention_bias = True"),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from isthmus.errors import ConfigError
 from isthmus.model import checkpoint
 from isthmus.protocol import closer
-from isthmus.runtime.recovery import Recovery
+from isthmus.runtime.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -102,12 +102,18 @@ ROUNDS = 3
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A replica with the states of rounds 2 and 3, and what it went on to without damage."""
+    """A replica with checkpoints in round 3, after its second inner step and its last, and what it went on to
+    without damage."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(closer, "STEP_IN_SECONDS", 0.0)
         alone = seat(small(rounds=9, full=1), folder)
-        alone.run(ROUNDS)
+
+        def save_two(fleet: Trainer) -> None:
+            places = [(ROUNDS, 2), (ROUNDS, 3)]
+            fleet.checkpoint.is_due = lambda edge: (fleet.open, len(fleet.losses)) in places
+
+        alone.run(ROUNDS, save_two)
         shutil.copytree(folder, folder / "later")
         later = Seat(alone.recipe, folder / "later", "rack")
         later.run(ROUNDS + 1)
@@ -121,8 +127,10 @@ def alone(trained, tmp_path) -> Seat:
     return Seat(small(rounds=9, full=1), tmp_path / "copy", "rack")
 
 
-def state_of(alone: Seat) -> Path:
-    return alone.folder / "work" / "rack" / "state"
+def saved(alone: Seat, kind: str) -> Path:
+    """The checkpoint "inside" round 3, or the one at its "edge"."""
+    (folder,) = (alone.folder / "work" / "rack" / "state" / kind).glob("round-*")
+    return folder
 
 
 def undisturbed(alone: Seat) -> str:
@@ -136,87 +144,59 @@ def places(path: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("place", ["length", "name", "hash", "tensor"])
-@pytest.mark.parametrize("file", ["anchor", "optimiser", "feedback", "pending"])
-def test_a_flipped_bit_in_a_state_costs_one_line_and_the_round_is_trained_again(alone, file, place):
-    path = state_of(alone) / "round-000003" / f"{file}.safetensors"
+@pytest.mark.parametrize("file", ["anchor", "optimiser", "feedback", "place"])
+def test_a_flipped_bit_costs_one_line_and_the_checkpoint_before_is_taken(alone, file, place):
+    path = saved(alone, "edge") / f"{file}.safetensors"
     flip(path, places(path)[place], bit=6 if place == "tensor" else 0)
     fleet = alone.run(ROUNDS + 1)
-    lost = [line for line in alone.said if "is lost" in line]
-    assert len(lost) == 1
-    assert f"{file}.safetensors" in lost[0]
-    assert "the state of round 3 is lost, that of round 2 is taken" in lost[0]
-    assert any("training round 3 again" in line for line in alone.said)
+    (lost,) = [line for line in alone.said if "is lost" in line]
+    assert f"{file}.safetensors" in lost
+    assert f"back in round {ROUNDS}, after 2 of its inner steps" in alone.said
     assert fleet.step_count == 3 * (ROUNDS + 1)
     assert alone.anchors()[ROUNDS + 1] == {undisturbed(alone)}
 
 
-def test_with_no_whole_state_the_anchor_in_the_bucket_is_taken(alone):
-    for number in (2, 3):
-        flip(state_of(alone) / f"round-{number:06d}" / "feedback.safetensors", -1)
+def test_with_no_whole_checkpoint_the_anchor_in_the_bucket_is_taken(alone):
+    """What its starts have sent is not in the feedback that begins here."""
+    for kind in ("edge", "inside"):
+        flip(saved(alone, kind) / "feedback.safetensors", -1)
     fleet = alone.run(ROUNDS + 1)
-    assert [line for line in alone.said if "state of round 2 is lost, and there is none before it" in line]
+    assert len([line for line in alone.said if "is lost" in line]) == 2
     assert any("with a fresh optimiser" in line for line in alone.said)
     assert fleet.step_count == 3
+    assert len(fleet.checkpoint.starts()) == 1
 
 
-def test_a_damaged_update_is_named_and_its_round_is_not_trained_again_with_it(alone):
-    """The newest state is gone too, so the update of round 3 would be needed."""
-    shutil.rmtree(state_of(alone) / "round-000003")
-    flip(state_of(alone) / "update-000003.safetensors", -1)
-    fleet = alone.run(ROUNDS + 1)
-    (line,) = [line for line in alone.said if "the saved update of round 3 is lost" in line]
-    assert "update-000003.safetensors is damaged" in line
-    assert fleet.step_count == 3 * ROUNDS  # one round of steps is lost
-    assert all(len(digests) == 1 for digests in alone.anchors().values())
-
-
-@pytest.mark.parametrize("harm", ["no step count", "another type", "no shard", "not a payload", "gone"])
-@pytest.mark.parametrize("file", ["round-000003/pending", "update-000003"])
-def test_odd_updates_of_0_2_which_have_no_hash_never_crash_a_replica(alone, file, harm):
-    path = state_of(alone) / f"{file}.safetensors"
+@pytest.mark.parametrize("harm", ["no counts", "another type", "elsewhere", "gone"])
+def test_odd_files_without_a_hash_never_crash_a_replica(alone, harm):
+    path = saved(alone, "edge") / "place.safetensors"
     named = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    if harm == "no step count":
-        del named["step_count"]
+    if harm == "no counts":
+        del named["counts"]
     elif harm == "another type":
-        named["step_count"] = torch.zeros(2, 2)
-    elif harm == "no shard":
-        del named["shard-0"]
-    elif harm == "not a payload":
-        named["shard-0"][4:40] = 255
+        named["counts"] = torch.zeros(2, 2)
+    elif harm == "elsewhere":
+        named["counts"][0] += 1
     path.unlink()
     if harm != "gone":
         save_file(named, path)
-    if "update" in file:
-        shutil.rmtree(state_of(alone) / "round-000003")
     fleet = alone.run(ROUNDS + 1)
-    assert fleet.step_count == 3 * (ROUNDS if "update" in file else ROUNDS + 1)
-    assert all(len(digests) == 1 for digests in alone.anchors().values())
+    assert fleet.step_count == 3 * (ROUNDS + 1)
+    assert alone.anchors()[ROUNDS + 1] == {undisturbed(alone)}
 
 
 def test_a_tensor_of_another_shape_without_a_hash_never_crashes_a_replica(alone):
-    path = state_of(alone) / "round-000003" / "optimiser.safetensors"
+    path = saved(alone, "edge") / "optimiser.safetensors"
     named = {name: tensor.clone() for name, tensor in load_file(path).items()}
     first = min(named)
     named[first] = torch.zeros(1, 2, 3)
     path.unlink()
     save_file(named, path)
     alone.run(ROUNDS + 1)
-    assert any(f"does not hold {first}" in line and "round 3 is lost" in line for line in alone.said)
-    assert alone.anchors()[ROUNDS + 1] == {undisturbed(alone)}
-
-
-def test_a_state_of_0_2_is_read_with_one_line(alone):
-    for path in (state_of(alone) / "round-000003").iterdir():
-        without_hash(path)
-    fleet = alone.run(ROUNDS + 1)
-    assert len([line for line in alone.said if "whose files have no hash" in line]) == 1
-    assert fleet.step_count == 3 * (ROUNDS + 1)
+    assert any(f"does not hold {first}" in line for line in alone.said)
     assert alone.anchors()[ROUNDS + 1] == {undisturbed(alone)}
 
 
 def test_a_spoilt_optimiser_on_disk_is_not_rolled_back_to(alone):
-    """A loss that is not finite goes back to the newest state that is whole."""
-    flip(state_of(alone) / "round-000003" / "optimiser.safetensors", -1)
-    fleet = alone.come()
-    assert fleet.state.last_optimiser()[0] == 2
-    assert Recovery(fleet).resume() == ROUNDS
+    flip(saved(alone, "edge") / "optimiser.safetensors", -1)
+    assert alone.come().checkpoint.last_edge() is None

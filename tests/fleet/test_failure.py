@@ -1,7 +1,6 @@
 """Which faults pass and which end a process, what is said of them, and how long the next start waits."""
 
 import errno
-import json
 import queue
 import signal
 import threading
@@ -15,8 +14,9 @@ from small_recipes import RACK, recipe_text
 
 from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable, passes
-from isthmus.protocol.heartbeat import WAITING, Heartbeat
+from isthmus.protocol.heartbeat import WAITING, Heartbeat, fitting
 from isthmus.runtime import versions, worker
+from isthmus.runtime.checkpoint import put_aside
 from isthmus.runtime.crashes import Crashes, count_end, count_restart, count_start, note_error
 from isthmus.runtime.failure import (
     LONGEST_PAUSE_SECONDS,
@@ -27,7 +27,6 @@ from isthmus.runtime.failure import (
     Settled,
     failure_note,
 )
-from isthmus.runtime.private_state import put_aside
 from isthmus.runtime.process import LauncherConfig
 from isthmus.runtime.recorder import ANSWER_SECONDS, Recorder
 from isthmus.runtime.restarts import Restarts
@@ -278,7 +277,7 @@ def test_what_is_said_passes_the_readers_checks_whatever_it_is(tmp_path):
     notes = WaitingNotes(tmp_path, said.append, 1.0)
     notes.wait_for("\x1b[2J" + "x" * 500, 30.0)
     notes.tell()
-    read = Heartbeat.from_dict(said[0].to_dict())
+    read = fitting(said[0])
     assert read.awaiting.startswith(r"\x1b[2Jxxx")
     assert read.awaiting.endswith("; next start in 30 s")
 
@@ -419,11 +418,10 @@ def test_a_worker_that_has_diverged_puts_its_state_aside_and_starts_again(
         raise Diverged("replica rack holds another anchor")
 
     monkeypatch.setattr(worker, "run_worker", diverges)
-    monkeypatch.setattr(worker, "die_with_parent", lambda parent: None)
     config = LauncherConfig(url="bucket", replica="rack", work_dir=str(tmp_path))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        assert worker.main([config.to_json()]) == PASSING_STATUS
+        assert worker.work(config) == PASSING_STATUS
     finally:
         for number, handler in before.items():  # what is ignored here, processes of later tests would ignore
             signal.signal(number, handler)
@@ -464,4 +462,4 @@ def test_what_a_launcher_waits_for_names_the_missing_stage_and_the_last_error(tm
     assert said[-1].missing == (1,)
     assert (said[-1].vitals.last_error, said[-1].vitals.restarts) == ("stage 1: no room", 0)
     assert said[-1].vitals.disk_free_bytes
-    assert Heartbeat.from_dict(json.loads(json.dumps(said[-1].to_dict()))).missing == (1,)
+    assert fitting(said[-1]) == said[-1]

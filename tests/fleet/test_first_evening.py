@@ -11,6 +11,8 @@ from evening import PAGE, Evening, give_texts, steps
 
 from isthmus.protocol.bundle import read_bundle
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture
 def evening(tmp_path):

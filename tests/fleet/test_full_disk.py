@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from returning import seat, small
+from returning import LATE, seat, small
 from small_disk import fill, small_disk
 from small_recipes import RACK, recipe_text
 
@@ -18,9 +18,10 @@ from isthmus.model import checkpoint
 from isthmus.planner.room import check_disk, fleet_room, replica_room, simulator_room
 from isthmus.protocol import closer
 from isthmus.runlog import RunDir
-from isthmus.runtime import private_state
+from isthmus.runtime import checkpoint as runtime_checkpoint
 from isthmus.runtime.disk_watch import LASTING_SECONDS, DiskWatch
 from isthmus.runtime.failure import Failure
+from isthmus.runtime.recovery import Recovery
 
 LIMIT_SECONDS = 180.0
 LARGER = {"model": {"width": 128, "ffn": 256}, "outer": {"inner_steps": 2, "rounds": 1000}}
@@ -52,9 +53,9 @@ def test_a_write_that_nobody_has_counted_does_not_pass_and_has_no_traceback(tmp_
 
 def test_a_state_without_room_is_left_out_in_one_line_and_training_goes_on(tmp_path, monkeypatch):
     alone, full = seat(small(rounds=9, full=1), tmp_path), [False, True, True, False]
-    monkeypatch.setattr(private_state, "shortage", lambda *asked: "no room" if full.pop(0) else "")
-    fleet = alone.run(4, before=lambda fleet: setattr(fleet, "saves_middle", False))
-    assert fleet.state.rounds() == [1, 4]
+    monkeypatch.setattr(runtime_checkpoint, "shortage", lambda *asked: "no room" if full.pop(0) else "")
+    fleet = alone.run(4)
+    assert fleet.checkpoint.numbers() == {4 * 3 + 3}  # of round 4, after three inner steps
     told = [line for line in alone.said if "room" in line]
     assert told == [
         "no room; training goes on, and a kill costs what is trained meanwhile",
@@ -77,18 +78,31 @@ def test_a_write_that_finds_the_disk_full_leaves_no_half_of_a_state(tmp_path, mo
     monkeypatch.setattr(checkpoint, "save_tensors", full)
     alone = seat(small(rounds=9, full=1), tmp_path)
     fleet = alone.run(2)
-    assert fleet.state.rounds() == []
-    assert not list(fleet.state.folder.glob("part-*"))
+    assert fleet.checkpoint.numbers() == set()
+    assert not list(fleet.checkpoint.folder.glob("*/part-*"))
     assert any("disk of" in line for line in alone.said)
 
 
-def test_an_update_without_room_is_not_sent_and_says_what_it_needs(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
-    alone = seat(small(rounds=9, full=1), tmp_path)
-    with pytest.raises(DiskFull, match=r"has 1.0 kB free, and the update of round 1 needs .* kB; make room"):
-        alone.run(2)
+def test_what_no_checkpoint_would_give_back_is_not_sent_before_it_is_saved(tmp_path, monkeypatch):
+    """After a round that was trained and not committed the feedback holds more than any checkpoint."""
+    recipe = small(**LATE)
+    late, quick = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
+    fleet = late.come()
+    assert Recovery(fleet).resume() == 0
+    fleet.train_round(0, lambda h: None)
+    quick.run(1)
+    fleet.apply(1, fleet.exchange.close(1, []))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", full_disk)
+        with pytest.raises(DiskFull, match=r"the disk of .* was full"):
+            fleet.train_round(1, lambda h: None)
     assert not Failure.of(DiskFull("")).passes
-    assert not list((tmp_path / "bucket").glob("commits/*/*"))
+    fleet = late.run(2)
+    assert min(fleet.checkpoint.numbers()) >= 4  # nothing before round 2 is restored any more
+
+
+def full_disk(*args, **how):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 # Before the start
@@ -100,8 +114,10 @@ def test_what_a_plan_needs_is_what_the_files_take(tmp_path):
     state = sum(f.stat().st_size for f in (tmp_path / "simulated/state").glob("round-*/*"))
     assert state == pytest.approx(simulator_room(recipe, "fp32").state, rel=0.1)
     alone = seat(small(rounds=9, full=1, precision="fp32"), tmp_path / "real").run(3)
-    states = alone.state.folder.glob("round-*/*")
-    one = sum(f.stat().st_size for f in states) / len(alone.state.rounds())
+    (one,) = (
+        sum(file.stat().st_size for file in folder.iterdir())
+        for folder in alone.checkpoint.folder.glob("edge/round-*")
+    )
     assert one == pytest.approx(replica_room(alone.recipe, alone.member).state, rel=0.2)
 
 
@@ -172,6 +188,7 @@ def test_a_simulation_whose_disk_becomes_full_ends_with_one_line(tmp_path, capsy
         assert RunDir.open(folder / "run").about["status"] in ("failed", "running")
 
 
+@pytest.mark.soak
 def test_a_fleet_whose_disk_becomes_full_ends_with_one_line_and_can_go_on(tmp_path):
     (tmp_path / "r.toml").write_text(recipe_text(RACK, **LARGER, bucket={"heartbeat_seconds": 1}))
     with small_disk(tmp_path / "disk", 64) as folder:

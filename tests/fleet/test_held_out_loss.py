@@ -51,6 +51,7 @@ def member(folder: Path, name: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.soak
 def test_a_fleet_that_was_joined_has_the_losses_that_a_recorder_measures(tmp_path, capsys, monkeypatch):
     recipe = parse_recipe(
         recipe_text(

@@ -7,24 +7,23 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 from faults import kills
-from returning import LATE, seat, small
+from joined import LIMIT_SECONDS, Joined
+from returning import LATE, Seat, seat, small
 from small_recipes import EDGE
 from torch.testing import assert_close
 
 from isthmus.cli.main import main
-from isthmus.errors import ConfigError, RunError
+from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.model import checkpoint
 from isthmus.outer.rounds import run_rounds
-from isthmus.protocol import closer, history
+from isthmus.protocol import closer
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.patience import LeftWaiting
@@ -107,36 +106,33 @@ def everything(fleet: Trainer) -> dict[str, torch.Tensor]:
     return named | fleet.replica.state()
 
 
-@pytest.mark.parametrize("saved", [[], [1]])
+def only_at(fleet: Trainer, *places: tuple[int, int]) -> None:
+    """It saves checkpoints in these rounds, after so many inner steps, and no others."""
+    fleet.checkpoint.is_due = lambda edge: (fleet.open, len(fleet.losses)) in places
+
+
+def rounds_until(fleet: Trainer, last: int) -> Trainer:
+    done = Recovery(fleet).resume()
+    run_rounds(fleet, fleet.exchange, range(done + 1, last + 1), lambda h: None, lambda t, seconds: None)
+    return fleet
+
+
+@pytest.mark.parametrize("place", [(1, 3), (2, 1), (3, 3)])
 @pytest.mark.parametrize("full", [1, 2])
-def test_rounds_since_the_last_whole_state_are_trained_again_to_the_same_bits(
-    saved, full, tmp_path, monkeypatch
-):
-    """Killed with updates 1 to 3 on disk, and the state of round 1 or none at all."""
+def test_rounds_since_an_old_checkpoint_are_trained_again_to_the_same_bits(place, full, tmp_path):
     recipe = small(full=full, **(LATE if full > 1 else {}), anchor_every=9)
     name = "rack" if full == 1 else "rack-0"
     usual, struck = seat(recipe, tmp_path / "usual", name), seat(recipe, tmp_path / "struck", name)
     whole = usual.run(4)
-    save = checkpoint.save
-
-    def some(folder, rounds, files, keep):
-        if rounds in saved:
-            save(folder, rounds, files, keep)
-
-    monkeypatch.setattr(checkpoint, "save", some)
-    struck.background = True
     killed = struck.come()
-    rounds = range(Recovery(killed).resume() + 1, 4)
-    run_rounds(killed, killed.exchange, rounds, lambda h: None, lambda t, seconds: None)
-    killed.state.finish()  # no farewell, and nothing of it is used any more
-    assert killed.state.rounds() == saved
-    assert sorted(killed.state.updates()) == [number for number in (1, 2, 3) if number not in saved]
+    only_at(killed, place)
+    rounds_until(killed, 3)  # no farewell, and nothing of it is used any more
     sent = sorted(open_store(str(tmp_path / "struck" / "bucket")).list("payloads"))
     back = struck.come()
-    assert Recovery(back).resume() == 3
+    assert Recovery(back).resume() == place[0] - 1
+    again = range(place[0], 4)
+    run_rounds(back, back.exchange, again, lambda h: None, lambda t, seconds: None)
     assert sorted(open_store(str(tmp_path / "struck" / "bucket")).list("payloads")) == sent  # nothing anew
-    again = [line for line in struck.said if line.startswith("training round")]
-    assert len(again) == 3 - len(saved)
     run_rounds(back, back.exchange, range(4, 5), lambda h: None, lambda t, seconds: None)
     back.finish()
     for key, tensor in everything(whole).items():
@@ -145,36 +141,16 @@ def test_rounds_since_the_last_whole_state_are_trained_again_to_the_same_bits(
     assert struck.anchors() == usual.anchors()
 
 
-def test_an_update_that_missed_its_round_returns_to_the_feedback_also_when_it_is_trained_again(tmp_path):
-    recipe = small(**LATE)
-    late, quick = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
-    killed = late.come()
-    assert Recovery(killed).resume() == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "save", lambda *args, **how: None)  # the state is not yet whole
-        killed.train_round(0, lambda h: None)
-    trained = {name: p.detach().clone() for name, p in killed.replica.named_parameters().items()}
-    start = {name: anchor.clone() for name, anchor in killed.anchor.items()}
-    quick.run(1)
-    back = late.come()
-    assert Recovery(back).resume() == 1
-    for name, feedback in back.feedback.items():
-        assert_close(feedback, start[name] - trained[name])
-
-
-def test_a_state_is_skipped_while_the_last_is_being_written_and_the_log_says_so(tmp_path, monkeypatch):
+def test_no_checkpoint_is_due_while_the_last_is_being_written_and_none_is_waited_for(tmp_path, monkeypatch):
     release, save = threading.Event(), checkpoint.save
     monkeypatch.setattr(checkpoint, "save", lambda *args, **how: (release.wait(), save(*args, **how)))
     alone = seat(small(rounds=9, full=1), tmp_path)
     alone.background = True
-    fleet = alone.come()
-    rounds = range(Recovery(fleet).resume() + 1, 3)
-    run_rounds(fleet, fleet.exchange, rounds, lambda h: None, lambda t, seconds: None)  # writing stops none
-    assert any("state of round 2 is not saved" in line for line in alone.said)
-    assert fleet.state.rounds() == []
+    fleet = rounds_until(alone.come(), 2)
+    assert fleet.checkpoint.numbers() == set()
     release.set()
     fleet.finish()
-    assert fleet.state.rounds() == [1]
+    assert fleet.checkpoint.numbers() == {3}  # round 1, after three inner steps
 
 
 def test_a_disk_that_cannot_be_written_stops_the_replica_by_name(tmp_path, monkeypatch):
@@ -202,10 +178,10 @@ def test_a_stragglers_payload_returns_to_its_feedback_and_nothing_is_lost(tmp_pa
     straggler.apply(1, counted)
     for name, feedback in straggler.feedback.items():  # e was 0, so all of Delta is in it again
         assert_close(feedback, start[name] - trained[name])
-    assert any("returned to the error feedback" in line for line in late.said)
+    assert any("it stays in the error feedback" in line for line in late.said)
 
     again = late.come()  # killed before it saved anything later: the same is settled again
-    assert Recovery(again).resume() == 1
+    rounds_until(again, 1)
     for name, feedback in again.feedback.items():
         assert torch.equal(feedback, straggler.feedback[name])
         assert torch.equal(again.anchor[name], straggler.anchor[name])
@@ -216,32 +192,48 @@ def test_a_replica_away_for_several_rounds_replays_them_and_keeps_its_own_state(
     away, there = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
     before = away.run(1)
     there.run(4)
-    back = away.come()
-    assert Recovery(back).resume() == 1
-    rounds = range(2, 5)
-    assert run_rounds(back, back.exchange, rounds, lambda h: None, lambda t, seconds: None)
+    back = rounds_until(away.come(), 4)
     assert away.anchors() == there.anchors()
     assert back.step_count == before.step_count == 3  # its optimiser took no step of the others'
     assert not any("fresh optimiser" in line for line in away.said)
 
 
-def test_old_state_survives_a_sweep(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        history, "WITNESS_ROUNDS", 3
-    )  # long enough after it left, the other speaks for anchors
+@pytest.fixture
+def swept(tmp_path, monkeypatch) -> tuple[Seat, Seat]:
+    """(a replica whose state is of round 1, one that went on to 6); payloads up to round 4 are gone."""
+    # long enough after the first one left, the other speaks for anchors
     recipe = small(rounds=9, **LATE)
     away, there = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
-    away.run(1)
+    away.run(1).save_now()
     there.run(6)
     store = open_store(str(tmp_path / "bucket"))
     for key in store.list("payloads"):
         if int(key.split("/")[2]) <= 4:  # of the anchors 2, 4 and 6 the second-newest
             store.delete(key)
+    return away, there
+
+
+def test_old_state_survives_a_sweep(swept):
+    away, there = swept
     back = away.come()
     assert Recovery(back).resume() == 4  # nobody has started from the anchor of round 6 yet
     assert run_rounds(back, back.exchange, range(5, 7), lambda h: None, lambda t, seconds: None)
     assert back.step_count == 3
     assert any(bool(feedback.any()) for feedback in back.feedback.values())
+    assert away.anchors()[6] == there.anchors()[6]
+
+
+def test_restored_weights_are_never_held_as_those_of_round_0(swept, tmp_path):
+    """No anchor can be read for now: the start fails, and accuses nobody. A later start goes on."""
+    away, there = swept
+    shutil.copytree(tmp_path / "bucket" / "anchors", tmp_path / "kept")
+    for file in (tmp_path / "bucket" / "anchors").glob("*/*.safetensors"):
+        file.write_bytes(b"")
+    with pytest.raises(RunError) as failed:
+        Recovery(away.come()).resume()
+    assert not isinstance(failed.value, RunStopped)  # it may pass: the worker is started again
+    shutil.copytree(tmp_path / "kept", tmp_path / "bucket" / "anchors", dirs_exist_ok=True)
+    assert away.run(6).status.round == 6
     assert away.anchors()[6] == there.anchors()[6]
 
 
@@ -257,43 +249,28 @@ def test_a_replica_without_private_state_joins_from_the_bucket_and_says_so(tmp_p
 
 
 @pytest.mark.parametrize("harm", ["cut short", "file gone"])
-def test_spoilt_state_falls_back_to_the_round_before(tmp_path, harm):
-    recipe = small(rounds=9, full=1)
-    alone = seat(recipe, tmp_path)
-    alone.run(3)
-    file = tmp_path / "work" / "rack" / "state" / "round-000003" / "optimiser.safetensors"
+def test_of_two_checkpoints_the_older_is_taken_where_the_newer_is_spoilt(tmp_path, harm, undisturbed):
+    """One at the edge of a round, one inside the round before it was delivered."""
+    alone = seat(small(full=1), tmp_path)
+    fleet = alone.come()
+    only_at(fleet, (3, 2), (3, 3))
+    rounds_until(fleet, 3)
+    (file,) = (tmp_path / "work" / "rack" / "state" / "edge").glob("*/optimiser.safetensors")
     os.truncate(file, 100) if harm == "cut short" else file.unlink()
     fleet = alone.run(4)
-    assert fleet.step_count == 12  # the third was trained again: its update was there
-    assert any("the state of round 3 is lost" in line for line in alone.said)
-    assert any("training round 3 again" in line for line in alone.said)
-    assert all(len(digests) == 1 for digests in alone.anchors().values())
+    assert fleet.step_count == 12
+    assert any("a checkpoint is lost" in line for line in alone.said)
+    assert "back in round 3, after 2 of its inner steps" in alone.said
+    assert alone.anchors() == undisturbed
 
 
-class Echo:
-    """A control group of two: the other process shares what we share, except for the first time."""
-
-    rank, size = 0, 2
-
-    def __init__(self, first: bytes) -> None:
-        self.first: bytes | None = first
-
-    def share(self, data: bytes) -> list[bytes]:
-        theirs, self.first = self.first if self.first is not None else data, None
-        return [data, theirs]
-
-    def part(self) -> None:
-        pass
-
-
-def test_stages_whose_newest_rounds_differ_take_up_the_newest_that_both_have(tmp_path):
-    alone = seat(small(rounds=9, full=1), tmp_path)
-    alone.run(3)
-    state = tmp_path / "work" / "rack" / "state"
-    assert checkpoint.saved_rounds(state) == [2, 3]
-    fleet = alone.come(Echo(b"[[1,2],[]]"))
-    assert Recovery(fleet).resume() == 2
-    assert checkpoint.saved_rounds(state) == [2]  # what one had beyond it would push it out of the two kept
+def test_another_number_of_processes_is_refused_with_the_cure(tmp_path):
+    alone = seat(small(full=1), tmp_path)
+    place = alone.run(1).place()
+    fleet = alone.come()
+    fleet.checkpoint.save_now(replace(place, processes=2), fleet.state_files())
+    with pytest.raises(ConfigError, match="a replica of 2 processes, and this one has 1; put their"):
+        Recovery(alone.come()).resume()
 
 
 def test_a_watchdog_tells_silence_from_a_new_start_and_from_its_own_sleep(tmp_path):
@@ -312,45 +289,7 @@ def test_a_watchdog_tells_silence_from_a_new_start_and_from_its_own_sleep(tmp_pa
     assert watchdog.look({alive: 8}) == {alive: 0.0}
 
 
-# Real processes. Limits are for a machine that does much else; nothing waits for one.
-
-LIMIT_SECONDS = 180.0
-
-
-def isthmus(*words: object) -> list[str]:
-    return [sys.executable, "-m", "isthmus.cli.main", *map(str, words)]
-
-
-class Joined:
-    """`isthmus join` for some replicas of one run, as an operator would type it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.url = folder, str(folder / "bucket")
-        self.running: dict[str, subprocess.Popen] = {}
-
-    def words(self, name: str, work: str = "work") -> list[str]:
-        options = ["--key", self.folder / "keys" / f"{name}.key", "--work", self.folder / work / name]
-        return isthmus("join", self.url, "--replica", name, *options, "--threads", 1, "--device", "cpu")
-
-    def join(self, name: str) -> subprocess.Popen:
-        with open(self.folder / f"{name}.log", "ab") as log:
-            process = subprocess.Popen(
-                self.words(name), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        self.running[name] = process
-        return process
-
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()
-
-    def wait_for(self, name: str, pattern: str) -> None:
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while not re.search(pattern, self.log(name)):
-            assert time.monotonic() < deadline, f"no {pattern!r} in {self.log(name)}"
-            time.sleep(0.1)
-
-    def left_over(self, name: str) -> list[str]:
-        return kills.check_left_over(self.folder / "work" / name)
+# Real processes
 
 
 @pytest.fixture(scope="module")
@@ -366,13 +305,10 @@ def joined(tmp_path_factory) -> Iterator[Joined]:
     for name in names:
         fleet.wait_for(name, r"round [1-9]\d*: anchor")
     yield fleet
-    for process in fleet.running.values():
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    assert kills.check_left_over(folder) == []
+    fleet.stop()
 
 
+@pytest.mark.soak
 @pytest.mark.fleet_check
 def test_join_is_refused_while_the_name_is_live(joined):
     words = joined.words("rack-1", "elsewhere")
@@ -381,6 +317,7 @@ def test_join_is_refused_while_the_name_is_live(joined):
     assert re.fullmatch(r"isthmus: replica rack-1 is live in this run .*\n", done.stderr)
 
 
+@pytest.mark.soak
 @pytest.mark.fleet_check
 def test_ctrl_c_leaves_at_the_end_of_the_round_with_all_stages(joined):
     joined.running["edge"].send_signal(signal.SIGINT)
@@ -390,6 +327,7 @@ def test_ctrl_c_leaves_at_the_end_of_the_round_with_all_stages(joined):
     assert len(re.findall(r"left after round \d+", joined.log("edge"))) == 2
 
 
+@pytest.mark.soak
 @pytest.mark.fleet_check
 def test_leave_by_command_from_anywhere(joined, capsys):
     words = ["leave", joined.url, "--replica", "rack-0", "--key", str(joined.folder / "keys" / "rack-0.key")]
@@ -402,6 +340,7 @@ def test_leave_by_command_from_anywhere(joined, capsys):
     assert capsys.readouterr().err == "isthmus: replica rack-0 is not in the run now\n"
 
 
+@pytest.mark.soak
 @pytest.mark.fleet_check
 def test_after_a_crash_the_same_command_goes_on_and_two_ctrl_c_leave_now(joined):
     joined.running["rack-1"].kill()
@@ -420,6 +359,7 @@ def test_after_a_crash_the_same_command_goes_on_and_two_ctrl_c_leave_now(joined)
     assert joined.left_over("rack-1") == []
 
 
+@pytest.mark.soak
 def test_a_fleet_under_fire_finishes_with_one_history(tmp_path):
     outcome = kills.ordeal(
         tmp_path / "run", rounds=15, every_seconds=2.5, seed=0, most=7, limit_seconds=600, inner_steps=2
@@ -458,7 +398,7 @@ def test_a_round_that_cannot_be_reached_is_waited_for_and_not_skipped(tmp_path):
         here = pending
 
     def leave(fleet: Trainer) -> None:
-        fleet.exchange.rescue.leave = Asked()
+        fleet.patience.leave = Asked()
 
     recipe = small(rounds=9, **LATE)
     away, there = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
@@ -466,5 +406,5 @@ def test_a_round_that_cannot_be_reached_is_waited_for_and_not_skipped(tmp_path):
     store = open_store(str(tmp_path / "bucket"))
     for key in store.list("payloads/rack-1"):
         store.delete(key)
-    with pytest.raises(LeftWaiting, match="payloads that are lost"):
+    with pytest.raises(LeftWaiting, match="payload that is missing"):
         away.run(1, leave)

@@ -31,13 +31,13 @@ def test_what_nobody_waited_for_is_carried_by_the_feedback(scaled: bool):
     anchor, params, e = ({"w": torch.randn(64, 64, dtype=torch.float64)} for _ in range(3))
     before = e["w"].clone()
     outer = SparseLoCo(anchor, config)
-    outer.carry(params, e)
+    outer.fold(params, e)
     delta = (anchor["w"] - params["w"]) * (0.5 if scaled else 1.0)
     assert_close(e["w"], 0.9 * before + delta)
     carried = e["w"].clone()
     sent = outer.contribute(anchor, e)  # a round in which nothing was trained
     assert_close(outer.codec.mean([sent], "all", None)["w"], 0.9 * carried)
-    DiLoCo(anchor, config).carry(params, {})  # it has no feedback to carry it
+    DiLoCo(anchor, config).fold(params, {})  # it has no feedback to carry it
 
 
 def recipe(**bucket: float) -> Recipe:
@@ -75,6 +75,7 @@ def test_a_round_that_is_settled_meanwhile_ends_there_and_the_next_begins_with_t
     run(first, range(1, 2))
     run(quick, range(1, 2))
     late = come("rack-0")
+    run(late, range(1, 2))  # which is settled, and was delivered before
     before = {name: e.clone() for name, e in late.feedback.items()}
     anchor = {name: p.clone() for name, p in late.anchor.items()}
     assert any(bool(e.any()) for e in before.values())
@@ -85,6 +86,7 @@ def test_a_round_that_is_settled_meanwhile_ends_there_and_the_next_begins_with_t
         if h == 2:  # of 4
             run(quick, range(2, 3))
 
+    assert late.exchange.closed(2) is None
     assert late.train_round(1, progress) == []
     assert steps == [1, 2]
     assert late.step_count == STEPS + 2
@@ -93,6 +95,7 @@ def test_a_round_that_is_settled_meanwhile_ends_there_and_the_next_begins_with_t
         assert_close(e, late.recipe.outer.feedback_decay * before[name] + anchor[name] - params[name])
     late.apply(2, late.exchange.close(2, []))
     assert late.exchange.settle_anchor() == quick.exchange.settle_anchor()
+    assert late.exchange.closed(3) is None
     (own,) = late.train_round(2, steps.append)  # from the edge on it is one of them
     assert steps == [1, 2, 1, 2, 3, 4]
     late.exchange.deliver(3, own)
@@ -115,6 +118,7 @@ def test_only_the_first_round_of_a_start_is_left_in_the_middle(come):
         if h == 2:
             run(quick, range(3, 4))
 
+    assert slow.exchange.closed(3) is None
     assert len(slow.train_round(2, progress)) == 1
     assert steps == [1, 2, 3, 4]
 

@@ -1,4 +1,4 @@
-"""A kill in the middle of a round costs what was trained since its middle was saved, and no bit."""
+"""A kill inside a round costs what was trained since the last checkpoint there, and no bit."""
 
 from pathlib import Path
 
@@ -7,10 +7,9 @@ import torch
 from returning import LATE, Seat, seat, small
 from torch.testing import assert_close
 
-from isthmus.model import checkpoint
 from isthmus.outer.rounds import run_rounds
 from isthmus.protocol import closer
-from isthmus.runtime.private_state import PrivateState
+from isthmus.runtime.checkpoint import Checkpoint
 from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 
@@ -23,13 +22,13 @@ class Killed(BaseException):
 
 @pytest.fixture(autouse=True)
 def _at_every_step(monkeypatch):
-    """The middle of a round is saved after each inner step, and closers step in at once."""
-    plain = PrivateState.__init__
+    """A checkpoint is saved after each inner step, and closers step in at once."""
+    plain = Checkpoint.__init__
 
     def often(self, *args, **how):
-        plain(self, *args, **how, middle_seconds=0.0)
+        plain(self, *args, **how, least_seconds=0.0)
 
-    monkeypatch.setattr(PrivateState, "__init__", often)
+    monkeypatch.setattr(Checkpoint, "__init__", often)
     monkeypatch.setattr(closer, "STEP_IN_SECONDS", 0.0)
 
 
@@ -97,54 +96,35 @@ def test_what_was_trained_of_a_round_that_is_settled_meanwhile_is_in_the_feedbac
     late, quick = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
     late.run(1)
     quick.run(1)
-    killed(late, 2, 3)  # the middle after two inner steps is on disk
-    about, files = late.come().state.load_middle() or pytest.fail("no middle was saved")
+    killed(late, 2, 3)  # the checkpoint after two inner steps is on disk
+    then = late.come()
+    assert Recovery(then).resume() == 1
+    assert len(then.losses) == 2
+    before = {name: e.clone() for name, e in then.feedback.items()}
+    start, params = {name: p.clone() for name, p in then.anchor.items()}, then.params
     quick.run(2)
     back = late.come()
     run_rounds(back, back.exchange, range(Recovery(back).resume() + 1, 3), lambda h: None, lambda t, s: None)
     beta = recipe.outer.feedback_decay
     for name, e in back.feedback.items():
-        delta = files["anchor"][name] - files["params"][name]
-        assert_close(e, beta * files["feedback"][name] + delta)
-    assert back.step_count == about.step_count + 2
+        assert_close(e, beta * before[name] + start[name] - params[name])
+    assert back.step_count == then.step_count
     (own,) = back.train_round(2, lambda h: None)
     assert own.facts.measured["inner_steps"] == [2 + recipe.outer.inner_steps]
     assert any("our first 2 inner steps of it go to the error feedback" in line for line in late.said)
 
 
-def test_an_update_that_was_sent_stays_where_only_the_middle_before_it_is_on_disk(tmp_path, monkeypatch):
-    """Killed after round 3 was delivered, with no state since round 1: the rest of the round again."""
-    usual, struck = seat(small(full=1), tmp_path / "usual"), seat(small(full=1), tmp_path / "struck")
-    whole, save = usual.run(ROUNDS), checkpoint.save
-
-    def some(folder, rounds, files, keep=1):
-        if folder.name == "middle" or rounds == 1:
-            save(folder, rounds, files, keep)
-
-    monkeypatch.setattr(checkpoint, "save", some)
-    struck.run(3)
-    back = struck.come()
-    assert Recovery(back).resume() == 3
-    assert "back in round 3, after 2 of its inner steps" in struck.said
-    assert "training round 3 again, from which only the update was saved" in struck.said
-    run_rounds(back, back.exchange, range(4, 5), lambda h: None, lambda t, seconds: None)
-    back.finish()
-    for key, tensor in everything(whole).items():
-        assert torch.equal(tensor, everything(back)[key]), key
-
-
-@pytest.mark.parametrize("file", ["params", "about", "optimiser"])
-def test_a_damaged_middle_is_one_line_and_the_round_is_trained_from_its_start(file, tmp_path: Path):
+@pytest.mark.parametrize("file", ["params", "place", "optimiser"])
+def test_a_damaged_checkpoint_is_one_line_and_the_round_is_trained_from_the_one_before(file, tmp_path: Path):
     alone = seat(small(full=1), tmp_path)
     usual = seat(small(full=1), tmp_path / "usual")
     killed(alone, 3, 3)
-    (path,) = tmp_path.glob(f"work/rack/state/middle/round-*/{file}.safetensors")
+    (path,) = tmp_path.glob(f"work/rack/state/inside/round-*/{file}.safetensors")
     data = bytearray(path.read_bytes())
     data[-3] ^= 4
     path.write_bytes(data)
     back = alone.run(ROUNDS)
-    (line,) = [line for line in alone.said if "middle" in line]
-    assert "the saved middle of a round is lost" in line
+    (line,) = [line for line in alone.said if "a checkpoint is lost" in line]
     assert "is damaged" in line
     whole = usual.run(ROUNDS)
     for key, tensor in everything(whole).items():

@@ -2,7 +2,7 @@
 
 `open` sends all dimensions between its stages, `edge` one in eight. One run serves all the tests: what
 crossed each cable, and what we say crossed it. How long steps take over thin cables is measured by
-bench/links.py and bench/schedule.py.
+bench/link_rates.py and bench/schedule.py.
 """
 
 import json
@@ -17,6 +17,8 @@ import pytest
 
 from isthmus.config import parse_recipe
 from isthmus.layout.traffic import inner_step_bytes, outer_bytes
+
+pytestmark = pytest.mark.soak
 
 RECIPE = """
 name = "cables"
@@ -70,6 +72,7 @@ for _ in range(300):
 """
 TELL = """
 import json, sys
+from msgspec import to_builtins
 from isthmus.protocol.access import open_ledger
 ledger = open_ledger(sys.argv[1])
 rounds = [ledger.manifest(t) for t in range(1, ledger.last_round() + 1)]
@@ -77,7 +80,7 @@ facts = {e.replica: [] for e in rounds[0].entries}
 for manifest in rounds:
     for entry in manifest.entries:
         facts[entry.replica].append(entry.facts.to_dict())
-farewells = {name: ledger.heartbeat(name)[0].to_dict() for name in facts}
+farewells = {name: to_builtins(ledger.heartbeat(name)[0]) for name in facts}
 print(json.dumps({"facts": facts, "farewells": farewells}))
 """
 

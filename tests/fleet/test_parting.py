@@ -2,7 +2,6 @@
 to the same bits."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from isthmus.protocol.patience import LeftWaiting, Patience
 from isthmus.runtime import checks
 from isthmus.runtime.parting import NOTE, Parted, Parting, count_signals
 from isthmus.runtime.recovery import Recovery
-from isthmus.runtime.stopping import save_delivered, save_edge
 from isthmus.runtime.trainer import Trainer
 
 ROUNDS = 4
@@ -45,7 +43,7 @@ def same(whole: Trainer, back: Trainer) -> None:
 def test_a_round_that_does_not_end_in_time_is_left_in_its_middle_and_gone_on_with(inner_step, tmp_path: Path):
     usual, taken = seat(small(full=1), tmp_path / "usual"), seat(small(full=1), tmp_path / "taken")
     whole, fleet, clock = usual.run(ROUNDS), taken.come(), Clock()
-    fleet.state.middle_seconds = 1e9  # of itself it saves no middle
+    fleet.checkpoint.is_due = lambda edge: False  # of itself it saves nothing
 
     def progress(h: int) -> None:
         if (fleet.status.round, h) == (2, inner_step):
@@ -67,10 +65,10 @@ def test_a_round_that_does_not_end_in_time_is_left_in_its_middle_and_gone_on_wit
 def test_a_round_that_ends_in_time_is_saved_at_once_and_finished(tmp_path: Path):
     taken, clock = seat(small(full=1), tmp_path), Clock()
     fleet, saved = taken.come(), []
-    fleet.state.middle_seconds = 1e9
+    fleet.checkpoint.is_due = lambda edge: edge
 
     def progress(h: int) -> None:
-        saved.append(fleet.state.load_middle())
+        saved.append(fleet.checkpoint.numbers())
         if (fleet.status.round, h) == (2, 1):
             fleet.parting = told(tmp_path / "work", 3600.0, clock)
 
@@ -80,28 +78,26 @@ def test_a_round_that_ends_in_time_is_saved_at_once_and_finished(tmp_path: Path)
     rounds = range(Recovery(fleet).resume() + 1, ROUNDS + 1)
     assert not run_rounds(fleet, fleet.exchange, rounds, progress, lambda t, s: None, leave)
     assert fleet.status.round == 2
-    middles = [middle[0] for middle in saved if middle]
-    assert [(m.round, m.num_steps) for m in middles] == [(2, 1)] * 2  # saved once, seen by two inner steps
+    at = 4 * (2 - 1) + 1  # of round 2, after one of three inner steps
+    assert [at in numbers for numbers in saved] == [False] * 4 + [True] * 2
+    assert max(fleet.checkpoint.numbers()) == 4 + 3  # and with its update on the way
 
 
 def test_who_leaves_at_the_edge_of_a_round_goes_on_from_there_and_trains_nothing_twice(tmp_path: Path):
     usual, taken = seat(small(full=1), tmp_path / "usual"), seat(small(full=1), tmp_path / "taken")
     whole, fleet = usual.run(ROUNDS), taken.come()
-    fleet.state.save_seconds = fleet.state.pause_seconds = (
-        1e9  # one state at the start, and then updates only
-    )
+    fleet.checkpoint.is_due = lambda edge: False
     rounds = range(Recovery(fleet).resume() + 1, ROUNDS)
     run_rounds(fleet, fleet.exchange, rounds, lambda h: None, lambda t, s: None)
     fleet.finish()
-    save_edge(fleet)
+    fleet.save_now()
     back, steps = taken.come(), []
     rounds = range(Recovery(back).resume() + 1, ROUNDS + 1)
     assert rounds == range(ROUNDS, ROUNDS + 1)
     run_rounds(back, back.exchange, rounds, steps.append, lambda t, s: None)
     back.finish()
     assert steps == [1, 2, 3]
-    assert f"back in round {ROUNDS}, after 0 of its inner steps" in taken.said
-    assert not any("again" in line for line in taken.said)
+    assert f"back in round {ROUNDS}, at its start" in taken.said
     same(whole, back)
 
 
@@ -109,8 +105,7 @@ def test_who_waits_for_the_others_saves_what_it_delivered_and_leaves(tmp_path: P
     recipe = small(full=2, quorum=2, deadline_seconds=3600.0)
     waits, other = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
     fleet = waits.come()
-    fleet.state.save_seconds = fleet.state.pause_seconds = 1e9
-    fleet.state.began = time.monotonic()  # a state was saved a moment ago
+    fleet.checkpoint.is_due = lambda edge: False
     asked: list[bool] = []
     fleet.exchange.patience = Patience(
         waits.said.append, parting=lambda: bool(asked.append(True)) or True, sleep=lambda s: None
@@ -119,12 +114,12 @@ def test_who_waits_for_the_others_saves_what_it_delivered_and_leaves(tmp_path: P
     with pytest.raises(LeftWaiting):
         run_rounds(fleet, fleet.exchange, range(1, 2), lambda h: None, lambda t, s: None)
     assert asked
-    assert fleet.state.rounds() == []
-    save_delivered(fleet)
-    assert fleet.state.rounds() == [1]
+    assert fleet.checkpoint.numbers() == set()
+    fleet.save_now()
+    assert fleet.checkpoint.numbers() == {3}
     other.background = True
     back = waits.come()
-    assert back.state.rounds() == [1]
+    assert back.checkpoint.numbers() == {3}
     assert not any("training round" in line for line in waits.said)
 
 

@@ -24,6 +24,7 @@ from isthmus.replica.control_group import StageControlGroup
 from isthmus.replica.links import LINK_PURPOSES, Departure, Frame
 from isthmus.replica.pipelined import PipelinedReplica
 from isthmus.replica.stage import Stage
+from isthmus.runtime.checkpoint import Checkpoint
 from isthmus.runtime.create import create
 from isthmus.runtime.leaving import LeaveRequest
 from isthmus.runtime.parting import Parting
@@ -197,16 +198,35 @@ def test_a_wish_in_the_last_inner_step_but_one_leaves_at_the_edge(tmp_path: Path
         assert torch.equal(tensor, back[name]), name
 
 
-def test_where_one_stage_could_not_save_no_stage_goes_on_from_the_middle(tmp_path: Path):
+def test_stages_that_have_different_checkpoints_go_on_from_the_newest_that_all_have(tmp_path: Path):
+    """One stage could not write the last one, which stands inside round 2."""
     usual, taken = (Stages(recipe_of(), tmp_path / name) for name in ("usual", "taken"))
     whole = the_whole(usual.run())
     taken.run(taken.taken_back(1, STEPS + 1))
-    for path in (taken.work(1) / "stage" / "state" / "middle").rglob("*.safetensors"):
+    for path in (taken.work(1) / "stage" / "state" / "inside").rglob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-7])
     back = the_whole(taken.run())
-    assert any("the saved middle of a round is lost" in line for line in taken.said[1])
-    assert any("have saved different middles; none is taken" in line for line in taken.said[0])
+    assert any("a checkpoint is lost: " in line and "cannot be read" in line for line in taken.said[1])
+    assert any("another process of this replica cannot read its part" in line for line in taken.said[0])
+    assert f"back in round 1, after {STEPS} of its inner steps" in taken.said[0]
     assert taken.steps[0] == [*range(STEPS + 2), *range(STEPS, ROUNDS * STEPS)]
-    assert not list((taken.work(0) / "stage" / "state" / "middle").rglob("*.safetensors"))
     for name, tensor in whole.items():
         assert torch.equal(tensor, back[name]), name
+
+
+def test_stages_save_at_the_same_places_by_the_word_that_travels_with_each_step(tmp_path: Path, monkeypatch):
+    """Where only one of them would save, none does. Where both would, both do, after the same step."""
+    stages, asked = Stages(recipe_of(), tmp_path / "stages"), []
+    both = [False]
+
+    def is_due(self, edge: bool) -> bool:
+        asked.append(self)
+        return both[0] or "machine-0" in str(self.folder)
+
+    monkeypatch.setattr(Checkpoint, "is_due", is_due)
+    for trainer in stages.run():
+        assert trainer.checkpoint.numbers() == set()
+    both[0] = True
+    stages = Stages(recipe_of(), tmp_path / "both")
+    first, second = stages.run()
+    assert first.checkpoint.numbers() == second.checkpoint.numbers() != set()

@@ -25,13 +25,14 @@ from isthmus.page.source import open_source
 from isthmus.page.state import StateBuilder
 from isthmus.runlog import RunDir
 from isthmus.runtime.create import create
-from isthmus.runtime.rendezvous import free_port
 from isthmus.runtime.versions import torch_range
+
+pytestmark = pytest.mark.soak
 
 LIMIT_SECONDS = 180.0  # for a machine that does much else; nothing waits for it
 IN_WORKERS = """
 import sys
-if "isthmus.runtime.worker" in sys.orig_argv:
+if "forkserver" in " ".join(sys.orig_argv):
     {code}
 """
 IN_ROUNDS = """import isthmus.runtime.trainer, os, signal, torch
@@ -166,7 +167,7 @@ def test_train_ends_by_itself_with_the_same_line(here, what):
     ended, lines = run(here, code, "train", recipe, "--run", "run", "--device", "cpu")
     assert ended == status, lines
     assert re.match(f"isthmus: .*{says}", lines[-1]), lines
-    assert sum(line.startswith("isthmus: ") for line in lines) == 1
+    assert sum(bool(re.match(f"isthmus: .*{says}", line)) for line in lines) == 1
     about = RunDir.open(here / "run").about
     assert about["status"] == "failed"
     assert re.search(says, about["error"])
@@ -291,13 +292,12 @@ def test_a_worker_that_is_killed_again_and_again_comes_back(made, start):
 def test_a_stage_that_waits_for_another_machine_says_so(here, start, capsys):
     recipe = parse_recipe(write_recipe(here, EDGE).read_text())
     create(recipe, str(here / "bucket"), here / "keys")
-    master = f"127.0.0.1:{free_port('127.0.0.1')}"
-    words = join(here, "edge", "--device", "cpu", "--stage", 0, "--master", master)
+    words = join(here, "edge", "--device", "cpu", "--stage", 0)
     fleet = start(here, words)
     fleet.until(lambda: (here / "bucket" / "members" / "edge" / "waiting.json").exists())
     assert main(["status", str(here / "bucket")]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"^edge +2 stages +waiting ", said, re.MULTILINE)
+    assert re.search(r"^edge +2 stages .*waiting ", said, re.MULTILINE)
     assert re.search(
         r"^edge waits: stage 1: no answer; start `isthmus join` there \(for \d+ s\)$", said, re.MULTILINE
     )

@@ -16,6 +16,8 @@ from isthmus.config import parse_recipe
 from isthmus.protocol.access import open_ledger
 from isthmus.protocol.replay import Replay
 
+pytestmark = pytest.mark.soak
+
 RECIPE = recipe_text(
     replicas("node", processes=2) + replicas("rack"),
     inner={"precision": "fp64"},
@@ -79,7 +81,7 @@ def test_a_sharded_replica_trains_what_one_process_would_and_heals_in_the_same_b
     assert len(killed) == 1
     log = (tmp_path / "killed" / "logs" / "node.log").read_text()
     assert "killed by signal 9" in log
-    assert "back with the state of round" in log
+    assert "back in round" in log
     assert all(row.get("contributors") == ["node", "rack"] for row in healed.rows[1:])
     assert said(tmp_path / "killed") == said(tmp_path / "straight")
     assert all(len(digests) == 1 for digests in said(tmp_path / "straight").values())

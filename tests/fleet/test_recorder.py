@@ -241,7 +241,7 @@ def test_a_history_that_does_not_add_up_is_named_and_rows_still_come(recorded, m
 def test_where_payloads_were_swept_it_goes_on_from_the_next_anchor_and_says_so(
     recorded, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(Ledger, "check_witnessed", lambda *args: "a round that is still to come")
+    monkeypatch.setattr(Ledger, "check_confirmed", lambda *args: None)
     shutil.copytree(recorded.bucket, tmp_path / "bucket")
     recorded.bucket = str(tmp_path / "bucket")
     recorder = recorded.recorder()
@@ -367,6 +367,7 @@ def test_an_anchor_is_hashed_once(recorded, monkeypatch):
     assert len(hashed) == ROUNDS + 1
 
 
+@pytest.mark.soak
 def test_a_run_whose_scoring_failed_ends_so_and_is_scored_when_it_goes_on(tmp_path, monkeypatch):
     def broken(recorder: Recorder) -> dict:
         raise OSError("the disk with the text is away")
@@ -390,6 +391,7 @@ def test_a_run_whose_scoring_failed_ends_so_and_is_scored_when_it_goes_on(tmp_pa
     same_but_for_the_clock(tmp_path / "run", rows)
 
 
+@pytest.mark.soak
 def test_ctrl_c_while_the_last_round_is_scored_leaves_that_to_the_next_start(tmp_path, monkeypatch):
     scores, finish, waits = Recorder._scores, Scoring.finish, threading.Event()
 

@@ -1,10 +1,11 @@
-"""The relay: it pairs whoever names the same 32 bytes, carries what they say, and strangers cost it little.
+"""The relay: it pairs whoever names the same meeting under one key, and strangers cost it little.
 
 It is driven turn by turn from the test; its clock is the test's.
 """
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 
@@ -15,13 +16,16 @@ from isthmus.cli.main import main
 from isthmus.errors import ConfigError
 from isthmus.protocol.trust import Signer
 from isthmus.runtime import relay as relays
-from isthmus.runtime.addresses import Address, Meeting, WaitingDoor
-from isthmus.runtime.handshake import Credentials
-from isthmus.runtime.relay import GUEST, HELLO, HOST, MAGIC, PAIRED, Relay
-from isthmus.runtime.rendezvous import free_port
+from isthmus.runtime.addresses import Address, free_port
+from isthmus.runtime.greeting import GUEST, HOST, MAGIC, NONCE_BYTES, PAIRED, greet
+from isthmus.runtime.peer import StageStart
+from isthmus.runtime.relay import Relay
+from isthmus.runtime.relay_place import RelayListener, RelayPlace, label
 
 LOOPBACK = "127.0.0.1"
 ROOM, OTHER = b"r" * 32, b"o" * 32
+KEY, STRANGER = Signer("edge", b"k" * 32), Signer("edge", b"s" * 32)
+MEETING = bytes.fromhex(KEY.public_key) + ROOM  # as the relay knows it
 
 
 @pytest.fixture
@@ -50,12 +54,18 @@ def until(relay: Relay, happened: Callable[[], object]) -> None:
     raise AssertionError("it did not happen")
 
 
-def comes(relay: Relay, stack: ExitStack, role: bytes = b"", room: bytes = ROOM) -> socket.socket:
+def comes(
+    relay: Relay, stack: ExitStack, role: bytes = b"", room: bytes = ROOM, key: Signer = KEY
+) -> socket.socket:
     """Somebody who has said who it is, or nothing."""
+    return said_by(relay, stack, lambda nonce: greet(key, role, room, nonce) if role else b"")
+
+
+def said_by(relay: Relay, stack: ExitStack, words: Callable[[bytes], bytes]) -> socket.socket:
+    """Somebody who says these words, made from the relay's nonce."""
     link = stack.enter_context(socket.create_connection((LOOPBACK, relay.port), 20))
     link.setblocking(False)
-    if role:
-        link.sendall(HELLO.pack(MAGIC, role, room))
+    link.sendall(words(heard(relay, link, NONCE_BYTES)))
     return link
 
 
@@ -108,16 +118,12 @@ def test_whoever_comes_first_the_two_are_paired_and_bytes_pass_as_they_are(relay
     assert relay.carried == 200_000
 
 
-def test_an_end_travels_and_the_other_direction_goes_on(relay, stack):
+def test_what_was_said_arrives_before_the_end_and_the_pair_goes(relay, stack):
     host, guest = pair(relay, stack)
     guest.sendall(b"last")
-    guest.shutdown(socket.SHUT_WR)
+    guest.close()
     assert heard(relay, host, 4) == b"last"
     assert closed(relay, host)
-    host.sendall(b"answer")
-    assert heard(relay, guest, 6) == b"answer"
-    host.close()
-    assert closed(relay, guest)
     until(relay, lambda: not relay.connections)
     assert not relay.pairs
 
@@ -138,7 +144,31 @@ def test_only_those_who_name_the_same_bytes_and_opposite_parts_are_paired(relay,
     pair(relay, stack, b"x" * 32)
 
 
-def test_a_gate_whose_connection_is_used_waits_with_the_next_one(relay, stack):
+def test_the_same_bytes_under_another_key_are_another_meeting(relay, stack):
+    comes(relay, stack, HOST, ROOM, STRANGER)
+    until(relay, lambda: relay.meetings)
+    guest = comes(relay, stack, GUEST)
+    until(relay, lambda: len(relay.meetings) == 2)
+    assert not relay.pairs
+    for link in (guest, comes(relay, stack, HOST)):
+        assert heard(relay, link, 1) == PAIRED
+
+
+@pytest.mark.parametrize("part", [HOST, GUEST])
+def test_a_greeting_that_was_overheard_blocks_nobody(relay, stack, part):
+    overheard = []
+    first = said_by(
+        relay, stack, lambda nonce: overheard.append(greet(KEY, part, ROOM, nonce)) or overheard[0]
+    )
+    until(relay, lambda: relay.meetings)
+    first.close()
+    until(relay, lambda: not relay.meetings)
+    for _ in range(3):
+        assert closed(relay, said_by(relay, stack, lambda nonce: overheard[0]))
+    pair(relay, stack)
+
+
+def test_who_waits_is_paired_again_and_again(relay, stack):
     for number in range(5):
         host, guest = pair(relay, stack)
         guest.sendall(bytes([number]))
@@ -157,16 +187,17 @@ def test_a_guest_whose_gate_does_not_come_is_sent_away(relay, stack):
 @pytest.mark.parametrize(
     "words",
     [
-        b"GET / HTTP/1.1\r\n\r\n",
-        bytes(49),
-        HELLO.pack(MAGIC, b"X", ROOM),
-        HELLO.pack(MAGIC, HOST, ROOM) + b"!",
+        lambda nonce: b"GET / HTTP/1.1\r\n\r\n",
+        lambda nonce: bytes(145),
+        lambda nonce: greet(KEY, b"X", ROOM, nonce),
+        lambda nonce: greet(KEY, HOST, ROOM, nonce) + b"!",
+        lambda nonce: greet(KEY, HOST, ROOM, nonce)[:-64] + STRANGER.sign("relay greeting", "", nonce),
+        lambda nonce: greet(KEY, HOST, ROOM, nonce).replace(ROOM, OTHER),
     ],
-    ids=["http", "zeros", "no part", "more than a greeting"],
+    ids=["http", "zeros", "no part", "more than a greeting", "signed by another key", "changed"],
 )
 def test_junk_is_dropped_at_once_and_keeps_nothing(relay, stack, words):
-    link = comes(relay, stack)
-    link.sendall(words)
+    link = said_by(relay, stack, words)
     assert closed(relay, link)
     assert not relay.connections
     assert not relay.meetings
@@ -192,13 +223,15 @@ def test_a_thousand_strangers_keep_nobody_out(relay, stack):
     waiting = comes(relay, stack, HOST)  # it was there before them
     until(relay, lambda: relay.meetings)
     for number in range(1000):
-        link = comes(relay, stack)
-        with suppress(OSError):
-            link.sendall((b"", MAGIC, HELLO.pack(MAGIC, HOST, os.urandom(32)), b"junk")[number % 4])
+        words = (b"", MAGIC, b"junk")[number % 4 % 3]
+        if number % 4 == 3:
+            comes(relay, stack, HOST, os.urandom(32), STRANGER)
+        else:
+            said_by(relay, stack, lambda nonce, words=words: words)
         relay.turn(0)
     assert len(relay.connections) <= 2 * relays.MOST_WAITING_OF_ONE
     again = comes(relay, stack, HOST)  # where it had to make room, a gate comes again
-    until(relay, lambda: again.fileno() and (ROOM, HOST) in relay.meetings)
+    until(relay, lambda: again.fileno() and (MEETING, HOST) in relay.meetings)
     guest = comes(relay, stack, GUEST)
     assert heard(relay, guest, 1) == PAIRED
     assert waiting.fileno() > 0
@@ -211,7 +244,7 @@ def test_no_more_pairs_than_there_is_room_for(relay, stack, monkeypatch, said):
     until(relay, lambda: relay.meetings)
     guest = comes(relay, stack, GUEST)
     assert closed(relay, guest)
-    assert (ROOM, HOST) in relay.meetings  # the gate waits on
+    assert (MEETING, HOST) in relay.meetings  # the gate waits on
     assert len(said) == 1
     for link in first[0]:
         link.close()
@@ -231,7 +264,7 @@ def test_who_takes_nothing_makes_the_sender_wait_and_not_the_relay_grow(relay, s
     assert heard(relay, guest, sent) == bytes(sent)
 
 
-def test_a_pair_that_is_silent_for_hours_is_dropped(relay, stack):
+def test_a_pair_that_is_silent_for_long_is_dropped(relay, stack):
     host, guest = pair(relay, stack)
     relay.clock.now += relays.IDLE_SECONDS / 2
     guest.sendall(b"x")
@@ -244,17 +277,12 @@ def test_a_pair_that_is_silent_for_hours_is_dropped(relay, stack):
     assert closed(relay, guest)
 
 
-def test_meetings_differ_by_run_replica_and_stage_and_nobody_without_the_key_computes_them():
-    at = Address(LOOPBACK, 1)
-    holders = [
-        Credentials("run", Signer("edge", b"k" * 32)),
-        Credentials("run", Signer("edge", b"x" * 32)),
-        Credentials("run", Signer("edge-2", b"k" * 32)),
-        Credentials("run-2", Signer("edge", b"k" * 32)),
-    ]
-    secrets = {Meeting(at, holder, stage).secret for holder in holders for stage in (0, 1)}
-    assert len(secrets) == 8
-    assert Meeting(at, holders[0], 0).secret == Meeting(at, holders[0], 0).secret
+def test_places_at_a_relay_differ_by_run_replica_stage_and_start():
+    starts = [("run", "edge", 0, 7), ("run-2", "edge", 0, 7), ("run", "edge-2", 0, 7)]
+    starts += [("run", "edge", 1, 7), ("run", "edge", 0, 8)]
+    hosts = [StageStart(*start) for start in starts]
+    assert len(set(map(label, hosts))) == 5
+    assert label(hosts[0]) == label(StageStart("run", "edge", 0, 7))
 
 
 def test_a_port_that_is_taken_and_one_that_is_none_are_one_line(capsys):
@@ -268,14 +296,22 @@ def test_a_port_that_is_taken_and_one_that_is_none_are_one_line(capsys):
     assert [line.partition(":")[0] for line in lines] == ["isthmus", "isthmus"]
 
 
-def test_a_gate_says_that_there_is_no_relay_and_when_there_is_one_again(said):
-    port = free_port(LOOPBACK)
-    credentials = Credentials("f" * 32, Signer("edge", b"k" * 32))
-    door = WaitingDoor(Meeting(Address(LOOPBACK, port), credentials, 0), pause=lambda seconds: None)
-    assert door.accept() is None
-    assert door.trouble == f"no relay at {LOOPBACK}:{port} (Connection refused); start `isthmus relay` there"
+def test_who_waits_says_that_there_is_no_relay_and_when_there_is_one_again(said):
+    port = free_port()
+    place = RelayPlace(Address(LOOPBACK, port), KEY, StageStart("f" * 32, "edge", 0, 7))
+    listener = RelayListener(place, pause=lambda seconds: None)
+    with pytest.raises(TimeoutError):
+        listener.accept()
+    why = f"no relay at {LOOPBACK}:{port} (Connection refused); start `isthmus relay` there"
+    assert listener.trouble == why
+    with pytest.raises(ConnectionRefusedError, match="no relay at"):
+        place.dial(1.0)
     relay = Relay(LOOPBACK, port, said.append, Clock())
-    assert door.accept() is None  # nobody comes, and somebody could
-    assert door.trouble == ""
-    door.close()
-    relay.close()
+    serving = threading.Thread(target=relay.serve)
+    serving.start()
+    with pytest.raises(TimeoutError):  # nobody comes, and somebody could
+        listener.accept()
+    assert listener.trouble == ""
+    listener.close()
+    relay.stopped = True
+    serving.join()

@@ -11,10 +11,13 @@ from contextlib import ExitStack, suppress
 import pytest
 from clocks import Clock
 
+from isthmus.protocol.trust import Signer
 from isthmus.runtime import relay as relays
-from isthmus.runtime.relay import GUEST, HELLO, HOST, MAGIC, PAIRED, Relay
+from isthmus.runtime.greeting import GUEST, HOST, NONCE_BYTES, PAIRED, greet
+from isthmus.runtime.relay import Relay
 
 FILES = 128
+KEY = Signer("edge", b"k" * 32)
 
 
 @pytest.fixture
@@ -40,7 +43,8 @@ def comes(relay: Relay, stack: ExitStack, number: int, role: bytes, room: bytes)
     link = stack.enter_context(
         socket.create_connection(("127.0.0.1", relay.port), 20, source_address=(f"127.0.1.{number}", 0))
     )
-    link.sendall(HELLO.pack(MAGIC, role, room))
+    turns(relay)
+    link.sendall(greet(KEY, role, room, link.recv(NONCE_BYTES)))
     link.setblocking(False)
     turns(relay)
     return link
@@ -99,8 +103,8 @@ def test_who_has_no_fewer_pairs_than_the_others_gets_none_of_theirs(
 
 def test_the_command_asks_for_as_many_files_as_it_may_have():
     words = (
-        "import resource; from isthmus.runtime.relay import allowed_files;"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300)); print(allowed_files())"
+        "import resource; from isthmus.cli.relay import allowed_files;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300)); print(allowed_files(5000))"
     )
     found = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["300"]

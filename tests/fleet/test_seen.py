@@ -16,8 +16,12 @@ from small_recipes import EDGE, RACK, recipe_text
 from isthmus.cli.main import main
 from isthmus.page.source import open_source
 from isthmus.page.state import StateBuilder
+from isthmus.protocol.documents import decode
 from isthmus.protocol.heartbeat import Heartbeat
+from isthmus.protocol.trust import Refused
 from isthmus.runlog import RunDir
+
+pytestmark = pytest.mark.soak
 
 LIMIT_SECONDS = 180.0
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
@@ -96,14 +100,6 @@ def test_a_stage_that_is_killed_is_named_and_counted_right_after_its_restart(tra
     assert "edge was started again 1 time, the last" in capsys.readouterr().out
     train.until(lambda: "edge was started again: stage 1: killed by signal 9" in train.log.read_text())
 
-    def logs(*stage: str) -> str:
-        capsys.readouterr()
-        assert main(["logs", str(train.run), "--replica", "edge", *stage]) == 0
-        return capsys.readouterr().out
-
-    train.until(lambda: "[edge] stage 1 ended (killed by signal 9)" in logs())  # as its launcher says it
-    assert "[edge/1] first inner step after" in logs("--stage", "1")
-    assert "[edge/0]" not in logs("--stage", "1")
     one = StateBuilder().build(open_source(str(train.run)).look())["replicas"][1]
     assert (one["name"], one["restarts"], one["last_error"]) == ("edge", 1, "stage 1: killed by signal 9")
     assert one["disk_free"]
@@ -113,11 +109,16 @@ def test_a_stage_that_is_killed_is_named_and_counted_right_after_its_restart(tra
 
 
 def test_what_a_heartbeat_says_of_its_machine_is_checked_where_it_is_read():
+    def read(**body):
+        return decode(json.dumps(body).encode(), Heartbeat, "heartbeat")
+
     good = {"restarts": 3, "last_error": "stage 1: lost", "disk_free_bytes": 5, "last_error_seconds": 1.5}
-    read = Heartbeat.from_dict({"missing": [1], "vitals": good})
-    assert (read.missing, read.vitals.restarts, read.vitals.last_error) == ((1,), 3, "stage 1: lost")
+    said = read(missing=[1], vitals=good)
+    assert (said.missing, said.vitals.restarts, said.vitals.last_error) == ((1,), 3, "stage 1: lost")
     odd = {"restarts": -1, "last_error": "\x1b[2J", "disk_free_bytes": -5, "last_error_seconds": "x"}
     for missing in ([True], [-1], [10**6], ["1"], list(range(65)), "12", {"1": 1}):
-        assert Heartbeat.from_dict({"missing": missing, "vitals": odd}) == Heartbeat()
-    assert Heartbeat.from_dict({"vitals": [1]}) == Heartbeat()
-    assert Heartbeat.from_dict({"vitals": {"last_error": "x" * 201}}) == Heartbeat()
+        with pytest.raises(Refused, match="the heartbeat is malformed"):
+            read(missing=missing)
+    for vitals in ([1], {"last_error": "x" * 201}, *({name: value} for name, value in odd.items())):
+        with pytest.raises(Refused, match="the heartbeat is malformed"):
+            read(vitals=vitals)

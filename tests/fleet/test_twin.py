@@ -23,6 +23,8 @@ from isthmus.runtime.train import train
 from isthmus.simulator.fleet import SimulatedFleet
 from isthmus.store.objects import open_store
 
+pytestmark = pytest.mark.soak
+
 ROUNDS = 3
 RUN = recipe_text(
     name="twin",

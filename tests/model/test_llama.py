@@ -31,6 +31,13 @@ def test_module_has_the_shared_names_and_the_counted_parameters():
     assert sum(p.numel() for p in net.parameters()) == presets["nano"].num_parameters
 
 
+def test_parameters_are_counted_on_the_meta_device_without_drawing_them():
+    with torch.device("meta"):
+        net = Llama(presets["1b"])
+    assert all(p.is_meta for p in net.parameters())
+    assert sum(p.numel() for p in net.parameters()) == presets["1b"].num_parameters == 1_204_881_408
+
+
 def test_a_stack_of_replicas_computes_what_each_computes_alone():
     replicas = [params64(seed) for seed in range(3)]
     stacked = {name: torch.stack([p[name] for p in replicas]) for name in replicas[0]}

@@ -8,7 +8,9 @@ from isthmus.config import OuterConfig
 from isthmus.layout.chunks import KINDS
 from isthmus.outer import outer_method
 from isthmus.outer.baselines import DiLoCo
+from isthmus.outer.feedback import settle
 from isthmus.outer.sparseloco import SparseLoCo, plain_round
+from isthmus.sparse.topk import decode
 
 SHAPES = {"w": (8, 12), "b": (5,)}
 
@@ -116,17 +118,32 @@ def test_by_default_one_of_four_moves_no_tensor_further_than_the_others_do(metho
             assert (moved <= 1.9 * largest) == bounded  # 1.9: diloco's first step with momentum
 
 
-def test_a_payload_that_missed_its_round_returns_to_the_feedback():  # docs/method.md, Error feedback
-    for values in ("fp64", "2bit"):
-        dtype = torch.float64 if values == "fp64" else torch.float32
-        anchor = {name: t.to(dtype) for name, t in tensors(0).items()}
-        method = SparseLoCo(anchor, OuterConfig(keep=512, values=values, feedback_decay=1.0))
-        feedback = {name: t.to(dtype) for name, t in zeros().items()}
-        params = {name: t.to(dtype) for name, t in tensors(1).items()}
-        sent = method.contribute(params, feedback)
-        method.take_back(sent, feedback)
-        for name in SHAPES:
-            assert_close(feedback[name], anchor[name] - params[name])
+@pytest.mark.parametrize("values", ["fp64", "2bit", "fp32", "bf16"])
+def test_the_feedback_follows_what_counts_of_a_proposed_update(values):  # docs/method.md, Error feedback
+    """Counted: the bits of eq. 2. Not counted: all of c = beta e + Delta is kept. Sent by somebody else:
+    emptied where that has an entry, so that nothing can be sent twice."""
+    dtype = torch.float64 if values == "fp64" else torch.float32
+    anchor = {name: t.to(dtype) for name, t in tensors(0).items()}
+    method = SparseLoCo(anchor, OuterConfig(keep=512, values=values, feedback_decay=0.9))
+    params = {name: t.to(dtype) for name, t in tensors(1).items()}
+    before = {name: t.to(dtype) for name, t in tensors(2).items()}
+    usual, kept, other = ({name: t.clone() for name, t in before.items()} for _ in range(3))
+    sent = method.contribute(params, usual)
+    proposed = method.propose(params, kept)
+    assert method.codec.pack_many(proposed) == method.codec.pack_many(sent)
+    assert method.codec.pack_many(method.propose_again(params, kept)) == method.codec.pack_many(sent)
+    method.fold(params, other)
+    for name in SHAPES:
+        assert torch.equal(kept[name], before[name] * 0.9 + (anchor[name] - params[name]))
+        assert torch.equal(kept[name], other[name])
+    settle(kept, None, known=False)
+    carried = {name: t.clone() for name, t in kept.items()}
+    settle(kept, sent, known=True)
+    settle(other, sent, known=False)
+    for name in SHAPES:
+        assert torch.equal(kept[name], usual[name])
+        held = decode(sent[name]) != 0
+        assert torch.equal(other[name], carried[name].masked_fill(held, 0.0))
 
 
 def test_the_lr_scaled_feedback_of_public_code_is_an_option():  # docs/method.md, Error feedback

@@ -132,7 +132,7 @@ def test_figures_that_are_missing_are_left_open(broken):
 def test_a_run_without_figures_has_no_section(tmp_path):
     run = make_run(tmp_path / "run", recipe(), 2)
     assert compare(run.path) is None
-    assert StateBuilder().build(RunSource(run.path).look())["plan"] is None
+    assert StateBuilder().build(RunSource(run).look())["plan"] is None
 
 
 TINY = recipe_text(
@@ -164,6 +164,7 @@ def test_a_simulated_run_compares_its_bytes_and_its_virtual_clock(tmp_path, caps
     assert 0 < clock["measured"] < clock["predicted"]
 
 
+@pytest.mark.soak
 def test_real_processes_tell_every_link_and_the_plan_knows_their_bytes(tmp_path, capsys):
     from isthmus.runtime.train import train
 

@@ -38,7 +38,7 @@ def test_the_table_has_the_keys_that_differ_and_the_results(runs: list[str], cap
     assert lines[0] == "2 runs; their recipes differ in outer.keep, replicas.edge.compression."
     assert lines[1].startswith("In common: nano (1.1 M parameters), method sparseloco, H 15, values fp32")
     assert lines[3].split("  ")[0] == "run"
-    heads = "run keep edge k/d rounds tokens mixed full pipelined stages replicas tok/s"
+    heads = "run keep edge k/d rounds tokens mixed full pipelined stages replicas control tok/s"
     assert " ".join(lines[3].split()) == heads
     assert lines[4].split()[:6] == ["wide", "32", "1/8", "20", "1.2", "M"]
     assert lines[5].split()[:4] == ["narrow", "8", "1/32", "14"]
@@ -105,3 +105,20 @@ def test_report_prints_the_summary_and_where_the_page_is(runs: list[str], capsys
     facts = json.loads(capsys.readouterr().out)
     assert facts["summary"] == lines[:-1]
     assert facts["totals"]["rounds"] == 20
+
+
+def test_bytes_of_a_bucket_stand_apart_and_say_why_a_simulation_has_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, control in (("simulated", 0), ("trained", 5_000_000)):
+        run = make_run(Path(name), recipe(MIXED), 2)
+        rows = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+        for row in rows:
+            row["bytes"]["control"] = control
+        run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert call("compare", "simulated", "trained") == 0
+    out = capsys.readouterr().out
+    assert "control: snapshots, manifests and heartbeats in the bucket. A simulation has no bucket" in out
+    call("compare", "simulated", "trained", "--json")
+    ours, real = json.loads(capsys.readouterr().out)["runs"]
+    assert ours["replica_bytes"] == real["replica_bytes"] > 0
+    assert (ours["control_bytes"], real["control_bytes"] > 0) == (0, True)

@@ -15,7 +15,7 @@ def test_a_newcomer_is_shown_and_who_was_revoked_is_not(tmp_path: Path, capsys):
     settled(1, a, a, b, c)
     source = open_source(owned.url)
     assert [member.name for member in source.look(9.0).recipe.fleet()] == ["a", "b", "c"]
-    owned.ask("d", owned.invite("d"))
+    owned.invite("d")
     owned.order(revoked=["b"])
     settled(2, a, a, b, c)
     d = owned.comes("d", 2)

@@ -10,7 +10,10 @@ from browser import CHROMIUM, watching
 from contrast import EVERY_WORD, PALE
 from made import MARKUP, hostile
 
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; apt-get install chromium")
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; apt-get install chromium"),
+]
 SECTIONS = ["The fleet", "Loss", "Round by round", "Bytes", "Bias", "Plan against actual", "Time"]
 WIDTH = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 TOO_WIDE = (
@@ -54,7 +57,8 @@ def test_a_name_is_not_parted_at_its_hyphen(page, url, width):
     drawn = {
         "#now p": f"top_({{...last, now: {said!r}}})",
         "#problems": f"problems({{problems: [{said!r}]}})",
-        "#events": f"events({{events: [{{unix: 1, text: {said!r}}}]}})",
+        "#events": f"changes({{comings: [], events: [{{unix: 1, text: {said!r}}}]}})",
+        "#comings": f"changes({{comings: [{{unix: 1, text: {said!r}}}], events: []}})",
         "#words": f"top_({{...last, summary: [{said!r}]}})",
     }
     for place, draw in drawn.items():
@@ -95,13 +99,12 @@ def test_the_table_of_the_fleet_is_whole(page, run, url, state, width):
         "(() => { const state = structuredClone(last), now = Date.now() / 1000; state.run.bucket = true;"
         f"for (const one of state.replicas) Object.assign(one, {{ state: '{state}', seen_unix: now - 17,"
         "  why: 'stage 0 gives no sign of life', inner_step: 14, loss: 5.038, rate: '1.7k tok/s',"
-        "  restarts: 2, disk_free: '29.7 GB', last_error: 'its launcher ended without a word',"
-        "  processes: [{ stage: 0, state: 'silent' }, { stage: 1, state: 'runs' }] });"
+        "  restarts: 2, disk_free: '29.7 GB', last_error: 'its launcher ended without a word' });"
         "members(state); })()"
     )
     said = page.value("document.getElementById('members').innerText")
-    assert "Processes here" in said
-    assert "stage 0 silent, stage 1 runs" in said
+    assert "Rate in training" in said
+    assert "its launcher ended without a word" in said
     box = "document.querySelector('#members .wide')"
     assert page.value(f"{box}.scrollWidth - {box}.clientWidth") <= 0
 
@@ -228,7 +231,7 @@ def test_a_hostile_run_is_shown_as_text_and_breaks_nothing(page, tmp_path):
         page.go(url)
         assert page.value("document.getElementById('status').textContent") == MARKUP
         assert page.value("document.querySelectorAll('img, iframe, script:not([src])').length") == 0
-        assert page.value("document.body.innerText.includes('leads out of the folder')")
+        assert page.value("document.body.innerText.includes('are not rows of a run')")
         assert "Loss" in headings(page)
         assert page.value("document.body.innerHTML.includes('NaN')") is False
         assert page.value(WIDTH) <= 0

@@ -8,7 +8,10 @@ from browser import CHROMIUM
 from isthmus.page import parts
 from isthmus.page.report import write_report
 
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; apt-get install chromium")
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; apt-get install chromium"),
+]
 ODD = ["T_perp", "drift out of S", "kappa", "error feedback", "pseudo-gradient", "anchor", "closer", "k/d"]
 TOO_WIDE = (  # also in a box that would scroll by itself
     "[...document.querySelectorAll('main *, nav *')].filter(e => e.checkVisibility()"

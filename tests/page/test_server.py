@@ -14,6 +14,7 @@ import urllib.request
 from contextlib import contextmanager
 
 import pytest
+from deadlines import first_line
 
 from isthmus.cli.main import main
 from isthmus.page.server import Server, Watcher
@@ -23,10 +24,10 @@ from isthmus.store.objects import open_store
 
 
 @contextmanager
-def serving(run):
+def serving(run, host="127.0.0.1"):
     watcher = Watcher(open_source(str(run.path)))
     watcher.start()
-    with Server("127.0.0.1", 0, watcher) as server:
+    with Server(host, 0, watcher) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         yield server
@@ -116,11 +117,19 @@ def test_another_sites_name_for_this_machine_is_not_served(server):
         assert ask(server, "/state", Host=name)[0].status == 200
 
 
+def test_on_every_address_a_strangers_name_is_not_served_either(run):
+    """DNS rebinding: a site gives its own name the address of the machine that a viewer can reach."""
+    with serving(run, "0.0.0.0") as server:
+        assert ask(server, "/state", Host="evil.example:80")[0].status == 403
+        for name in ("192.0.2.7:8017", "[2001:db8::1]", socket.gethostname(), "localhost"):
+            assert ask(server, "/state", Host=name)[0].status == 200
+
+
 def test_it_listens_on_loopback_and_warns_on_other_addresses(run):
     for host, warned in (("127.0.0.1", False), ("0.0.0.0", True)):
         process = watch(run.path, "--port", "0", "--host", host)
         try:
-            url = process.stdout.readline().strip()
+            url = first_line(process)
             assert url.startswith(f"http://{host}:")
             port = url.rsplit(":", 1)[1].strip("/")
             assert urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60).status == 200

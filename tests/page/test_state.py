@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from fabricate import make_run, recipe
-from fabricated import Long, removed, resealed
+from fabricated import Long, resealed
 from little import hasty as hasty
 from made import small
 from servers import start_moto
@@ -14,13 +14,14 @@ from servers import start_moto
 from isthmus.page.charts import CONTROL
 from isthmus.page.prometheus import exposition
 from isthmus.page.rounds import grid
-from isthmus.page.source import AliveFile, Raw, SeenHeartbeat, Settled, open_source
-from isthmus.page.state import StateBuilder
+from isthmus.page.source import Raw, RunSource, Settled, open_source
+from isthmus.page.state import MOST_EVENTS, StateBuilder
+from isthmus.protocol.fleet_state import member_states
 from isthmus.protocol.heartbeat import Heartbeat, Vitals
 from isthmus.runlog import Row, RunDir, totals
-from isthmus.runlog.clean import clean_rows
 from isthmus.runlog.words import size, summary
 from isthmus.store.objects import open_store
+from isthmus.store.retry import StoreError
 
 
 def state_of(run):
@@ -81,7 +82,7 @@ def test_a_long_run_is_thinned_but_keeps_its_spike_and_its_ends(run):
         {"round": t, "tokens": t, "loss_full": 99.0 if t == 5001 else 5 - t / 1e4, "seconds": 1.0}
         for t in range(10_000)
     ]
-    raw = Raw(run.recipe, {"status": "running"}, clean_rows(rows, run.recipe)[0], "x", has_bucket=False)
+    raw = Raw(run.recipe, {"status": "running"}, [Row.from_dict(row) for row in rows], "x", has_bucket=False)
     state = StateBuilder().build(raw)
     (line,) = state["charts"][0]["series"]
     assert len(line["points"]) < 500
@@ -93,7 +94,7 @@ def test_a_long_run_is_thinned_but_keeps_its_spike_and_its_ends(run):
 
 def test_rows_from_before_the_bias_was_measured_still_make_a_page(run):
     rows = [{key: row[key] for key in row if key not in ("bias", "measured")} for row in run.rows()]
-    raw = Raw(run.recipe, {"status": "finished"}, clean_rows(rows, run.recipe)[0], "x", has_bucket=False)
+    raw = Raw(run.recipe, {"status": "finished"}, [Row.from_dict(row) for row in rows], "x", has_bucket=False)
     state = StateBuilder().build(raw)
     assert state["bias"] is None
     assert state["plan"] is None
@@ -108,9 +109,16 @@ def test_the_bias_gauge_has_every_boundary_with_its_first_and_last_value(run):
     assert kind["drift"] == last["drift"]
 
 
-def raw_of(**more):
+NOW = 1000.0
+
+
+def raw_of(heartbeats=None, now=NOW, **more):
+    """A run in a bucket that was asked at `now`, with these heartbeats: replica -> (it, when)."""
     recipe = small("outer.rounds=9")
-    return Raw(recipe, {"status": "running", "mode": "real processes"}, [], "x", has_bucket=True, **more)
+    members = member_states(recipe, heartbeats or {}, now, more.get("delivered", ()), ("rack-0",))
+    about = {"status": "running", "mode": "real processes"}
+    more = {"heard_unix": now, "members": members, "members_unix": now} | more
+    return Raw(recipe, about, [], "x", has_bucket=True, **more)
 
 
 def test_every_way_not_to_contribute_has_its_word():
@@ -119,7 +127,7 @@ def test_every_way_not_to_contribute_has_its_word():
         1: Settled(1, names, {}, names, 1.0),
         2: Settled(2, ("rack-0",), {"rack-1": "its norm is far too large"}, names, 1.0),
         3: Settled(3, ("rack-0", "rack-1"), {}, ("rack-0", "rack-1"), 1.0),
-        4: Settled(4, ("rack-0", "rack-1"), {}, names, 1.0, {"rack-0": -0.01}),
+        4: Settled(4, ("rack-0", "rack-1"), {}, names, 1.0),
     }
     raw = raw_of(settled=settled, late=frozenset({(4, "edge")}), delivered=("rack-0",))
     table = grid(raw)
@@ -131,62 +139,110 @@ def test_every_way_not_to_contribute_has_its_word():
         "edge": ["counted", "missing", "away", "late", "awaited"],
     }
     assert table["rows"][1]["cells"][1][1] == "its norm is far too large"
-    assert [row["cells"][3][1] for row in table["rows"][:2]] == [
-        "alone it moves the held-out loss by -0.0100",
-        "",
-    ]
     assert [row["counted"] for row in table["rows"]] == [4, 3, 1]
 
 
-def beat(state, unix, incarnation="aa", pid=7):
-    said = Heartbeat(state=state, incarnation=incarnation, pid=pid, inner_step=4, loss=5.0)
-    return SeenHeartbeat(said, unix)
+def beat(state, unix, incarnation="aa"):
+    return Heartbeat(state=state, incarnation=incarnation, inner_step=4, loss=5.0), unix
+
+
+def reported(*looks):
+    """What the page says of comings and goings after these looks at `edge`: (its heartbeat, the time)."""
+    clock = [NOW]
+    builder = StateBuilder(lambda: clock[0])
+    for seen, at in looks:
+        clock[0] = at
+        state = builder.build(raw_of({"edge": seen} if seen else {}, now=at))
+    return [event["text"] for event in reversed(state["comings"])]
 
 
 def test_a_replica_that_goes_and_comes_back_is_reported():
-    clock = 1000.0
-    builder = StateBuilder(lambda: clock)
-
-    def look(files, seen):
-        state = builder.build(
-            raw_of(alive_files={"edge": files}, heartbeats={"edge": seen}, heard_unix=clock)
-        )
-        return next(one for one in state["replicas"] if one["name"] == "edge"), state["events"]
-
-    one, events = look([AliveFile(0, 7, 1000), AliveFile(1, 8, 1000)], beat("training", 999))
-    assert (one["state"], one["up"], one["inner_step"], events) == ("training", True, 1, [])
-    clock = 1006.0
-    one, events = look([AliveFile(0, 7, 1006), AliveFile(1, 8, 1001)], beat("training", 1005))
-    assert (one["state"], one["up"]) == ("silent", False)
-    assert [p["state"] for p in one["processes"]] == ["runs", "silent"]
-    assert events[0]["text"] == "edge is gone: stage 1 gives no sign of life"
-    clock = 1009.0
-    one, events = look([AliveFile(0, 17, 1009), AliveFile(1, 18, 1009)], beat("training", 1005))
-    assert one["state"] == "starting"  # its processes are new, the heartbeat is still the old one's
-    assert events[0]["text"] == "edge is back (starting)"
-    clock = 1012.0
-    one, _ = look([AliveFile(0, 17, 1012), AliveFile(1, 18, 1012)], beat("catching up", 1012, "bb", 17))
-    assert (one["state"], one["up"]) == ("catching up", True)
+    gone = "edge is gone: no heartbeat for longer than it allows"
+    assert reported((None, 990), (beat("starting", 991), 991)) == ["edge has joined"]
+    assert reported(
+        (beat("training", 999), 1000), (beat("training", 999), 1005), (beat("training", 999), 1006)
+    ) == [gone]
+    back = (beat("training", 1029, "bb"), 1030)
+    assert reported((beat("training", 999), 1000), (beat("training", 999), 1020), back) == [
+        gone,
+        "edge is back (training)",
+    ]
+    assert reported((beat("training", 999), 1000), (beat("left", 1001), 1002)) == ["edge has left"]
 
 
-def test_only_the_stage_that_is_missing_is_drawn_dead():
+def test_a_new_start_is_reported_once_in_whatever_state_a_look_finds_it_first():
+    old, new = (beat("training", 999), 1000), (beat("training", 1002, "bb"), 1003)
+    starting = (beat("starting", 1001, "bb"), 1002)
+    assert reported(old, old) == []
+    for looks in ((old, new), (old, starting), (old, starting, new), (old, starting, new, new)):
+        assert reported(*looks) == ["edge was started again"]
+
+
+def test_a_bucket_that_does_not_answer_leaves_what_was_known_and_says_how_old_it_is():
+    builder = StateBuilder(lambda: NOW)
+    known = {"rack-0": beat("training", 996), "edge": beat("training", 994)}
+    builder.build(raw_of(known, now=996))
+    state = builder.build(raw_of(known, now=996, silent_unix=998.0))
+    assert [one["state"] for one in state["replicas"]] == ["training", "not seen", "training"]
+    assert {one["tone"] for one in state["replicas"]} == {"wait"}  # nothing is green
+    assert state["run"]["stale"]
+    assert state["run"]["left"] is None
+    assert (state["run"]["as_of_unix"], state["run"]["silent_unix"]) == (996, 998)
+    assert state["now"].startswith("The bucket does not answer. When it last did: Round 1 of 9 is open")
+    assert state["comings"] == []
+
+
+def test_opened_in_an_outage_the_page_claims_to_know_nothing(tmp_path, monkeypatch):
+    run = make_run(
+        tmp_path / "run", small("bucket.url=s3://nowhere/run"), 3, mode="real processes", status="running"
+    )
+
+    def unreachable(*_, **__):
+        raise StoreError("s3://nowhere/run: get", "network")
+
+    monkeypatch.setattr("isthmus.page.bucket_source.open_store", unreachable)
+    state = StateBuilder().build(RunSource(run).look())
+    assert {one["state"] for one in state["replicas"]} == {"unknown"}
+    assert {one["why"] for one in state["replicas"]} == {"the bucket has not answered yet"}
+    assert state["run"]["stale"]
+    assert any("cannot be read" in problem for problem in state["problems"])
+    assert state["now"].startswith("The bucket does not answer. Round 3 of")
+
+
+def test_who_took_part_and_has_no_heartbeat_is_not_said_to_be_new():
+    names = ("rack-0", "rack-1", "edge")
+    settled = {36: Settled(36, names[:1], {}, names, 1.0)}
+    found = StateBuilder(lambda: NOW).build(raw_of(settled=settled))["replicas"]
+    assert [one["why"] for one in found] == [
+        "its heartbeat is not in the bucket",
+        *2 * ["it has not joined yet"],
+    ]
+
+
+def test_rounds_do_not_push_out_who_went_and_came_back():
+    builder = StateBuilder(lambda: NOW)
+    settled = {}
+    seen = beat("training", 999)
+    for t in range(3 * MOST_EVENTS):
+        settled[t] = Settled(t, ("edge",), {}, ("edge",), 1.0)
+        if t == 5:
+            seen = beat("training", 999, "bb")
+        state = builder.build(raw_of({"edge": seen}, settled=dict(settled)))
+    assert len(state["events"]) == MOST_EVENTS
+    assert state["events"][0]["text"] == f"round {t} was settled"
+    assert [event["text"] for event in state["comings"]] == ["edge was started again"]
+
+
+def one_of(heartbeats, name):
+    state = StateBuilder(lambda: NOW).build(raw_of(heartbeats))
+    return next(one for one in state["replicas"] if one["name"] == name)
+
+
+def test_the_stage_that_is_missing_is_known_by_what_its_launcher_says():
     said = Heartbeat(state="waiting", awaiting="stage 1: no answer", missing=(1,), waited_seconds=3.0)
-    files = [AliveFile(0, 7, 990), AliveFile(1, 8, 980)]  # stage 0 was stopped because stage 1 has gone
-
-    def edge(**more):
-        state = StateBuilder(lambda: 1000.0).build(raw_of(alive_files={"edge": files}, **more))
-        return next(one for one in state["replicas"] if one["name"] == "edge")
-
-    one = edge(heartbeats={"edge": SeenHeartbeat(said, 999.0)})
-    assert (one["state"], one["missing"]) == ("waiting", [1])
-    assert [p["state"] for p in one["processes"]] == ["waits", "silent"]
-    one = edge(heartbeats={"edge": beat("training", 996)}, launchers={"edge": {0: 999.5, 1: 980.0}})
-    assert (one["state"], one["why"]) == ("silent", "stage 1 gives no sign of life")
-    assert [p["state"] for p in one["processes"]] == ["waits", "silent"]
-    one = edge(heartbeats={"edge": beat("training", 996)}, launchers={"edge": {0: 999.5, 1: 999.5}})
-    assert one["state"] == "starting"  # both were stopped, and one launcher starts both again
-    one = edge(heartbeats={"edge": beat("training", 996)}, launchers={"edge": {0: 980.0, 1: 980.0}})
-    assert (one["why"], one["missing"]) == ("stages 0 and 1 give no sign of life", [0, 1])
+    one = one_of({"edge": (said, 999.0)}, "edge")
+    assert (one["state"], one["missing"], one["up"]) == ("waiting", [1], False)
+    assert one["why"] == "stage 1: no answer (for 4 s)"
 
 
 def test_the_last_error_restarts_and_the_room_on_the_disk_are_in_the_state():
@@ -197,44 +253,44 @@ def test_the_last_error_restarts_and_the_room_on_the_disk_are_in_the_state():
         disk_free_bytes=1e6,
         disk_needed_bytes=2e6,
     )
-    said = SeenHeartbeat(Heartbeat(state="training", vitals=vitals), 998.0)
-    one = StateBuilder(lambda: 1000.0).build(raw_of(heartbeats={"rack-0": said}))["replicas"][0]
+    one = one_of({"rack-0": (Heartbeat(state="training", vitals=vitals), 998.0)}, "rack-0")
     assert (one["restarts"], one["last_error"], one["last_error_unix"]) == (7, "out of memory", 968.0)
-    assert (one["disk_free"], one["disk_short"]) == ("1.0 MB", True)
-    assert one["trouble"] == [
-        "it was started again 7 times, the last 32 s ago: out of memory",
-        "it has 1.0 MB free on the disk of its state, and its next save needs 2.0 MB",
-    ]
+    assert (one["disk_free"], one["disk_short"], one["closes"]) == ("1.0 MB", True, True)
 
 
 def test_what_a_worker_cannot_do_in_the_bucket_is_shown():
     said = Heartbeat(state="delivering", awaiting="cannot write to the bucket: full", waited_seconds=40.0)
-    state = StateBuilder(lambda: 1000.0).build(raw_of(heartbeats={"rack-0": SeenHeartbeat(said, 998.0)}))
-    one = state["replicas"][0]
+    one = one_of({"rack-0": (said, 998.0)}, "rack-0")
     assert (one["state"], one["why"]) == ("delivering", "cannot write to the bucket: full (for 42 s)")
     assert one["tone"] == "wait"
 
 
-def test_without_processes_here_the_age_of_the_heartbeat_decides():
-    builder = StateBuilder(lambda: 1000.0)
-    state = builder.build(
-        raw_of(heartbeats={"rack-0": beat("training", 996), "rack-1": beat("training", 994)})
+def test_the_age_of_the_heartbeat_decides():
+    state = StateBuilder(lambda: NOW).build(
+        raw_of({"rack-0": beat("training", 996), "rack-1": beat("training", 994)})
     )
     assert [one["state"] for one in state["replicas"]] == ["training", "silent", "not seen"]
-    assert "no heartbeat for more than 5 s" in state["replicas"][1]["why"]
     assert state["now"].startswith(
         "Round 1 of 9 is open: 0 of 3 updates are there. Awaited: rack-0 (training"
     )
+    assert not state["run"]["stale"]
 
 
-def test_a_run_that_says_it_goes_on_and_gives_no_sign_is_stale():
-    for age, stale in ((10, False), (100, True)):
-        assert StateBuilder(lambda: 1000.0).build(raw_of(heard_unix=1000.0 - age))["run"]["stale"] is stale
+def test_a_run_is_without_a_sign_of_life_when_all_who_sent_one_are_silent():
+    def stale(heartbeats, heard=NOW):
+        raw = raw_of(heartbeats, heard_unix=heard)
+        return StateBuilder(lambda: NOW).build(raw)["run"]["stale"]
+
+    for age, silent in ((4, False), (6, True)):  # five heartbeats of a second
+        assert stale({"rack-0": beat("training", NOW - age)}) is silent
+    assert not stale({"rack-0": beat("finished", NOW - 50), "rack-1": beat("training", NOW - 50)})
+    for age, silent in ((5, False), (100, True)):  # nobody has come yet
+        assert stale({}, NOW - age) is silent
 
 
 def rows_of(run, seconds):
     rows = [{"round": t, "tokens": 9 * t, "loss_full": 5.0, "seconds": seconds} for t in range(4)]
-    return clean_rows(rows, run.recipe)[0]
+    return [Row.from_dict(row) for row in rows]
 
 
 def simulation(run, rows, age):
@@ -260,7 +316,7 @@ def test_what_rows_decide_is_made_anew_when_they_change_and_only_then(run):
     again = builder.build(simulation(run, rows, 0))
     for part in ("charts", "kinds", "summary", "plan", "sums"):
         assert again[part] is first[part]
-    more = clean_rows([*rows, rows[-1] | {"round": 4, "loss_full": 4.0}], run.recipe)[0]
+    more = [*rows, Row.from_dict(rows[-1] | {"round": 4, "loss_full": 4.0})]
     after = builder.build(simulation(run, more, 0))
     assert after == StateBuilder(lambda: 1000.0).build(simulation(run, more, 0))
     assert (after["last"]["loss_full"], after["rounds"]["settled"]) == (4.0, 4)
@@ -350,10 +406,9 @@ def test_a_long_history_is_shown_from_its_end_and_read_backwards(any_store_url, 
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("spoil", [removed, resealed])
-def test_what_is_wrong_with_the_older_rounds_is_named_and_the_newest_are_shown(folder_url, tmp_path, spoil):
+def test_what_is_wrong_with_the_older_rounds_is_named_and_the_newest_are_shown(folder_url, tmp_path):
     run = Long(folder_url, tmp_path, num_rounds=2000).settle(700)
-    spoil(run, 600)
+    resealed(run, 600)
     source = open_source(folder_url)
     assert not source.look(0.0).problems
     raw = source.look(60.0)
@@ -372,6 +427,7 @@ def test_a_forged_manifest_is_named_and_ends_the_history(settled, tmp_path):
     assert any("manifest 2 of this run is not to be trusted" in problem for problem in state["problems"])
 
 
+@pytest.mark.soak
 def test_a_bucket_in_s3_is_read_alike_and_nothing_is_written_to_it(settled, tmp_path, monkeypatch):
     bucket = settled.folder / "bucket"
     (tmp_path / "moto").mkdir()

@@ -4,13 +4,9 @@ import json
 import os
 
 import pytest
-from made import small
 
-from isthmus.page.read import Folder
+from isthmus.page import tail
 from isthmus.page.tail import MetricsFile
-from isthmus.store.retry import StoreRefused
-
-RECIPE = small()
 
 
 def line(round, **more):
@@ -25,7 +21,7 @@ def path(tmp_path):
 
 
 def fresh(path):
-    metrics = MetricsFile(Folder(path.parent), RECIPE)
+    metrics = MetricsFile(path.parent)
     metrics.look()
     return metrics
 
@@ -37,9 +33,9 @@ def grow(path, text):
 
 def test_a_look_reads_what_was_added_and_not_the_rest(path, monkeypatch):
     metrics, read = fresh(path), []
-    whole = Folder.read
+    whole = tail.read_bytes
     monkeypatch.setattr(
-        Folder, "read", lambda *a, **k: read.append(len(found := whole(*a, **k) or b"")) or found
+        tail, "read_bytes", lambda *a, **k: read.append(len(found := whole(*a, **k))) or found
     )
     before = metrics.rows
     metrics.look()
@@ -57,11 +53,11 @@ def test_a_line_counts_when_it_is_whole(path):
     metrics, (head, tail) = fresh(path), (line(1000)[:20], line(1000)[20:])
     grow(path, head)
     metrics.look()
-    assert (len(metrics.rows), metrics.odd) == (1000, [])
+    assert (len(metrics.rows), metrics.odd) == (1000, "")
     grow(path, tail + "no row\n")
     metrics.look()
     assert len(metrics.rows) == 1001
-    assert metrics.odd == ["metrics.jsonl: 1 lines are not rows of a run and are left out"]
+    assert metrics.odd == "metrics.jsonl: 1 lines are not rows of a run"
     os.truncate(path, path.stat().st_size - 3)  # as an engine cuts off what a kill has torn
     grow(path, line(1001))
     metrics.look()
@@ -89,28 +85,14 @@ def test_however_the_file_changes_the_rows_are_those_of_a_fresh_reading(path, ch
     assert (metrics.rows, metrics.odd) == (fresh(path).rows, fresh(path).odd)
 
 
-def test_of_a_file_beyond_the_limit_the_end_is_read_and_then_what_is_added(path, monkeypatch):
-    monkeypatch.setattr("isthmus.page.tail.METRICS_BYTES", 10_000)
-    metrics = fresh(path)
-    first = metrics.rows[0].round
-    assert 700 < first < 1000
-    for t in range(1000, 2000):
-        grow(path, line(t))
-        metrics.look()
-        assert len(metrics.rows) < 700  # never more than twice the limit
-    assert metrics.rows[-1].round == 1999
-    assert "its beginning is not read" in metrics.odd[0]
-
-
-def test_what_is_refused_is_lost_until_it_can_be_read_again(path):
+def test_what_cannot_be_read_is_said_until_it_can_be_read_again(path):
     metrics = fresh(path)
     path.rename(path.with_name("kept"))
-    path.symlink_to("/etc/hostname")
-    with pytest.raises(StoreRefused) as reason:
-        metrics.look()
-    metrics.lose(str(reason.value))
-    assert (metrics.rows, len(metrics.odd)) == ([], 1)
-    path.unlink()
+    path.mkdir()
+    metrics.look()
+    assert metrics.rows == []
+    assert "metrics.jsonl" in metrics.odd
+    path.rmdir()
     path.with_name("kept").rename(path)
     metrics.look()
-    assert (len(metrics.rows), metrics.odd) == (1000, [])
+    assert (len(metrics.rows), metrics.odd) == (1000, "")

@@ -9,11 +9,10 @@ import pytest
 from auto_recipes import auto_recipe, small_auto_recipe
 
 from isthmus.cli.main import main
-from isthmus.config import Member, dump_recipe, parse_recipe
+from isthmus.config import Member, dump_recipe, parse_recipe, stored_recipe
 from isthmus.errors import ConfigError
 from isthmus.layout.traffic import inner_step_bytes
 from isthmus.layout.wire import INT_BITS
-from isthmus.page.read import resolved_recipe
 from isthmus.planner.auto import BUSY, LADDER, Pick, pick, resolve
 from isthmus.planner.loss_price import price_of
 from isthmus.planner.plan import predict
@@ -217,4 +216,4 @@ def test_a_stored_recipe_with_a_wire_still_to_be_picked_is_refused():
     assert 'wire = "auto"' in text
     assert parse_recipe(text) == recipe
     with pytest.raises(ConfigError, match='wire is still "auto"'):
-        resolved_recipe(text, "run.json")
+        assert stored_recipe(text, "run.json").replicas[0].ratio

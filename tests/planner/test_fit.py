@@ -80,7 +80,8 @@ def test_recomputed_layers_keep_one_stream_each_and_one_layers_inside():
 def test_the_copy_that_is_written_is_on_the_host():
     recipe, whole = node("inner.precision=fp32")
     on_gpu, on_cpu = (process_memory(recipe, whole, 0, 1, gpu) for gpu in (True, False))
-    assert on_gpu.host_copy == 16 * recipe.model.num_parameters  # anchor, two moments, feedback, in fp32
+    # The anchor, two moments, the feedback and the weights, in fp32.
+    assert on_gpu.host_copy == 20 * recipe.model.num_parameters
     assert on_cpu.host_copy == on_gpu.host_copy == replace(on_gpu, on_gpu=False).total - on_gpu.total
     assert on_gpu.activations < 0.6 * on_cpu.activations  # compiled, which is the default there
     assert process_memory(*node(), 0, 1).on_gpu  # "auto" is counted as on CUDA
@@ -158,7 +159,6 @@ def test_a_plan_says_what_does_not_fit_and_what_would():
         again = predict(fleet("replicas.edge.memory_gb=16", "replicas.edge.recompute=no", *settings))
         assert again.kinds[1].fits, words
     full = cures(*node("replicas.node.memory_gb=24", "replicas.node.processes=1"))
-    assert any("processes = 4" in words for words in full)
     assert any('kind = "pipelined"' in words for words in full)
 
 

@@ -126,12 +126,14 @@ def run(tmp_path, command):
     return RunDir.open(tmp_path / "run")
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_the_simulators_peak_is_predicted_within_15_percent(tmp_path):
     about = run(tmp_path, "simulate").about
     assert about["predicted_bytes"] == pytest.approx(about["peak_bytes"], rel=0.15)
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_the_peaks_of_a_full_replica_of_stages_and_of_shards_are_predicted_within_15_percent(tmp_path):
     done = run(tmp_path, "train")

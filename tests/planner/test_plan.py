@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli import plan as command
-from isthmus.cli.main import Parser
-from isthmus.config import load_recipe, parse_recipe
+from isthmus.cli.main import Parser, main
+from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
 from isthmus.layout.requests import READ_AT_ONCE
 from isthmus.layout.traffic import machine_shards, round_bytes, shard_bytes
@@ -19,7 +19,6 @@ from isthmus.planner.cost import inner_step_seconds
 from isthmus.planner.memory import process_memory
 from isthmus.planner.plan import Prices, predict
 from isthmus.planner.rate import TrainingRate
-from isthmus.planner.scale import scale
 from isthmus.replica import speed
 from isthmus.store.together import AT_ONCE
 
@@ -280,14 +279,15 @@ def test_json_has_stable_keys(capsys):
     ("arguments", "words"),
     [
         ([], "give a recipe to plan"),
-        ([DEMO, "--figure", "wallclock"], "give a recipe to plan"),
-        ([DEMO, "--to", "x.png"], "give --figure too"),
+        ([DEMO, "--to", "x.toml"], "--to goes with --suggest; a plan makes no use of it"),
+        (["--suggest", "x.toml", "--device", "h100"], "--device goes with a recipe; --suggest makes no use"),
+        (["--suggest", "x.toml", "--egress-per-gb", "0"], "--egress-per-gb goes with a recipe"),
+        ([DEMO, *STATED, "--tflops", "5"], "every replica of demo states its own rate"),
         ([DEMO, "--price-per-hour", "rack"], "write it as rack=2.5"),
-        ([DEMO, "--tflops", "-1"], "it is 0 or more"),
-        ([DEMO, "--tflops", "nan"], "it is 0 or more"),
+        ([DEMO, "--tflops", "0"], "it is above 0"),
+        ([DEMO, "--tflops", "nan"], "it is above 0"),
         ([DEMO, "--egress-per-gb", "nan"], "it is 0 or more"),
         ([DEMO, "--put-per-million", "inf"], "it is 0 or more"),
-        ([DEMO, "--check-mb-per-second", "nan"], "it is above 0"),
         ([DEMO, "--price-per-hour", "nobody=2"], "no such replica; there is rack, edge"),
     ],
 )
@@ -301,7 +301,7 @@ def test_a_plan_loads_neither_torch_nor_numpy_nor_matplotlib():
     code = (
         "import sys; from isthmus.cli.main import Parser; from isthmus.cli import plan\n"
         "parser = Parser(); plan.register(parser.add_subparsers())\n"
-        f"for extra in ([], ['--json'], ['--scale']):\n"
+        f"for extra in ([], ['--json']):\n"
         f"    args = parser.parse_args(['plan', {DEMO!r}, *{STATED!r}, *extra]); args.run(args)\n"
         "print([m for m in ('torch', 'numpy', 'matplotlib') if m in sys.modules], file=sys.stderr)"
     )
@@ -317,15 +317,9 @@ def test_a_thousand_replicas_are_planned_at_once():
     assert forecast.num_replicas == 1000
 
 
-def test_the_recipe_in_the_docs_is_the_70b_model():
-    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    recipe = parse_recipe(page.split("```toml\n")[1].split("```")[0])
-    model = recipe.model
-    assert (model.width, model.layers, model.heads, model.ffn) == (8192, 80, 64, 28672)
-    assert f"{recipe.model.num_parameters:,}" in page
-    assert predict(recipe).num_replicas == 8
-    for m in (8, 64, 1000):
-        row = scale(recipe, m, verify_bytes_per_second=100e6)
-        assert f"${row.egress_dollars:,.2f}" in page
-        assert f"{row.gets:,}" in page
-        assert f"| {100 * row.utilisation:.1f} %" in page
+def test_an_option_that_is_gone_says_what_to_use_instead(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", DEMO, "--scale"])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "any more: plan a larger fleet by --set replicas.NAME.count=N" in said

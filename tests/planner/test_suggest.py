@@ -88,7 +88,7 @@ def test_the_example_becomes_a_mixed_fleet_and_says_why():
     assert price(across) > price(kinds["gamer"]) >= 0
     assert "lacks" in found.left_out["laptop"]
     text = recipe_text(found, "docs/machines.toml")
-    for words in ("expected price", "stage 1: ", "Left out", "warm-up", "the least under 95 %"):
+    for words in ("expected price", "stage 1: ", "Left out", "warm-up", "% busy"):
         assert words in text, words
 
 
@@ -213,18 +213,6 @@ def test_fewer_micro_batches_would_be_too_slow_or_too_large(tmp_path):
     assert slower or larger
 
 
-def test_a_limit_in_flight_lets_in_machines_that_could_not_hold_what_a_far_link_asks_for(tmp_path):
-    far = site("a", 300, 150)
-    free, tight = (largest("178m", 2, far, limit=limit, rate=30) for limit in (0, 4))
-    assert free > 1.2 * tight
-    memory_gb = (free + tight) / 2 / (1 - SPARE) / 1e9
-    found = suggest(base(), listed(tmp_path, far, machine("pc", "a", 2, memory_gb, 30)))
-    check(found)
-    assert found.recipe.inner.in_flight > 0
-    free = parse_recipe(recipe_text(found, "x"), ["inner.in_flight=0"])
-    assert max(p["total"] for p in predict(free).kinds[0].memory) > (1 - SPARE) * memory_gb * 1e9
-
-
 def test_what_is_set_on_the_command_line_stays(capsys):
     settings = "outer.inner_steps=30", "inner.micro_batches=16", "inner.in_flight=3", "model.context=1024"
     text = run(capsys, "--suggest", EXAMPLE, *(a for s in settings for a in ("--set", s)))
@@ -299,9 +287,9 @@ def test_a_wrong_list_of_machines_is_one_line(tmp_path, text, words):
     [
         (["--suggest", "none.toml"], "no list of machines none.toml; `isthmus plan --help` shows one"),
         (["--suggest", EXAMPLE, "--preset", "17m"], "did you mean"),
-        (["--suggest", EXAMPLE, "--scale"], "on their own"),
         (["--suggest", EXAMPLE, "demo", "--preset", "nano"], "drop one"),
         (["--preset", "nano"], "give a recipe to plan"),
+        (["demo", "--preset", "nano"], "--preset goes with --suggest; a plan makes no use of it"),
         (["--suggest", EXAMPLE, "--to", "no/such/folder.toml"], "make it first"),
         (["--suggest", EXAMPLE, "--set", "outer.method=adamw"], "is about rounds"),
     ],

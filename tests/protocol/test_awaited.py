@@ -111,11 +111,7 @@ def test_of_two_replicas_one_that_only_beats_does_not_stop_the_other_for_ever(
     assert [entry.replica for entry in a.ledger.manifest(2).entries] == ["a"]
 
 
-# Heartbeats are signs of life once
-
-
-def beat_bytes(c: Replica) -> bytes:
-    return c.ledger.store.get("members/c/live.json", max_bytes=1 << 16)
+# Heartbeats
 
 
 def silent(a: Replica, between: Callable[[], None] | None = None) -> bool:
@@ -131,16 +127,6 @@ def silent(a: Replica, between: Callable[[], None] | None = None) -> bool:
             between()
             os.utime(path, (a.ledger.store.now(),) * 2)
     return False
-
-
-def test_a_heartbeat_written_again_and_again_without_the_key_keeps_nobody_alive(
-    folder_url: str, tmp_path: Path
-):
-    a, _, c = started(folder_url, tmp_path)
-    presence = a.exchange.closer.presence
-    assert presence.alive("c", 2)
-    last = beat_bytes(c)
-    assert silent(a, lambda: a.ledger.store.put("members/c/live.json", last))
 
 
 def test_one_that_goes_on_beating_is_alive(folder_url: str, tmp_path: Path):
@@ -162,33 +148,6 @@ def test_a_closer_whose_machine_slept_does_not_take_the_others_for_dead(folder_u
     c.beat()
     a.ledger.store._clock.offset -= 1000  # carried on by a clock that stood still
     assert not silent(a, c.beat)
-
-
-def test_an_old_heartbeat_of_an_older_start_is_no_sign_of_life_nor_of_leaving(
-    folder_url: str, tmp_path: Path
-):
-    a, _, c = started(folder_url, tmp_path)
-    presence = a.exchange.closer.presence
-    c.beat("left", incarnation="old", beat=90)
-    presence.look_again()
-    assert not presence.alive("c", 2)
-    old = beat_bytes(c)
-    c.beat(incarnation="new", beat=1)
-    presence.look_again()
-    assert presence.alive("c", 2)
-    a.ledger.store.put("members/c/live.json", old)
-    presence.look_again()
-    assert presence.alive("c", 2)  # it does not leave by that
-    assert not presence.is_behind("c")
-    assert silent(a, lambda: a.ledger.store.put("members/c/live.json", old))  # nor does it live by that
-
-
-def test_what_is_remembered_of_heartbeats_is_bounded(folder_url: str, tmp_path: Path):
-    a, _, c = started(folder_url, tmp_path)
-    for number in range(200):
-        c.beat(incarnation=f"start-{number}")
-        a.exchange.closer.presence.hear("c")
-    assert len(a.exchange.closer.presence.beats["c"]) == 64
 
 
 # Requests to leave

@@ -256,9 +256,7 @@ def test_the_next_deadline_is_generous_against_the_rounds_measured(run: list[Rep
     second = a.ledger.manifest(2)
     assert second.seconds == pytest.approx(100, abs=3)
     first = a.ledger.manifest(1)
-    assert second.deadline_seconds == pytest.approx(
-        max(15, 2 * (first.seconds + second.seconds)) + 10, abs=0.1
-    )
+    assert second.deadline_seconds == pytest.approx(1.1 * first.deadline_seconds)  # it grows slowly
     for each in run:
         each.apply(2, each.exchange.closed(2))
     give(3, *run)
@@ -285,28 +283,6 @@ def test_a_round_in_which_boundaries_open_is_given_the_time_that_whole_streams_t
     assert limits[:2] == [25, 25]
     assert limits[2] == pytest.approx(4 * more + 10, rel=0.3)  # round 4 is the first to open
     assert limits[3] > limits[1]  # most of what was measured is still of rounds before
-
-
-@pytest.mark.parametrize(("length", "most"), [(1, 600), (1000, 10_000)])
-def test_a_deadline_that_never_comes_is_cut_to_ten_rounds_as_the_store_has_them(
-    run: list[Replica], length: float, most: float
-):
-    """A closer states it; then it, or a friend of its, beats and does not deliver."""
-    a, b, c = run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(a.exchange.closer.members, "next_deadline", lambda *given: 1e9)
-        give(2, *run)
-        assert closes(a, 2)
-    assert a.ledger.manifest(2).deadline_seconds == 1e9
-    apply(2, *run)
-    give(3, a, b)
-    for waited, closed in ((most - 60, False), (most + 60, True)):
-        for t, key in enumerate(("run.json", "manifests/000001.json", "manifests/000002.json")):
-            ago(a, key, waited + (2 - t) * length)
-        c.beat()
-        a.exchange.closer.presence.look_again()
-        assert closes(a, 3) is closed
-    assert a.ledger.manifest(3).deadline_seconds < 1e9
 
 
 def test_one_who_lives_and_never_gives_does_not_stretch_the_deadlines(run: list[Replica]):

@@ -1,7 +1,5 @@
 """A worker that has ended, as its launcher says: nobody waits for it in that round, also when it is back."""
 
-import os
-import time
 from pathlib import Path
 
 import pytest
@@ -46,9 +44,6 @@ def test_who_comes_back_in_the_middle_of_a_round_is_awaited_in_the_next_and_not_
     give(3, a, b)
     c.beat(incarnation="2")
     assert not closes(a, 3)  # what its launcher said was of the round before
-    later = time.time() + 1
-    os.utime(Path(a.ledger.store.url, "members/c/waiting.json"), (later, later))
-    assert not closes(a, 3)  # nor does somebody make us leave it out who puts that there again
     give(3, c)
     assert closes(a, 3)
 

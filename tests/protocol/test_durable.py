@@ -1,6 +1,5 @@
-"""What a manifest counts is on the disk before the manifest is: after a power cut nothing counted is gone."""
+"""What a commit lists is on the disk before the commit is: after a power cut nothing counted is gone."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -30,17 +29,18 @@ class Disk:
     def name(self, give: Callable[..., None], source: Path, target: Path) -> None:
         """A document gets its name: is on the disk what it counts?"""
         if target.parent.name == "manifests":
-            closer = json.loads(source.read_bytes())["replica"]
-            round_files = target.parents[1].glob(f"payloads/*/{target.stem}/*-*")
-            needed = [file for file in round_files if closer in file.parts or "kept-" not in file.name]
-            self.note(target, needed)
+            self.note(target, list(target.parents[1].glob(f"payloads/*/{target.stem}/*-*")))
+        if target.parent.parent.name == "commits":
+            self.note(
+                target, list(target.parents[2].glob(f"payloads/{target.stem}/{target.parent.name}/*-*"))
+            )
         if target.name == "complete.json":
             self.note(target, list(target.parent.glob("*.safetensors")))
         give(source, target)
 
     def note(self, document: Path, needed: list[Path]) -> None:
         assert needed
-        self.lost[document.name] = [
+        self.lost[f"{document.parent.name}/{document.name}"] = [
             str(file)
             for file in needed
             if "#" not in file.name and not (file.stat().st_ino in self.bytes and str(file) in self.names)
@@ -54,7 +54,7 @@ class Disk:
             self.bytes.add(os.fstat(handle).st_ino)
 
 
-def test_what_a_manifest_counts_and_an_anchor_names_is_on_the_disk_first(
+def test_what_a_commit_lists_and_an_anchor_names_is_on_the_disk_first(
     folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     disk = Disk(monkeypatch)
@@ -65,8 +65,13 @@ def test_what_a_manifest_counts_and_an_anchor_names_is_on_the_disk_first(
             each.beat()
         at_once(*(lambda each=each, number=number: each.round(number) for each in replicas))
     payloads = [path for path in Path(folder_url, "payloads").rglob("*-*") if path.stat().st_size > MIB]
-    assert {"kept-" in path.name for path in payloads} == {True, False}
+    assert payloads
     anchors = [path for path in Path(folder_url, "anchors").rglob("*.safetensors")]
     assert any(path.stat().st_size > MIB for path in anchors)
-    assert disk.lost.keys() == {"000001.json", "000002.json", "complete.json"}
+    commits = {f"00000{t}/{name}.json" for t in (1, 2) for name in run.names}
+    assert disk.lost.keys() == commits | {
+        "manifests/000001.json",
+        "manifests/000002.json",
+        "000002/complete.json",
+    }
     assert not any(disk.lost.values()), disk.lost

@@ -3,7 +3,6 @@
 import re
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,10 +61,14 @@ def test_sixteen_closers_race_for_a_manifest_and_one_wins(racing_store_url: str,
 
         def create_one(ledger: Ledger, gate: threading.Barrier = gate) -> bool:
             shards = tuple(Shard(i, "0" * 64, size) for i, size in enumerate(ledger.sizes))
-            entry = Entry(ledger.signer.replica, shards, 1.0)
-            body = entry.to_dict() | {"round": 1, "anchor": "", "incarnation": "1"}
-            entries = (replace(entry, commit=ledger.signer.seal("commit", ledger.run.run_id, body)),)
-            rest = {"anchor": "", "refused": (), "members": (), "deadline_seconds": 1.0, "seconds": 1.0}
+            entries = (Entry(ledger.signer.replica, shards, 1.0),)
+            rest = {
+                "anchor": "",
+                "members": (),
+                "dealt_in": ("a",),
+                "deadline_seconds": 1.0,
+                "seconds": 1.0,
+            }
             gate.wait()
             return ledger.create_manifest(Manifest(round=1, entries=entries, **rest))
 
@@ -100,7 +103,7 @@ def test_bytes_that_the_exchange_counts_are_those_that_traffic_predicts(folder_u
 
 def theirs(replica: Replica) -> list[str]:
     """What contributors have put; without the copies that closers keep."""
-    return [key for key in replica.ledger.store.list("payloads") if "/kept-" not in key]
+    return replica.ledger.store.list("payloads")
 
 
 def test_delivering_again_after_a_crash_changes_nothing(folder_url: str, tmp_path: Path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from little import RECIPE, Little, Replica, equal, rewritten, rounds
 from little import hasty as hasty
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from isthmus.cli.main import main
@@ -21,7 +22,6 @@ from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, RunInfo, Shard, read_run
 from isthmus.protocol.replay import Replay
-from isthmus.protocol.rescue import LedPast
 from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused, Signer, canonical, load_signer, new_secret, sha256
 from isthmus.store import open_store
@@ -107,13 +107,16 @@ FORGERIES = {
     "for another round": (lambda url: reseal(url, 3, signer_of(url, "a"), round=4), "it is for round 4"),
     "gone": (left_without_a_predecessor, "is gone"),
     "twice the same": (lambda url: as_entries(url, lambda rows: [rows[0], *rows]), "once each"),
-    "of nobody": (lambda url: as_entries(url, lambda rows: []), "entries is not a list of 1 to"),
-    "of a stranger": (lambda url: as_entries(url, lambda rows: [rows[0] | {"replica": "eve"}]), "once each"),
+    "of nobody": (lambda url: as_entries(url, lambda rows: []), "nobody has answered"),
+    "of a stranger": (
+        lambda url: as_entries(url, lambda rows: [rows[0] | {"replica": "eve"}]),
+        "(once each|eve, who had no share)",
+    ),
     "with shards left out": (
         lambda url: as_entries(url, lambda rows: [rows[0] | {"shards": rows[0]["shards"][:1]}]),
         "every shard once",
     ),
-    "malformed": (lambda url: reseal(url, 3, signer_of(url, "a"), members=5), "members is not a list"),
+    "malformed": (lambda url: reseal(url, 3, signer_of(url, "a"), members=5), "is malformed: Expected"),
     "oversized": (lambda url: Path(url, "manifests", "000003.json").write_bytes(bytes(2**22 + 1)), "holds"),
 }
 
@@ -148,38 +151,32 @@ def test_a_rewritten_history_is_found_out_by_the_manifest_after_it(history: str)
     """A closer may sign anything; it cannot take back what others have chained to."""
     reseal(history, 2, signer_of(history, "a"), seconds=9.0)
     with pytest.raises(RunStopped, match=r"manifest 3 .*not chained to manifest 2"):
-        ledger_of(history).manifest(3)
+        list(ledger_of(history).between(1, 3))
     with pytest.raises(RunError, match=r"the anchor of round 2 .*another history \(it was written by"):
         ledger_of(history).read_anchor(2, [])
-
-
-def test_a_closer_passes_on_what_others_said_of_themselves_and_nothing_else(history: str):
-    as_entries(history, lambda rows: [rows[0] | {"facts": {"loss": 1.0}}, *rows[1:]])
-    with pytest.raises(RunStopped, match=r"manifest 3 .* by closer a, .* not list of a what a signed"):
-        ledger_of(history).manifest(3)
 
 
 def test_a_long_run_is_opened_without_deep_recursion(folder_url: str, tmp_path: Path):
     run = Little(folder_url, tmp_path, RECIPE.replace("rounds = 6", "rounds = 2000"))
     a = run.replica("a")
     shards = tuple(Shard(i, "0" * 64, size) for i, size in enumerate(a.ledger.sizes))
+    previous = a.ledger.run.digest
     for t in range(1, 1101):
-        commit = a.sealed(t, Entry("a", shards))
-        entry = Entry("a", shards, norm=1.0, commit=commit)
+        entry = Entry("a", shards, norm=1.0)
         made = Manifest(
             round=t,
             anchor=a.exchange.anchor,
             entries=(entry,),
-            refused=(),
             members=(),
+            dealt_in=tuple(a.ledger.run.keys),
             deadline_seconds=1,
             seconds=1,
         )
-        body = a.ledger.in_epoch(made).to_dict(a.ledger.chain[t - 1])
-        sealed = a.ledger.signer.seal("manifest", run.run.run_id, body)
+        made = replace(a.ledger.in_epoch(made), previous=previous)
+        sealed = a.ledger.signer.seal("manifest", run.run.run_id, made)
         (Path(folder_url) / "manifests").mkdir(exist_ok=True)
         Path(folder_url, "manifests", f"{t:06d}.json").write_bytes(sealed)
-        a.ledger.chain[t] = sha256(sealed)
+        previous = sha256(sealed)
     assert run.ledger().manifest(1100).round == 1100
     assert run.ledger().last_round() == 1100
 
@@ -187,26 +184,15 @@ def test_a_long_run_is_opened_without_deep_recursion(folder_url: str, tmp_path: 
 # Readers
 
 
-def copies_of(history: str, replica: str, round_number: int, shard: Shard) -> list[Path]:
-    """The author's object, and what closers have kept of it."""
-    ledger = ledger_of(history)
-    kept = [ledger.kept_key(closer, round_number, shard) for closer in ledger.run.closers]
-    paths = [Path(history, key) for key in (ledger.shard_key(replica, round_number, shard), *kept)]
-    return [path for path in paths if path.exists()]
-
-
 @pytest.mark.parametrize("spoil", ["delete", "change"])
 def test_a_reader_never_skips_a_listed_payload_on_its_own(history: str, spoil: str):
     reader = Replica(history, "c", signer_of(history, "c"))
     shard = reader.ledger.manifest(1).entries[1].shards[2]
-    for path in copies_of(history, "b", 1, shard):
-        if spoil == "delete":
-            path.unlink()
-        else:
-            path.write_bytes(bytes(shard.size))
-    with pytest.raises(LedPast, match="the anchor of round 4 leads past it"):
-        reader.exchange.closed(1)
-    shutil.rmtree(Path(history, "anchors"))
+    path = Path(history, reader.ledger.shard_key("b", 1, shard))
+    if spoil == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(bytes(shard.size))
 
     class Waits(Exception):
         pass
@@ -214,10 +200,10 @@ def test_a_reader_never_skips_a_listed_payload_on_its_own(history: str, spoil: s
     def sleep(seconds: float) -> None:
         raise Waits
 
-    reader.exchange.rescue.sleep = sleep
+    reader.exchange.missing.sleep = sleep
     with pytest.raises(Waits):
         reader.exchange.closed(1)
-    assert re.search(r"round 1 counts b, but shard 2 (is missing|does not match)", reader.said[-1])
+    assert re.search(r"cannot be read \(shard 2 (is missing|does not match)", reader.said[-1])
     with pytest.raises(RunError, match="round 1 counts b, but shard 2"):
         Replay(ledger_of(history)).step()
 
@@ -346,8 +332,8 @@ def test_verify_replays_every_round_and_compares_anchors(history: str, capsys):
 
 def a_payload(history: str) -> None:
     entry = ledger_of(history).manifest(3).entries[1]
-    for path in copies_of(history, "b", 3, entry.shards[2]):
-        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    path = Path(history, ledger_of(history).shard_key("b", 3, entry.shards[2]))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
 
 
 def an_anchor_file(history: str) -> None:

@@ -63,7 +63,7 @@ def test_a_wait_has_one_line_at_its_start_and_one_at_its_end_and_pauses_grow_to_
     assert wait(failing(9)) == "done"
     assert wait.slept == 1 + 2 + 4 + 8 + 16 + 30 * 4
     assert wait.said == [
-        "s3://b: put x: permission denied; waiting for that to pass, the update is safe on this disk",
+        "s3://b: put x: permission denied; waiting for that to pass",
         "the bucket can be used again, after 151 s",
     ]
     assert (wait.awaiting, wait.waited_seconds) == ("", None)

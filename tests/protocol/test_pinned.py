@@ -12,7 +12,7 @@ from little import hasty as hasty
 from isthmus.cli.main import main
 from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError
-from isthmus.protocol.access import open_as, pin_warning
+from isthmus.protocol.access import open_as
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.trust import Signer, canonical, load_signer, new_secret, save_secret, sha256
 from isthmus.runtime import create as module
@@ -69,17 +69,11 @@ def test_nothing_in_another_run_json_is_read_before_it_is_refused(folder_url: st
         open_as(open_store(folder_url), "b", str(run.keys / "b.key"))
 
 
-def test_a_key_of_an_older_version_still_opens_its_run_and_the_warning_says_what_it_lacks(
-    folder_url: str, tmp_path: Path
-):
-    run = Little(folder_url, tmp_path)
-    path = run.keys / "b.key"
-    path.write_text(path.read_text().splitlines()[0] + "\n")
-    ledger, used = open_as(open_store(folder_url), "b", str(path))
-    assert ledger.signer.pinned == ""
-    assert pin_warning(ledger.signer, used).count("\n") == 0
-    assert "does not name its run" in pin_warning(ledger.signer, used)
-    assert pin_warning(run.signer("a"), run.keys / "a.key") == ""
+def test_a_key_of_an_older_version_is_answered_by_one_line(tmp_path: Path):
+    path = tmp_path / "a.key"
+    path.write_text(new_secret().hex() + "\n")
+    with pytest.raises(ConfigError, match=r"made by isthmus 0\.2; train or export it there"):
+        load_signer(path, "a")
 
 
 @pytest.mark.parametrize("second", ["run", "run xyz", "run " + "0" * 63, "ran " + "0" * 64, "0" * 64])
@@ -142,6 +136,6 @@ def test_an_init_that_fails_leaves_no_keys(folder_url: str, tmp_path: Path):
     with pytest.raises(ConfigError, match="the bucket already holds the run"):
         create(parse_recipe(RECIPE), folder_url, tmp_path / "two" / "keys")
     assert not list((tmp_path / "two").glob("*")) if (tmp_path / "two").exists() else True
-    save_secret(tmp_path / "three" / "a.key", new_secret())
+    save_secret(tmp_path / "three" / "a.key", new_secret(), "0" * 64)
     with pytest.raises(ConfigError, match="already holds keys"):
         create(parse_recipe(RECIPE), str(tmp_path / "other"), tmp_path / "three")

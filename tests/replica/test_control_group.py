@@ -1,14 +1,17 @@
 """What the processes of a replica share is read as if a stranger had written it."""
 
 import json
+import queue
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from link_pairs import close, link_pair
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] - it is public
 
 from isthmus.errors import RunError
 from isthmus.replica import control_group
 from isthmus.replica.control_group import (
+    LinkControlGroup,
     StageControlGroup,
     collect,
     shard_texts,
@@ -41,6 +44,74 @@ def test_every_process_has_what_all_have_shared():
         texts = list(pool.map(lambda g: collect(g, {g.rank: f"text {g.rank}"}, 2), groups))
     assert numbers == [[[0, 7], [1, 7]]] * 2
     assert texts == [["text 0", "text 1"]] * 2
+
+
+class Pipe:
+    """One end of a link that carries messages; a third end can say what it likes."""
+
+    def __init__(self, out, into):
+        self.out, self.into = out, into
+
+    def send_message(self, data):
+        self.out.put(data)
+
+    def receive_message(self, timeout_seconds=None):
+        return self.into.get(timeout=20)
+
+
+def chain(size):
+    """The control groups of stages that are joined by pipes."""
+    forth, back = ([queue.Queue() for _ in range(size - 1)] for _ in range(2))
+    return [
+        LinkControlGroup(
+            "edge",
+            rank,
+            size,
+            Pipe(back[rank - 1], forth[rank - 1]) if rank else None,
+            Pipe(forth[rank], back[rank]) if rank < size - 1 else None,
+        )
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_stages_share_over_their_links_what_each_said_by_rank(size):
+    groups = chain(size)
+    with ThreadPoolExecutor(size) as pool:
+        for turn in range(3):
+            said = [bytes([group.rank]) * (turn * 1000) for group in groups]
+            shared = pool.map(lambda group, words=said: group.share(words[group.rank]), groups)
+            assert list(shared) == [said] * size
+
+
+def test_stages_share_over_socket_links():
+    early, late = link_pair()
+    groups = [LinkControlGroup("edge", 0, 2, None, early), LinkControlGroup("edge", 1, 2, late, None)]
+    with ThreadPoolExecutor(2) as pool:
+        numbers = list(pool.map(lambda g: share_json(g, [g.rank, 7], whole_numbers), groups))
+    assert numbers == [[[0, 7], [1, 7]]] * 2
+    close(early, late)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"\0\0\0", b"\0\0\0\1", b"\0\0\0\1ab", b"\xff\xff\xff\xff", b"\0\0\0\0\0\0\0\0"],
+    ids=["nothing", "torn", "short", "long", "huge", "two"],
+)
+def test_a_message_of_another_form_names_the_stage_and_can_pass(said):
+    out, into = queue.Queue(), queue.Queue()
+    into.put(said)
+    group = LinkControlGroup("edge", 0, 2, None, Pipe(out, into))
+    with pytest.raises(
+        RunError, match="replica edge: stage 0 cannot read what its neighbour shared"
+    ) as error:
+        group.share(b"x")
+    assert error.value.passes
+
+
+def test_more_than_a_message_may_hold_is_refused_before_it_is_sent():
+    with pytest.raises(ValueError, match="4194304 at most"):
+        LinkControlGroup("edge", 0, 1, None, None).share(bytes(2**22 + 1))
 
 
 DEEP = b"[" * 100_000

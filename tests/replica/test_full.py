@@ -14,7 +14,7 @@ from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError, RunError
 from isthmus.replica.full import FullReplica, share_batches
 from isthmus.replica.process_groups import open_store
-from isthmus.runtime.rendezvous import free_port
+from isthmus.runtime.addresses import free_port
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -87,7 +87,7 @@ def train_shared(rank, port, folder):
     """Two rounds, then a third in which process 1 dies."""
     torch.set_num_threads(1)
     recipe = parse_recipe(RECIPE)
-    store, _ = open_store(replica="rack", stage=rank, master=f"127.0.0.1:{port}")
+    store = open_store(replica="rack", rank=rank, host="127.0.0.1", port=port)
     process_group = share_batches(store, rank, 2, "cpu", timeout_seconds=120)
     replica = FullReplica(
         recipe,
@@ -112,7 +112,7 @@ def train_shared(rank, port, folder):
 
 
 def test_processes_that_share_a_batch_are_one_replica_and_a_death_is_named(tmp_path):
-    port = free_port("127.0.0.1")
+    port = free_port()
     processes = [SPAWN.Process(target=train_shared, args=(rank, port, tmp_path)) for rank in range(2)]
     for process in processes:
         process.start()

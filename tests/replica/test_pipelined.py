@@ -18,7 +18,7 @@ from isthmus.layout.wire import INT_BITS, frame_sizes
 from isthmus.replica.pipelined import FIRST_LOOK, LOOK_EVERY, PipelinedReplica
 from isthmus.replica.process_groups import connect, open_store
 from isthmus.replica.stage import Stage
-from isthmus.runtime.rendezvous import free_port
+from isthmus.runtime.addresses import LOOPBACK, free_port
 
 SPAWN = multiprocessing.get_context("spawn")
 CASES = {  # settings and precision
@@ -38,9 +38,9 @@ def start(recipe, stage, port, precision="fp64", **settings):
     """One process's part of the replica."""
     member = recipe.fleet()[1]
     name, num_stages = member.name, member.config.stages
-    store, address = open_store(replica=name, stage=stage, master=f"127.0.0.1:{port}", session=recipe.name)
+    store = open_store(replica=name, rank=stage, host=LOOPBACK, port=port, session=recipe.name)
     links = connect(
-        replica=name, stage=stage, num_stages=num_stages, store=store, address=address, **settings
+        replica=name, stage=stage, num_stages=num_stages, store=store, address=LOOPBACK, **settings
     )
     batches = batches_of(recipe) if stage == 0 else None
     own = Stage(recipe, member, stage, precision=precision)
@@ -72,7 +72,7 @@ def train_cases(stage, ports, folder):
 def results(tmp_path_factory):
     """Every case, by four processes that stay for all of them."""
     folder = tmp_path_factory.mktemp("stages")
-    ports = [free_port("127.0.0.1") for _ in CASES]
+    ports = [free_port() for _ in CASES]
     processes = [SPAWN.Process(target=train_cases, args=(s, ports, folder)) for s in range(4)]
     finish(processes, 80)
     assert [p.exitcode for p in processes] == [0] * 4
@@ -136,7 +136,7 @@ def train_until(stage, port, folder, fault):
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stage_that_dies_or_stalls_is_named_by_its_neighbours(tmp_path, fault):
-    port = free_port("127.0.0.1")
+    port = free_port()
     processes = [SPAWN.Process(target=train_until, args=(s, port, tmp_path, fault)) for s in range(3)]
     for process in processes:
         process.start()
@@ -260,7 +260,7 @@ def test_a_byte_changed_in_any_part_of_a_frame_is_a_number_or_names_its_sender(m
     sender, generator = 0 if forward else 2, torch.Generator().manual_seed(0)
     end = replica.links[1][0 if forward else 1]
     receive, spoil = end.receive, []
-    sizes = frame_sizes(INT_BITS[wire], 2, 16, 5, forward)
+    sizes = frame_sizes(INT_BITS[wire], 2, 16, 5)
 
     def damaged(timeout_seconds=None):
         first, *rest = receive(timeout_seconds)

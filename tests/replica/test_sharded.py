@@ -21,7 +21,7 @@ from isthmus.outer import outer_method
 from isthmus.replica.full import FullReplica
 from isthmus.replica.process_groups import open_store
 from isthmus.replica.sharded import ShardedReplica, shard_mesh
-from isthmus.runtime.rendezvous import free_port
+from isthmus.runtime.addresses import free_port
 
 SPAWN = multiprocessing.get_context("spawn")
 NUM = 4
@@ -37,6 +37,7 @@ CASES = {
     "a process without rows": ["model.width=6", "model.heads=1", "model.ffn=10"],  # 2, 2, 2, 0
     "recomputed": ["inner.recompute=true"],
     "clipped": ["inner.clip=0.1"],
+    "one table, shared heads": ["model.tie_embeddings=true", "model.kv_heads=1", "model.qk_norm=true"],
     "parts of a batch": ["replicas.rack.batch=16", "replicas.rack.micro_batches=2"],
 }
 # Layers that weigh more than the table: what a process answers for is then near a quarter as well.
@@ -56,7 +57,7 @@ def payloads(recipe, params):
 
 def train_sharded(rank, port, folder):
     torch.set_num_threads(1)
-    store, _ = open_store(replica="rack", stage=rank, master=f"127.0.0.1:{port}")
+    store = open_store(replica="rack", rank=rank, host="127.0.0.1", port=port)
     mesh = shard_mesh(store, rank, NUM, "cpu", timeout_seconds=60)
 
     def replica_of(recipe, precision="fp64"):
@@ -143,7 +144,7 @@ def bf16_losses(replica_of):
 def done(tmp_path_factory):
     """What four processes wrote."""
     folder = tmp_path_factory.mktemp("sharded")
-    port = free_port("127.0.0.1")
+    port = free_port()
     processes = [SPAWN.Process(target=train_sharded, args=(rank, port, folder)) for rank in range(NUM)]
     for process in processes:
         process.start()
@@ -210,7 +211,7 @@ def test_the_death_of_a_process_is_named(done):
 
 def on_a_gpu(port, compiled, path):
     """One process on NCCL: a GPU cannot be two of its ranks."""
-    store, _ = open_store(replica="rack", stage=0, master=f"127.0.0.1:{port}")
+    store = open_store(replica="rack", rank=0, host="127.0.0.1", port=port)
     mesh = shard_mesh(store, 0, 1, "cuda:0", timeout_seconds=60)
     recipe = parse_recipe(RECIPE, ["inner.precision=bf16", "inner.recompute=true"])
     how = {"device": "cuda:0", "precision": "bf16", "compiled": compiled}
@@ -224,7 +225,7 @@ def on_a_gpu(port, compiled, path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_on_a_gpu_a_shard_is_the_same_replica(compiled, tmp_path):
-    port = free_port("127.0.0.1")
+    port = free_port()
     process = SPAWN.Process(target=on_a_gpu, args=(port, compiled, tmp_path / "losses"))
     process.start()
     process.join(240)

@@ -65,7 +65,7 @@ def test_steps_are_timed_until_the_time_is_over(monkeypatch):
 def test_a_slow_machine_gets_five_steps_or_three_times_the_time(monkeypatch):
     five = rate_on(monkeypatch, 4.0, 1.0, 1.5)
     assert five.steps == FEWEST_STEPS
-    few = rate_on(monkeypatch, 4.0, 4.0, 5.0)
+    few = replace(rate_on(monkeypatch, 4.0, 4.0, 5.0), others_cores=0.0)  # however busy we are here
     assert few.steps == 1  # a second one would end after 14 s
     assert "only 1 step fitted" in few.warning
     assert "--seconds" in few.warning

@@ -120,6 +120,19 @@ def test_stages_in_one_process_are_the_simulated_replica(case, schedule):
     assert torch.allclose(ours, seen, rtol=1e-9)
 
 
+def test_a_replica_with_its_own_micro_batches_trains_as_if_the_recipe_had_that_count():
+    found = []
+    for setting in ("replicas.edge.micro_batches=2", "inner.micro_batches=2"):
+        recipe = parse_recipe(RECIPE, [setting])
+        replica = PipelinedReplica.in_one_process(
+            recipe, recipe.fleet()[1], batches_of(recipe), precision="fp64"
+        )
+        found.append(trained(recipe, replica))
+    (own_seen, own), (seen, weights) = found
+    assert torch.equal(own_seen, seen)  # losses and gradient norms
+    assert all(torch.equal(own[name], weights[name]) for name in weights)
+
+
 def test_stages_in_one_process_are_the_simulated_replica_in_fp32():
     recipe = parse_recipe(RECIPE, FP32)
     member = recipe.fleet()[1]

@@ -1,6 +1,7 @@
 import io
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from fabricate import FULL, PIPELINED, recipe, rows
@@ -39,6 +40,19 @@ def test_without_a_terminal_every_round_is_one_aligned_line():
         assert re.fullmatch(pattern, line), line
     assert len({line.index("ETA") for line in lines[1:13]}) == 1
     assert lines[13] == "replica edge-1 [left]"
+
+
+def test_in_a_long_round_a_line_says_how_long_it_takes(monkeypatch):
+    now, stream = 1000.0, io.StringIO()
+    monkeypatch.setattr("isthmus.runlog.live.time", SimpleNamespace(monotonic=lambda: now))
+    with open_view(recipe(), 0, 20, stream=stream) as view:
+        for step in range(1, 7):  # the first of 20 rounds, 10 s for each of its 15 steps
+            now += 10.0
+            view.inner(step, 15, [5.0, 5.2] if step > 3 else None)
+    assert stream.getvalue().splitlines() == [
+        "round 1/20, inner step 3 of 15  ETA 49m30s",
+        "round 1/20, inner step 6 of 15  train  5.10  ETA 49m00s",
+    ]
 
 
 def test_unevaluated_rounds_and_fleets_without_pipelines_keep_the_columns():

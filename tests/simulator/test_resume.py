@@ -42,6 +42,7 @@ def straight(tmp_path_factory):
     return recipe, path
 
 
+@pytest.mark.soak
 def test_killed_again_and_again_and_resumed_it_ends_in_the_same_bits(straight, tmp_path):
     recipe, path = straight
     run, moment = tmp_path / "run", random.Random(0)

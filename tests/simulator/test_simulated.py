@@ -145,7 +145,7 @@ def test_one_table_is_t_s_and_t_perp_at_any_weight_decay(corpus, weight_decay): 
     settings = ["outer.keep=4096", "outer.clip=none", f"inner.weight_decay={weight_decay}", "inner.lr=0.01"]
     recipe, probe = build(corpus, edge, *settings)
     basis = probe.bases.get(recipe.fleet()[0], 0)
-    edges = boundaries(recipe.model.layers, 2)
+    edges = boundaries(recipe.model, 2)
     reference = literal_t_s_and_t_perp(recipe, basis, edges, 2, lambda step: probe.batches.at(0, step))
     assert relative(train(corpus, edge, *settings).anchor, reference) < 1e-10
     if weight_decay:

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from isthmus.config import OuterConfig
 from isthmus.layout.chunks import CRC_BYTES, HEADER_BYTES
 from isthmus.outer.codec import PlainCodec
+from isthmus.outer.feedback import settle
 from isthmus.outer.fused import FusedCodec
 from isthmus.outer.sparseloco import SparseLoCo, plain_round
 from isthmus.sparse import TopK, launch
@@ -63,6 +64,21 @@ def test_nothing_is_lost_and_the_largest_are_sent(kind, keep, scale):  # eq. 2
             there = torch.zeros(len(kept), 4096, dtype=torch.bool, device=DEVICE).scatter_(1, kept, True)
             assert there.gather(1, wanted)[exact.values != 0].all()
         assert (carried[name][at].sign() == codec.decode(payload)[at].sign()).all()
+
+
+@pytest.mark.parametrize("kind", ["2bit", "fp32", "bf16"])
+def test_what_is_proposed_leaves_the_feedback_until_the_round_is_settled(kind):
+    _, codec = codecs(32, kind)
+    anchor, params, kept, usual = tensors(0), tensors(1), tensors(2), tensors(2)
+    carried = {name: kept[name] * 0.9 + (anchor[name] - params[name]) for name in SHAPES}
+    (sent,) = codec.contribute_all(anchor, [params], [usual], 0.9)
+    (proposed,) = codec.contribute_all(anchor, [params], [kept], 0.9, subtract=False)
+    assert codec.pack_many(proposed) == codec.pack_many(sent)
+    for name in SHAPES:
+        assert torch.equal(kept[name], carried[name])
+    settle(kept, codec.unpack_many(codec.pack_many(sent)), known=True)
+    for name in SHAPES:
+        assert torch.equal(kept[name], usual[name])
 
 
 @pytest.mark.parametrize("keep", [32, 150])
@@ -120,7 +136,8 @@ def test_levels_have_the_least_error(keep):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("keep", [32, 64, 512, 1344, 4096])  # from 1344 on a bitmap; all: no kernel for it
+# From 1344 on a bitmap; all: no kernel for it. A GPU's compiler once misplaced marks at 65, 72 and 100.
+@pytest.mark.parametrize("keep", [32, 64, 65, 72, 100, 512, 1344, 4096])
 @pytest.mark.parametrize("kind", ["2bit", "fp32", "bf16", "fp64"])
 def test_packed_bytes_are_the_plain_forms(keep, kind):
     plain, fused = codecs(keep, kind)

@@ -1,4 +1,4 @@
-"""Objects that others wrote: one that cannot be read is its author's fault, and copies outlive it."""
+"""Objects that others wrote: one that cannot be read is its author's fault."""
 
 import os
 import subprocess
@@ -40,8 +40,6 @@ def test_what_is_no_regular_file_is_refused_at_once_and_is_no_object(folder_url:
     plant(Path(folder_url), kind, "payloads/c/1/theirs")
     with pytest.raises(StoreRefused, match="theirs is not an object"):
         store.get("payloads/c/1/theirs", max_bytes=9)
-    with pytest.raises(StoreRefused, match="theirs is not an object"):
-        store.copy("payloads/c/1/theirs", "payloads/a/1/kept", max_bytes=9)
     assert store.head("payloads/c/1/theirs") is None
     assert store.list() == ["payloads/c/1/ours"]
 
@@ -61,29 +59,6 @@ def test_a_loop_or_a_deep_tree_of_folders_does_not_break_a_listing(folder_url: s
         assert store.list() == ["manifests/1.json"]
     finally:
         subprocess.run(["rm", "-rf", f"{folder_url}/deep"], check=True)  # pytest's own broom recurses
-
-
-def test_a_copy_stays_when_its_source_is_replaced_or_deleted(store: Store):
-    for number, change in enumerate((lambda: store.put("source", b"other"), lambda: store.delete("source"))):
-        store.put("source", b"payload" * 9999)
-        sent = store.bytes_sent
-        assert store.copy("source", f"kept-{number}", max_bytes=1 << 20)
-        assert store.bytes_sent == sent
-        change()
-        assert store.get(f"kept-{number}", max_bytes=1 << 20) == b"payload" * 9999
-    assert not store.copy("not-there", "kept-2", max_bytes=10)
-    assert store.requests["copy"] == 3
-
-
-def test_a_copy_in_a_folder_is_no_second_name_of_the_file(folder_url: str):
-    store = open_store(folder_url)
-    store.put("source", b"payload")
-    store.copy("source", "kept", max_bytes=7)
-    with open(Path(folder_url, "source"), "r+b") as file:  # not by rename: the same file is written into
-        file.write(b"garbage")
-    assert store.get("kept", max_bytes=7) == b"payload"
-    with pytest.raises(StoreRefused, match="at most 6"):
-        store.copy("source", "kept", max_bytes=6)
 
 
 def test_an_object_that_must_be_thawed_is_its_authors_fault(moto_url: str):

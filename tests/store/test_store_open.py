@@ -1,5 +1,6 @@
 """What is said when a store cannot be opened: one line, with the cure and without a secret."""
 
+import json
 import os
 import re
 import signal
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import servers
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from servers import use
 
 from isthmus.errors import ConfigError
 from isthmus.store import open_store
-from isthmus.store.url import CREDENTIALS, where_s3_is
+from isthmus.store.url import CREDENTIALS, ENDPOINT_NAMES, REGION_NAMES, connect, where_s3_is
 
 
 @pytest.mark.parametrize(
@@ -24,10 +27,11 @@ from isthmus.store.url import CREDENTIALS, where_s3_is
     [
         ("", "empty"),
         ("s3://bucket/a\nb", "not printable"),
-        ("s3://", "malformed"),
-        ("s3://bucket/../other", "malformed"),
-        ("s3://bucket/x?versionId=1", "malformed"),
-        ("s3://b cket/x", "malformed"),
+        ("s3://", "names the bucket ''; a bucket has 3 to 63"),
+        ("s3://a/b", "names the bucket 'a'; a bucket has 3 to 63"),
+        ("s3://bucket/../other", "has '..' in its prefix"),
+        ("s3://bucket/x?versionId=1", "in its prefix"),
+        ("s3://b cket/x", "names the bucket 'b cket'"),
         ("s3:/bucket/x", "is not a store"),
         ("ftp://host/x", "is not a store"),
         ("file://host/x", "is not a store"),
@@ -52,6 +56,46 @@ def test_without_credentials_nothing_is_asked(scheme: str, monkeypatch: pytest.M
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(ConfigError, match="no credentials for"):
         open_store(f"{scheme}://bucket/x")
+
+
+@pytest.mark.parametrize("variable", ["GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT"])
+def test_a_service_account_of_google_is_taken_from_the_usual_variables(
+    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in CREDENTIALS["gs"]:
+        monkeypatch.delenv(name, raising=False)
+    made = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    key = made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    account = {
+        "type": "service_account",
+        "client_email": "isthmus@example.invalid",
+        "private_key": key,
+        "private_key_id": "1",
+    }
+    (tmp_path / "account.json").write_text(json.dumps(account))
+    monkeypatch.setenv(variable, str(tmp_path / "account.json"))
+    connect("gs://bucket/x", None)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_every_variable_that_we_name_is_one_that_the_store_client_reads(scheme: str):
+    from obstore.exceptions import UnknownConfigurationKeyError
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    client = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]
+    names = CREDENTIALS[scheme]
+    if scheme == "s3":
+        names += (*REGION_NAMES, *ENDPOINT_NAMES, "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    with pytest.raises(UnknownConfigurationKeyError):
+        client("bucket", config={f"{names[0]}S": "x"})
+    for name in names:
+        try:
+            client("bucket", config={name: "x"})
+        except UnknownConfigurationKeyError:
+            pytest.fail(f"{name} is not a name of the store client")
+        except Exception:  # about the value, which is nonsense
+            continue
 
 
 def test_half_a_key_or_a_bad_endpoint_is_found_before_a_request(monkeypatch: pytest.MonkeyPatch):

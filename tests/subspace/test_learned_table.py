@@ -64,7 +64,7 @@ def test_a_table_adds_its_row_to_what_a_boundary_passes_on_and_gets_that_streams
     params, tokens = some(recipe)
     leaf = params[table_name(1)].requires_grad_()
     caught = []
-    edge = boundaries(recipe.model.layers, 4)[1]
+    edge = boundaries(recipe.model, 4)[1]
     bases = BasisSet(recipe, torch.device("cpu"), torch.float64)
     fns = boundary_functions(recipe, recipe.fleet()[:1], bases, params[EMBEDDING], 2, params=params)
     ((rows, cross),) = fns[edge]
@@ -121,11 +121,10 @@ def test_a_recipe_with_tables_is_written_and_read_as_it_is_and_no_file_states_th
 @pytest.mark.parametrize(
     ("fleet", "words"),
     [
-        (replicas("rack") + EDGE, "replica rack: .* every replica is pipelined and compressed"),
-        (pipelined("edge", stages=2), "replica edge: .* every replica is pipelined and compressed"),
+        (replicas("rack") + EDGE, "replica rack: .* every replica is pipelined; set"),
         (EDGE + pipelined("far", stages=2, compression="1/4"), "the same number of stages"),
     ],
 )
-def test_a_fleet_whose_replicas_are_not_all_compressed_alike_is_refused_by_one_line(fleet, words):
+def test_a_fleet_whose_replicas_do_not_have_the_same_boundaries_is_refused_by_one_line(fleet, words):
     with pytest.raises(ConfigError, match=words):
         recipe_of(fleet=fleet)

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deadlines import ended, first_line
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 OPTIONS = (
     "--headless=new",
@@ -31,6 +33,7 @@ OPTIONS = (
     "--hide-scrollbars",
     "--remote-debugging-port=0",
 )
+ANSWER_SECONDS = 120.0
 
 
 class WebSocket:
@@ -39,7 +42,7 @@ class WebSocket:
     def __init__(self, url: str) -> None:
         host, _, path = url.removeprefix("ws://").partition("/")
         name, port = host.split(":")
-        self.socket = socket.create_connection((name, int(port)), timeout=120)
+        self.socket = socket.create_connection((name, int(port)), timeout=ANSWER_SECONDS)
         key = base64.b64encode(os.urandom(16)).decode()
         lines = [
             f"GET /{path} HTTP/1.1",
@@ -52,7 +55,7 @@ class WebSocket:
         self.socket.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
         self.buffer = b""
         while b"\r\n\r\n" not in self.buffer:
-            self.buffer += self.socket.recv(4096)
+            self.buffer += self._more(4096)
         head, _, self.buffer = self.buffer.partition(b"\r\n\r\n")
         assert b" 101 " in head.split(b"\r\n")[0], head
 
@@ -85,12 +88,14 @@ class WebSocket:
 
     def _read(self, size: int) -> bytes:
         while len(self.buffer) < size:
-            more = self.socket.recv(max(65536, size - len(self.buffer)))
-            if not more:
-                raise ConnectionError("the browser has gone")
-            self.buffer += more
+            self.buffer += self._more(max(65536, size - len(self.buffer)))
         data, self.buffer = self.buffer[:size], self.buffer[size:]
         return data
+
+    def _more(self, most: int) -> bytes:
+        if not (more := self.socket.recv(most)):
+            raise ConnectionError("the browser has gone")
+        return more
 
 
 class Page:
@@ -106,7 +111,9 @@ class Page:
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self.number += 1
         self.socket.send(json.dumps({"id": self.number, "method": method, "params": params}))
+        deadline = time.monotonic() + ANSWER_SECONDS  # the socket's own is put off by every event that comes
         while True:
+            assert time.monotonic() < deadline, f"Chromium does not answer {method} {params}"
             message = json.loads(self.socket.receive())
             if message.get("id") == self.number:
                 assert "error" not in message, message["error"]
@@ -179,11 +186,10 @@ def watching(path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     command = [sys.executable, "-m", "isthmus.cli.main", "watch", str(path), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip(), process
+        yield first_line(process), process
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(60)
+        ended(process)
 
 
 @contextmanager
@@ -199,7 +205,7 @@ def chromium() -> Iterator[Page]:
             yield Page(_tab(Path(profile) / "DevToolsActivePort"))
         finally:
             process.terminate()
-            process.wait(60)
+            ended(process)
 
 
 def _tab(note: Path, seconds: float = 120.0) -> str:

@@ -96,7 +96,11 @@ class Evening:
                 self.running.append((machine, process))
                 return
             done = subprocess.run(
-                ["bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where
+                ["bash", "-c", script],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=WAIT_SECONDS,
+                **where,
             )
             log.write(done.stdout)
         self.say(done.stdout.decode())
@@ -165,7 +169,7 @@ class Evening:
                     process.wait(WAIT_SECONDS / 3)
                 except subprocess.TimeoutExpired:
                     process.kill()
-                    process.wait()
+                    process.wait(60)
         for port in self.ports[1::2]:  # weed leaves its sockets behind
             for path in Path(tempfile.gettempdir()).glob(f"seaweedfs-*-grpc-{port}.sock"):
                 path.unlink(missing_ok=True)

@@ -2,15 +2,17 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from little import RECIPE, Little, Replica, rounds
+from msgspec.structs import replace
 
-from isthmus.protocol.chain import manifest_key
 from isthmus.protocol.documents import Entry, Manifest, Shard
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.manifests import manifest_key
 from isthmus.protocol.trust import Signer, sha256
 from isthmus.runlog.facts import Facts
 from isthmus.store.together import together
@@ -38,9 +40,17 @@ class Long:
     """A run that is made to have settled many rounds. No payload of them is there but of the last."""
 
     def __init__(
-        self, url: str, folder: Path, num_replicas: int = 3, num_rounds: int = 1000, anchor_every: int = 10
+        self,
+        url: str,
+        folder: Path,
+        num_replicas: int = 3,
+        num_rounds: int = 1000,
+        anchor_every: int = 10,
+        **model: int,
     ) -> None:
         recipe = recipe_of(num_replicas, num_rounds, anchor_every)
+        for key, value in model.items():
+            recipe = re.sub(rf"^{key} = .*", f"{key} = {value}", recipe, flags=re.MULTILINE)
         self.little = Little(url, folder, recipe, closers=["r-0", "r-1"])
         self.names, self.url = self.little.names, url
         self.signers = {name: self.little.signer(name) for name in self.names}
@@ -52,26 +62,23 @@ class Long:
     def manifest(self, t: int, names: Sequence[str] = (), closer: Signer | None = None) -> bytes:
         """Of round t, chained to the last, with updates of `names` (all), whose payloads nobody has."""
         anchor = self.start or sha256(f"anchor {t - 1}".encode())
-        entries = [self._entry(name, t, anchor) for name in names or self.names]
+        entries = [self._entry(name, t) for name in names or self.names]
         made = Manifest(
             round=t,
             anchor=anchor,
             entries=tuple(entries),
-            refused=(),
             members=tuple(self.names),
+            dealt_in=tuple(self.names),
             deadline_seconds=60.0,
             seconds=30.0 + t % 7,
             membership=self.ledger.run.digest,
             dealt=t * self.ledger.run.recipe.outer.inner_steps * len(self.names),
         )
-        body = made.to_dict(self.previous)
-        return (closer or self.signers["r-0"]).seal("manifest", self.ledger.run.run_id, body)
+        made = replace(made, previous=self.previous)
+        return (closer or self.signers["r-0"]).seal("manifest", self.ledger.run.run_id, made)
 
-    def _entry(self, name: str, t: int, anchor: str) -> Entry:
-        entry = Entry(name, self.shards, facts=FACTS)
-        body = entry.to_dict() | {"round": t, "anchor": anchor, "incarnation": "1"}
-        commit = self.signers[name].seal("commit", self.ledger.run.run_id, body)
-        return Entry(name, self.shards, norm=1.0 + t % 3 / 10, facts=FACTS, commit=commit)
+    def _entry(self, name: str, t: int) -> Entry:
+        return Entry(name, self.shards, norm=1.0 + t % 3 / 10, facts=FACTS)
 
     def made(self, last: int) -> Iterator[tuple[int, bytes]]:
         """Manifests up to round `last`, one after another."""
@@ -94,7 +101,7 @@ class Long:
     def beat(self, reached: int, names: Sequence[str] = ()) -> None:
         for name in names or self.names:
             beat = Heartbeat(incarnation="0", beat=reached + 1, state="training", round=reached)
-            sealed = self.signers[name].seal("heartbeat", self.ledger.run.run_id, beat.to_dict())
+            sealed = self.signers[name].seal("heartbeat", self.ledger.run.run_id, beat)
             self.ledger.store.put(f"members/{name}/live.json", sealed, durable=False)
 
     def anchored(self, last: int) -> list[Replica]:

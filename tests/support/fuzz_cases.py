@@ -41,12 +41,7 @@ SEALED = {  # in a file's name -> the kind of document that is signed
     "/commits/": "commit",
     "/anchors/": "anchor",
     "/leave-": "leave",
-    "/repairs/": "repair",
-    "/wanted/": "wanted",
     "/membership/": "membership",
-    "/invitations/": "invitation",
-    "/requests/": "request",
-    "/log-": "log",
     "/members/": "heartbeat",
 }
 
@@ -156,21 +151,6 @@ def corpus() -> None:
     found.verify()
 
 
-def saved_state() -> None:
-    from isthmus.model import checkpoint
-
-    checkpoint.saved_rounds(Path("state"))
-    checkpoint.load(Path("state"))
-
-
-def keys() -> None:
-    from isthmus.protocol.trust import load_signer
-
-    for path in sorted(Path("run/keys").iterdir()):
-        with refusals():
-            load_signer(path, path.stem)
-
-
 def leave_note() -> None:
     from isthmus.protocol.access import open_ledger
     from isthmus.protocol.ledger import Ledger
@@ -178,54 +158,6 @@ def leave_note() -> None:
 
     found = open_ledger(BUCKET)
     Ledger(found.store, found.run, load_signer(Path("run/keys/rack-0.key"), "rack-0")).asked_to_leave("1")
-
-
-def wanted() -> None:
-    from isthmus.protocol.access import open_ledger
-    from isthmus.protocol.ledger import Ledger
-    from isthmus.protocol.patience import Patience
-    from isthmus.protocol.rescue import Rescue
-    from isthmus.protocol.shards import ShardReader
-    from isthmus.protocol.trust import load_signer
-    from isthmus.replica.control_group import SingleProcess
-
-    found = open_ledger(BUCKET)
-    ledger = Ledger(found.store, found.run, load_signer(Path("run/keys/rack-0.key"), "rack-0"))
-    said = list[str]()
-    Rescue(ledger, ShardReader(ledger, [0]), SingleProcess(), said.append, Patience(said.append)).help()
-
-
-class Denied:
-    """A store that is read and never written, as it is to a closer without rights on membership/."""
-
-    def __init__(self, store: Any) -> None:
-        self.store = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-    def create(self, key: str, data: bytes, **more: Any) -> bool:
-        from isthmus.store import StoreError
-
-        raise StoreError("denied", "denied")
-
-
-def take_requests() -> None:
-    """As a closer does before it settles a round: whatever lies there, it must come through."""
-    from isthmus.protocol.access import open_ledger
-    from isthmus.protocol.changes import Requests
-    from isthmus.protocol.ledger import Ledger
-    from isthmus.protocol.trust import load_signer
-
-    found, said = open_ledger(BUCKET), list[str]()
-    store: Any = Denied(found.store)
-    run = found.membership.epochs[0].run
-    ledger = Ledger(store, run, load_signer(Path("run/keys/rack-0.key"), "rack-0"))
-    try:
-        Requests(ledger, said.append).take(time.time)
-    except Exception as error:  # a refusal too: it would end every closer of the run
-        raise Fault(f"a closer ends by it: {_words(error)}") from error
-    OUTCOMES["refused" if any("does not count" in words for words in said) else "read"] += 1
 
 
 def opened(target: str) -> Callable[[], None]:
@@ -252,59 +184,38 @@ def bundle() -> None:
 READERS: dict[str, Callable[[], None]] = {
     "members": cli("members", BUCKET),
     "members json": cli("members", BUCKET, "--json"),
-    "logs": cli("logs", BUCKET, "--replica", "rack-0"),
-    "take": take_requests,
     "bundle": bundle,
-    "open run": opened("run"),
     "open bucket": opened(BUCKET),
     "status": cli("status", BUCKET),
-    "status run": cli("status", "run"),
     "show": cli("ledger", "show", BUCKET),
     "verify": cli("ledger", "verify", BUCKET),
     "rebuild": cli("ledger", "rebuild", BUCKET, "--to", "out/theta.safetensors"),
-    "report": cli("report", "run"),
     "report bucket": cli("report", BUCKET, "--to", "out/report"),
-    "compare": cli("compare", "run", "--json"),
-    "plan": cli("plan", "world.toml"),
-    "suggest": cli("plan", "--suggest", "machines.toml", "--preset", "10m", "--to", "out/suggested.toml"),
-    "export": cli("export", "run", "--to", "hf", "out/hf", "--force", "--batches", "1"),
     "export bucket": cli("export", BUCKET, "--to", "hf", "out/hf", "--force", "--batches", "1"),
-    "plain": cli("generate", "plain", "the", "--max-tokens", "2", "--json"),
-    "bounded": cli("generate", "bounded", "the", "--max-tokens", "2", "--json"),
-    "eval plain": cli("eval", "plain", "--corpus", "corpus", "--batches", "1"),
     "data": cli("data", "show", "corpus"),
-    "page": page("run"),
     "page bucket": page(BUCKET),
     "judge": judge_commits,
     "corpus": corpus,
-    "state": saved_state,
-    "keys": keys,
     "leave": leave_note,
-    "wanted": wanted,
     "payload": unpack_payloads,
 }
 OF_BUCKET = (
     "status",
-    "status run",
     "show",
     "verify",
     "rebuild",
-    "page",
     "page bucket",
     "judge",
     "export bucket",
     "open bucket",
 )
-OF_RUN = ("status run", "report", "page", "compare", "export", "open run")
-# file (or its beginning) -> who reads it. The first that fits.
+# file (or its beginning) -> who reads it. The first that fits. Only what comes from others: a person's own
+# recipes, run directories and corpora are trusted.
 OF_FILE: dict[str, tuple[str, ...]] = {
     "run/bucket/run.json": OF_BUCKET,
     "run/bucket/members/rack-0/leave-1": ("leave", "page bucket"),
-    "run/bucket/members/rack-0/log-0.json": ("logs", "status"),
-    "run/bucket/membership": ("members", "members json", "take", "status", "verify", "page bucket"),
-    "run/bucket/invitations": ("members", "take", "status", "page bucket"),
-    "run/bucket/requests": ("take", "take", "members", "status"),
-    "run/bucket/members": ("status", "page", "page bucket", "status run", "members json"),
+    "run/bucket/membership": ("members", "members json", "status", "verify", "page bucket"),
+    "run/bucket/members": ("status", "page bucket", "members json"),
     "run/bucket/manifests": (
         "status",
         "show",
@@ -318,35 +229,10 @@ OF_FILE: dict[str, tuple[str, ...]] = {
     "run/bucket/commits": ("judge", "status", "page bucket"),
     "run/bucket/payloads": ("judge", "verify", "rebuild", "page bucket", "export bucket"),
     "run/bucket/anchors": ("verify", "rebuild", "export bucket"),
-    "run/bucket/repairs": ("show", "verify", "rebuild"),
-    "run/bucket/wanted": ("wanted",),
-    "run/recipe.toml": OF_RUN,
-    "run/state": ("export",),
-    "run/keys": ("keys",),
-    "run/": ("report", "page", "compare", "export", "open run"),
-    "corpus": ("corpus", "data", "eval plain", "export"),
-    "plain": ("plain", "eval plain"),
-    "bounded": ("bounded",),
-    "world.toml": ("plan",),
-    "machines.toml": ("suggest",),
+    "corpus": ("corpus", "data"),
     "rack-0.isthmus.toml": ("bundle",),
-    "state": ("state",),
 }
-OF_MEMBERS = tuple(
-    f"run/bucket/{kind}/"
-    for kind in ("membership", "invitations", "requests", "members", "manifests", "commits")
-)
-TREES: dict[str, tuple[str, ...]] = {  # a folder that came from a stranger -> who looks at it
-    BUCKET: OF_BUCKET,
-    "run": (*OF_RUN, "status run"),
-    "corpus": ("corpus", "data", "export"),
-    "plain": ("plain", "eval plain"),
-    "bounded": ("bounded",),
-    "state": ("state",),
-}
-
-
-NOT_READ = (".html", ".md", ".bin", ".py", "clock")
+OF_MEMBERS = tuple(f"run/bucket/{kind}/" for kind in ("membership", "members", "manifests", "commits"))
 
 
 def readers_of(name: str) -> tuple[str, ...]:
@@ -398,10 +284,8 @@ def _payload(draw: random.Random, world: Path) -> Case:
 
 
 def _folder(draw: random.Random, world: Path) -> Case:
-    tree = draw.choice(list(TREES))
-    names = [name for name in files_of(world) if name.startswith(f"{tree}/")]
-    readers = draw.sample(TREES[tree], min(3, len(TREES[tree])))
-    return {"tree": tree, "ops": draw_folder(draw, names), "readers": readers}
+    names = [name for name in files_of(world) if name.startswith(f"{BUCKET}/")]
+    return {"tree": BUCKET, "ops": draw_folder(draw, names), "readers": draw.sample(OF_BUCKET, 3)}
 
 
 _DRAW: dict[str, Callable[[random.Random, Path], Case]] = {
@@ -517,9 +401,7 @@ def sealed(name: str, document: dict[str, Any], body: Any) -> bytes:
     run = json.loads(Path(BUCKET, "run.json").read_bytes())
     run = run.get("body", run)
     who = document["replica"]
-    if kind == "request" and not who.startswith("@"):
-        kind = "rotation"
-    keys = {"@owner": "run.owner", "@invited": f"@invited-{Path(name).stem}"}
+    keys = {"@owner": "run.owner"}
     signer = load_signer(Path("run/keys", f"{keys.get(who, who)}.key"), who)
     try:
         return signer.seal(kind, run["run_id"], body)

@@ -1,4 +1,4 @@
-"""A process that runs fuzz cases one after the other and says so line by line; `bench/fuzz.py` starts it.
+"""A process that runs fuzz cases one after the other and says so line by line; `soak/test_fuzz.py` starts it.
 
     python tests/support/fuzz_worker.py WORLD PART SEED START STOP STEP
 

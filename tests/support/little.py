@@ -1,6 +1,5 @@
 """A little real run, in threads: a recipe, replicas with their keys, random updates, and forgeries."""
 
-import dataclasses
 import json
 import os
 import struct
@@ -9,11 +8,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import to_builtins
+from msgspec.structs import replace
 from torch import Tensor
 
 from isthmus.config import Recipe, parse_recipe
@@ -22,11 +24,14 @@ from isthmus.model.digest import shard_digest
 from isthmus.model.llama import init_params
 from isthmus.outer.exchange import Contribution
 from isthmus.outer.sparseloco import SparseLoCo
+from isthmus.protocol.clipping import clip_factors, clipped_in
 from isthmus.protocol.closer import Closer
+from isthmus.protocol.documents import Commit, Entry, Manifest, Shard
 from isthmus.protocol.exchange import LedgerExchange
 from isthmus.protocol.heartbeat import Heartbeat
-from isthmus.protocol.judge import check_counted, judge
-from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard, read_run
+from isthmus.protocol.judge import judge
+from isthmus.protocol.ledger import Ledger, read_run
+from isthmus.protocol.replay import digest_from_bucket
 from isthmus.protocol.shards import ShardReader, unpack_shards
 from isthmus.protocol.trust import Signer, load_signer, sha256
 from isthmus.replica.control_group import SingleProcess
@@ -56,8 +61,6 @@ keep = 8
 [bucket]
 anchor_every = 2
 heartbeat_seconds = 5
-[score]
-batches = 0
 [[replicas]]
 name = "a"
 [[replicas]]
@@ -94,7 +97,9 @@ class Replica:
         self.num_beats = 0
         reader, log = ShardReader(self.ledger, every), self.said.append
         closes = name in self.ledger.run.closers
-        closer = Closer(self.ledger, reader, log, clock) if closes else None
+        whole = any(m.name == name and m.config.parts == 1 for m in self.recipe.fleet())
+        replayed = partial(digest_from_bucket, self.ledger) if whole else lambda t: ""
+        closer = Closer(self.ledger, reader, log, clock, replayed=replayed) if closes else None
         incarnation = os.urandom(8).hex()
         self.exchange = LedgerExchange(self.ledger, SingleProcess(), every, reader, closer, incarnation, log)
         self.hold(0)
@@ -118,8 +123,8 @@ class Replica:
 
     def apply(self, round_number: int, counted: Sequence[Contribution]) -> None:
         updates = {each.replica: unpack_shards(self.ledger, each.shards) for each in counted}
-        check_counted(self.ledger.manifest(round_number), updates)
-        self.outer.apply(list(updates.values()))
+        factors = clip_factors(self.ledger, round_number, updates)
+        self.outer.apply(list(updates.values()), None, factors)
         self.hold(round_number)
         if round_number % self.recipe.bucket.anchor_every == 0:
             self.write_anchor(round_number)
@@ -134,7 +139,7 @@ class Replica:
 
     def beat(self, state: str = "training", **more: Any) -> None:
         self.num_beats += 1
-        body = Heartbeat(incarnation="1", beat=self.num_beats, state=state, round=1).to_dict() | more
+        body = to_builtins(Heartbeat(incarnation="1", beat=self.num_beats, state=state, round=1)) | more
         sealed = self.ledger.signer.seal("heartbeat", self.ledger.run.run_id, body)
         self.ledger.store.put(f"members/{self.name}/live.json", sealed)
 
@@ -142,22 +147,23 @@ class Replica:
         own = [self.update() if mine is None else mine]
         self.apply(round_number, self.exchange.close(round_number, own))
 
-    def entry(self, mine: Contribution, **changed: Any) -> Entry:
+    def entry(self, mine: Contribution, **changed: Any) -> Commit:
         rows = tuple(Shard(i, sha256(data), len(data)) for i, data in sorted(mine.shards.items()))
-        return dataclasses.replace(Entry(self.name, rows), **changed)
+        plain = Commit(round=1, anchor=self.exchange.anchor, incarnation="1", shards=rows)
+        return replace(plain, **changed)
 
-    def deliver_as(self, round_number: int, mine: Contribution, entry: Entry | None = None) -> None:
+    def deliver_as(self, round_number: int, mine: Contribution, entry: Commit | None = None) -> None:
         """Shards and commit as `deliver` puts them, with whatever the caller changed in them."""
         for index, data in mine.shards.items():
             self.ledger.put_shard(round_number, index, data)
-        entry = entry or self.entry(mine)
-        self.ledger.commit(round_number, self.exchange.incarnation, self.exchange.anchor, entry)
+        entry = replace(entry or self.entry(mine), incarnation=self.exchange.incarnation)
+        self.ledger.commit(replace(entry, round=round_number))
 
     def commit_key(self, round_number: int = 1) -> str:
         return self.ledger.commit_key(self.name, round_number)
 
-    def sealed(self, round_number: int, entry: Entry, by: Signer | None = None, **changed: Any) -> bytes:
-        body = entry.to_dict() | {"round": round_number, "anchor": self.exchange.anchor, "incarnation": "1"}
+    def sealed(self, round_number: int, entry: Commit, by: Signer | None = None, **changed: Any) -> bytes:
+        body = to_builtins(replace(entry, round=round_number))
         return (by or self.ledger.signer).seal("commit", self.ledger.run.run_id, body | changed)
 
 
@@ -231,10 +237,18 @@ def close(round_number: int, closer: Replica, givers: Sequence[Replica]) -> None
     """A round is settled as a closer does it, without its waiting: of copies that it keeps."""
     ledger, anchor = closer.ledger, closer.exchange.anchor
     sealed = {each.name: ledger.get_commit(each.name, round_number) or b"" for each in givers}
-    read = closer.exchange.reader.judged
-    entries = tuple(judge(ledger, data, name, round_number, anchor, read) for name, data in sealed.items())
+    read = closer.exchange.reader.read
+    judged = [judge(ledger, data, name, round_number, anchor, read) for name, data in sealed.items()]
+    entries = tuple(each for each in judged if isinstance(each, Entry))
     names = tuple(member.name for member in closer.recipe.fleet())
-    how = {"refused": (), "members": names, "deadline_seconds": 60.0, "seconds": 1.0}
+    clipped = clipped_in(ledger, round_number, {entry.replica: entry.norm for entry in entries})
+    how = {
+        "members": names,
+        "dealt_in": names,
+        "deadline_seconds": 60.0,
+        "seconds": 1.0,
+        "clipped": clipped,
+    }
     assert ledger.create_manifest(Manifest(round=round_number, anchor=anchor, entries=entries, **how))
 
 

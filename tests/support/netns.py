@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import tunlink
+from deadlines import first_line
 
 FRAME_BYTES, SEGMENT_BYTES = 1514, 1448  # a full packet with its Ethernet header; what TCP carries in it
 
@@ -32,10 +33,10 @@ def reason_to_skip() -> str:
         if shutil.which(tool) is None:
             return f"{tool} is not installed (Debian: iproute2)"
     name = f"isth{os.getpid()}try"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    made = _try("ip", "netns", "add", name)
     if made.returncode:
         return f"no network namespaces here: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    _try("ip", "netns", "delete", name)
     return ""
 
 
@@ -73,13 +74,12 @@ class Network:
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for machine in self.machines:
             name = self._name(machine)
-            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-            for pid in found.stdout.split():  # started by us: nobody else is there
-                subprocess.run(["kill", "-9", pid], capture_output=True)
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+            for pid in _try("ip", "netns", "pids", name).stdout.split():  # we started all that is there
+                _try("kill", "-9", pid)
+            _try("ip", "netns", "delete", name)
         for carrier in self.carriers:
             carrier.kill()
-            carrier.wait()
+            carrier.wait(60)
             carrier.stdout.close()
         if before is not None:
             signal.signal(signal.SIGINT, before)
@@ -113,7 +113,7 @@ class Network:
             words = [word for machine, face, _ in ends for word in (self._name(machine), face)]
             command = [sys.executable, tunlink.__file__, *words, str(latency_ms)]
             self.carriers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
-            if not self.carriers[-1].stdout.readline():
+            if not first_line(self.carriers[-1]):
                 raise RuntimeError(f"no cable with a latency between {one} and {two}")
         return cable
 
@@ -182,8 +182,12 @@ class Network:
         return f"{self.prefix}{machine}"
 
 
+def _try(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = _try(*command)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
@@ -197,15 +201,14 @@ def isthmus(*words: object) -> list[str]:
 def join_by_stages(
     network: Network, cable: Cable, url: str, replica: str, folder: Path, **environments: dict[str, str]
 ) -> list[subprocess.Popen[bytes]]:
-    """`isthmus join --stage I --master HOST:PORT` on both machines of a cable, each in a folder of its own
-    that holds nothing but the keys. environments: of a machine, where it differs from ours."""
+    """`isthmus join --stage I` on both machines of a cable, each in a folder of its own that holds nothing
+    but the keys. environments: of a machine, where it differs from ours."""
     processes = []
     for stage, machine in enumerate(cable.machines):
         own = folder / machine
         own.mkdir()
         shutil.copytree(folder / "keys", own / "keys")
         command = isthmus("join", url, "--replica", replica, "--stage", stage, "--threads", 1)
-        command += ["--master", f"{cable.addresses[0]}:29500"]
         env = {**os.environ, **environments.get(machine, {})}
         processes.append(network.start(machine, command, folder / f"{machine}.log", cwd=own, env=env))
     return processes
@@ -219,5 +222,5 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> li
             process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            process.wait(60)
     return [process.returncode for process in processes]

@@ -1,17 +1,17 @@
-"""A little run with its owner, and what newcomers do to get into it."""
+"""A little run with its owner, who invites and revokes."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from little import RECIPE, Little, Replica, apply, closes, give
+from msgspec.structs import replace
 
 from isthmus.protocol.access import OWNER_KEY, check_owner
-from isthmus.protocol.changes import Changes, order
-from isthmus.protocol.invitations import invitation_key, request_key
-from isthmus.protocol.membership import Epoch, table_of
-from isthmus.protocol.trust import INVITED, Signer, new_secret
+from isthmus.protocol.heartbeat import Heartbeat
+from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.membership import Admitted, Changes, Epoch, table_of
+from isthmus.protocol.trust import Signer, new_secret
 from isthmus.store import open_store
 
 MORE = RECIPE.replace("rounds = 6", "rounds = 30")
@@ -38,42 +38,21 @@ class Owned(Little):
     def epoch(self) -> Epoch:
         return self.ledger().membership.look()
 
-    def invitation(self, name: str, once: Signer, like: str = "a", **changed: Any) -> dict[str, Any]:
+    def admitted(self, name: str, like: str = "a", **changed: Any) -> Admitted:
+        """A replica with a fresh key, which it has at once."""
         config = next(m.config for m in self.run.recipe.fleet() if m.name == like)
-        body = {
-            "name": name,
-            "table": table_of(config),
-            "key": once.public_key,
-            "expires": int(time.time()) + 3600,
-            "after": self.epoch.number,
-            "closes": 0,
-        }
-        return body | changed
-
-    def invite(self, name: str, **changed: Any) -> Signer:
-        """The one-time key."""
-        once = Signer(INVITED, new_secret())
-        body = self.invitation(name, once, **changed)
-        self.store.put(invitation_key(once.public_key), self.owner.seal("invitation", self.run.run_id, body))
-        return once
-
-    def ask(self, name: str, once: Signer) -> Signer:
-        """The newcomer's own key, which it names in its request."""
         self.own[name] = Signer(name, new_secret())
-        sealed = once.seal("request", self.run.run_id, {"name": name, "key": self.own[name].public_key})
-        self.store.create(request_key(once.public_key), sealed)
-        return self.own[name]
+        return replace(Admitted(name, self.own[name].public_key, table_of(config)), **changed)
 
-    def rotate(self, name: str) -> tuple[Signer, Signer]:
-        """(the old key, the new one that is asked for)"""
-        old, new = self.signer(name), Signer(name, new_secret())
-        body = {"name": name, "key": new.public_key, "old": old.public_key}
-        self.store.create(request_key(old.public_key), old.seal("rotation", self.run.run_id, body))
-        self.own[name] = new
-        return old, new
+    def invite(self, name: str, comes: bool = True, **changed: Any) -> Epoch:
+        """With `comes` it starts at once, and the run hears of it."""
+        epoch = self.order(admitted=[self.admitted(name, **changed)])
+        if comes:
+            Ledger(self.store, self.run, self.own[name]).beat(Heartbeat(state="starting", incarnation="1"))
+        return epoch
 
     def order(self, **changes: Any) -> Epoch:
-        return order(self.ledger().membership, self.owner, time.time(), Changes(**changes))
+        return self.ledger().membership.order(self.owner, Changes(**changes))
 
     def comes(self, name: str, last: int) -> Replica:
         """A newcomer, with the rounds up to `last` applied."""

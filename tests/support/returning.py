@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,14 +12,17 @@ from small_recipes import recipe_text, replicas
 from isthmus.config import Recipe, parse_recipe
 from isthmus.data.corpus import Corpus, open_corpus
 from isthmus.data.tokens import Batches
+from isthmus.layout.deal import Deal
 from isthmus.outer.rounds import run_rounds
 from isthmus.protocol.access import open_as
+from isthmus.protocol.patience import Patience
 from isthmus.replica.control_group import SingleProcess
 from isthmus.replica.full import FullReplica
+from isthmus.runtime.admission import Admission
 from isthmus.runtime.create import create
 from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
-from isthmus.store.objects import open_store
+from isthmus.store.objects import Store, open_store
 
 LATE = {"quorum": 1, "deadline_seconds": 0.01}
 
@@ -46,11 +50,17 @@ class Seat:
     def __init__(self, recipe: Recipe, folder: Path, name: str, machine: str = "work") -> None:
         self.recipe, self.folder, self.name, self.machine = recipe, folder, name, machine
         self.background = False  # so that a kill is exactly where it is put
+        self.incarnation = "0123456789abcdef"
         self.said: list[str] = []
 
+    def open(self) -> Store:
+        return open_store(str(self.folder / "bucket"))
+
+    def patience(self) -> Patience:
+        return Patience(self.said.append)
+
     def come(self, control=None) -> Trainer:
-        store = open_store(str(self.folder / "bucket"))
-        ledger, _ = open_as(store, self.name, str(self.folder / "keys" / f"{self.name}.key"))
+        ledger, _ = open_as(self.open(), self.name, str(self.folder / "keys" / f"{self.name}.key"))
         member = next(m for m in self.recipe.fleet() if m.name == self.name)
         corpus = the_corpus(self.recipe.data.corpus)
         inner, context = self.recipe.inner, self.recipe.model.context
@@ -66,11 +76,16 @@ class Seat:
             control or SingleProcess(),
             cpu,
             work,
-            "0123456789abcdef",
+            self.incarnation,
             self.said.append,
             save_seconds=0.0,
             background=self.background,
+            patience=self.patience(),
+            admission=Admission(ledger, self.said.append, partial(self.deal, batches)),
         )
+
+    def deal(self, batches: Batches, share: Deal) -> None:
+        batches.deal(share)
 
     def run(self, until: int, before: Callable[[Trainer], None] = lambda fleet: None) -> Trainer:
         fleet = self.come()

@@ -62,5 +62,4 @@ def take_seat(recipe: Recipe, folder: Path, member) -> Trainer:
         name,
         lambda text: None,
         background=False,
-        held_out=corpus.validation,
     )

@@ -17,7 +17,7 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
-from isthmus.runtime.rendezvous import free_port
+from isthmus.runtime.addresses import free_port
 
 BUCKET = "runs"
 ADMIN = ("admin-key-id", "admin-very-secret")
@@ -53,7 +53,7 @@ def admins_environment(endpoint: str) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    return [free_port("127.0.0.1") for _ in range(count)]
+    return [free_port() for _ in range(count)]
 
 
 class Server:
@@ -92,7 +92,7 @@ class Server:
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.wait()
+            self.process.wait(60)
         for port in self.grpc_ports:  # weed leaves its sockets behind
             for path in Path(tempfile.gettempdir()).glob(f"seaweedfs-*-grpc-{port}.sock"):
                 path.unlink(missing_ok=True)

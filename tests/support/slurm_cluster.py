@@ -7,14 +7,19 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from servers import free_ports
 
+from isthmus.config import Recipe
+from isthmus.config.toml import dump_recipe
+
+TEMPLATE = Path(__file__).parents[2] / "deploy" / "slurm.sh"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
 LIMIT_SECONDS = 240.0  # for a machine that does much else; nothing waits for it
 CONFIG = """
@@ -65,6 +70,23 @@ def until(done: Callable[[], Any], what: str, limit_seconds: float = LIMIT_SECON
         assert time.monotonic() < deadline, f"{what}, and {limit_seconds:.0f} s are over"
         time.sleep(0.2)
     return found
+
+
+def submit_run(recipe: Recipe, folder: Path, names: Sequence[str], environment: dict[str, str]) -> str:
+    """Begin a run in a folder, and submit its replicas by deploy/slurm.sh: the number of the array."""
+    program = f"{sys.executable} -P -m isthmus"
+    (folder / "recipe.toml").write_text(dump_recipe(recipe))
+    how = {"cwd": folder, "env": environment | {"ISTHMUS": program}}
+    subprocess.run(
+        [*program.split(), "init", "recipe.toml", "bucket"], **how, check=True, stdout=subprocess.DEVNULL
+    )
+    files = [str(Path("keys", recipe.name, f"{name}.isthmus.toml")) for name in names]
+    array = ["--cpus-per-task=1", f"--array=0-{len(names) - 1}"]
+    done = subprocess.run(
+        ["sbatch", "--parsable", *array, str(TEMPLATE), *files], **how, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 class Cluster:
@@ -161,5 +183,5 @@ class Cluster:
                 daemon.wait(20)
             except subprocess.TimeoutExpired:
                 daemon.kill()
-                daemon.wait()
+                daemon.wait(20)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -15,12 +15,12 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
         pytest.skip("mounting a small file system needs root")
     folder.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
+    if subprocess.run(command, capture_output=True, check=False, timeout=60).returncode:
         pytest.skip("this machine does not let root mount a tmpfs")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=60)
 
 
 def fill(folder: Path, leave_bytes: int = 0) -> Path:

@@ -53,18 +53,21 @@ def seaweed_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return _url()
 
 
-@pytest.fixture(params=["folder", "moto", "seaweed"])
+SEAWEED = pytest.param("seaweed", marks=pytest.mark.soak)
+
+
+@pytest.fixture(params=["folder", "moto", SEAWEED])
 def any_store_url(request: pytest.FixtureRequest) -> str:
     return request.getfixturevalue(f"{request.param}_url")
 
 
-@pytest.fixture(params=["folder", "seaweed"])
+@pytest.fixture(params=["folder", SEAWEED])
 def racing_store_url(request: pytest.FixtureRequest) -> str:
     """moto looks whether a key is there and then writes it, in two steps: it may let two racers win."""
     return request.getfixturevalue(f"{request.param}_url")
 
 
-@pytest.fixture(params=["moto", "seaweed"])
+@pytest.fixture(params=["moto", SEAWEED])
 def bad_network(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, faultproxy.FaultProxy]]:

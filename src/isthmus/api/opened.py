@@ -1,9 +1,8 @@
-"""A run to look at: the folder of one, or its bucket, while it goes on and after."""
+"""Read a run, from its folder or its bucket, while it goes on and after."""
 
 import os
 from abc import ABC, abstractmethod
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isthmus.config import Recipe
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Run(ABC):
-    """What a run has written down. Its rows are read once; `refresh` looks again."""
+    """What a run has recorded. Its rows are read once; `refresh` reads again."""
 
     def __init__(self, where: str, recipe: Recipe) -> None:
         self.where, self.recipe = where, recipe
@@ -37,20 +36,20 @@ class Run(ABC):
     @property
     @abstractmethod
     def rows(self) -> list[Row]:
-        """A row for each round; row 0 is the model before training."""
+        """One row per round; row 0 is the model before training."""
 
     @abstractmethod
     def weights(self, round: int | None = None) -> "dict[str, Tensor]":
-        """The model's tensors by name after `round`: the newest that there is, when not given."""
+        """The model's tensors by name after `round`; by default after the newest."""
 
     @property
     def config(self) -> dict[str, Any]:
-        """The recipe as plain tables, as its file has them."""
+        """The recipe as plain tables, like its file."""
         return as_tables(self.recipe)
 
     @property
     def rounds(self) -> int:
-        """How many rounds are done."""
+        """The number of finished rounds."""
         return max((row.round for row in self.rows), default=0)
 
     @property
@@ -87,22 +86,23 @@ class FolderRun(Run):
         return self.run.rows()
 
     def weights(self, round: int | None = None) -> "dict[str, Tensor]":
-        from isthmus.export.source import has_bucket, newest_params
+        from isthmus.export.source import newest_params
+        from isthmus.protocol.place import has_bucket
 
         found = newest_params(self.run)
         if found and round in (None, found[0]):
             return found[1]
         if has_bucket(self.run):
-            from isthmus.protocol.access import bucket_to_read, open_ledger
+            from isthmus.protocol.access import open_ledger
 
-            return replayed(open_ledger(bucket_to_read(self.run, self.where)), round)
+            return replayed(open_ledger(self.where), round)
         if found:
             raise ConfigError(f"{self.where} keeps its newest weights only, of round {found[0]}")
         raise ConfigError(f"{self.where} has no saved round yet; there are no weights to take from it")
 
 
 class BucketRun(Run):
-    """The bucket of a fleet, by its URL or folder."""
+    """The bucket of a fleet, given by its URL or folder."""
 
     def __init__(self, where: str) -> None:
         from isthmus.protocol.access import open_ledger
@@ -126,7 +126,7 @@ class BucketRun(Run):
         return bucket_rows(self.ledger)
 
     def refresh(self) -> None:
-        """The fleet itself may have changed: replicas come and go, rounds are added."""
+        """Read the fleet again, too: replicas come and go, rounds are added."""
         super().refresh()
         self.ledger.membership.look()
         self.recipe = self.ledger.run.recipe
@@ -136,25 +136,19 @@ class BucketRun(Run):
 
 
 def open_run(where: str | os.PathLike[str]) -> Run:
-    """A run by its folder, or by the URL or folder of its bucket. Nothing is written."""
-    given = os.fspath(where)
-    path = Path(given).expanduser()
-    if "://" in given or ((path / "run.json").is_file() and not (path / "recipe.toml").is_file()):
-        return BucketRun(given if "://" in given else str(path))
-    return FolderRun(RunDir.open(path))
+    """Open a run by its folder, or by the URL or folder of its bucket. It writes nothing."""
+    from isthmus.protocol.place import find_place
+
+    place = find_place(os.fspath(where))
+    return FolderRun(place.run) if place.run else BucketRun(place.bucket)
 
 
 def replayed(ledger: "Ledger", round: int | None) -> "dict[str, Tensor]":
-    """theta^(round) from a bucket: the newest anchor before it, and the rounds since."""
-    from isthmus.protocol.chain import gone
-    from isthmus.protocol.replay import Replay
+    """Return theta^(round) from a bucket."""
+    from isthmus.export.source import replayed as replay_to
 
     last = ledger.last_round()
     wanted = last if round is None else round
     if not 0 <= wanted <= last:
         raise ConfigError(f"round {wanted} is not settled; this run has the rounds 0 to {last}")
-    replay = Replay(ledger, wanted)
-    while replay.round < wanted:
-        if replay.step() is None:
-            raise gone(replay.round + 1)
-    return dict(replay.anchor)
+    return dict(replay_to(ledger, wanted).anchor)

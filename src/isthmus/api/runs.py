@@ -1,37 +1,29 @@
-"""Start a run from Python, or go on with one. torch is loaded when a run starts, not before."""
+"""Start or resume a run from Python. torch is loaded when a run starts, not before."""
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from isthmus.config import Recipe, dump_recipe, load_recipe, parse_recipe, toml_line
+from isthmus.config import Recipe, dump_recipe, load_recipe, parse_recipe
 from isthmus.config.checks import choice, short
+from isthmus.config.toml import Overrides
 from isthmus.errors import ConfigError
+from isthmus.planner.devices import check_device
 from isthmus.planner.plan import Forecast, predict
 from isthmus.runlog import REAL, RunDir
 from isthmus.runlog.hooks import OnRound
 from isthmus.runlog.results import Results
 
 AnyRecipe = Recipe | str | os.PathLike[str]  # a recipe, its file, or the name of one that ships
-Overrides = Mapping[str, Any] | Sequence[str]  # {"outer.keep": 64}, or ["outer.keep=64"]
 AnyPath = str | os.PathLike[str]
 
 
 def as_recipe(recipe: AnyRecipe, overrides: Overrides = ()) -> Recipe:
-    """A checked recipe, whichever way it was given."""
-    settings = _settings(overrides)
+    """Return the checked recipe, in whichever form it was given."""
     if not isinstance(recipe, Recipe):
-        return load_recipe(os.fspath(recipe), settings)
-    return parse_recipe(dump_recipe(recipe), settings) if settings else recipe
-
-
-def _settings(overrides: Overrides) -> list[str]:
-    if isinstance(overrides, str):
-        return [overrides]
-    if isinstance(overrides, Mapping):
-        return [f"{key}={toml_line('', value).removeprefix(' = ')}" for key, value in overrides.items()]
-    return list(overrides)
+        return load_recipe(os.fspath(recipe), overrides)
+    return parse_recipe(dump_recipe(recipe), overrides) if overrides else recipe
 
 
 def simulate(
@@ -48,14 +40,14 @@ def simulate(
 ) -> Results:
     """Train the whole fleet of a recipe on one device.
 
-    `recipe`: a Recipe, the path of one, or the name of one that ships. `run_dir`: the folder of the run; the
-    first free runs/NAME when not given. `overrides`: as --set. `on_round(row)` is called after every round,
-    first with row 0, the model before training; when it returns False or raises, the run stops at that
-    round's edge and can be resumed. `log`: "wandb", "mlflow" or both.
+    `recipe`: a Recipe, the path of one, or the name of one that ships. `run_dir`: the folder of the run; by
+    default the first free runs/NAME. `overrides`: as --set. `on_round(row)` is called after every round,
+    first with row 0, the model before training; if it returns False or raises, the run stops at the end of
+    that round and can be resumed. `log`: "wandb" sends every round to W&B.
     """
     choice("mode", mode, ("auto", "stacked", "turns"))
     _check_call(device, on_round)
-    checked = as_recipe(recipe, overrides)
+    checked = _checked(recipe, overrides)
     from isthmus.simulator.run import simulate as start
 
     return start(
@@ -83,12 +75,12 @@ def train(
 ) -> Results:
     """Run the whole fleet of a recipe as real processes on this machine.
 
-    As `simulate`, but `on_round` gets a row once its held-out loss is known, which may be rounds later. It is
-    called in this thread, while the replicas train on; when it stops the run, they leave at the end of the
-    round that they are in. `launcher`: further fields of every LauncherConfig.
+    Like `simulate`, but `on_round` gets a row once its held-out loss is known, which may be rounds later. It
+    is called in this thread while the replicas train on; if it stops the run, they leave at the end of their
+    current round. `launcher`: further fields of every LauncherConfig.
     """
     _check_call(device, on_round)
-    checked = as_recipe(recipe, overrides)
+    checked = _checked(recipe, overrides)
     from isthmus.runtime.versions import check_torch
 
     check_torch()
@@ -113,7 +105,7 @@ def resume(
     on_round: OnRound | None = None,
     log: str | Sequence[str] = (),
 ) -> Results:
-    """Go on with a run that was stopped or killed, simulated or real, as it would have gone on by itself."""
+    """Resume a stopped or killed run, simulated or real, as if it had not stopped."""
     run = RunDir.open(os.fspath(run_dir))
     if run.about.get("mode") == REAL:
         from isthmus.runtime.train import resume as go_on
@@ -125,22 +117,28 @@ def resume(
 def plan(
     recipe: AnyRecipe, *, overrides: Overrides = (), tflops: float = 0.0, memory_gb: float = 0.0
 ) -> Forecast:
-    """What a run will take on its fleet and its links: seconds, bytes, memory. Loads no torch.
+    """Forecast a run on its fleet and links: seconds, bytes, memory. Loads no torch.
 
-    `tflops` and `memory_gb` are those of machines whose own the recipe does not state.
+    `tflops` and `memory_gb` apply to machines for which the recipe states none.
     """
     for name, value in (("tflops", tflops), ("memory_gb", memory_gb)):
-        if not 0 <= value < math.inf:  # nor NaN
+        if not 0 <= value < math.inf:  # also refuses NaN
             raise ConfigError(f"{name} is {value}; it is 0 (not known) or more")
     return predict(as_recipe(recipe, overrides), tflops, memory_gb=memory_gb)
 
 
+def _checked(recipe: AnyRecipe, overrides: Overrides) -> Recipe:
+    """Return the checked recipe; a missing corpus raises before torch is loaded."""
+    from isthmus.data.corpus import check_here
+
+    checked = as_recipe(recipe, overrides)
+    check_here(checked.data.corpus)
+    return checked
+
+
 def _check_call(device: object, on_round: object) -> None:
-    """Before anything starts: what types would tell those who check them."""
-    if not isinstance(device, str):
-        raise ConfigError(
-            f'device is {short(device)}; it is a string: "auto", "cpu", "cuda", "cuda:1" or "mps"'
-        )
+    """Check argument types before anything starts, for callers without a type checker."""
+    check_device(device)
     if on_round is not None and not callable(on_round):
         raise ConfigError(f"on_round is {short(on_round)}; it is a function that takes a row")
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, in the same words. Standard library only."""
+"""Arguments that several commands share. Standard library only."""
 
 import argparse
 
@@ -6,7 +6,7 @@ RECIPE = "a recipe file (TOML), or the name of one that ships (isthmus new --lis
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """RECIPE, which may be left out, and --set."""
+    """Add the optional RECIPE, and --set."""
     parser.add_argument("recipe", nargs="?", help=RECIPE)
     add_set(parser)
 
@@ -18,7 +18,7 @@ def add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser, resume: str) -> None:
-    """--run, --resume and --device of a command that starts a run or goes on with one."""
+    """Add --run, --resume and --device of a command that starts or resumes a run."""
     parser.add_argument(
         "--run", dest="run_dir", metavar="DIR", help="the run directory (default: the first free runs/NAME)"
     )
@@ -32,6 +32,6 @@ def add_log(parser: argparse.ArgumentParser) -> None:
         "--log",
         action="append",
         default=[],
-        choices=("wandb", "mlflow"),
-        help="also send every round to W&B or MLflow, as their own settings say; may be repeated",
+        metavar="wandb",
+        help="also send every round to W&B, as its own settings say",
     )

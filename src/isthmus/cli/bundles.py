@@ -1,4 +1,4 @@
-"""The files that a run's owner hands out, one per replica, and how a command takes one in place of a URL."""
+"""The files that a run's owner hands out, one per replica, and how a command reads one instead of a URL."""
 
 import argparse
 import sys
@@ -29,25 +29,22 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
 def hand_out(
     run: "RunInfo", url: str, store: Mapping[str, str], folder: Path, keys: Mapping[str, bytes]
 ) -> None:
-    """One file per replica, with its key."""
+    """Write one file per replica, with its key."""
     for member in run.recipe.fleet():
-        bundle = bundle_of(run, url, store, member.name, key=keys[member.name].hex())
+        bundle = bundle_of(run, url, store, member.name, keys[member.name].hex())
         bundle.write(folder / f"{member.name}{SUFFIX}", member.config.stages)
 
 
-def bundle_of(
-    run: "RunInfo", url: str, store: Mapping[str, str], replica: str, *, key: str = "", token: str = ""
-) -> "Bundle":
+def bundle_of(run: "RunInfo", url: str, store: Mapping[str, str], replica: str, key: str) -> "Bundle":
     from isthmus.protocol.bundle import Bundle
     from isthmus.store import parse_url
 
     return Bundle(
-        url=parse_url(url)[0],  # of a folder: from the root, as others must find it
+        url=parse_url(url)[0],  # for a folder: the absolute path, as others must find it
         run=run.recipe.name,
         run_sha256=run.digest,
         replica=replica,
         key=key,
-        token=token,
         corpus=run.recipe.data.corpus,
         corpus_sha256=run.corpus,
         store=store,
@@ -55,7 +52,7 @@ def bundle_of(
 
 
 def what_else(url: str, store: Mapping[str, str]) -> list[str]:
-    """What the owner should know of the files: how others reach the bucket, and by which right."""
+    """Return what the owner should know about the files: how others reach the bucket, with which rights."""
     said = []
     if any(mark in store.get("endpoint", "") for mark in LOOPBACK):
         said.append(
@@ -77,7 +74,7 @@ def what_else(url: str, store: Mapping[str, str]) -> list[str]:
 
 
 def take(args: argparse.Namespace) -> None:
-    """Where a file of `init` or `invite` was typed in place of a run's URL: do as it says."""
+    """Fill in the arguments from a file of `init` or `invite` that was typed instead of a run's URL."""
     for place in PLACES:
         typed = getattr(args, place, None)
         if isinstance(typed, str):
@@ -95,7 +92,7 @@ def _url(args: argparse.Namespace, typed: str) -> str:
     whose = bundle.use_store()
     if args.command in ("join", "leave"):
         _as_replica(args, bundle, typed, whose)
-    elif args.command in ("doctor", "logs", "rotate"):
+    elif args.command == "doctor":
         args.replica = args.replica or bundle.replica
     return bundle.url
 
@@ -103,8 +100,8 @@ def _url(args: argparse.Namespace, typed: str) -> str:
 def _as_replica(args: argparse.Namespace, bundle: "Bundle", typed: str, whose: str) -> None:
     from isthmus.store.retry import StoreError
 
-    if getattr(args, "token", "") or args.replica not in ("", bundle.replica):
-        raise ConfigError(f"{typed} is for replica {bundle.replica}; leave out --replica and --token")
+    if args.replica not in ("", bundle.replica):
+        raise ConfigError(f"{typed} is for replica {bundle.replica}; leave out --replica")
     if args.command == "join":
         at = f" at {bundle.store['endpoint']}" if "endpoint" in bundle.store else ""
         rights = f", with {whose}" if is_url(bundle.url) else ""
@@ -112,12 +109,8 @@ def _as_replica(args: argparse.Namespace, bundle: "Bundle", typed: str, whose: s
         print(f"isthmus: {line}", file=sys.stderr)
         if is_url(bundle.corpus):
             args.corpus = args.corpus or bundle.corpus
-    if bundle.token and args.command == "join":
-        args.token = bundle.token
-        return
     args.replica = bundle.replica
-    if bundle.key:
-        try:
-            args.key = str(bundle.save_key(args.key))
-        except StoreError as error:
-            raise error.at_start() from None
+    try:
+        args.key = str(bundle.save_key(args.key))
+    except StoreError as error:
+        raise error.at_start() from None

@@ -1,4 +1,4 @@
-"""`isthmus data`: text into token shards, and a look at what is in them."""
+"""`isthmus data`: turn text into token shards, and inspect them."""
 
 import argparse
 import shlex
@@ -20,23 +20,21 @@ examples:
       JSON lines as DCLM ships them, with a validation file of their own
   isthmus data prepare c4-train.*.json.gz --to corpus/ --tokenizer tokenizer.json --limit-bytes 2_000_000_000
       the first 2 GB of C4, with the tokenizer of an existing model
-  isthmus data prepare books/ --to corpus/ --tokenizer llama/tokenizer.model
-      with a SentencePiece model, Unigram or BPE; the corpus gets a tokenizer.json with the same ids
+  isthmus data prepare https://example.org/books.jsonl.gz --to corpus/
+      downloaded first, into ~/.cache/isthmus (or ISTHMUS_CACHE)
   isthmus data prepare --hf allenai/c4:en --split train --limit-bytes 200_000_000 --to corpus/
       streamed from the Hugging Face hub (pip install 'isthmus[hf]')
 
 inputs: .txt  .md  .jsonl  .parquet, and .txt/.jsonl/.json packed as .gz or .zst (.json.gz means JSON lines).
   A line or a row is one document, its text in the field --text-field. A .txt is one document; a long one is
-  cut at blank lines about every 32,000 characters, or where it says <|endoftext|>. A document has at most
-  64 MiB, a line of JSON 80 MiB; what decompresses to more than 250 times its size is refused.
+  cut at blank lines about every 32,000 characters, or where it says <|endoftext|>.
   Of a folder, hidden files and other kinds are left out and counted, as is a README.md beside data.
   Every file is looked at first (its first MiB of text), and all bad ones are one list. With --skip-bad a bad
   line of JSON is left out, other files from their fault on, and files without anything good altogether.
 
 A killed run is continued by the same command. Name the folder in a recipe:  [data] corpus = "corpus/"
 """
-# The vocabulary of a model -> a recipe that ships with it.
-TRIED_WITH = {1024: "demo", 8192: "10m-recommended", 32000: "178m-recommended"}
+DEMO_VOCAB = 1024  # of the recipe that finishes in minutes on a CPU
 EPILOG = """\
 examples:
   isthmus data prepare my-texts/ --to corpus/ --vocab 1024      your own text, for the model of `demo`
@@ -81,7 +79,9 @@ def register(commands: argparse._SubParsersAction) -> None:
         epilog=PREPARE_EXAMPLES,
         formatter_class=raw,
     )
-    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="a text file, or a folder of them")
+    parser.add_argument(
+        "inputs", nargs="*", metavar="INPUT", help="a text file, a folder of them, or a web address"
+    )
     parser.add_argument("--to", required=True, metavar="DIR", type=Path, help="folder of the new corpus")
     vocabulary = parser.add_mutually_exclusive_group()
     vocabulary.add_argument(
@@ -91,7 +91,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--tokenizer",
         type=Path,
         metavar="FILE",
-        help="use this tokenizer.json (Hugging Face) or tokenizer.model (SentencePiece), or that of a folder",
+        help="use this tokenizer.json of Hugging Face, or that of a folder",
     )
     parser.add_argument(
         "--end-token", metavar="TOKEN", help="what ends a document (default: <|endoftext|>, </s> or the like)"
@@ -109,9 +109,6 @@ def register(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="field of the text (default text)"
-    )
-    parser.add_argument(
-        "--encoding", metavar="NAME", help="of text files that are not UTF-8, such as cp1252 or utf-16"
     )
     parser.add_argument(
         "--skip-bad",
@@ -159,11 +156,11 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def prepare(args: argparse.Namespace) -> int:
     """Make a corpus, or continue one."""
+    from isthmus.data.download import downloaded, is_web
     from isthmus.data.finding import LeftOut, find_files
-    from isthmus.data.limits import BadFiles
     from isthmus.data.prepare import PrepareConfig, prepare
     from isthmus.data.progress import on_stderr
-    from isthmus.data.streams import UTF_8, checked_encoding
+    from isthmus.data.streams import BadFiles
 
     if not args.inputs and not args.hf:
         raise ConfigError("no INPUT; give text files or folders before the options, or a dataset by --hf")
@@ -181,31 +178,33 @@ def prepare(args: argparse.Namespace) -> int:
         seed=args.seed,
         shard_tokens=args.shard_tokens,
     )
-    encoding = checked_encoding(args.encoding) if args.encoding else UTF_8
-    left_out = LeftOut()
-    try:
-        validation = find_files(args.validation_from or [], encoding=encoding, left_out=left_out)
-        if args.hf:
-            from isthmus.data.hub import HubDataset
+    left_out, progress = LeftOut(), on_stderr()
 
-            inputs = [HubDataset(args.hf, args.split or "train")]
-        else:
-            # A folder may hold its own validation files; they are not trained on.
-            inputs = find_files(args.inputs, validation, encoding, left_out)
-        progress = on_stderr()
+    def here(given: list[str]) -> list[str | Path]:
+        return [downloaded(each, progress) if is_web(each) else each for each in given]
+
+    try:
         try:
+            validation = find_files(here(args.validation_from or []), left_out=left_out)
+            if args.hf:
+                from isthmus.data.hub import HubDataset
+
+                inputs = [HubDataset(args.hf, args.split or "train")]
+            else:
+                # A folder may contain its own validation files; they are not trained on.
+                inputs = find_files(here(args.inputs), validation, left_out)
             manifest, is_new = prepare(
                 inputs, validation, args.to, config, args.overwrite, progress, args.skip_bad
             )
-        except OSError as error:
-            raise RunError(f"{error}; what is done is kept, and the same command continues") from error
-        except KeyboardInterrupt:
-            progress.note("what is done is kept, and the same command continues")
-            raise
         finally:
             progress.close()
     except BadFiles as bad:
         print(*bad.reasons, sep="\n", file=sys.stderr)
+        raise
+    except OSError as error:
+        raise RunError(f"{error}; what is done is kept, and the same command continues") from error
+    except KeyboardInterrupt:
+        print("what is done is kept, and the same command continues", file=sys.stderr)
         raise
     if left_out.counts:
         print(f"left out: {left_out}", file=sys.stderr)
@@ -219,14 +218,13 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 def first_run(corpus: Path, vocab_size: int) -> str:
-    """The smallest recipe that ships and takes such a vocabulary, on this text."""
-    recipe = next((name for most, name in TRIED_WITH.items() if vocab_size <= most), "178m-recommended")
-    larger = f" --set model.vocab={vocab_size}" if vocab_size > max(TRIED_WITH) else ""
-    return f"isthmus simulate {recipe} --set data.corpus={shlex.quote(str(corpus))}{larger}"
+    """The recipe that finishes in minutes on a CPU, for this text."""
+    larger = f" --set model.vocab={vocab_size}" if vocab_size > DEMO_VOCAB else ""
+    return f"isthmus simulate demo --set data.corpus={shlex.quote(str(corpus))}{larger}"
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print a manifest, and check the files against it on request."""
+    """Print a manifest, and check the files against it if asked."""
     from isthmus.data.corpus import open_corpus
 
     corpus = open_corpus(args.corpus)
@@ -238,7 +236,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def push_corpus(args: argparse.Namespace) -> int:
-    """Upload a corpus, or go on with it."""
+    """Upload a corpus, or continue an upload."""
     from isthmus.data.progress import on_stderr
     from isthmus.data.push import push
 

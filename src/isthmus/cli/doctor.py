@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import ipaddress
 import json
 import re
 import sys
@@ -15,13 +16,18 @@ from isthmus.runlog.words import duration, size
 
 if TYPE_CHECKING:
     from isthmus.doctor.role import Fit
-    from isthmus.doctor.survey import Survey
+    from isthmus.doctor.survey import RunToJoin, Survey
+    from isthmus.runtime.addresses import Address
+
+PORT = 29510  # of `doctor --listen`
 
 EPILOG = """examples:
   isthmus doctor                               this machine: devices, memory, disk, training rate
+  isthmus doctor rack-0.isthmus.toml           can it take that place, and how long will a round take?
   isthmus doctor s3://my-runs/first            and the bucket: credentials, put-if-absent, clock, rates
   isthmus doctor --listen 192.0.2.10           wait for another machine, on this address and port 29510
   isthmus doctor 192.0.2.10                    on that other machine: rate and latency between the two
+  isthmus doctor --relay 192.0.2.20:29520      the same through a relay, where the other one listens too
   isthmus doctor ./bucket 192.0.2.10:29510 --json
 
 A target with :// or a slash, or an existing folder, is a bucket; anything else is HOST or HOST:PORT. What is
@@ -70,23 +76,21 @@ def register(commands: argparse._SubParsersAction) -> None:
         "take the one you will train",
     )
     parser.add_argument(
-        "--replica",
+        "--relay",
         default="",
-        metavar="NAME",
-        help="try the bucket with the rights of this replica, which may write below its own name only",
+        metavar="HOST:PORT",
+        help="measure the link through `isthmus relay` there; on both machines, on one with --listen",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the text")
-    parser.set_defaults(run=doctor)
+    parser.set_defaults(run=doctor, replica="")  # the file names the replica
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Check everything, say what is wrong, and end with what to write into a recipe."""
+    """Run all checks, report what is wrong, and end with the lines to write into a recipe."""
     if not 0.1 <= args.seconds <= 60:
         raise ConfigError(f"--seconds is {args.seconds:g}; it lies between 0.1 and 60")
     if args.preset:
         choice("--preset", args.preset, tuple(PRESETS))
-    if args.replica and not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", args.replica):
-        raise ConfigError(f'--replica is "{args.replica}"; use letters, digits, "-" and "_"')
     if args.listen is not None:
         if args.targets:
             raise ConfigError("--listen waits for other machines; give it no target, or leave it out")
@@ -94,25 +98,46 @@ def doctor(args: argparse.Namespace) -> int:
     from isthmus.doctor.survey import survey
 
     buckets, hosts = read_targets(args.targets)
-    if args.replica and not buckets:
-        raise ConfigError("--replica is about a bucket's rights; give the bucket's URL too")
-    found = survey(buckets, hosts, seconds=args.seconds, say=_say, preset=args.preset, replica=args.replica)
+    run = run_to_join(buckets[0], args.replica) if args.replica and buckets else None
+    preset = args.preset or (run.recipe.model.preset if run and run.recipe.model.preset in PRESETS else "")
+    found = survey(
+        *(buckets, hosts),
+        run=run,
+        relay=parse_relay(args.relay),
+        seconds=args.seconds,
+        say=_say,
+        preset=preset,
+        replica=args.replica,
+    )
     print(json.dumps(found.to_dict(), indent=2) if args.json else text(found))
     return 0 if found.ok else 1
+
+
+def run_to_join(url: str, replica: str) -> "RunToJoin | None":
+    """Return the run of a replica's file; None if its bucket does not answer, as the checks then report."""
+    from isthmus.doctor.survey import RunToJoin
+    from isthmus.protocol.access import find_member, open_ledger
+    from isthmus.store.retry import StoreError
+
+    try:
+        ledger = open_ledger(url)
+        manifest = ledger.manifest(ledger.last_round()) if ledger.last_round() else None
+    except StoreError:
+        return None
+    find_member(ledger.run, replica)
+    return RunToJoin(ledger.run.recipe, manifest.seconds if manifest else None)
 
 
 def _say(words: str) -> None:
     print(f"isthmus: {words}", file=sys.stderr, flush=True)
 
 
-def read_targets(targets: list[str]) -> tuple[list[str], list[tuple[str, int]]]:
-    """Buckets and machines, every one checked before anything is tried."""
-    from isthmus.doctor.peer import parse_host
-
+def read_targets(targets: list[str]) -> "tuple[list[str], list[Address]]":
+    """Parse buckets and machines, and check every one before trying any."""
     buckets, hosts = [], []
     for target in targets:
         if "/" in target or target.startswith("~") or Path(target).is_dir():
-            with contextlib.suppress(ImportError):  # without obstore the check will fail, and say why
+            with contextlib.suppress(ImportError):  # without obstore the check fails and says why
                 from isthmus.store.url import parse_url
 
                 parse_url(target)
@@ -122,21 +147,47 @@ def read_targets(targets: list[str]) -> tuple[list[str], list[tuple[str, int]]]:
     return buckets, hosts
 
 
+def parse_host(text: str) -> "Address":
+    """Parse HOST, HOST:PORT or [IPV6]:PORT."""
+    from isthmus.runtime.addresses import Address
+
+    with contextlib.suppress(ValueError):
+        return Address(str(ipaddress.IPv6Address(text)), PORT)
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._-]+))(?::(\d{1,5}))?", text)
+    if found is None or not 0 < int(found[3] or PORT) < 65536:
+        raise ConfigError(
+            f'"{text}" is neither a bucket nor a machine; write s3://bucket/prefix, a folder with a slash '
+            f"(./bucket), or HOST:PORT (port {PORT} if none is given)"
+        )
+    return Address(found[1] or found[2], int(found[3] or PORT))
+
+
 def listen(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    from isthmus.doctor.peer import PORT, Listener, parse_host, shown
+    from isthmus.doctor.link_test import serve
+    from isthmus.runtime.addresses import Address
 
-    host, port = parse_host(args.listen) if args.listen else ("", PORT)
-    listener = Listener(host, port, _say)
-    where = f"on {host}" if host else "on all interfaces"
-    ask = shown(host or "THIS-MACHINE", listener.port)
-    _say(f"listening {where}, port {listener.port}, until Ctrl-C; on the other machine: isthmus doctor {ask}")
+    address = parse_host(args.listen) if args.listen else Address("", PORT)
+    relay = parse_relay(args.relay)
+    where = (
+        f"at the relay {relay}" if relay else f"on {address.host or 'all interfaces'}, port {address.port}"
+    )
+    ask = f"--relay {relay}" if relay else str(Address(address.host or "THIS-MACHINE", address.port))
     with contextlib.suppress(KeyboardInterrupt):
-        listener.serve()
-    counts = {name: listener.counts[name] for name in ("served", "sent away", "refused", "lost")}
-    said = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
-    print(json.dumps(counts) if args.json else f"Stopped listening; {said or 'nobody came'}.")
+        serve(
+            address,
+            relay,
+            _say,
+            lambda: _say(f"listening {where}, until Ctrl-C; on the other machine: isthmus doctor {ask}"),
+        )
+    print("Stopped listening.")
     return 0
+
+
+def parse_relay(text: str) -> "Address | None":
+    from isthmus.runtime.addresses import Address
+
+    return Address.parse(text, "--relay", "192.0.2.10:29520") if text else None
 
 
 # The text
@@ -147,10 +198,13 @@ def text(found: "Survey") -> str:
         f"{gpu.device} {gpu.name}, {size(gpu.free_bytes)} free of {size(gpu.total_bytes)}"
         for gpu in found.gpus
     ]
-    lines = ["This machine", f"  cpu     {found.cpu.name}, {found.cpu.cores} cores"]
+    place = [check for check in found.checks if check.name == "place"]
+    lines = [f"{'Yes' if check.ok else 'No'}: {check.words}." for check in place]
+    lines += [f"  do: {check.cure}" for check in place if not check.ok] + [""] * bool(place)
+    lines += ["This machine", f"  cpu     {found.cpu.name}, {found.cpu.cores} cores"]
     lines += [f"  gpu     {line}" for line in gpus or ["none that torch can use; training runs on the CPU"]]
     lines += ["", "Checks"]
-    for check in found.checks:
+    for check in (check for check in found.checks if check not in place):
         lines.append(f"  {'ok  ' if check.ok else 'FAIL'}  {check.name}: {check.words}")
         if not check.ok:
             lines.append(f"        do: {check.cure}")

@@ -1,4 +1,4 @@
-"""`isthmus eval`: the loss of a trained model on text that it has not seen."""
+"""`isthmus eval`: a trained model's loss on unseen text."""
 
 import argparse
 import json
@@ -51,6 +51,12 @@ def evaluate(args: argparse.Namespace) -> int:
         raise ConfigError("--include says where the harness finds tasks; give --harness TASKS with it")
     if args.include is not None and not Path(args.include).is_dir():
         raise ConfigError(f"--include: there is no folder {args.include}; give the one with your tasks")
+    from isthmus.data.corpus import check_here
+    from isthmus.planner.devices import check_device
+
+    check_device(args.device)  # before torch is loaded
+    if args.corpus:
+        check_here(args.corpus)
     from isthmus.export.scores import evaluate as score
 
     found = score(

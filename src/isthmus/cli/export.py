@@ -13,7 +13,7 @@ EPILOG = """examples:
   isthmus export runs/demo --to hf demo-hf --dtype bf16
   isthmus export runs/pp --to hf pp-hf --as pipelined
 A model that was trained only through compressed boundaries can be far worse without them. Both losses are
-measured on held-out text and printed, and a plain LLaMA that is more than 2 % worse is not written.
+measured on held-out text and printed, and a plain model that is more than 2 % worse is not written.
 """
 
 
@@ -21,7 +21,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "export",
         help="write a run's model as a Hugging Face folder",
-        description="Write the newest model of a run as a Hugging Face LLaMA folder: config, "
+        description="Write the newest model of a run as a Hugging Face folder: config, "
         "safetensors, tokenizer, model card.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -41,7 +41,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--replica", metavar="NAME", help="whose boundaries to keep (default: the first compressed replica)"
     )
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the weights written")
-    parser.add_argument("--force", action="store_true", help="write a plain LLaMA however much worse it is")
+    parser.add_argument("--force", action="store_true", help="write a plain model however much worse it is")
     parser.add_argument("--corpus", metavar="DIR", help="the run's corpus, if not where its recipe says")
     parser.add_argument(
         "--batches", type=int, metavar="N", help="held-out batches (default: as the recipe; 0: all)"
@@ -61,6 +61,12 @@ def export(args: argparse.Namespace) -> int:
         raise ConfigError("--replica says whose boundaries to keep; give --as pipelined with it")
     if args.batches is not None and args.batches < 0:
         raise ConfigError(f"--batches is {args.batches}; it must be 0 (all) or more")
+    from isthmus.data.corpus import check_here
+    from isthmus.planner.devices import check_device
+
+    check_device(args.device)  # before torch is loaded
+    if args.corpus:
+        check_here(args.corpus)
     from isthmus.export.folder import export as write
 
     done = write(
@@ -91,7 +97,7 @@ def export(args: argparse.Namespace) -> int:
         print(json.dumps(finite(facts), indent=2))
     else:
         print(f"Round {trained.round}, held-out loss in nats over {losses.num_tokens:,} tokens:")
-        print(f"  {losses.plain:.4f}  as a plain LLaMA ({args.dtype} weights)")
+        print(f"  {losses.plain:.4f}  as a plain model ({args.dtype} weights)")
         if losses.pipelined is not None:
             print(f"  {losses.pipelined:.4f}  through the boundaries of its pipelined replicas")
         print(f"  {losses.mixed:.4f}  as the run trained it (mean over its replicas)")

@@ -1,4 +1,4 @@
-"""`isthmus status --follow`: the table again and again on a terminal, a line for each change elsewhere."""
+"""`isthmus status --follow`: redraw the table on a terminal, or print a line for each change elsewhere."""
 
 import sys
 import time
@@ -6,23 +6,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
-from isthmus.cli.status import RunStatus, table
+from isthmus.cli.status import table
 from isthmus.printing import unguarded, visible
+from isthmus.protocol.fleet_state import FleetState
 
 FOLLOW_SECONDS = 3.0
-CLEAR = "\x1b[H\x1b[J"  # to the top, and away with what is below
+CLEAR = "\x1b[H\x1b[J"  # go to the top and clear what is below
 
 
 def follow(
-    look: Callable[[], RunStatus], stream: TextIO | None = None, sleep: Callable[[float], None] = time.sleep
+    look: Callable[[], FleetState], stream: TextIO | None = None, sleep: Callable[[float], None] = time.sleep
 ) -> int:
-    """Until the run is over, or Ctrl-C: both end it well. A bucket that does not answer is asked again."""
+    """Poll until the run is over or Ctrl-C; both exit normally. A bucket that does not answer is retried."""
     from isthmus.runlog.live import is_interactive
     from isthmus.store.retry import StoreError
 
     out: TextIO = sys.stdout if stream is None else stream
     screen = is_interactive(out)
-    before: RunStatus | None = None
+    before: FleetState | None = None
     with suppress(KeyboardInterrupt):
         while True:
             try:
@@ -47,8 +48,8 @@ def follow(
     return 0
 
 
-def changes(before: RunStatus, now: RunStatus) -> list[str]:
-    """What is new, a line each."""
+def changes(before: FleetState, now: FleetState) -> list[str]:
+    """Return one line per change."""
     said = []
     if now.round > before.round:
         said.append(round_line(now))
@@ -67,7 +68,7 @@ def changes(before: RunStatus, now: RunStatus) -> list[str]:
     return said
 
 
-def round_line(now: RunStatus) -> str:
+def round_line(now: FleetState) -> str:
     losses = [member.loss for member in now.members if member.loss is not None]
     parts = [f"round {now.round}/{now.rounds}"]
     parts += [f"{now.last_round_seconds:.1f} s"] if now.last_round_seconds is not None else []

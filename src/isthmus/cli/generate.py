@@ -62,17 +62,23 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--top-p is {args.top_p}; it is above 0 and at most 1")
     if not 0 <= args.seed < 2**63:
         raise ConfigError(f"--seed is {args.seed}; it must be 0 or more and below 2**63")
-    if any("\ud800" <= c <= "\udfff" for c in args.prompt):  # Python's form of bytes that are not UTF-8
+    if any("\ud800" <= c <= "\udfff" for c in args.prompt):  # how Python represents bytes that are not UTF-8
         raise ConfigError("the prompt is not UTF-8 text; convert it, for example with iconv -t UTF-8")
 
 
 def harmless(text: str) -> str:
-    """For a terminal: what the model generates must not reach it as an instruction. Tabs and lines stay."""
+    """Escape what could control the terminal in the model's text. Tabs and newlines stay."""
     return "\t".join(map(visible_lines, text.split("\t")))
 
 
 def generate(args: argparse.Namespace) -> int:
     check(args)
+    from isthmus.data.corpus import check_here
+    from isthmus.planner.devices import check_device
+
+    check_device(args.device)  # before torch is loaded
+    if args.corpus:
+        check_here(args.corpus)
     from isthmus.export.text_generator import Text, open_generator
     from isthmus.replica.picks import pick_device
 
@@ -86,7 +92,7 @@ def generate(args: argparse.Namespace) -> int:
         raise ConfigError(f"the prompt fills the context of {len(prompt)} tokens; shorten it")
     print(f"isthmus: {generator.about}", file=sys.stderr)
     live = not args.json
-    out = unguarded(sys.stdout)  # a file gets the text as it is
+    out = unguarded(sys.stdout)  # a file gets the text unchanged
     shown = harmless if out.isatty() else str
     if live:
         if isinstance(out, io.TextIOWrapper):

@@ -1,10 +1,10 @@
-"""`isthmus ledger show` and `ledger verify`: what a run's history holds, and whether it is true."""
+"""`isthmus ledger show` and `ledger verify`: print a run's history and check it."""
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from isthmus.protocol.ledger import Ledger, Manifest
 
 SHOWN = 20  # rounds, unless more are asked for
-LINE_SECONDS = 30.0  # between two lines of progress in a log
+LINE_SECONDS = 30.0  # between two progress lines in a log
 
 
 def add_range(action: argparse.ArgumentParser, start: str, end: str) -> None:
@@ -27,7 +27,7 @@ def add_range(action: argparse.ArgumentParser, start: str, end: str) -> None:
 
 
 def asked_range(args: argparse.Namespace, last: int) -> tuple[int, int]:
-    """(--from or 0, --to or the newest round), refused where there is no such round."""
+    """Return (--from or 0, --to or the newest round); refuse rounds that do not exist."""
     start, end = args.start or 0, last if args.end is None else args.end
     for t in (start, end):
         if not 0 <= t <= last:
@@ -39,7 +39,6 @@ def asked_range(args: argparse.Namespace, last: int) -> tuple[int, int]:
 
 def show(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import open_ledger
-    from isthmus.protocol.scores import not_counted
 
     ledger = open_ledger(args.url)
     last = ledger.last_round()
@@ -47,48 +46,65 @@ def show(args: argparse.Namespace) -> int:
     first = max(1, start)
     if args.start is None and not (args.all or args.json):
         first = max(1, end - SHOWN + 1)
-    rows = (row_of(ledger, manifest) for manifest in ledger.between(first, end))
+    scores = _scores(args, ledger, first, end)
+    rows = (row_of(ledger, manifest, scores) for manifest in ledger.between(first, end))
     if args.json:
         print(json.dumps(list(rows), indent=2))
         return 0
     name, run_id = ledger.run.recipe.name, ledger.run.run_id
-    print(f'run "{name}" ({run_id}), {last} round{"s" * (last != 1)}; norm by contributor, scores in nats')
-    for decision in ledger.repairs.decisions():
-        print(visible(f"{decision}: nothing of that is applied"))
+    print(f'run "{name}" ({run_id}), {last} round{"s" * (last != 1)}; norm by contributor')
     for row in rows:
         norms = "  ".join(f"{name} {norm:.3g}" for name, norm in row["contributors"].items())
         print(
             f"{row['round']:>5}  {row['seconds']:7.1f} s  {row['payload_bytes'] / 1e6:8.2f} MB  closed by "
             f"{row['closer']:<12} {norms}"
         )
-        if row["scores"]:
-            scores = "  ".join(f"{name} {score:+.4f}" for name, score in row["scores"].items())
-            print(f"       scores  {scores}")
+        if row["usefulness"]:
+            said = "  ".join(f"{name} {score:+.4f}" for name, score in row["usefulness"].items())
+            print(f"       alone, in nats of held-out loss (below 0 helps)  {said}")
         for name, said in row["held_out"].items():
-            if said["round"] == row["round"] - 1:  # a member repeats it until it has measured again
+            if said["round"] == row["round"] - 1:  # a member repeats it until it measures again
                 print(f"       held-out loss of theta^({said['round']}) {said['mixed']:.4f}, by {name}")
         for name, reason in row["refused"].items():
-            print(f"       {not_counted(name, visible(reason))}")
+            print(f"       refused {name}: {visible(reason)}")
     if first > 1 and args.start is None:
         print(f"rounds {first} to {end} of {last}; --all shows all, --from A --to B others", file=sys.stderr)
     return 0
 
 
-def row_of(ledger: "Ledger", manifest: "Manifest") -> dict[str, Any]:
+def _scores(args: argparse.Namespace, ledger: "Ledger", first: int, last: int) -> dict[int, dict[str, float]]:
+    """Return scores by round, with --usefulness."""
+    if not args.usefulness:
+        return {}
+    from isthmus.data.tokens import validation_batches
+    from isthmus.export.source import run_text
+    from isthmus.export.usefulness import usefulness
+
+    recipe, found = ledger.run.recipe, dict[int, dict[str, float]]()
+    size = recipe.inner.batch, recipe.model.context, recipe.data.eval_batches
+    batches = validation_batches(run_text(ledger, args.corpus), *size)
+    with on_stderr("scoring") as tell:
+        for t, scores in usefulness(ledger, batches, first, last):
+            found[t] = {name: round(score, 6) for name, score in scores.items()}
+            tell(t - first + 1, last - first + 1)
+    return found
+
+
+def row_of(
+    ledger: "Ledger", manifest: "Manifest", usefulness: Mapping[int, Mapping[str, float]]
+) -> dict[str, Any]:
     return {
         "round": manifest.round,
         "seconds": manifest.seconds,
         "closer": manifest.closer,
         "contributors": {entry.replica: round(entry.norm, 6) for entry in manifest.entries},
         "refused": dict(manifest.refused),
-        "scores": dict(manifest.scores),
-        "probation": dict(manifest.probation),
+        "usefulness": usefulness.get(manifest.round),
         "payload_bytes": sum(shard.size for entry in manifest.entries for shard in entry.shards),
         "held_out": {
             entry.replica: asdict(entry.facts.held_out) for entry in manifest.entries if entry.facts.held_out
         },
         "anchor_before": manifest.anchor,
-        "void": ledger.repairs.is_void(manifest.round),
     }
 
 
@@ -111,7 +127,7 @@ def verify(args: argparse.Namespace) -> int:
 def on_stderr(
     label: str, clock: Callable[[], float] = time.monotonic
 ) -> "Iterator[Callable[[int, int], None]]":
-    """Hears how many of how many rounds are done: a bar on a terminal, now and then a line in a log."""
+    """Yield a callback for (finished rounds, all rounds) that draws a bar on a terminal, a line in a log."""
     from isthmus.data.progress import Bar, Progress
 
     bar: Progress | None = Bar() if sys.stderr.isatty() else None

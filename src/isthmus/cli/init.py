@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from isthmus.cli.arguments import RECIPE, add_set
 from isthmus.cli.bundles import SUFFIX, add_credentials, hand_out, what_else
 from isthmus.config import load_recipe
+from isthmus.data.manifest import MANIFEST
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import resolve
 from isthmus.store.url import is_url
@@ -53,11 +54,14 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(sorted({int(number) for number in text.split(",")}))
+    try:
+        return tuple(sorted({int(number) for number in text.split(",")}))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'"{text}" is no list of numbers, such as 2,4') from None
 
 
 def init(args: argparse.Namespace) -> int:
-    recipe, picks = resolve(load_recipe(args.recipe, args.set))
+    recipe, picks = resolve(load_recipe(args.recipe, args.set), room=args.room)
     from isthmus.protocol.access import OWNER_KEY
     from isthmus.protocol.bundle import store_settings
     from isthmus.runtime.create import create
@@ -66,6 +70,7 @@ def init(args: argparse.Namespace) -> int:
     keys = Path(args.keys or Path("keys") / recipe.name)
     closers = list(dict.fromkeys(name.strip() for name in args.closers.split(","))) if args.closers else None
     check_keys_folder(keys)
+    check_text_here(recipe.data.corpus)
     run = create(
         *(recipe, args.url, keys, closers),
         room=args.room,
@@ -78,9 +83,7 @@ def init(args: argparse.Namespace) -> int:
     print(f"{keys / OWNER_KEY} is the owner's: keep it here, `isthmus invite` and `revoke` need it.")
     print(f"Send each machine its file from {keys}, by a way that nobody else reads. Where the file is:")
     for member in recipe.fleet():
-        stages = (
-            f" [--stage 0..{member.config.stages - 1} --master HOST:PORT]" if member.config.stages > 1 else ""
-        )
+        stages = f" [--stage 0..{member.config.stages - 1}]" if member.config.stages > 1 else ""
         print(f"  isthmus join {member.name}{SUFFIX}{stages}")
     for line in (*what_else(args.url, store), *about_text(run)):
         print(f"isthmus: {line}", file=sys.stderr)
@@ -88,23 +91,27 @@ def init(args: argparse.Namespace) -> int:
 
 
 def about_text(run: "RunInfo") -> list[str]:
-    """How the others get the text, and what nobody will notice."""
+    """Say how the other machines get the text."""
     spec = run.recipe.data.corpus
     if is_url(spec) or spec.startswith("builtin:"):
         return []
-    if run.corpus:
-        return [
-            f"every machine that reads text needs a copy of {spec}, of sha256 {run.corpus[:12]}...; in a "
-            f"bucket (`isthmus data push {spec} URL`, data.corpus=URL) they would fetch it themselves"
-        ]
     return [
-        f"there is no corpus in {spec} on this machine, so nothing will compare the copies on the others: "
-        "they must be the same to the bit. Where it is, or by its URL, `init` would fix its sha256"
+        f"every machine that reads text needs a copy of {spec}, of fingerprint {run.corpus[:12]}...; in a "
+        f"bucket (`isthmus data push {spec} URL`, data.corpus=URL) they would fetch it themselves"
     ]
 
 
+def check_text_here(spec: str) -> None:
+    """Check that the text is here: a run states its fingerprint, so that no member trains on another."""
+    if not is_url(spec) and not spec.startswith("builtin:") and not Path(spec, MANIFEST).exists():
+        raise ConfigError(
+            f"there is no corpus in {spec} on this machine, and `init` writes its fingerprint into the run: "
+            "copy its folder here; or `isthmus data push` it from where it is, and set data.corpus to its URL"
+        )
+
+
 def check_keys_folder(keys: Path) -> None:
-    """Before the run is created: a run whose keys cannot be saved is of no use, and occupies its bucket."""
+    """Check the keys folder first: a run whose keys cannot be saved is useless and blocks its bucket."""
     if keys.exists() and not keys.is_dir():
         raise ConfigError(f"{keys} is a file; give --keys a folder")
     there = next(path for path in (keys, *keys.absolute().parents) if path.exists())

@@ -1,7 +1,6 @@
 """`isthmus join` and `isthmus leave`: this machine's part of a fleet."""
 
 import argparse
-import sys
 from dataclasses import fields
 from typing import Any
 
@@ -10,9 +9,8 @@ from isthmus.errors import ConfigError
 EPILOG = """examples:
   isthmus join edge-7.isthmus.toml          the file of `isthmus init` or `invite`: docs/first-evening.md
   isthmus join s3://my-runs/first --replica rack-0
-  isthmus join s3://my-runs/first --token isthmus1.edge-7...          by an invitation: see isthmus invite
   isthmus join s3://my-runs/first --replica edge-0          all stages of edge-0 on this machine
-  isthmus join s3://my-runs/first --replica edge-0 --stage 1 --master 10.0.0.2:29500
+  isthmus join s3://my-runs/first --replica edge-0 --stage 1   one stage; the others find it by the bucket
   isthmus join s3://my-runs/first --replica edge-0 --stage 1 --relay 192.0.2.10:29520
 Ctrl-C leaves at the end of the round, a second Ctrl-C leaves now. After a crash, type the same command again.
 A lost neighbour or store is waited for. Exit status 0: finished or left; 1: a fault that waiting does not
@@ -40,12 +38,14 @@ def register(commands: argparse._SubParsersAction) -> None:
     add = parser.add_argument  # dest names a field of LauncherConfig
     add("url", help="the file that the run's owner sent you; or the bucket: s3://bucket/prefix, or a folder")
     add("--replica", default="", metavar="NAME", help="which replica this machine is (part of)")
-    tokens = "of `isthmus invite`, in place of --replica: makes a key here, gets ready, asks to be admitted"
-    add("--token", default="", metavar="TOKEN", help=tokens)
     add("--key", default="", metavar="FILE", help="the replica's private key (default: keys/RUN/NAME.key)")
     add("--stage", type=int, help="this machine's stage, where stages are on several machines")
-    add("--master", default="", metavar="HOST:PORT", help="where stage 0 listens for the others")
-    relays = "in place of --master, where stages cannot reach each other: where `isthmus relay` runs"
+    reached = (
+        "where other machines reach this stage, for example through a router that forwards a port (default: "
+        "this machine's own addresses); none: they cannot"
+    )
+    add("--advertise", default="", metavar="HOST:PORT", help=reached)
+    relays = "where `isthmus relay` runs, for stages that cannot reach each other; on all of a replica's"
     add("--relay", default="", metavar="HOST:PORT", help=relays)
     add("--work", dest="work_dir", default="", metavar="DIR", help="private state (default: work/RUN/NAME)")
     texts = "the run's text on this machine, or its URL, if not where the recipe says"
@@ -56,12 +56,11 @@ def register(commands: argparse._SubParsersAction) -> None:
     compiles = "torch.compile, layer by layer: a longer first step, shorter others (default: on a GPU)"
     add("--compile", dest="compiled", action=argparse.BooleanOptionalAction, help=compiles)
     seconds: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
-    add("--wait", dest="wait_seconds", default=60.0, help="how long to look for the master (60)", **seconds)
     lost = "a stage that is silent for so long counts as lost (60)"
     add("--link-timeout", dest="link_timeout_seconds", default=60.0, help=lost, **seconds)
     stalled = "kill a worker that makes no progress for so long (30)"
     add("--stall-timeout", dest="stall_seconds", default=30.0, help=stalled, **seconds)
-    saves = "save private state after a round, at most so often (60); updates are always saved"
+    saves = "save a checkpoint at most so long after the last, sooner where writing is quick (60)"
     add("--save-every", dest="save_seconds", default=60.0, help=saves, **seconds)
     grace = (
         "SIGTERM means that this machine is taken back in so long: save and leave within it, in the middle "
@@ -72,6 +71,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     add("--score", dest="scores", action=argparse.BooleanOptionalAction, help=scores)
     trusts = "between machines use gloo or NCCL, in the clear, in place of TLS; on all stages of a replica"
     add("--trust-network", action="store_true", help=trusts)
+    add("--as-worker", action="store_true", help=argparse.SUPPRESS)  # of `isthmus-worker`
     parser.set_defaults(run=join)
 
     leave_parser = commands.add_parser(
@@ -89,39 +89,22 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def join(args: argparse.Namespace) -> int:
-    from isthmus.runtime.launcher import launch
+    from isthmus.runtime.launcher import launch, launch_worker
     from isthmus.runtime.process import LauncherConfig
 
-    if bool(args.replica) == bool(args.token):
-        raise ConfigError("give --replica NAME, with its key; or --token TOKEN, to come in by an invitation")
-    if args.token:
-        admit(args)
+    if not args.replica:
+        raise ConfigError("give the file that the run's owner sent you, or --replica NAME with its key")
     names = {field.name for field in fields(LauncherConfig)}
-    return launch(LauncherConfig(**{name: value for name, value in vars(args).items() if name in names}))
-
-
-def admit(args: argparse.Namespace) -> None:
-    """Come in by a token: a replica as any other, but that it asks for admission when it is ready."""
-    from isthmus.protocol.invitations import Token
-    from isthmus.runtime.newcomer import prepare
-    from isthmus.store.retry import StoreError
-
-    token = Token.parse(args.token)
-    try:
-        args.key = str(prepare(args.url, token, args.key, args.stage))
-    except StoreError as error:
-        raise error.at_start() from None
-    args.replica = token.name
+    config = LauncherConfig(**{name: value for name, value in vars(args).items() if name in names})
+    return launch_worker(config) if args.as_worker else launch(config)
 
 
 def leave(args: argparse.Namespace) -> int:
-    from isthmus.protocol.access import open_as, open_ledger, pin_warning
+    from isthmus.protocol.access import open_as, open_ledger
 
     if not args.replica:
         raise ConfigError("which replica? give --replica NAME, or its file in place of the URL")
-    ledger, key = open_as(open_ledger(args.url).store, args.replica, args.key)
-    if warning := pin_warning(ledger.signer, key):
-        print(f"isthmus: {warning}", file=sys.stderr)
+    ledger, _ = open_as(open_ledger(args.url).store, args.replica, args.key)
     found = ledger.heartbeat(args.replica)
     if found is None or found[0].gone:
         raise ConfigError(f"replica {args.replica} is not in the run now")

@@ -1,4 +1,4 @@
-"""`isthmus ledger`: what is in a run's bucket: show, verify, rebuild, repair, sweep."""
+"""`isthmus ledger`: show, verify, rebuild or sweep a run's bucket."""
 
 import argparse
 import json
@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.cli import repair
 from isthmus.cli.history import add_range, show, verify
 from isthmus.errors import ConfigError, RunError, RunStopped
 
@@ -18,8 +17,7 @@ EPILOG = """examples:
   isthmus ledger verify s3://my-runs/first                   replays every round it still can
   isthmus ledger verify s3://my-runs/first --from 900        only from the newest anchor up to round 900 on
   isthmus ledger rebuild s3://my-runs/first --round 40 --to theta-40.safetensors
-  isthmus ledger rebuild s3://my-runs/first --without edge-1 --to without.safetensors
-  isthmus ledger repair s3://my-runs/first --replica rack    says what is lost; --yes decides how to go on
+  isthmus ledger rebuild s3://my-runs/first --without edge-1 --to FOLDER    for model.start of a new run
   isthmus ledger sweep s3://my-runs/first                    drops payloads up to the second-newest anchor
 """
 
@@ -27,7 +25,7 @@ EPILOG = """examples:
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "ledger",
-        help="a run's history in its bucket: show, verify, rebuild, repair, sweep",
+        help="a run's history in its bucket: show, verify, rebuild, sweep",
         description="The bucket is the run's history: who gave what, and every theta^(t), bit for bit.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -36,7 +34,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     for name, run, text in (
         ("show", show, "rounds, contributors, norms, bytes, timings"),
         ("verify", verify, "replay the rounds and check everything that a closer could have made up"),
-        ("rebuild", rebuild, "write theta^(T) as safetensors"),
+        ("rebuild", rebuild, "write theta^(T) as one file, or as a folder that model.start takes"),
         ("sweep", sweep, "delete payloads older than the second-newest complete anchor; manifests stay"),
     ):
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -45,6 +43,12 @@ def register(commands: argparse._SubParsersAction) -> None:
         if name == "show":
             add_range(action, "the first round (default: the last 20; with --json all)", "the last round")
             action.add_argument("--all", action="store_true", help="all rounds")
+            action.add_argument(
+                "--usefulness",
+                action="store_true",
+                help="replay the rounds, and score each update on the held-out text; takes the run's corpus",
+            )
+            action.add_argument("--corpus", metavar="DIR", help="the corpus, if not where the recipe says")
         if name == "verify":
             add_range(
                 action,
@@ -63,22 +67,26 @@ def register(commands: argparse._SubParsersAction) -> None:
                 metavar="NAME",
                 help="leave a replica out; may be repeated",
             )
-            action.add_argument("--to", required=True, metavar="FILE", help="the safetensors file to write")
+            action.add_argument(
+                "--to",
+                required=True,
+                metavar="PATH",
+                help="the file to write, if it ends in .safetensors; otherwise a folder for model.start",
+            )
         action.set_defaults(run=run)
-    repair.register(actions)
 
 
 def rebuild(args: argparse.Namespace) -> int:
+    from isthmus.export.start import write_start
     from isthmus.model.checkpoint import save_tensors
     from isthmus.protocol.access import find_member, open_ledger
-    from isthmus.protocol.chain import gone
     from isthmus.protocol.replay import Replay
 
     target = Path(args.to)
     if target.exists():
-        raise ConfigError(f"{target} exists; give --to another file")
+        raise ConfigError(f"{target} exists; give --to another path")
     if not target.parent.is_dir():
-        raise ConfigError(f"there is no folder {target.parent}; create it, or give --to another file")
+        raise ConfigError(f"there is no folder {target.parent}; create it, or give --to another path")
     ledger = open_ledger(args.url)
     for name in args.without:
         find_member(ledger.run, name)
@@ -87,11 +95,12 @@ def rebuild(args: argparse.Namespace) -> int:
     if not 0 <= wanted <= last:
         raise ConfigError(f"round {wanted} is not settled; this run has the rounds 0 to {last}")
     replay = Replay(ledger, wanted, args.without, log=lambda text: print(f"isthmus: {text}", file=sys.stderr))
-    ledger.expect(wanted)
-    while replay.round < wanted:
-        if replay.step() is None:
-            raise gone(replay.round + 1)
-    save_tensors(target, replay.anchor)
+    for _ in ledger.between(replay.round + 1, wanted):
+        replay.step()
+    if target.suffix == ".safetensors":
+        save_tensors(target, replay.anchor)
+    else:
+        write_start(target, ledger.run.recipe.model, replay.anchor)
     facts = {"round": wanted, "without": args.without, "digest": replay.digest(), "file": str(target)}
     left_out = f" without {', '.join(args.without)}" if args.without else ""
     print(json.dumps(facts) if args.json else f"theta^({wanted}){left_out}, {facts['digest'][:16]}: {target}")
@@ -99,7 +108,7 @@ def rebuild(args: argparse.Namespace) -> int:
 
 
 def _complete_anchors(ledger: "Ledger", count: int) -> list[int]:
-    """The newest anchors that are whole and believed: the payloads that they replace do not come back."""
+    """Return the newest anchors that are whole and trusted: the payloads they replace cannot be restored."""
     from isthmus.protocol.replay import Replay
     from isthmus.store import StoreError
 

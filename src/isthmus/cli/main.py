@@ -1,4 +1,4 @@
-"""The `isthmus` command: one short file per subcommand beside this one."""
+"""The `isthmus` command; each subcommand has a short file next to this one."""
 
 import argparse
 import re
@@ -26,29 +26,26 @@ from isthmus.cli import (
     invite,
     join,
     ledger,
-    logs,
     members,
     new,
     plan,
     relay,
     report,
-    reproduce,
     simulate,
-    slurm,
     status,
     train,
     watch,
 )
-from isthmus.cli.asking import agreed
 from isthmus.cli.overview import EPILOG, overview
 from isthmus.config.checks import nearest, short
+from isthmus.config.gone import gone_command, gone_option
 from isthmus.disk import full_line, is_full
-from isthmus.errors import ConfigError, Elsewhere, RunError
+from isthmus.errors import ConfigError, RunError
 from isthmus.printing import guarded_streams, visible
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are one line instead of a page of usage. Descriptions are wrapped, examples are not."""
+    """A parser that prints an error as one line instead of the usage. It wraps descriptions, not examples."""
 
     def format_help(self) -> str:
         if self.description:
@@ -63,7 +60,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Top(Parser):
-    """`isthmus` itself: its commands stand in groups."""
+    """`isthmus` itself: it lists its commands in groups."""
 
     def format_help(self) -> str:
         below = next(action for action in self._actions if isinstance(action, argparse._SubParsersAction))
@@ -90,12 +87,10 @@ def build_parser() -> argparse.ArgumentParser:
         train,
         init,
         join,
-        slurm,
         invite,
         members,
         relay,
         status,
-        logs,
         ledger,
         compare,
         report,
@@ -103,7 +98,6 @@ def build_parser() -> argparse.ArgumentParser:
         export,
         generate,
         eval,
-        reproduce,
         data,
         completion,
     ):
@@ -112,14 +106,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def refuse(parser: argparse.ArgumentParser, given: list[str], unknown: str) -> None:
-    """Exit by one line: an argument that the command does not take, and the nearest option that it does."""
+    """Exit with one line that names an unknown argument and the nearest valid option."""
     for word in given:
         below = next((a for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None)
         if below is not None and word in below.choices:
             parser = below.choices[word]
     if not unknown.startswith("-"):
         parser.error(f'"{short(unknown)}" is one argument too many')
-    typed = unknown.partition("=")[0].lstrip("-")
+    option = unknown.partition("=")[0]
+    if line := gone_option(f"{parser.prog.partition(' ')[2]} {option}"):
+        parser.exit(2, f"isthmus: {line}\n")
+    typed = option.lstrip("-")
     known = [name.lstrip("-") for action in parser._actions for name in action.option_strings]
     hint = nearest(typed, known).replace('mean "', 'mean "--')
     parser.error(f'there is no option "{short(unknown)}"{hint}')
@@ -133,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"isthmus: {str(stop) or 'interrupted'}", file=sys.stderr)
             return 130
         except Exception as error:
-            # Ctrl-C while a library is loaded: some swallow it, and fail of what they left half done.
+            # For Ctrl-C while a library is loading: some libraries swallow it and then fail half loaded.
             if not came:
                 raise
             print(f"isthmus: interrupted ({type(error).__name__}: {visible(error)})", file=sys.stderr)
@@ -142,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def noted_interrupts() -> Iterator[list[int]]:
-    """Each SIGINT is noted and raised as usual; where somebody else handles it, nothing is."""
+    """Note each SIGINT and raise it as usual; do nothing if another handler is installed."""
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> NoReturn:
@@ -168,15 +165,14 @@ def _main(argv: list[str] | None) -> int:
         return 2
     if given[0] == "help":
         given = [*given[1:], "--help"]
+    if line := gone_command(given):
+        parser.exit(2, f"isthmus: {line}\n")
     args, unknown = parser.parse_known_args(given)
     if unknown:
         refuse(parser, given, unknown[0])
     try:
         bundles.take(args)
-        try:
-            return args.run(args)
-        except Elsewhere as found:
-            return args.run(agreed(args, found))
+        return args.run(args)
     except ConfigError as error:
         print(f"isthmus: {visible(error)}", file=sys.stderr)
         return 2
@@ -191,7 +187,7 @@ def _main(argv: list[str] | None) -> int:
             raise
         where = full_line(error) if error.filename else "no room is left where this is written; make some"
         print(f"isthmus: {visible(where)}", file=sys.stderr)
-        with suppress(OSError):  # what is still to be written would fail again, at the very end
+        with suppress(OSError):  # flushing the rest at exit would fail again
             sys.stdout.close()
         return 1
 

@@ -1,11 +1,11 @@
-"""`isthmus members`: who belongs to a run, since when; `isthmus extend`: more rounds."""
+"""`isthmus members`: who belongs to a run and since when; `isthmus extend`: add rounds."""
 
 import argparse
 import json
 import shlex
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +17,11 @@ from isthmus.reading import read_note
 from isthmus.runlog import REAL, RunDir
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from isthmus.protocol.invited import Invited
-    from isthmus.protocol.ledger import Ledger, Manifest
+    from isthmus.protocol.ledger import Ledger
     from isthmus.protocol.membership import Epoch
     from isthmus.protocol.trust import Signer
 
-RECENT = 200  # rounds whose manifests are read
+RECENT = 200  # the number of rounds whose manifests are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +32,12 @@ class MemberLine:
     kind: str
     stages: int
     closes: bool
+    share: bool  # of the open round's data
     state: str
-    since_round: int  # the first that it may give to
-    until_round: int | None  # the last, where it was revoked
-    given: int  # rounds that counted it, of those that were read
-    refused: int  # rounds that refused it
-    scored: int  # rounds in which its update was scored
-    score: float | None  # their mean, nats of held-out loss; below zero it helps
-    probation: bool  # its updates do not count yet
+    since_round: int  # the first round that it may contribute to
+    until_round: int | None  # the last one, if it was revoked
+    given: int  # rounds read that counted it
+    refused: int  # rounds read that refused it
     key: str
 
 
@@ -50,14 +45,13 @@ class MemberLine:
 class MembersReport:
     run: str
     run_id: str
-    epoch: int  # that the next round begins with
-    written: int  # the newest document; a closer takes it up at the end of a round
+    epoch: int  # the epoch of the next round
+    written: int  # the newest document; a closer adopts it at the end of a round
     round: int
     rounds: int
     counted_from: int  # the first round that was read
     members: list[MemberLine]
     note: str = ""
-    invited: "list[Invited]" = field(default_factory=list)  # who has not come yet
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -96,14 +90,14 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def members(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import find_member, open_as_owner, open_ledger
-    from isthmus.protocol.changes import Changes, order
+    from isthmus.protocol.membership import Changes
 
     if args.closers:
         closers = list(dict.fromkeys(name.strip() for name in args.closers.split(",")))
         ledger, owner = open_as_owner(args.url, args.key)
         for name in closers:
             find_member(ledger.run, name)
-        epoch = order(ledger.membership, owner, time.time(), Changes(closers=closers))
+        epoch = ledger.membership.order(owner, Changes(closers=closers))
         print(f"rounds are closed by {', '.join(closers)} (epoch {epoch.number}), after the open one.")
         return 0
     found = gather(open_ledger(args.url))
@@ -112,66 +106,63 @@ def members(args: argparse.Namespace) -> int:
 
 
 def gather(ledger: "Ledger", now: float | None = None) -> MembersReport:
-    from isthmus.protocol.heartbeat import silent_after
-    from isthmus.protocol.invited import open_invitations
+    from isthmus.protocol.access import find_member
+    from isthmus.protocol.fleet_state import read_signs, state_word
 
     now = time.time() if now is None else now
-    beats, _ = ledger.heartbeats(now)
-    last = ledger.last_round(beat.round for beat, _ in beats.values())
+    run, signs, last = ledger.run, read_signs(ledger, now), ledger.last_round()
     first = max(1, last - RECENT + 1)
     read = list(ledger.between(first, last))
-    force = ledger.epoch_of(last + 1)
-    begins = _first_rounds(ledger, last)
-    lines: dict[str, MemberLine] = {}
-    before: dict[str, int] = {}
-    for epoch in ledger.membership.epochs:
-        since = begins.get(epoch.number, last + 2)
-        for member in epoch.run.recipe.fleet():
-            before.setdefault(member.name, since)
-            beat = beats.get(member.name)
-            silent = beat is not None and now - beat[1] > silent_after(ledger.run.recipe, beat[0])
-            state = "not seen" if beat is None else "silent" if silent and not beat[0].gone else beat[0].state
-            lines[member.name] = MemberLine(
-                replica=member.name,
-                kind=member.config.kind,
-                stages=member.config.stages,
-                closes=member.name in epoch.run.closers,
-                state="admitted" if since > last + 1 and beat is None else state,
-                since_round=before[member.name],
-                until_round=None,
-                given=sum(manifest.entry(member.name) is not None for manifest in read),
-                refused=sum(member.name in dict(manifest.refused) for manifest in read),
-                scored=len(scores := scores_of(read, member.name)),
-                score=sum(scores) / len(scores) if scores else None,
-                probation=bool(read) and member.name in read[-1].probation,
-                key=epoch.run.keys[member.name],
-            )
-        for name in [name for name in lines if name not in epoch.run.keys]:
-            if lines[name].until_round is None:
-                ended = {**asdict(lines[name]), "until_round": since - 1, "state": "revoked", "closes": False}
-                lines[name] = MemberLine(**ended)
-                before.pop(name, None)
+    founders = ledger.membership.epochs[0].run.keys
+    shares = read[-1].dealt_in if read else founders
+    lines = []
+    for name, (since, until, epoch) in _spans(ledger, last).items():
+        config, sign = find_member(epoch.run, name).config, signs.get(name)
+        state = "invited" if sign is None and name not in founders else state_word(run.recipe, sign, now)
+        line = MemberLine(
+            replica=name,
+            kind=config.kind,
+            stages=config.stages,
+            closes=until is None and name in epoch.run.closers,
+            share=until is None and name in shares,
+            state=state if until is None else "revoked",
+            since_round=since,
+            until_round=until,
+            given=sum(manifest.entry(name) is not None for manifest in read),
+            refused=sum(manifest.refusal(name) is not None for manifest in read),
+            key=epoch.run.keys[name],
+        )
+        lines.append(line)
     return MembersReport(
-        run=ledger.run.recipe.name,
-        run_id=ledger.run.run_id,
-        epoch=force.number,
+        run=run.recipe.name,
+        run_id=run.run_id,
+        epoch=ledger.epoch_of(last + 1).number,
         written=ledger.membership.newest.number,
         round=last,
-        rounds=ledger.run.recipe.outer.rounds,
+        rounds=run.recipe.outer.rounds,
         counted_from=first,
-        members=list(lines.values()),
+        members=lines,
         note=ledger.membership.odd,
-        invited=open_invitations(ledger, now),
     )
 
 
-def scores_of(manifests: "Sequence[Manifest]", replica: str) -> list[float]:
-    """Of a replica's updates that closers have scored."""
-    return [score for manifest in manifests for name, score in manifest.scores if name == replica]
+def _spans(ledger: "Ledger", last: int) -> "dict[str, tuple[int, int | None, Epoch]]":
+    """Map each replica to its first round, its last round if revoked, and the newest epoch that lists it."""
+    begins = _first_rounds(ledger, last)
+    spans: dict[str, tuple[int, int | None, Epoch]] = {}
+    for epoch in ledger.membership.epochs:
+        begin = begins.get(epoch.number, last + 2)
+        for name, (since, until, before) in spans.items():
+            if until is None and name not in epoch.run.keys:
+                spans[name] = since, begin - 1, before
+        for name in epoch.run.keys:
+            since, until, _ = spans.get(name, (begin, None, epoch))
+            spans[name] = since if until is None else begin, None, epoch
+    return spans
 
 
 def _first_rounds(ledger: "Ledger", last: int) -> dict[int, int]:
-    """Epoch -> the first round that has it, or a later one."""
+    """Map each epoch to its first round, or a later one."""
     found = {0: 1}
     for epoch in ledger.membership.epochs[1 : ledger.epoch_of(last + 1).number + 1]:
         found[epoch.number] = ledger.first_round_of(epoch.number, found[epoch.number - 1], last + 1)
@@ -182,30 +173,19 @@ def table(found: MembersReport) -> str:
     from isthmus.printing import visible
 
     span = f"rounds {found.counted_from} to {found.round}" if found.round else "no round yet"
-    wide = max([18, *(2 + len(each.replica) for each in (*found.members, *found.invited))])
+    wide = max([18, *(2 + len(each.replica) for each in found.members)])
     lines = [
         f'run "{found.run}" ({found.run_id}): epoch {found.epoch}, {found.round} of {found.rounds} rounds',
-        f"{'replica':<{wide}}{'kind':<11}{'closes':<8}{'state':<14}{'since':>7}{'until':>7}{'given':>7}{'refused':>9}"
-        f"{'scored':>8}{'score':>9}",
+        f"{'replica':<{wide}}{'kind':<11}{'closes':<8}{'share':<7}{'state':<14}{'since':>7}{'until':>7}{'given':>7}{'refused':>9}",
     ]
     for m in found.members:
         kind = m.kind if m.stages == 1 else f"{m.stages} stages"
         until = "-" if m.until_round is None else str(m.until_round)
         lines.append(
-            f"{m.replica:<{wide}}{kind:<11}{'yes' if m.closes else '-':<8}{m.state:<14}{m.since_round:>7}"
-            f"{until:>7}{m.given:>7}{m.refused:>9}{m.scored:>8}"
-            f"{'-' if m.score is None else f'{m.score:+.4f}':>9}{'  on probation' if m.probation else ''}"
+            f"{m.replica:<{wide}}{kind:<11}{'yes' if m.closes else '-':<8}{'yes' if m.share else '-':<7}"
+            f"{m.state:<14}{m.since_round:>7}{until:>7}{m.given:>7}{m.refused:>9}"
         )
-    for each in found.invited:
-        kind = each.kind if each.stages == 1 else f"{each.stages} stages"
-        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.expires))
-        says = (
-            "ready, admitted when the open round is settled"
-            if each.asked
-            else f"has not asked; until {until}"
-        )
-        lines.append(f"{each.replica:<{wide}}{kind:<11}{'-':<8}invited: {says}")
-    lines.append(f"given, refused and scores (mean nats of held-out loss; below 0 helps) are of {span}")
+    lines.append(f"given and refused are of {span}")
     if found.written > found.epoch:
         lines.append(f"epoch {found.written} is written; a closer takes it up when it settles the open round")
     if found.note:
@@ -225,7 +205,7 @@ def extend(args: argparse.Namespace) -> int:
     folder = RunDir.open(args.url) if is_run_dir(args.url) else None
     note = owners_folder(args, recipe.name) / "run.extend"
     if folder and folder.recipe.outer.rounds < recipe.outer.rounds:
-        recipe = folder.recipe  # an `extend` that was killed: the bucket knows, the folder does not
+        recipe = folder.recipe  # after a killed `extend` the bucket is ahead of the folder
     else:
         recipe, epoch = _order_longer(ledger, owner, args.rounds, note)
     longer = epoch.run.recipe
@@ -240,22 +220,22 @@ def extend(args: argparse.Namespace) -> int:
 
 
 def _order_longer(ledger: "Ledger", owner: "Signer", more: int, note: Path) -> "tuple[Recipe, Epoch]":
-    """The recipe before, and the epoch by which the run is longer. The same line, typed again after a kill,
-    is the same extension: until it is done, `note` says which one is under way."""
-    from isthmus.protocol.changes import Changes, order
+    """Order more rounds; return the previous recipe and the epoch of the extension. After a kill, the same
+    command completes the same extension: `note` names it until it is done."""
+    from isthmus.protocol.membership import Changes
 
     run, rounds = ledger.run, ledger.run.recipe.outer.rounds
-    if read_note(note) == f"{run.run_id} {rounds - more} {rounds}":  # it reached the bucket
+    if read_note(note) == f"{run.run_id} {rounds - more} {rounds}":  # the order reached the bucket
         epochs = ledger.membership.epochs
         made = next(epoch.number for epoch in epochs if epoch.run.recipe.outer.rounds == rounds)
         return epochs[made - 1].run.recipe, epochs[made]
-    with suppress(OSError):  # the owner's key may lie where nothing is written
+    with suppress(OSError):  # the owner's key may be in a read-only folder
         replace_file(note, f"{run.run_id} {rounds} {rounds + more}")
-    return run.recipe, order(ledger.membership, owner, time.time(), Changes(rounds=rounds + more))
+    return run.recipe, ledger.membership.order(owner, Changes(rounds=rounds + more))
 
 
 def extend_simulated(run: RunDir, rounds: int) -> int:
-    """A simulated run has no bucket and no owner: its recipe is all that changes."""
+    """Extend a simulated run. It has no bucket and no owner, so only its recipe changes."""
     from isthmus.protocol.membership import extended
     from isthmus.protocol.trust import Refused
 

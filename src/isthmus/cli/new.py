@@ -1,4 +1,4 @@
-"""`isthmus new`: a recipe of one's own, from one that ships, with what people change first explained."""
+"""`isthmus new`: write your own recipe from a shipped one, with comments on what people change first."""
 
 import argparse
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 from isthmus.config import Recipe, parse_recipe, toml_line
 from isthmus.config.shipped import first_sentence, shipped_names, shipped_text
 from isthmus.errors import ConfigError
+from isthmus.files import write_new
 
 EPILOG = """examples:
   isthmus new --list                            the recipes that ship, one line each
@@ -22,11 +23,11 @@ HEAD = """\
 #   isthmus plan {file}        time, bytes and memory on its fleet, without running it
 #   isthmus simulate {file}    the whole fleet on this device
 #   isthmus train {file}       the same fleet as real processes on this machine
-# A key that is not stated has its default; README.md, The recipe, shows every key. An unknown one is refused.
+# A key that is not stated has its default; docs/reference.md has every key. An unknown one is refused.
 #
 """
 
-# What people change first, and what to know about it.
+# The keys that people change first, and what to know about each.
 FIRST = {
     "model.preset": "The size: nano (1.1 M parameters), 10m, 20m, 178m, 512m or 1b. Keys beside it, such as "
     "layers, override it.",
@@ -86,8 +87,7 @@ def write(file: Path, like: str, as_json: bool) -> int:
         raise ConfigError(f"{file}: a recipe's name ends in .toml, as in {file.stem or 'mine'}.toml")
     text = commented(like, file)
     try:
-        with open(file, "x", encoding="utf-8") as out:
-            out.write(text)
+        write_new(file, text)
     except FileExistsError:
         raise ConfigError(f"{file} exists, and is left as it is; give another name") from None
     except OSError as error:
@@ -101,9 +101,9 @@ def write(file: Path, like: str, as_json: bool) -> int:
 
 
 def commented(like: str, file: Path) -> str:
-    """The recipe `like` under the name of its file; what it does not state of `FIRST` is stated."""
+    """Return the recipe `like`, named after its new file, with every key of `FIRST` written out."""
     source, name = shipped_text(like), file.stem
-    recipe = parse_recipe(source, [f"name={json.dumps(name)}"])  # a name that will not do is refused
+    recipe = parse_recipe(source, [f"name={json.dumps(name)}"])  # refuses an invalid name
     body = re.sub(r"^name = .*$", lambda _: toml_line("name", name), source, count=1, flags=re.MULTILINE)
     tables = re.split(r"\n(?=\[)", body.rstrip("\n"))
     parts = [_explained(part, recipe) for part in tables]
@@ -113,7 +113,7 @@ def commented(like: str, file: Path) -> str:
 
 
 def _explained(part: str, recipe: Recipe) -> str:
-    """One table of a recipe, with a comment above each key that people change first."""
+    """Return one table of a recipe, with a comment above each key that people change first."""
     table = part.partition("]")[0].strip("[")
     lines, after = part.rstrip("\n").split("\n"), "\n" * (len(part) - len(part.rstrip("\n")))
     for first, words in FIRST.items():

@@ -1,17 +1,17 @@
-"""The commands in the order that people meet them, for `isthmus --help`. Standard library only."""
+"""The commands in the order that people need them, for `isthmus --help`. Standard library only."""
 
 import textwrap
 from collections.abc import Mapping
 
 GROUPS = {
     "on one machine": ("new", "plan", "doctor", "data", "simulate", "train", "extend"),
-    "look at a run": ("status", "logs", "watch", "report", "compare", "ledger"),
+    "look at a run": ("status", "watch", "report", "compare", "ledger"),
     "use its model": ("generate", "export", "eval"),
     "with others, through a bucket": (
-        *("init", "join", "leave", "slurm", "relay"),
-        *("members", "invite", "revoke", "rotate"),
+        *("init", "join", "leave", "relay"),
+        *("members", "invite", "revoke"),
     ),
-    "besides": ("reproduce", "completion"),
+    "besides": ("completion",),
 }
 NAME_COLUMNS = 14
 
@@ -30,7 +30,7 @@ isthmus COMMAND --help has the options and examples of one command.
 
 
 def overview(abouts: Mapping[str, str], columns: int) -> str:
-    """Every command with what it does, in groups."""
+    """Return every command and what it does, in groups."""
     lines = []
     for title, names in GROUPS.items():
         lines += ["", f"{title}:"]

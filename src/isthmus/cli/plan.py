@@ -1,4 +1,4 @@
-"""`isthmus plan`: what a run will take, before anything is rented. Loads no torch where rates are stated."""
+"""`isthmus plan`: what a run will take, before anyone rents a machine. Loads no torch if rates are stated."""
 
 import argparse
 import json
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.cli.arguments import add_recipe
-from isthmus.cli.plan_table import scale_table, table
+from isthmus.cli.plan_table import table
 from isthmus.config import Recipe, load_recipe, parse_recipe
 from isthmus.errors import ConfigError
+from isthmus.files import write_new
 
 if TYPE_CHECKING:
     from isthmus.planner.plan import Prices
@@ -22,8 +23,6 @@ EPILOG = """examples:
   isthmus plan 178m-recommended --tflops 60 --set replicas.edge.link.mbps=100 \\
       --set replicas.edge.compression=auto --set replicas.edge.wire=auto  the least loss of what fits the link
   isthmus plan demo --price-per-hour rack=2.5 --price-per-hour edge=0.3 --egress-per-gb 0.09
-  isthmus plan 512m-dense --tflops 160 --scale      the same mixture with 8, 64 and 1000 replicas
-  isthmus plan --figure utilisation --to utilisation.svg
   isthmus plan --suggest machines.toml --preset 178m             from a list of machines to a recipe
   isthmus plan --suggest machines.toml 512m-dense --set inner.batch=8 --to mine.toml
 
@@ -41,8 +40,11 @@ a list of machines, such as machines.toml (docs/machines.toml in the repository 
 """
 BASE = 'name = "suggested"\n[model]\npreset = "{preset}"\n[[replicas]]\nname = "none"\n'
 PRICES = ("price_per_hour", "egress_per_gb", "put_per_million", "get_per_million")
-FIGURES = ("utilisation", "wallclock")
-MOST_MEASURED = 1e11  # operations of an inner step that any machine makes in seconds
+TAKES = {  # the options that each kind of plan uses; others are refused
+    "recipe": ("recipe", "set", "tflops", "device", *PRICES),
+    "suggest": ("recipe", "set", "suggest", "preset", "to"),
+}
+MOST_MEASURED = 1e11  # operations of an inner step that any machine finishes in seconds
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -60,7 +62,6 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--tflops",
         type=float,
-        default=0.0,
         metavar="X",
         help="training rate of a machine whose own the recipe does not state, in TFLOP/s",
     )
@@ -83,88 +84,61 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--put-per-million", type=float, metavar="PRICE", help="of writing requests")
     parser.add_argument("--get-per-million", type=float, metavar="PRICE", help="of reading requests")
     parser.add_argument(
-        "--check-mb-per-second",
-        type=float,
-        default=10.0,
-        metavar="X",
-        help="how fast a closer checks packed updates (default: 10, one core)",
-    )
-    parser.add_argument(
-        "--scale",
-        action="store_true",
-        help="one round of the same mixture with 8, 64 and 1000 replicas, priced too",
-    )
-    parser.add_argument("--figure", choices=FIGURES, help="draw figure 2 or 3 of the paper; needs no recipe")
-    parser.add_argument(
         "--suggest",
         metavar="MACHINES",
         help="a list of machines and links (TOML, see docs/machines.toml): print a recipe for them, with "
         "reasons in comments; model and optimisers from the recipe given beside it, or from --preset",
     )
     parser.add_argument("--preset", metavar="NAME", help="with --suggest: the model (default: 178m)")
-    parser.add_argument(
-        "--to",
-        type=Path,
-        metavar="FILE",
-        help="where the figure goes, .png or .svg (default: plan-NAME.png), or the suggested recipe",
-    )
+    parser.add_argument("--to", type=Path, metavar="FILE", help="with --suggest: where the recipe goes")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.set_defaults(run=plan)
 
 
 def plan(args: argparse.Namespace) -> int:
     """Predict the bytes, seconds and utilisation of a recipe without running it."""
-    if args.suggest or args.figure:
-        for name in PRICES:
-            if getattr(args, name) not in (None, []):
-                asked = "--suggest" if args.suggest else "--figure"
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} prices the plan of a recipe; {asked} has no prices"
-                )
-    if args.suggest:
+    asked = next((way for way in ("suggest", "recipe") if getattr(args, way)), None)
+    if asked is None:
+        raise ConfigError("give a recipe to plan, or --suggest MACHINES")
+    for name in {name for names in TAKES.values() for name in names} - set(TAKES[asked]):
+        if getattr(args, name) not in (None, []):
+            what = "a recipe" if name == "recipe" else f"--{name.replace('_', '-')}"
+            ways = [f"--{way}" if way != "recipe" else "a recipe" for way in TAKES if name in TAKES[way]]
+            other = "a plan" if asked == "recipe" else f"--{asked}"
+            raise ConfigError(f"{what} goes with {' or '.join(ways)}; {other} makes no use of it")
+    if asked == "suggest":
         return suggested(args)
-    if bool(args.recipe) == bool(args.figure):
-        raise ConfigError(
-            "give a recipe to plan, or --figure utilisation or --figure wallclock, or --suggest MACHINES"
-        )
-    if args.preset:
-        raise ConfigError("--preset is the model of a suggested recipe; give --suggest MACHINES too")
-    if args.to and not args.figure:
-        raise ConfigError(
-            "--to says where a figure or a suggested recipe goes; give --figure too, or --suggest"
-        )
-    if args.figure:
-        return figure(args)
     from isthmus.planner.auto import resolve
     from isthmus.planner.plan import check_names, predict
 
-    for name in ("tflops", "egress_per_gb", "put_per_million", "get_per_million"):
-        if not 0 <= (getattr(args, name) or 0) < math.inf:  # nor NaN
+    for name in ("egress_per_gb", "put_per_million", "get_per_million"):
+        if not 0 <= (getattr(args, name) or 0) < math.inf:  # also refuses NaN
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it is 0 or more")
-    if not 0 < args.check_mb_per_second < math.inf:
-        raise ConfigError(f"--check-mb-per-second is {args.check_mb_per_second}; it is above 0")
-    args.tflops, memory_gb, settings, assumed = assumed_machines(args)
+    if args.tflops is not None and not 0 < args.tflops < math.inf:
+        raise ConfigError(f"--tflops is {args.tflops}; it is above 0")
+    tflops, memory_gb, settings, assumed = assumed_machines(args)
     measured: list[str] = []
     recipe = load_recipe(args.recipe, [*args.set, *settings])
+    if tflops and all(r.tflops and (r.memory_gb or not memory_gb) for r in recipe.replicas):
+        raise ConfigError(
+            f"every replica of {recipe.name} states its own rate; change one by --device REPLICA=NAME or "
+            "--set replicas.NAME.tflops=X"
+        )
     prices = read_prices(args)
     check_names(recipe, prices.per_hour if prices else {})
-    if not args.tflops and not any(replica.tflops for replica in recipe.replicas):
+    if not tflops and not any(replica.tflops for replica in recipe.replicas):
         recipe, measured = measured_if_small(recipe)
-    if args.scale:
-        scales(args, recipe, prices)
-    else:
-        forecast = predict(recipe, args.tflops, prices, args.check_mb_per_second * 1e6, memory_gb)
-        resolved = resolve(recipe, args.tflops, memory_gb)[0]
-        print(forecast.to_json() if args.json else table(resolved, forecast))
+    forecast = predict(recipe, tflops, prices, memory_gb=memory_gb)
+    print(forecast.to_json() if args.json else table(resolve(recipe, tflops, memory_gb)[0], forecast))
     for words in [*(f"Measured: {words}" for words in measured), *(f"Assumed: {words}" for words in assumed)]:
         print(f"{words}.", file=sys.stderr if args.json else sys.stdout)
     return 0
 
 
 def measured_if_small(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """A recipe without any rate is one for this machine: a fleet of `train`, whose processes share it.
+    """Measure this machine's rate for a recipe that states none, meant for `train` on this machine.
 
-    Of a large model nothing is measured: the machine that plans is seldom the one that trains.
+    Large models are not measured: the machine that plans is seldom the one that trains.
     """
     from isthmus.planner.cost import step_flops
 
@@ -184,23 +158,21 @@ def measured_if_small(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 
 def assumed_machines(args: argparse.Namespace) -> tuple[float, float, list[str], list[str]]:
-    """--tflops and --device: rate and GB of all machines without them, settings of single tables, words."""
+    """Read --tflops and --device: rate and GB of all machines without them, settings of tables, notes."""
     from isthmus.planner.devices import assume
 
     rate, memory_gb, settings, words = assume(args.device)
     if rate and args.tflops:
         raise ConfigError("--tflops and --device both give a rate to all machines; give one of them")
-    return rate or args.tflops, memory_gb, settings, words
+    return rate or args.tflops or 0.0, memory_gb, settings, words
 
 
 def suggested(args: argparse.Namespace) -> int:
-    """A recipe for a list of machines, on stdout or in a new file."""
+    """Print a recipe for a list of machines, or write it to a new file."""
     from isthmus.planner.machines import load_machines
     from isthmus.planner.suggest import suggest
     from isthmus.planner.suggest_text import recipe_text
 
-    if args.figure or args.scale:
-        raise ConfigError("--suggest prints a recipe; ask for --figure or --scale on their own")
     if args.recipe and args.preset:
         raise ConfigError("--preset and a recipe both give the model; drop one of them")
     if args.to and args.to.exists():
@@ -216,8 +188,7 @@ def suggested(args: argparse.Namespace) -> int:
     text = recipe_text(found, args.suggest)
     if args.to:
         try:
-            with open(args.to, "x", encoding="utf-8") as file:
-                file.write(text)
+            write_new(args.to, text)
         except OSError as error:
             raise ConfigError(f"cannot write {args.to}: {error.strerror}; give --to another name") from None
     if args.json:
@@ -247,47 +218,3 @@ def read_prices(args: argparse.Namespace) -> "Prices | None":
         get_per_million=args.get_per_million,
     )
     return prices if prices != Prices() else None
-
-
-def figure(args: argparse.Namespace) -> int:
-    from isthmus.cli.reproduce import WHERE, find_experiments
-
-    if not find_experiments():
-        raise ConfigError(WHERE)
-    from experiments import paper_figures
-
-    path = args.to or Path(f"plan-{args.figure}.png")
-    facts = paper_figures.draw(args.figure, path)
-    print(json.dumps({"figure": str(path), **facts}, indent=2) if args.json else f"Figure: {path}")
-    return 0
-
-
-def scales(args: argparse.Namespace, recipe: Recipe, prices: "Prices | None") -> None:
-    from isthmus.layout.traffic import codec_settings
-    from isthmus.planner import scale as paper
-
-    given = {
-        name: value
-        for name in ("egress_per_gb", "put_per_million", "get_per_million")
-        if (value := getattr(args, name)) is not None
-    }
-    sizes = sorted({*paper.FLEETS, recipe.num_replicas} - {1})
-    if recipe.outer.method == "adamw":
-        raise ConfigError('--scale is about updates in a bucket; outer.method is "adamw", which has none')
-    given["verify_bytes_per_second"] = args.check_mb_per_second * 1e6
-    per_hour = prices.per_hour if prices else {}
-    found = [paper.scale(recipe, m, args.tflops, per_hour=per_hour, **given) for m in sizes]
-    keep, values = codec_settings(recipe)
-    entries = recipe.outer.chunk_side**2
-    pays = {
-        f"{rho:g}": {
-            kind: paper.pays_from(values, kind, entries=entries, keep=keep, correlation=rho)
-            for kind in paper.WRITTEN
-        }
-        for rho in paper.CORRELATIONS
-    }
-    if args.json:
-        body = {"name": recipe.name, "fleets": [asdict(row) for row in found], "aggregate_pays_from": pays}
-        print(json.dumps(body | {"correlation": paper.CORRELATION}, indent=2))
-    else:
-        print(scale_table(recipe, found, pays, given, per_hour))

@@ -1,6 +1,6 @@
-"""How a forecast reads: the table of `isthmus plan`, and that of `--scale`. Loads no torch."""
+"""The table that `isthmus plan` prints. Loads no torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from isthmus.config import Recipe
@@ -9,11 +9,10 @@ from isthmus.runlog.words import count, duration, fleet_in_words, rate, size
 
 if TYPE_CHECKING:
     from isthmus.planner.plan import Forecast, KindForecast
-    from isthmus.planner.scale import Scale
 
 
 def table(recipe: Recipe, forecast: "Forecast") -> str:
-    """Everything a newcomer needs to decide, one thing a line; the recipe as it was resolved."""
+    """Return what a newcomer needs to decide, one fact per line, and the resolved recipe."""
     from isthmus.config import PRESETS
 
     model = f" ({recipe.model.preset})" if recipe.model.preset in PRESETS else ""
@@ -39,7 +38,7 @@ def table(recipe: Recipe, forecast: "Forecast") -> str:
 
 
 def _lines(rows: Mapping[str, str]) -> list[str]:
-    """A label and its text; a text of several lines is indented below its first."""
+    """Format labels and texts; further lines of a text are indented below its first."""
     return [f"  {label:<18}{text}".replace("\n", "\n" + " " * 20) for label, text in rows.items()]
 
 
@@ -146,8 +145,6 @@ def _step_rows(kind: "KindForecast", num_parameters: int) -> dict[str, str]:
         what = f"k/d = {kind.compression}" if kind.compression != "none" else "open"
         price = kind.loss_price.text(num_parameters).replace("; ", ";\n")
         rows["compression"] = f"{what} in {kind.wire}: {price}"
-    if kind.paper_loss:
-        rows["compression"] += f";\n{kind.paper_loss}"
     rows["schedule"] = (
         f"{step.micro_batches} micro-batches; stages run {', '.join(map(str, step.depths))} of them "
         "forward before their first backward"
@@ -193,7 +190,7 @@ def _sizes(totals: Iterable[int]) -> str:
 
 
 def _room(kind: "KindForecast") -> str:
-    """Whether it fits the machine, and what would make it fit."""
+    """Say whether the role fits the machine, and what would make it fit."""
     most = max(process["total"] for process in kind.memory)
     room = f"{kind.memory_gb:g} GB"
     if kind.fits:
@@ -205,7 +202,7 @@ def _room(kind: "KindForecast") -> str:
 
 
 def bottleneck(forecast: "Forecast", kind: "KindForecast") -> str:
-    """What to change first, in words."""
+    """Say in words what to change first."""
     if kind.bottleneck == "waiting":
         return f"{forecast.slowest}: every round {_time(kind.wait_seconds)} pass in waiting for it"
     if kind.bottleneck == "exchange":
@@ -234,63 +231,3 @@ def _time(seconds: float) -> str:
     if seconds >= 0.9995:
         return f"{seconds:.2f} s" if seconds < 9.95 else duration(seconds)
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else "under 0.1 ms" if seconds else "0 s"
-
-
-def scale_table(
-    recipe: Recipe,
-    found: Sequence["Scale"],
-    pays: dict[str, dict[str, int | None]],
-    given: dict[str, float],
-    per_hour: Mapping[str, float],
-) -> str:
-    from isthmus.planner import scale as paper
-
-    first = found[0]
-    rows: list[tuple[str, list[str]]] = [
-        ("replicas, M", [f"{s.num_replicas:,}" for s in found]),
-        ("written to the bucket", [size(s.up_bytes) for s in found]),
-        ("read from it", [size(s.down_bytes) for s in found]),
-        ("  by one replica", [size(s.down_bytes_each) for s in found]),
-        ("  in", [_time(s.down_seconds) for s in found]),
-        ("  price of reading, $", [f"{s.egress_dollars:,.2f}" for s in found]),
-        ("writing requests", [f"{s.puts:,}" for s in found]),
-        ("reading requests", [f"{s.gets:,}" for s in found]),
-        ("  a replica, without updates", [f"{s.control_each:,.1f}" for s in found]),
-        ("  price of requests, $", [f"{s.request_dollars:,.2f}" for s in found]),
-        ("a closer checks", [size(s.verify_bytes) for s in found]),
-        ("  at the stated rate in", [_time(s.verify_seconds) for s in found]),
-        ("last upload to manifest", [_time(s.close_seconds) for s in found]),
-        ("manifest", [size(s.manifest_bytes) for s in found]),
-        ("round", [_time(s.round_seconds) for s in found]),
-        *([("  price of machines, $", [f"{s.machine_dollars:,.2f}" for s in found])] if per_hour else []),
-        ("utilisation", [f"{s.utilisation:.1%}" for s in found]),
-        ("one aggregated object, 2bit", [size(s.aggregate_bytes["2bit"]) for s in found]),
-        ("  bf16", [size(s.aggregate_bytes["bf16"]) for s in found]),
-        ("read with it, 2bit", [size(s.aggregate_down_bytes["2bit"]) for s in found]),
-        ("  bf16", [size(s.aggregate_down_bytes["bf16"]) for s in found]),
-    ]
-    lines = [
-        f'One round of "{recipe.name}", {count(recipe.model.num_parameters)} parameters, in larger fleets of '
-        f"the same mixture; one update is {size(first.payload_bytes)}.",
-        "",
-        *(f"{label:<28}" + "".join(f"{cell:>17}" for cell in cells) for label, cells in rows),
-        "",
-        "An aggregated object pays (fewer bytes are read in all) from this M on, by the correlation of what "
-        "replicas want to send:",
-        "",
-        f"{'correlation':<28}" + "".join(f"{rho:>17}" for rho in pays),
-    ]
-    for kind in next(iter(pays.values())):
-        cells = [f"{by_kind[kind] or 'never':>17}" for by_kind in pays.values()]
-        lines.append(f"{'values as ' + kind:<28}" + "".join(cells))
-    lines += [
-        "",
-        f"Assumed: every replica reads every update; correlation {paper.CORRELATION:g} above; a closer "
-        f"checks {given['verify_bytes_per_second'] / 1e6:g} MB/s; two replicas may close;",
-        f"${given.get('egress_per_gb', paper.EGRESS_PER_GB):g} per GB read, "
-        f"${given.get('put_per_million', paper.PUT_PER_MILLION):g} and "
-        f"${given.get('get_per_million', paper.GET_PER_MILLION):g} per million writes and reads"
-        + "".join(f"; ${price:g} an hour for a machine of {name}" for name, price in per_hour.items())
-        + ".",
-    ]
-    return "\n".join(lines)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 EPILOG = """examples:
   isthmus report runs/demo            rewrite runs/demo/report.html; also while the run goes on
@@ -34,9 +33,10 @@ def report(args: argparse.Namespace) -> int:
     from isthmus.errors import ConfigError
     from isthmus.page.actual import compare
     from isthmus.page.report import write_report
+    from isthmus.protocol.place import find_place
     from isthmus.runlog import RunDir, summary, totals
 
-    bucket = "://" in args.run_dir or (Path(args.run_dir) / "run.json").is_file()
+    bucket = find_place(args.run_dir).run is None
     if bucket != bool(args.to):
         raise ConfigError(
             f"{args.run_dir} is a bucket; give --to a new folder for its report"

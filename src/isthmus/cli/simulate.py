@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.cli.arguments import add_recipe, add_run
-from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
+from isthmus.planner.devices import check_device
 from isthmus.runlog import RunDir, finite, summary
 
 if TYPE_CHECKING:
@@ -55,28 +55,29 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def simulate(args: argparse.Namespace) -> int:
-    """Run or resume, then say in words what happened and where the report is."""
+    """Run or resume, then summarise the run and name its report."""
     if bool(args.recipe) == bool(args.resume):
         raise ConfigError("give a recipe to start a run, or --resume RUN to go on with one")
-    if args.resume and (args.set or args.run_dir or args.mode != "auto"):
+    own = args.set or args.run_dir or args.mode != "auto" or args.compile is not None
+    if args.resume and own:
         raise ConfigError(
-            "--resume goes on with the run as it was; --set, --run and --mode are for a new one"
+            "--resume goes on with the run as it was; --set, --run, --mode and --compile are for a new one"
         )
+    check_device(args.device)
     if args.resume:
         from isthmus.simulator.run import resume
 
         results = resume(args.resume, device=args.device, quiet=args.quiet, log=args.log)
     else:
-        recipe = load_recipe(args.recipe, args.set)  # an error in it comes before torch is loaded
-        from isthmus.simulator.run import simulate as start
+        from isthmus.api.runs import simulate as start
 
         options = {"device": args.device, "mode": args.mode, "compiled": args.compile, "quiet": args.quiet}
-        results = start(recipe, args.run_dir, log=args.log, **options)
+        results = start(args.recipe, args.run_dir, overrides=args.set, log=args.log, **options)
     return print_results(results, args.json)
 
 
 def print_results(results: "Results", as_json: bool) -> int:
-    """The last lines of a run: in words, or its last row."""
+    """Print the end of a run: a summary, or its last row as JSON."""
     if as_json:
         last = finite(results.last.to_dict())
         print(json.dumps({"run": str(results.run_dir), "rounds": len(results.rows) - 1, "last": last}))
@@ -90,7 +91,7 @@ def print_results(results: "Results", as_json: bool) -> int:
 
 
 def next_steps(run: RunDir) -> list[str]:
-    """What can be done with a finished run, to be copied into a shell."""
+    """Return commands to try on a finished run, ready to copy into a shell."""
     path, to = shlex.quote(str(run.path)), shlex.quote(f"{run.path.name}-hf")
     return [
         f'Text from it: isthmus generate {path} "It was the"',

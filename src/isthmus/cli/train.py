@@ -6,6 +6,7 @@ import sys
 from isthmus.cli.arguments import add_recipe, add_run
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
+from isthmus.planner.devices import check_device
 from isthmus.runlog import RunDir
 from isthmus.runtime.failure import told_in_one_line
 
@@ -39,7 +40,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Run or resume, then print what happened, and how to go on with a run that was interrupted."""
+    """Run or resume, then print a summary, and how to resume an interrupted run."""
     if bool(args.recipe) == bool(args.resume):
         raise ConfigError("give a recipe to start a run, or --resume RUN to go on with one")
     if args.resume and any(override.startswith("outer.rounds=") for override in args.set):
@@ -48,7 +49,12 @@ def train(args: argparse.Namespace) -> int:
         )
     if args.resume and (args.set or args.run_dir):
         raise ConfigError("--resume goes on with the run as it was; --set and --run are for a new one")
+    from isthmus.data.corpus import check_here  # loads numpy
+
+    check_device(args.device)
     recipe = args.recipe and load_recipe(args.recipe, args.set)
+    if recipe:
+        check_here(recipe.data.corpus)
     from isthmus.runtime.versions import check_torch
 
     check_torch()

@@ -33,7 +33,6 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, this machine only"
     )
-    parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
     parser.add_argument("--tensorboard", metavar="DIR", help="also write TensorBoard event files there")
     add_log(parser)
     parser.set_defaults(run=watch)
@@ -56,7 +55,7 @@ def watch(args: argparse.Namespace) -> int:
             started = str(watcher.raw.about.get("started") or "")
             watcher.follow(EventWriter(Path(args.tensorboard), started))
         if args.log:
-            watcher.follow(ends.enter_context(closing(LoggedRows(args.log, args.target, watcher.raw.recipe))))
+            watcher.follow(ends.enter_context(closing(LoggedRows(args.target, watcher.raw.recipe))))
         watcher.start()
         if not server.local:
             print(
@@ -65,10 +64,6 @@ def watch(args: argparse.Namespace) -> int:
             )
         print(server.url, flush=True)
         print(f"watching {args.target}; Ctrl-C ends it", file=sys.stderr, flush=True)
-        if args.open:
-            import webbrowser
-
-            webbrowser.open(server.url)
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:

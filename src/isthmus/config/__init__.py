@@ -4,14 +4,13 @@ May import nothing else; standard library only.
 """
 
 from isthmus.config.checks import nearest
-from isthmus.config.fleet import AUTO, BucketConfig, LinkConfig, Member, ReplicaConfig, ScoreConfig
+from isthmus.config.fleet import AUTO, BucketConfig, LinkConfig, Member, ReplicaConfig
 from isthmus.config.model import PRESETS, ModelConfig
 from isthmus.config.toml import (
     build_table,
     dump_recipe,
     load_recipe,
     parse_recipe,
-    read_toml,
     stored_recipe,
     toml_line,
 )
@@ -37,14 +36,12 @@ __all__ = [
     "OuterConfig",
     "Recipe",
     "ReplicaConfig",
-    "ScoreConfig",
     "SubspaceConfig",
     "build_table",
     "dump_recipe",
     "load_recipe",
     "nearest",
     "parse_recipe",
-    "read_toml",
     "stored_recipe",
     "toml_line",
 ]

@@ -8,13 +8,13 @@ from isthmus.config.checks import above, choice, name_of, short, within
 from isthmus.errors import ConfigError
 
 MOST_REPLICAS = 4096  # of a run
-LEAST_KEPT = 10  # rounds, where not all are
-MOST_STAGES = 256  # or processes, of a replica
+LEAST_KEPT = 10  # rounds, if not all are kept
+MOST_STAGES = 256  # of a replica, or processes
 MOST_BATCH = 1 << 20
 MOST_MICRO_BATCHES = 4096
 RATIO = re.compile(r"\s*[0-9.]{1,30}(/[0-9]{1,30}|e-?[0-9]{1,2})?\s*")
 WIRES = ("bf16", "int8", "int6", "int5", "int4", "fp32", "fp64")  # layout.wire knows their bytes
-AUTO = "auto"  # to be picked before a run: compression and wire by the link, the rest by the memory
+AUTO = "auto"  # isthmus picks it before a run: compression and wire by the link, the rest by memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,22 +40,21 @@ class ReplicaConfig:
     kind: str = "full"  # or "pipelined"
     count: int = 1
     stages: int = 1
-    processes: int = 1  # of a full replica: several GPUs of one machine that share every batch
-    sharding: str = AUTO  # "full": its processes cut the model between them; "none": each has it whole
-    recompute: str = AUTO  # "yes": as inner.recompute, for these replicas only; or "no"
-    batch: int = 0  # sequences of its inner step, by which its updates are weighed; 0: inner.batch
-    # That its batch is cut into, one after another in memory; 0: inner.micro_batches where pipelined; where
-    # full, the whole batch at once, or as many as the stated memory asks for.
+    processes: int = 1  # of a full replica: GPUs of one machine that share every batch
+    sharding: str = AUTO  # "full": its processes split the model; "none": each has all of it
+    recompute: str = AUTO  # "yes" or "no": overrides inner.recompute for these replicas
+    batch: int = 0  # sequences per inner step; its updates are weighed by this; 0: inner.batch
+    # Parts of its batch, which run one after another to save memory. 0: inner.micro_batches if pipelined; if
+    # full, the whole batch at once, or as many parts as the stated memory requires.
     micro_batches: int = 0
     compression: str = "none"  # k/d between stages, as "1/8"; "auto": planner.auto picks it before a run
-    # What crosses a link, both ways: one of WIRES, or "auto", which it is in a file that has compression =
-    # "auto" and no wire.
+    # Encoding on a link, both ways: one of WIRES, or "auto", the default in a file with compression = "auto".
     wire: str = "bf16"
-    backend: str = "gloo"  # between stages; "nccl" where all are GPUs on one fast network
+    backend: str = "gloo"  # between stages; "nccl" if all are GPUs on one fast network
     link: LinkConfig = field(default_factory=LinkConfig)  # between stages
-    bucket_link: LinkConfig | None = None  # to the other replicas, by every machine; as `link` when not given
-    tflops: float = 0.0  # training rate of one machine; 0: not known, the simulator's own time is taken
-    memory_gb: float = 0.0  # that one process may use, in 1e9 bytes: of its GPU, where it has one; 0: unknown
+    bucket_link: LinkConfig | None = None  # from every machine to the other replicas; default: `link`
+    tflops: float = 0.0  # training rate of one machine; 0: unknown, the simulator uses its own time
+    memory_gb: float = 0.0  # for one process, in 1e9 bytes: of its GPU, if it has one; 0: unknown
 
     def __post_init__(self) -> None:
         where = f"replica {self.name}"
@@ -94,12 +93,12 @@ class ReplicaConfig:
 
     @property
     def auto(self) -> str:
-        """The key that is still to be picked by the link, or ""."""
+        """Return the key that the link still has to decide, or ""."""
         return "compression" if self.compression == AUTO else "wire" if self.wire == AUTO else ""
 
     @property
     def ratio(self) -> Fraction | None:
-        """k/d, or None where the boundary is open."""
+        """Return k/d, or None if the boundary is open."""
         if self.auto:
             raise ConfigError(
                 f'replica {self.name}: {self.auto} is still "auto"; planner.auto.resolve picks it'
@@ -108,7 +107,7 @@ class ReplicaConfig:
 
     def _stated_ratio(self) -> Fraction:
         try:
-            # An exponent is a number of digits: 1e999999999 would be computed for hours.
+            # Refuse exponents: computing 1e999999999 would take hours.
             ratio = Fraction(self.compression if RATIO.fullmatch(self.compression) else 0)
         except (ValueError, ZeroDivisionError):
             ratio = Fraction(0)
@@ -121,12 +120,12 @@ class ReplicaConfig:
 
     @property
     def sharded(self) -> bool:
-        """Is a full replica cut between its processes? "auto" is not, until planner.auto.resolve says so."""
+        """Return whether a full replica is split between its processes; an unresolved "auto" counts as no."""
         return self.sharding == "full"
 
     @property
     def parts(self) -> int:
-        """Processes that each answer for a part of the model in the outer step: stages, or shards."""
+        """Count the processes that each own a part of the model in the outer step: stages, or shards."""
         return self.processes if self.sharded else self.stages
 
     @property
@@ -134,7 +133,7 @@ class ReplicaConfig:
         return self.ratio is not None
 
     def subspace_dim(self, width: int) -> int:
-        """K; all of D when the boundary is open."""
+        """Return K; all of D if the boundary is open."""
         return width if self.ratio is None else max(1, int(width * self.ratio))
 
     @property
@@ -144,17 +143,16 @@ class ReplicaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketConfig:
-    """Where a real fleet keeps its rounds and when one is closed; the simulator has no use for it."""
+    """The store of a real fleet's rounds, and when a round closes; the simulator ignores it."""
 
-    url: str = ""  # default: a folder beside the run
-    deadline_seconds: float = 0.0  # a round may be closed without the missing; 0: from the rounds before it
+    url: str = ""  # default: a folder next to the run
+    deadline_seconds: float = 0.0  # when a round may close without the missing; 0: from the rounds before it
     quorum: int = 0  # contributions that suffice then; 0: more than half of the members
-    missed_rounds: int = 3  # that a replica lives through without delivering until nobody waits for it
+    missed_rounds: int = 3  # rounds that a replica may miss in a row before the others stop waiting for it
     anchor_every: int = 10  # rounds between whole models in the bucket
-    keep_rounds: int = 0  # payloads and anchors of older rounds are deleted as the run goes; 0: all stay
+    keep_rounds: int = 0  # older rounds' payloads and anchors are deleted during the run; 0: all stay
     heartbeat_seconds: float = 3.0
-    norm_limit: float = 3.0  # times the round's median norm; an update beyond is refused
-    sign_agreement: float = 0.4  # an update is refused whose signs agree less than this with most others
+    norm_limit: float = 3.0  # times the round's median norm; larger updates are refused
 
     def __post_init__(self) -> None:
         within("bucket.deadline_seconds", self.deadline_seconds, 0, 1e7)
@@ -169,28 +167,11 @@ class BucketConfig:
             )
         above("bucket.heartbeat_seconds", self.heartbeat_seconds, 0, 86_400)
         above("bucket.norm_limit", self.norm_limit, 1, 1e9)
-        within("bucket.sign_agreement", self.sign_agreement, 0, 0.5)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreConfig:
-    """How closers judge updates by what they do to held-out text (docs/protocol.md, Scores)."""
-
-    batches: int = 2  # of inner.batch held-out sequences, for each update that is scored; 0: none is
-    bound: float = 0.03  # nats; an update that makes the held-out loss worse by more is refused
-    probation: int = 1  # rounds in which a newcomer's updates must pass before they count; 0: none
-    sample: int = 2  # updates of others that are scored in each round
-
-    def __post_init__(self) -> None:
-        within("score.batches", self.batches, 0, 1e6)
-        above("score.bound", self.bound, 0, 1e6)
-        within("score.probation", self.probation, 0, 1e6)
-        within("score.sample", self.sample, 0, MOST_REPLICAS)
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One replica of the fleet: its number in the run and what it is."""
+    """One replica of the fleet: its number in the run and its configuration."""
 
     index: int
     name: str

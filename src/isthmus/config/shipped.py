@@ -1,4 +1,4 @@
-"""Recipes that ship with the package, by name, and where a recipe that was named is found."""
+"""Find recipes: those that ship with the package, by name, and files."""
 
 import re
 from importlib.resources import files
@@ -13,7 +13,7 @@ SUFFIX = ".toml"
 
 
 def shipped_names() -> list[str]:
-    """By size, and the demo first: as a reader would want them listed."""
+    """Return the names by size, with the demo first, as a reader wants them listed."""
     names = [entry.name.removesuffix(SUFFIX) for entry in FOLDER.iterdir() if entry.name.endswith(SUFFIX)]
     return sorted(names, key=lambda name: (int((re.match(r"\d+", name) or "0")[0]), name))
 
@@ -25,12 +25,12 @@ def shipped_text(name: str) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """What the recipe says of itself: the first sentence of its comment."""
+    """Return the first sentence of the recipe's comment."""
     return text.split("\n", 1)[0].removeprefix("# ").split(". ")[0].rstrip(".")
 
 
 def find_recipe(given: str | Path) -> str:
-    """The text of a recipe file, or of one that ships. A file goes before a name; a folder is no recipe."""
+    """Return the text of a recipe: of a file if there is one, else of the shipped recipe of this name."""
     name = str(given)
     if name in shipped_names() and (Path(given).is_dir() or not Path(given).exists()):
         return shipped_text(name)
@@ -43,6 +43,6 @@ def find_recipe(given: str | Path) -> str:
 
 
 def _which(name: str) -> str:
-    """What may have been meant, and all names. `recipes/demo.toml` is near to `demo`, too."""
+    """Suggest near names, and list all. `recipes/demo.toml` counts as near to `demo`."""
     names = shipped_names()
     return f"{nearest(Path(name).stem, names) or '.'} By name there are {', '.join(names)}"

@@ -1,57 +1,70 @@
-"""TOML in, a checked Recipe out, and back. Unknown keys, wrong types and bad overrides are named."""
+"""Parse TOML into a checked Recipe, and write it. Errors name unknown keys, wrong types, bad overrides."""
 
 import dataclasses
 import json
 import math
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from isthmus.config.checks import choice, nearest, short
 from isthmus.config.fleet import AUTO
+from isthmus.config.gone import gone_key, without_gone_keys
 from isthmus.config.model import PRESETS, ModelConfig
 from isthmus.config.shipped import find_recipe
 from isthmus.config.tree import Recipe
 from isthmus.errors import ConfigError
 from isthmus.reading import DOCUMENT_BYTES, read_text
 
-MOST_DOTS = 64  # in one line: tomllib takes the square of a dotted key's length
-MOST_TABLES = 8192  # of one kind
-MOST_CHARACTERS = 4096  # of one value: the longest path that a system takes
+MOST_DOTS = 64  # in one line: tomllib's time is quadratic in a dotted key's length
+MOST_CHARACTERS = 4096  # of one value: the longest path that a system allows
 
 
-def load_recipe(given: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe, by file or by the name of one that ships, and apply `key=value` overrides such as
-    `outer.keep=64` or `replicas.edge.count=2`."""
+Overrides = Mapping[str, Any] | Sequence[str]  # {"outer.keep": 64}, or ["outer.keep=64"]
+
+
+def load_recipe(given: str | Path, overrides: Overrides = ()) -> Recipe:
+    """Read a recipe, from a file or by the name of a shipped one, and apply overrides such as `outer.keep=64`
+    or `{"replicas.edge.count": 2}`."""
     return parse_recipe(find_recipe(given), overrides, str(given))
 
 
-def parse_recipe(text: str, overrides: Sequence[str] = (), source: str = "recipe") -> Recipe:
-    return _overridden(_parse(text, source), overrides)
+def parse_recipe(text: str, overrides: Overrides = (), source: str = "recipe") -> Recipe:
+    return _overridden(_parse(text, source), settings(overrides))
 
 
-# What a run did before there was a key for it, where the key's default is to do otherwise.
+def settings(overrides: Overrides) -> list[str]:
+    """Return overrides in the form of --set."""
+    if isinstance(overrides, str):
+        return [overrides]
+    if isinstance(overrides, Mapping):
+        return [f"{key}={_toml(value)}" for key, value in overrides.items()]
+    return list(overrides)
+
+
+# For runs older than a key whose default changed behaviour: the value they ran with.
 BEFORE = {("subspace", "decay_t_perp"): True}
 
 
 def stored_recipe(text: str, source: str = "recipe") -> Recipe:
-    """The recipe of a run, as `dump_recipe` wrote it: a key that it lacks is younger than the run."""
-    table = _parse(text, source)
+    """Parse a run's recipe, as `dump_recipe` wrote it. It may lack newer keys; removed keys are dropped."""
+    table = without_gone_keys(_parse(text, source))
     for (section, key), value in BEFORE.items():
         found = table.setdefault(section, {})
         if isinstance(found, dict):
             found.setdefault(key, value)
     try:
         return _overridden(table, ())
-    except ConfigError as error:  # nobody typed it just now: say where it lies
+    except ConfigError as error:  # the user did not just type it, so name its location
         raise ConfigError(f"{source}: {error}") from None
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
-    """The tables of a file, or one line that says why it cannot be read as TOML."""
+    """Return a file's tables, or raise one line that says why it is not readable TOML."""
     try:
         text = read_text(path, DOCUMENT_BYTES)
     except FileNotFoundError as error:
@@ -70,7 +83,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
                 f"{source}, line {number} has {line.count('.')} dots; a key of ours has three at most"
             )
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))  # Windows editors write a byte order mark
     except RecursionError:
         raise ConfigError(f"{source} is nested too deeply; a recipe has tables and links in them") from None
     except ValueError as error:  # a TOMLDecodeError, or an integer of thousands of digits
@@ -93,8 +106,8 @@ def _overridden(table: dict[str, Any], overrides: Sequence[str]) -> Recipe:
 
 
 def _prepare_auto(replicas: Any) -> None:
-    """Of a table that leaves k/d open, the wire is open too, unless it is stated; and its link must be
-    stated: for a link that nobody knows nothing can be picked."""
+    """For a table with k/d = "auto", set the wire to "auto" too unless it is stated. Require its link:
+    without one, nothing can be picked."""
     for replica in replicas if isinstance(replicas, list) else ():
         if not isinstance(replica, dict):
             continue
@@ -110,15 +123,20 @@ def _prepare_auto(replicas: Any) -> None:
 
 def _with_preset(model: dict[str, Any]) -> dict[str, Any]:
     name = model.get("preset", "custom")
-    if name == "custom" or not isinstance(name, str):  # which is refused with the other fields
+    if name == "custom" or not isinstance(name, str):  # refused later, with the other fields
         return model
     choice("model.preset", name, tuple(PRESETS))
-    # A preset gives defaults; a field beside it wins.
-    return _stated(PRESETS[name]) | model
+    # A preset gives defaults; fields stated next to it take precedence.
+    preset = _stated(PRESETS[name])
+    if "heads" in model:
+        preset["kv_heads"] = 0  # the preset's may not divide a different number of heads
+    if isinstance(scaling := model.get("rope_scaling"), dict):
+        model = model | {"rope_scaling": preset["rope_scaling"] | scaling}
+    return preset | model
 
 
 def build_table(cls: type, table: Any, where: str) -> Any:
-    """One dataclass from one TOML table: unknown keys, missing keys and wrong types are named."""
+    """Build a dataclass from a TOML table; errors name unknown keys, missing keys and wrong types."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table, not {_kind(table)}")
     hints = typing.get_type_hints(cls)
@@ -127,6 +145,8 @@ def build_table(cls: type, table: Any, where: str) -> Any:
     values = {}
     for key, value in table.items():
         if key not in known:
+            if line := gone_key(re.sub(r"\[\d+\]", "", f"{prefix}{key}")):
+                raise ConfigError(line)
             raise ConfigError(
                 f'unknown key "{prefix}{short(key)}"{nearest(key, known) or "; known: " + ", ".join(known)}'
             )
@@ -151,15 +171,13 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise ConfigError(f"{where} must be a list of tables ([[{where}]]), not {_kind(value)}")
-        if len(value) > MOST_TABLES:
-            raise ConfigError(f"{where} has {len(value):,} entries; it may have {MOST_TABLES:,}")
         item = typing.get_args(hint)[0]
         return tuple(_convert(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
     if where.endswith(".compression") and isinstance(value, int | float) and not isinstance(value, bool):
-        return short(value)  # compression = 0.125 reads as well as "1/8"
+        return short(value)  # accept compression = 0.125 as well as "1/8"
     wanted = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[hint]
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        # One that no float holds is out of every bound, too.
+        # A number beyond float range is also out of every bound.
         value = float(value) if abs(value) < 2**1000 else math.inf * (1 if value > 0 else -1)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         shown = f" ({short(repr(value) if isinstance(value, str) else value)})"
@@ -168,18 +186,13 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if isinstance(value, str) and len(value) > MOST_CHARACTERS:
         raise ConfigError(f"{where} has {len(value):,} characters; it may have {MOST_CHARACTERS:,}")
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-        raise ConfigError(f"{where} is not UTF-8 text")  # typed in a terminal of another encoding
+        raise ConfigError(f"{where} is not UTF-8 text")  # typed in a terminal with another encoding
     return value
 
 
 def _kind(value: Any) -> str:
-    return {
-        dict: "a table",
-        list: "a list",
-        str: "a string",
-        bool: "true or false",
-        int: "a whole number",
-    }.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
+    names = {dict: "a table", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}
+    return names.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
 
 
 def _override(table: dict[str, Any], override: str) -> None:
@@ -189,7 +202,7 @@ def _override(table: dict[str, Any], override: str) -> None:
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except (ValueError, RecursionError):
-        value = text  # --set outer.values=2bit needs no quotes
+        value = text  # so --set outer.values=2bit needs no quotes
     *path, last = key.strip().split(".")
     at: Any = table
     for part in path:
@@ -205,7 +218,7 @@ def _override(table: dict[str, Any], override: str) -> None:
 
 
 def _entry(entries: list[Any], part: str, override: str) -> Any:
-    """A [[replicas]] table by its name, or by its number from 0."""
+    """Find a [[replicas]] table by its name, or by its number from 0."""
     names = [
         short(entry.get("name", i)) if isinstance(entry, dict) else str(i) for i, entry in enumerate(entries)
     ]
@@ -217,18 +230,17 @@ def _entry(entries: list[Any], part: str, override: str) -> Any:
 
 
 def as_tables(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as a file states it, without what follows from it."""
+    """Return the recipe as a file states it, without derived values."""
     return dataclasses.asdict(recipe) | {"model": _stated(recipe.model)}
 
 
 def _stated(model: ModelConfig) -> dict[str, Any]:
-    return {
-        f.name: getattr(model, f.name) for f in dataclasses.fields(model) if not f.metadata.get("derived")
-    }
+    derived = [f.name for f in dataclasses.fields(model) if f.metadata.get("derived")]
+    return {name: value for name, value in dataclasses.asdict(model).items() if name not in derived}
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as TOML; `parse_recipe` gives it back unchanged."""
+    """Write the resolved recipe as TOML; `parse_recipe` reads it back unchanged."""
     table = as_tables(recipe)
     replicas = table.pop("replicas")
     sections = {key: table.pop(key) for key in list(table) if isinstance(table[key], dict)}
@@ -252,6 +264,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(_lines(value)) + " }"
     if isinstance(value, str):
-        # As JSON writes it, but TOML has no pairs of surrogates, and DEL is a control character there.
+        # Quote as JSON does, except that TOML has no surrogate pairs and treats DEL as a control character.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value) if isinstance(value, bool) else repr(value)

@@ -12,24 +12,23 @@ from isthmus.config.fleet import (
     BucketConfig,
     Member,
     ReplicaConfig,
-    ScoreConfig,
 )
 from isthmus.config.model import ModelConfig
 from isthmus.errors import ConfigError
 
 MOST_ROUNDS = 1_000_000
-MOST_SLOTS = 1 << 16  # of the schedules that a plan walks through: some seconds
-MOST_PARTS = 1 << 17  # layers that it counts
+MOST_SLOTS = 1 << 16  # of the schedules that a plan simulates: some seconds
+MOST_PARTS = 1 << 17  # layers that a plan counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Where the tokens are, and how much held-out text each round is scored on."""
+    """The corpus, and how much held-out text scores each round."""
 
     corpus: str = "builtin:sample"
     eval_batches: int = 4  # held-out batches of `inner.batch` sequences
     eval_every: int = 1  # rounds
-    eval_by: str = "auto"  # which replica measures a bucket run; "auto": the first full one; or "none"
+    eval_by: str = "auto"  # which replica scores a bucket run; "auto": the first full one; or "none"
 
     def __post_init__(self) -> None:
         name_of("data.eval_by", self.eval_by, "-_.")
@@ -41,10 +40,10 @@ class DataConfig:
 class InnerConfig:
     """InnerOpt (eq. 1): AdamW with warm-up and cosine; defaults from Table 9 of arXiv 2601.02360."""
 
-    batch: int = 32  # sequences per replica and inner step; a [[replicas]] table may have its own
+    batch: int = 32  # sequences per replica and inner step; a [[replicas]] table may override it
     micro_batches: int = 8  # of a pipelined replica's inner step
-    in_flight: int = 0  # the most of them that a stage holds activations of; 0: as many as its link asks for
-    backward: str = "whole"  # or "split": weight gradients are computed where a stage would wait
+    in_flight: int = 0  # the most that a stage holds activations of; 0: as many as its link needs
+    backward: str = "whole"  # or "split": compute weight gradients while a stage would wait
     optimizer: str = "adamw"  # or "muon" for the layers' matrices, with AdamW for the rest
     lr: float = 3e-4
     warmup_steps: int = 500
@@ -58,7 +57,7 @@ class InnerConfig:
     clip: float = 1.0  # 0: none
     clip_scope: str = "replica"  # or "stage": the norm of each stage on its own
     precision: str = "auto"  # bf16 on CUDA from Ampere on, else fp32; or "fp32", "bf16", "fp64"
-    recompute: bool = False  # keep one stream per layer, and compute the layer again in the backward
+    recompute: bool = False  # keep one stream per layer, and recompute the layer in the backward
 
     def __post_init__(self) -> None:
         within("inner.batch", self.batch, 1, MOST_BATCH)
@@ -85,7 +84,7 @@ class InnerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
-    """The outer method; defaults are SparseLoCo's in Table 9 of arXiv 2601.02360, and a clip beside them."""
+    """The outer method; defaults are SparseLoCo's in Table 9 of arXiv 2601.02360, plus a clip."""
 
     method: str = "sparseloco"  # or "diloco", or "adamw" (gradients averaged every inner step)
     inner_steps: int = 50  # H
@@ -97,7 +96,7 @@ class OuterConfig:
     feedback_decay: float = 0.95  # beta
     feedback_lr_scaled: bool = False  # lr scales the pseudo-gradient before the feedback, as in public code
     aggregation: str = "contributors"  # or "all": eq. 2 read literally
-    clip: str = "median"  # a tensor is scaled down to its median norm of all replicas; "none" as in eq. 2
+    clip: str = "median"  # scale a tensor down to its median norm over all replicas; "none" as in eq. 2
     momentum: float = 0.9  # Nesterov, diloco only
 
     def __post_init__(self) -> None:
@@ -129,12 +128,10 @@ class SubspaceConfig:
     """How pipelined replicas compress (sec. 2.2 and 2.4), with the ablations of Table 5."""
 
     basis: str = "global"  # one U for the run; or "replica", "boundary": one for each
-    anchor: str = (
-        "fixed"  # T_perp alone; or "learned": a table at each boundary, trained and sent with the rest
-    )
-    decay_t_perp: bool = False  # true: weight decay also shrinks T_perp, which is a constant in the paper
+    anchor: str = "fixed"  # T_perp alone; or "learned": a trained table at each boundary
+    decay_t_perp: bool = False  # true: weight decay also shrinks T_perp, a constant in the paper
     adaptation: bool = True  # eqs. 3-4 after every round; false: T_perp stays at its first value
-    weight_projection: bool = False  # Table 5b: compressed W_p1 and W_p2 back onto S after every step
+    weight_projection: bool = False  # Table 5b: project compressed W_p1 and W_p2 onto S after every step
     grassmann_every: int = 0  # Table 5c: inner steps between updates of U; 0: never
     grassmann_lr: float = 0.1
     modified_adamw: bool = False  # Table 5d
@@ -145,17 +142,15 @@ class SubspaceConfig:
         within("subspace.grassmann_every", self.grassmann_every, 0, 1e12)
         above("subspace.grassmann_lr", self.grassmann_lr, 0, 1e6)
         if self.grassmann_every and self.basis != "global":
-            raise ConfigError(
-                'subspace.grassmann_every needs subspace.basis = "global": all replicas turn one U'
-            )
+            raise ConfigError('subspace.grassmann_every needs subspace.basis = "global": all turn one U')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishConfig:
-    """Rounds at the end of a run in which boundaries are opened, so that the plain model is good as well."""
+    """The last rounds of a run, which open boundaries so that the plain model is good as well."""
 
-    rounds: int = 0  # the last of outer.rounds
-    how: str = "open"  # round by round, or "full": as uncompressed replicas from the first of them on
+    rounds: int = 0  # how many, at the end of outer.rounds
+    how: str = "open"  # gradually; or "full": train as uncompressed replicas from the first of them on
 
     def __post_init__(self) -> None:
         within("finish.rounds", self.rounds, 0, MOST_ROUNDS)
@@ -175,7 +170,6 @@ class Recipe:
     subspace: SubspaceConfig = field(default_factory=SubspaceConfig)
     finish: FinishConfig = field(default_factory=FinishConfig)
     bucket: BucketConfig = field(default_factory=BucketConfig)
-    score: ScoreConfig = field(default_factory=ScoreConfig)
     replicas: tuple[ReplicaConfig, ...]
 
     def __post_init__(self) -> None:
@@ -186,7 +180,7 @@ class Recipe:
             raise ConfigError(f"seed is {short(self.seed)}; it must be 0 or more and below 2**63")
         if not self.replicas:
             raise ConfigError('no replicas; add a [[replicas]] table with a name and kind = "full"')
-        # Before the first that is built for each of them.
+        # Check this before anything is built for each of them.
         within("replicas: the sum of their counts", self.num_replicas, 1, MOST_REPLICAS)
         stages = sum(replica.stages for replica in self.replicas)
         what = "the stages of all [[replicas]] tables"
@@ -195,9 +189,7 @@ class Recipe:
         within(f"{what} x model.layers", stages * self.model.layers, 1, MOST_PARTS)
         for name, number in Counter(member.name for member in self.fleet()).items():
             if number > 1:
-                raise ConfigError(
-                    f'two replicas are called "{name}"; give each [[replicas]] table its own name'
-                )
+                raise ConfigError(f'two replicas are called "{name}"; give each table its own name')
         for replica in self.replicas:
             if replica.stages > self.model.layers:
                 raise ConfigError(
@@ -209,6 +201,11 @@ class Recipe:
                     f"replica {replica.name}: {replica.processes} processes share {self.model.layers} layers "
                     f'with sharding = "full"; processes is at most {self.model.layers} then'
                 )
+            if replica.sharded and self.inner.optimizer == "muon":
+                raise ConfigError(
+                    f'replica {replica.name}: inner.optimizer "muon" needs whole matrices, and sharding = '
+                    '"full" cuts them; use stages, or inner.optimizer = "adamw"'
+                )
             self._check_batch(replica)
         every = self.subspace.grassmann_every
         if every % self.outer.inner_steps:
@@ -217,7 +214,6 @@ class Recipe:
                 f"multiple of outer.inner_steps = {self.outer.inner_steps}"
             )
         self._check_ablations()
-        self._check_muon()
         self._count_tables()
         if self.outer.values == "fp64" and self.inner.precision != "fp64":
             raise ConfigError('outer.values is "fp64"; that is for runs with inner.precision = "fp64"')
@@ -232,44 +228,25 @@ class Recipe:
             )
         if batch // replica.processes % parts:
             rows = f", {batch // replica.processes} for each process" if replica.processes > 1 else ""
-            if replica.micro_batches:
-                own = "its micro_batches"
-            else:
-                own = "inner.micro_batches" + (
-                    ", or give it micro_batches of its own" if replica.batch else ""
-                )
-            raise ConfigError(
-                f"{key} is {batch}{rows}, which {parts} micro-batches do not divide; change "
-                f"{key.split(': ')[-1]} or {own}"
-            )
+            own = "its " if replica.micro_batches else "inner."
+            what = f"{key} is {batch}{rows}, which {parts} micro-batches do not divide"
+            raise ConfigError(f"{what}; change it or {own}micro_batches")
         if self.outer.method == "adamw" and batch != self.inner.batch:
             raise ConfigError(
                 f'replica {replica.name}: outer.method = "adamw" averages gradients as if all batches were '
                 "alike; drop batch, or take another method"
             )
 
-    def _check_muon(self) -> None:
-        if self.inner.optimizer != "muon":
-            return
-        if self.subspace.modified_adamw:
-            raise ConfigError('subspace.modified_adamw changes AdamW; set inner.optimizer to "adamw"')
-        for replica in self.replicas:
-            if replica.sharded:
-                raise ConfigError(
-                    f'replica {replica.name}: inner.optimizer "muon" needs whole matrices, and sharding = '
-                    '"full" cuts them; use stages, or inner.optimizer = "adamw"'
-                )
-
     def _count_tables(self) -> None:
-        """Every replica trains the same tables, so all have the same boundaries. In a mixed fleet they do not
-        pay for their bytes (docs/results.md), so full replicas need not know them."""
+        """Count learned tables. All replicas train the same ones, so all have the same boundaries. In a mixed
+        fleet they do not pay for their bytes (docs/results.md), so full replicas lack them."""
         tables = 0
         if self.subspace.anchor == "learned":
             for replica in self.replicas:
-                if replica.kind != "pipelined" or replica.compression == "none":
+                if replica.kind != "pipelined":
                     raise ConfigError(
                         f'replica {replica.name}: subspace.anchor = "learned" is for fleets in which every '
-                        'replica is pipelined and compressed; set "fixed"'
+                        'replica is pipelined; set "fixed"'
                     )
             if len({replica.stages for replica in self.replicas}) > 1:
                 raise ConfigError(
@@ -281,19 +258,17 @@ class Recipe:
 
     def _check_ablations(self) -> None:
         if self.inner.clip_scope == "stage" and self.outer.method == "adamw":
-            raise ConfigError(
-                'inner.clip_scope "stage" is for replicas with weights of their own; set "replica"'
-            )
-        # "auto" may become "none": what it is then is checked again.
+            raise ConfigError('inner.clip_scope "stage" needs replicas with their own weights; set "replica"')
+        if self.inner.optimizer == "muon" and self.subspace.modified_adamw:
+            raise ConfigError('subspace.modified_adamw changes AdamW; set inner.optimizer to "adamw"')
+        # "auto" may become "none", which must pass the same checks.
         compressed = [r for r in self.replicas if r.compression != "none"]
         if self.subspace.weight_projection and self.subspace.basis == "boundary":
-            raise ConfigError(
-                'subspace.weight_projection projects onto one U; set subspace.basis to "global"'
-            )
+            raise ConfigError('subspace.weight_projection needs one U; set subspace.basis to "global"')
         self._check_finish(bool(compressed))
         alike = len({(replica.stages, replica.compression) for replica in self.replicas}) == 1
         for name in ("weight_projection", "modified_adamw"):
-            # AdamW's replicas share one set of weights: it cannot be projected for some and not for others.
+            # AdamW's replicas share one set of weights, which cannot be projected for only some of them.
             if getattr(self.subspace, name) and self.outer.method == "adamw" and not alike:
                 raise ConfigError(
                     f'subspace.{name} with outer.method = "adamw" needs replicas that are all alike'
@@ -302,57 +277,50 @@ class Recipe:
                 raise ConfigError(f"subspace.{name} is for compressed replicas, and there is none")
 
     def _check_finish(self, compressed: bool) -> None:
-        if not self.finish.rounds:
+        if not (rounds := self.finish.rounds):
             return
-        if self.finish.rounds > self.outer.rounds:
-            raise ConfigError(
-                f"finish.rounds is {self.finish.rounds}; they are the last of outer.rounds, so at most "
-                f"{self.outer.rounds}"
-            )
+        if rounds > self.outer.rounds:
+            raise ConfigError(f"finish.rounds is {rounds}; at most outer.rounds = {self.outer.rounds}")
         if not compressed:
-            raise ConfigError(
-                f"finish.rounds is {self.finish.rounds}, but no replica is compressed, so there is "
-                "nothing to open; set 0, or give a pipelined replica a compression"
-            )
+            cure = "set 0, or give a pipelined replica a compression"
+            raise ConfigError(f"finish.rounds is {rounds}, but no replica is compressed; {cure}")
         if self.subspace.weight_projection:
-            raise ConfigError(
-                "finish.rounds opens boundaries, and subspace.weight_projection keeps the weights in S; drop "
-                "one of them"
-            )
+            what = "finish.rounds opens boundaries, and subspace.weight_projection keeps the weights in S"
+            raise ConfigError(f"{what}; drop one of them")
 
     def recomputes(self, replica: ReplicaConfig) -> bool:
-        """Do these replicas run their layers again in the backward?"""
+        """Return whether these replicas recompute their layers in the backward."""
         return self.inner.recompute or replica.recompute == "yes"
 
     def batch_of(self, replica: ReplicaConfig) -> int:
-        """Sequences of one inner step of these replicas."""
+        """Return the sequences in one inner step of these replicas."""
         return replica.batch or self.inner.batch
 
     def micro_batches_of(self, replica: ReplicaConfig) -> int:
-        """Parts of that batch: what crosses the links, or what a full replica adds gradients up over."""
+        """Return the parts of that batch: what crosses the links, or what a full replica accumulates over."""
         return replica.micro_batches or (self.inner.micro_batches if replica.kind == "pipelined" else 1)
 
     def trained_by(self, member: Member) -> "Recipe":
-        """As the processes of this replica train: inner.recompute is the answer for them."""
+        """Return the recipe as this replica trains it: with its own answer for inner.recompute."""
         return replace(self, inner=replace(self.inner, recompute=self.recomputes(member.config)))
 
     def opening(self, round_number: int) -> float | None:
-        """a of x_hat = T + (P + a (I - P)) (x - T) in this outer round; None where boundaries compress."""
+        """a of x_hat = T + (P + a (I - P)) (x - T) in this outer round; None if boundaries compress."""
         finishing = round_number - (self.outer.rounds - self.finish.rounds)
         if not 0 < finishing <= self.finish.rounds:
             return None
         return 1.0 if self.finish.how == "full" else finishing / self.finish.rounds
 
     def in_round(self, round_number: int) -> "Recipe":
-        """For bytes and seconds: in a finishing round whole streams cross between stages. The replicas are
-        still compressed ones, at k = d: every stage holds the embedding and reads its update."""
+        """Return the recipe by which a round's bytes and seconds count: finishing rounds send whole streams.
+        Replicas stay compressed ones, at k = d: every stage holds the embedding and reads its update."""
         if self.opening(round_number) is None:
             return self
         replicas = tuple(replace(r, compression="1") if r.compressed else r for r in self.replicas)
         return replace(self, replicas=replicas)
 
     def is_scored(self, round_number: int) -> bool:
-        """After every `eval_every` rounds, at the end, and where finishing begins: what it starts from."""
+        """Return whether a round is scored: every `eval_every`, the last, and the last before finishing."""
         last = (self.outer.rounds, self.outer.rounds - self.finish.rounds)
         return round_number in last or round_number % self.data.eval_every == 0
 
@@ -370,16 +338,16 @@ class Recipe:
 
     @property
     def step_sequences(self) -> int:
-        """That all replicas together take in one inner step."""
+        """Count the sequences that all replicas together take in one inner step."""
         return sum(replica.count * self.batch_of(replica) for replica in self.replicas)
 
     def tokens_of(self, members: Iterable[Member]) -> int:
-        """That these replicas train on in one round."""
+        """Count the tokens that these replicas train on in one round."""
         sequences = sum(self.batch_of(member.config) for member in members)
         return self.outer.inner_steps * sequences * self.model.context
 
     def fleet(self) -> tuple[Member, ...]:
-        """Every replica by name, in the order in which updates are summed."""
+        """Return every replica, in the order in which updates are summed."""
         members: list[Member] = []
         for replica in self.replicas:
             for i in range(replica.count):

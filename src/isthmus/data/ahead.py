@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 class ReadAhead:
-    """The batch of an inner step, on `device`. For a GPU the next one is read, and put into pinned memory,
-    while this one trains: a copy from other memory would make the host wait for the device."""
+    """The batch of an inner step, on `device`. For a GPU it reads the next batch into pinned memory while
+    this one trains: a copy from other memory would make the host wait for the device."""
 
     def __init__(self, read: Callable[[int], Tensor], device: torch.device) -> None:
         self.read, self.device = read, device
@@ -17,11 +17,11 @@ class ReadAhead:
         self.ahead: tuple[int, Future[Tensor]] | None = None
 
     def at(self, inner_step: int) -> Tensor:
-        """int64, on the device."""
+        """Return the step's batch as int64, on the device."""
         if self.device.type != "cuda":
             return self.read(inner_step).to(self.device).long()
         number, ready = self.ahead or (-1, None)
-        # Whose batches are whose is known at a round's edge: what was read ahead of it is a LookupError.
+        # Replicas learn their batches at the end of a round: reading ahead past it is a LookupError.
         known = ready is not None and number == inner_step and ready.exception() is None
         tokens = ready.result() if ready and known else self._pinned(inner_step)
         self.ahead = inner_step + 1, self.reader.submit(self._pinned, inner_step + 1)

@@ -1,4 +1,4 @@
-"""A prepared corpus, opened: token shards mapped into memory and read as if they were one long array."""
+"""An open corpus: token shards mapped into memory and read like one long array."""
 
 import hashlib
 import os
@@ -39,7 +39,7 @@ class TokenView:
         return int(self._starts[-1])
 
     def slice(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start..stop as int64; they may cross any number of shard edges."""
+        """Return tokens start..stop as int64; they may span shards."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} to {stop} of {len(self)}")
         parts = [
@@ -49,7 +49,7 @@ class TokenView:
         return self._known(np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64))
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """`length` tokens from each of `starts`: (N,) -> (N, length) int64, one gather per shard touched."""
+        """Return `length` tokens from each of `starts`: (N,) -> (N, length) int64, one gather per shard."""
         if starts.size and not (starts.min() >= 0 and starts.max() + length <= len(self)):
             raise IndexError(f"windows of {length} tokens at {starts.min()} to {starts.max()} of {len(self)}")
         out = np.empty((starts.size, length), dtype=np.int64)
@@ -64,7 +64,7 @@ class TokenView:
         return self._known(out)
 
     def _known(self, ids: np.ndarray) -> np.ndarray:
-        """A token without a row in the embedding would stop a GPU for good."""
+        """Refuse token ids without a row in the embedding: they would halt a GPU for good."""
         if self.vocab_size is not None and ids.size and (largest := int(ids.max())) >= self.vocab_size:
             raise ConfigError(
                 f"the {self.name} part holds the token {largest}, and its tokenizer has {self.vocab_size}; "
@@ -75,12 +75,12 @@ class TokenView:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run trains and validates on."""
+    """The text that a run trains and validates on."""
 
     name: str
     folder: Path
     manifest: Manifest
-    split: Callable[[str], TokenView]  # of a corpus at a URL: fetched when it is asked for
+    split: Callable[[str], TokenView]  # a corpus at a URL fetches a split on first use
 
     @cached_property
     def train(self) -> TokenView:
@@ -104,17 +104,17 @@ class Corpus:
 
     @property
     def end_id(self) -> int:
-        """The token that closes every document."""
+        """Return the token that ends every document."""
         return self.manifest.end_id
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the validation text: loss in nats / ln 2 / bytes_per_token is bits per byte."""
+        """Bytes per token of the validation text: loss in nats / ln 2 / bytes_per_token is bits per byte."""
         return self.manifest.validation.bytes_per_token
 
     @cached_property
     def sha256(self) -> str:
-        """One digest for tokenizer and tokens: two machines that agree on it train on the same data."""
+        """Digest of tokenizer and tokens: two machines with the same digest train on the same data."""
         return self.manifest.tokens_sha256
 
     def verify(self) -> None:
@@ -122,9 +122,9 @@ class Corpus:
         if file_sha256(self.tokenizer_path) != self.tokenizer_sha256:
             raise ConfigError(f"{self.tokenizer_path} differs from its sha256; prepare or copy it again")
         if self.name == BUILTIN:
-            return  # its tokens have just been made in memory
+            return  # its tokens exist only in memory
         for name in ("train", "validation"):
-            self.split(name)  # of a corpus at a URL: which must be here
+            self.split(name)  # fetch this split of a corpus at a URL
         for shard in self.manifest.shards:
             if file_sha256(self.folder / shard.name) != shard.sha256:
                 raise ConfigError(
@@ -135,8 +135,8 @@ class Corpus:
 def open_corpus(spec: str | Path) -> Corpus:
     """Open a prepared folder, a URL of one, or "builtin:sample".
 
-    Of a folder sizes are checked here, contents by Corpus.verify(). What is fetched from a URL is checked by
-    its hash first; URL#SHA256 says of which manifest, and so which corpus must be there.
+    A folder's sizes are checked here, its contents by Corpus.verify(). Files from a URL are checked by hash
+    when they are fetched; URL#SHA256 fixes the manifest, and so the corpus.
     """
     if str(spec) == BUILTIN:
         return open_builtin()
@@ -158,8 +158,14 @@ def open_corpus(spec: str | Path) -> Corpus:
     return Corpus(folder.resolve().name, folder, manifest, views.__getitem__)
 
 
+def check_here(spec: str) -> None:
+    """Raise ConfigError if a folder holds no corpus. URLs are checked when the run starts. Loads no torch."""
+    if spec != BUILTIN and not is_url(spec):
+        open_corpus(spec)
+
+
 def open_remote(spec: str) -> Corpus:
-    from isthmus.data.fetch import Copy  # which loads obstore: most corpora are folders
+    from isthmus.data.fetch import Copy  # loads obstore, and most corpora are folders
 
     url, mark, manifest_sha256 = spec.partition("#")
     if mark and not SHA256.fullmatch(manifest_sha256):
@@ -177,7 +183,7 @@ def open_remote(spec: str) -> Corpus:
 
 
 def open_here(spec: str) -> Corpus:
-    """The same without asking anybody elsewhere: the folder that names the URL may be a stranger's."""
+    """Open a corpus without any network access: a stranger's folder may name the URL."""
     if is_url(spec):
         from isthmus.data.fetch import has_copy
 
@@ -190,7 +196,7 @@ def open_here(spec: str) -> Corpus:
 
 
 def pinned(spec: str, corpus: Corpus) -> str:
-    """The same corpus, and no other that somebody may put there later."""
+    """Fix the corpus by its hash, so that nobody can replace it later."""
     return f"{spec}#{corpus.manifest.digest}" if is_url(spec) and "#" not in spec else spec
 
 
@@ -216,7 +222,7 @@ def map_split(folder: Path, name: str, manifest: Manifest) -> TokenView:
 
 @cache
 def open_builtin() -> Corpus:
-    """The sample that comes with Isthmus, encoded in memory once per process, which takes half a second."""
+    """Encode the sample that ships with Isthmus, once per process; it takes half a second."""
     from isthmus.data.finding import find_files
     from isthmus.data.tokenizer import Encoder
 

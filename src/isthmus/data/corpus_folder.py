@@ -1,5 +1,6 @@
-"""The folder a corpus is made in: its lock, its journal, and the removal of what is not wanted."""
+"""The folder of a corpus being made: its lock, its journal, and its removal."""
 
+import fcntl
 import json
 import os
 import re
@@ -7,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from isthmus.data.documents import START, Position
 from isthmus.data.manifest import (
@@ -15,11 +17,9 @@ from isthmus.data.manifest import (
     MANIFEST,
     TOKENIZER,
     Manifest,
-    checked_shards,
-    read_fields,
+    check_names,
+    parse_fields,
     read_manifest,
-    whole,
-    words,
 )
 from isthmus.data.shards import ShardState
 from isthmus.errors import ConfigError
@@ -27,13 +27,13 @@ from isthmus.files import replace_file
 
 WHOLE = "|".join(map(re.escape, (MANIFEST, TOKENIZER, JOURNAL)))
 OURS = re.compile(rf"{WHOLE}|(train|validation)-\d{{5,}}\.bin(\.partial)?")
-# What a kill leaves of a file that was being replaced; versions before 0.2 used the second form.
-TEMPORARY = re.compile(rf"\.({WHOLE})\.\d+\.[0-9a-f]+\.tmp|({WHOLE})\.partial")
+# Temporary files that a killed process leaves.
+TEMPORARY = re.compile(rf"\.({WHOLE})\.\d+\.[0-9a-f]+\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """progress.json: how far a preparation has come, for the process that continues it."""
+    """progress.json: how far a preparation got, for the process that continues it."""
 
     fingerprint: str
     position: Position = START
@@ -46,28 +46,19 @@ class Journal:
     @classmethod
     def read(cls, folder: Path) -> "Journal | None":
         try:
-            fields = read_fields(folder / JOURNAL)
-            splits = {split: _state(fields.get(split), split) for split in ("train", "validation")}
-            source, documents, input_bytes = fields.get("position", START)
-            position = {"source": source, "documents": documents, "input_bytes": input_bytes}
-            return cls(
-                words(fields, "fingerprint"), Position(*(whole(position, key) for key in position)), **splits
-            )
+            fields = parse_fields((folder / JOURNAL).read_bytes(), str(folder / JOURNAL))
+            found = msgspec.convert(fields, cls)
+            for split, state in (("train", found.train), ("validation", found.validation)):
+                check_names(state.shards if state else (), split)
+            return found
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, msgspec.ValidationError):
             raise ConfigError(f"{folder / JOURNAL} is damaged; start again with --overwrite") from None
 
 
-def _state(fields: Any, split: str) -> ShardState | None:
-    if not fields:
-        return None
-    shards = checked_shards(fields["shards"], split)
-    return ShardState(shards, *(whole(fields, key) for key in ("open_tokens", "open_documents", "bytes")))
-
-
 def fingerprint_in(folder: Path) -> str | None:
-    """Of the corpus that lies there, whole or unfinished."""
+    """Return the fingerprint of the corpus in the folder, whole or unfinished."""
     if (folder / MANIFEST).exists():
         return read_manifest(folder).fingerprint
     journal = Journal.read(folder)
@@ -75,7 +66,7 @@ def fingerprint_in(folder: Path) -> str | None:
 
 
 def finished(folder: Path, fingerprint: str, overwrite: bool) -> Manifest | None:
-    """The corpus that is already there, made by the same arguments; ConfigError where something else is."""
+    """Return the corpus if the same arguments made it; ConfigError if the folder holds something else."""
     if overwrite and is_ours(folder):
         return None
     if (folder / MANIFEST).exists():
@@ -92,14 +83,14 @@ def finished(folder: Path, fingerprint: str, overwrite: bool) -> Manifest | None
                 "repeat those, choose another folder, or --overwrite"
             )
         return None
-    # The journal is written first; a folder that has files and no journal belongs to someone else.
+    # The journal is always written first, so a folder with files and no journal belongs to someone else.
     if foreign := next(folder.iterdir(), None):
         raise ConfigError(f"{folder} is not empty and not a corpus ({foreign.name}); choose a new one")
     return None
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether the folder holds a corpus, whole or unfinished; ConfigError where it holds other files too."""
+    """Return whether the folder holds a corpus, whole or unfinished; ConfigError if it holds more."""
     names = [path.name for path in folder.iterdir()]
     foreign = [name for name in names if not OURS.fullmatch(name)]
     if foreign:
@@ -108,7 +99,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def clear(folder: Path, keep: tuple[str, ...] = ()) -> None:
-    """Remove the files of a corpus. The manifest goes first, so that the rest is never taken for a corpus."""
+    """Remove a corpus's files. The manifest is first, so that the rest never passes for a corpus."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name != MANIFEST):
         if OURS.fullmatch(path.name) and path.name not in keep:
             path.unlink()
@@ -116,7 +107,7 @@ def clear(folder: Path, keep: tuple[str, ...] = ()) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create the folder if it is missing and lock it for this process; remove it again if it stays empty."""
+    """Create the folder if it is missing and lock it for this process; remove it if it stays empty."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,10 +130,6 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def lock(descriptor: int, folder: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # this system has no such locks; its users must not start two writers at once
-        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

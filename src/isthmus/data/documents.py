@@ -1,4 +1,4 @@
-"""The documents of a corpus in a fixed order, each with its split and the position after it."""
+"""A corpus's documents in a fixed order, each with its split and the position after it."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,11 +11,10 @@ from isthmus.data.readers import Source
 # Bounds of one encode_batch: the library needs some 100 bytes of memory per token.
 BATCH_TEXT_BYTES = 2 << 20
 BATCH_DOCUMENTS = 2048
-AHEAD_BYTES = 16 << 20
 
 
 class Position(NamedTuple):
-    """How far the reading has come: all sources before `source`, and its first `documents` documents."""
+    """A reading position: all sources before `source`, and the first `documents` documents of it."""
 
     source: int = 0
     documents: int = 0
@@ -31,15 +30,15 @@ class Document:
     split: str
     size: int  # bytes of UTF-8
     after: Position
-    consumed: int  # stored bytes read up to here, for the progress bar
+    consumed: int  # stored bytes read so far, for the progress bar
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentOrder:
-    """Held-out files first, so that a fault in them shows early; then the inputs up to the limit."""
+    """Held-out files first, so that their faults show early; then the inputs up to the limit."""
 
     inputs: Sequence[Source]
-    validation: Sequence[Source]  # empty: a share of the inputs is held out
+    validation: Sequence[Source]  # empty: hold out a share of the inputs
     share: float
     seed: int
     text_field: str
@@ -50,16 +49,16 @@ class DocumentOrder:
         return [*self.validation, *self.inputs]
 
     def split_of(self, text: bytes) -> str:
-        """The split of an input document, by a hash of its text: all copies land on the same side."""
+        """Pick an input document's split by a hash of its text: all copies are on the same side."""
         return "validation" if not self.validation and self.draw(text) < self.share * 2**64 else "train"
 
     def draw(self, text: bytes) -> int:
-        """64 bits; a share holds out the documents below it, and a larger share holds out these too."""
+        """Draw 64 bits. A share holds out documents below it, so a larger share includes a smaller one."""
         salt = self.seed.to_bytes(16, "little", signed=True)
         return int.from_bytes(hashlib.blake2b(text, digest_size=8, salt=salt).digest(), "little")
 
     def after(self, start: Position) -> Iterator[Document]:
-        """Every document after `start`. Those before it in the same file are read again, but not encoded."""
+        """Yield every document after `start`, rereading but not encoding earlier ones of the same file."""
         sources, input_bytes = self.sources, start.input_bytes
         before = sum(source.size for source in sources[: start.source])
         for index in range(start.source, len(sources)):
@@ -77,21 +76,17 @@ class DocumentOrder:
                 input_bytes += len(encoded) if is_input else 0
                 split = self.split_of(encoded) if is_input else "validation"
                 position = Position(index, number, input_bytes)
-                document = Document(text, split, len(encoded), position, before + source.consumed)
-                del text, encoded  # of long documents, one is held at a time
-                yield document
-                del document
+                yield Document(text, split, len(encoded), position, before + source.consumed)
             before += source.size
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents to encode together, within the two bounds."""
+    """Group documents for encoding, within both bounds."""
     batch: list[Document] = []
     size = 0
     for document in documents:
         batch.append(document)
         size += document.size
-        del document
         if size >= BATCH_TEXT_BYTES or len(batch) == BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0
@@ -100,14 +95,8 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def read_ahead(coming: Iterator[list[Document]], reader: Executor) -> Iterator[list[Document]]:
-    """The next batch is read while this one is encoded; not after a long document, which takes memory."""
+    """Read the next batch while the current one is encoded."""
     future = reader.submit(next, coming, None)
     while (batch := future.result()) is not None:
-        del future
-        if sum(document.size for document in batch) > AHEAD_BYTES:
-            yield batch
-            del batch
-            future = reader.submit(next, coming, None)
-        else:
-            future = reader.submit(next, coming, None)
-            yield batch
+        future = reader.submit(next, coming, None)
+        yield batch

@@ -1,16 +1,14 @@
-"""A corpus at a URL: what is needed of it is fetched into this user's cache, and trusted by its hash only.
+"""Fetch a corpus from a URL into this user's cache, as far as needed, and trust it only by its hash.
 
-    manifest.json  its sha256 names the folder of the cache; a run fixes it, and then nothing else is taken
+manifest.json  its sha256 names the folder of the cache; a run fixes it, and then nothing else is taken
     other files    checked in memory by the sha256 in the manifest, and only then written, under their names
 
-So a file that has its name in the cache is whole, and a fetch that was killed goes on with what is missing.
+So a file with its final name in the cache is whole, and a killed fetch continues with the missing files.
 """
 
 import fcntl
 import hashlib
-import os
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,20 +16,21 @@ from functools import partial
 from pathlib import Path
 
 from isthmus import reading
+from isthmus.data.cache import cache_folder, private_folder
 from isthmus.data.manifest import MANIFEST, MAX_JSON_BYTES, TOKENIZER, Manifest, parse_manifest
 from isthmus.data.progress import Progress, on_stderr
-from isthmus.data.tokenizer_file import MAX_BYTES as MAX_TOKENIZER_BYTES
+from isthmus.data.tokenizer import MAX_TOKENIZER_BYTES
 from isthmus.disk import in_words as size
 from isthmus.errors import ConfigError
 from isthmus.files import open_own, own_size, replace_file
 from isthmus.store import Store, StoreError, StoreRefused, open_store, parse_url
 from isthmus.store.together import as_they_come
 
-PUSHING = "pushing.json"  # in the bucket, while a corpus is being uploaded
-MOST_FILE_BYTES = 1 << 30  # of a shard: it is held in memory until its hash is known
+PUSHING = "pushing.json"  # in the bucket while a corpus is being uploaded
+MOST_FILE_BYTES = 1 << 30  # of a shard: memory holds it until its hash is checked
 AT_ONCE = 4
-MEMORY_BYTES = 256 << 20  # of all files that are under way
-ROOM_BYTES = 64 << 20  # that the disk keeps
+MEMORY_BYTES = 256 << 20  # of all files in transfer
+ROOM_BYTES = 64 << 20  # disk space to leave free
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Copy:
 
     @classmethod
     def of(cls, url: str, manifest_sha256: str = "") -> "Copy":
-        """With manifest and tokenizer here. Without a hash, whatever corpus is at the URL now."""
+        """Fetch manifest and tokenizer. Without a hash, accept whatever corpus is at the URL now."""
         url, _ = parse_url(url)
         cache = cache_folder()
         data = _cached_manifest(cache / manifest_sha256) if manifest_sha256 else None
@@ -68,11 +67,11 @@ class Copy:
         return copy
 
     def fetch(self, split: str, progress: Progress | None = None) -> None:
-        """Bring the shards of a part that are not here yet."""
+        """Fetch the missing shards of a split."""
         if not self._missing(split):
             return
         with self._locked():
-            missing = self._missing(split)  # another process may have brought them meanwhile
+            missing = self._missing(split)  # another process may have fetched them meanwhile
             if not missing:
                 return
             self._check_room(sum(missing.values()))
@@ -87,7 +86,7 @@ class Copy:
                 progress.close()
 
     def _missing(self, split: str) -> dict[str, int]:
-        """Name -> bytes of the shards that are not here. One of another size is fetched again."""
+        """Map missing shards to their sizes. A shard of a different size counts as missing."""
         shards = {
             shard.name: self.manifest.shard_bytes(shard) for shard in getattr(self.manifest, split).shards
         }
@@ -106,7 +105,7 @@ class Copy:
                 progress.update(done, f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
 
     def _take(self, store: Store, name: str, most: int, sha256: str) -> None:
-        """One file, checked before it is on the disk."""
+        """Fetch one file, and check it before writing it to the disk."""
         try:
             data = store.get(name, max_bytes=most)
         except StoreRefused:
@@ -131,16 +130,16 @@ class Copy:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One process fetches; others wait for it."""
+        """Let one process fetch while others wait."""
         with open_own(self.folder / ".lock", mode=0o600) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            for path in self.folder.glob(".*.tmp"):  # of a process that was killed
+            for path in self.folder.glob(".*.tmp"):  # left by a killed process
                 path.unlink(missing_ok=True)
             yield
 
 
 def has_copy(manifest_sha256: str) -> bool:
-    """Is all of that corpus here?"""
+    """Return whether all of that corpus is here."""
     folder = cache_folder() / manifest_sha256
     data = _cached_manifest(folder) if manifest_sha256 else None
     if data is None or own_size(folder / TOKENIZER) is None:
@@ -149,33 +148,9 @@ def has_copy(manifest_sha256: str) -> bool:
     return not copy._missing("train") and not copy._missing("validation")
 
 
-def cache_folder() -> Path:
-    """Where copies lie: ISTHMUS_CACHE, else below XDG_CACHE_HOME or ~/.cache."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isthmus"
-    return private_folder(Path(os.environ.get("ISTHMUS_CACHE") or usual).expanduser() / "corpora")
-
-
-def private_folder(path: Path) -> Path:
-    """Made if it is missing. Nobody else may put files or links there."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = os.lstat(path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder {path} for fetched corpora ({error.strerror}); set ISTHMUS_CACHE to "
-            "another"
-        ) from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise ConfigError(
-            f"{path} is a link, or others may write to it; remove it, or set ISTHMUS_CACHE to a folder of "
-            "yours"
-        )
-    return path
-
-
 @contextmanager
 def in_words(url: str) -> Iterator[None]:
-    """Faults of the store, as one line to who named it."""
+    """Turn the store's faults into one line for whoever named the URL."""
     try:
         yield
     except StoreError as error:

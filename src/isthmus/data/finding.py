@@ -1,12 +1,11 @@
-"""Which files of the given folders are text, and what is left out of them, by kind."""
+"""Find the text files in given folders, and count what is left out, by kind."""
 
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from isthmus.data.limits import BadFiles
 from isthmus.data.readers import FORMATS, TextFile, format_of
-from isthmus.data.streams import UTF_8
+from isthmus.data.streams import BadFiles
 from isthmus.errors import ConfigError
 
 HIDDEN = "hidden"
@@ -15,35 +14,25 @@ AGAIN = "link(s) to text that is here already"
 NOWHERE = "broken link(s)"
 FOLDER = "link(s) to a folder"
 ODD = "pipe(s) or device(s)"
-# What would take a file of another kind.
+# How to make files of another kind usable.
 CURES = {
-    ".csv": "write them as .jsonl or .parquet",
-    ".tsv": "write them as .jsonl or .parquet",
-    ".json": "one object in each line: name them .jsonl",
-    ".html": "save their text as .txt",
-    ".htm": "save their text as .txt",
-    ".xml": "save their text as .txt",
-    ".pdf": "save their text as .txt",
-    ".epub": "save their text as .txt",
-    ".docx": "save their text as .txt",
-    ".rst": "plain text: name them .txt",
-    ".tex": "plain text: name them .txt",
-    ".log": "plain text: name them .txt",
-    ".text": "plain text: name them .txt",
-    "": "if they are plain text, name them .txt",
-    ".zip": "unpack them",
-    ".tar": "unpack them",
-    ".gz": "unpack them",
-    ".zst": "unpack them",
-    ".bz2": "unpack them",
-    ".xz": "unpack them",
-    FOLDER: "give it as an INPUT of its own",
+    ending: cure
+    for endings, cure in {
+        (".csv", ".tsv"): "write them as .jsonl or .parquet",
+        (".json",): "one object in each line: name them .jsonl",
+        (".html", ".htm", ".xml", ".pdf", ".epub", ".docx"): "save their text as .txt",
+        (".rst", ".tex", ".log", ".text"): "plain text: name them .txt",
+        ("",): "if they are plain text, name them .txt",
+        (".zip", ".tar", ".gz", ".zst", ".bz2", ".xz"): "unpack them",
+        (FOLDER,): "give it as an INPUT of its own",
+    }.items()
+    for ending in endings
 }
 MOST_KINDS = 8
 
 
 class LeftOut:
-    """How many files of a folder are not read, by the ending of their names."""
+    """How many files of a folder are skipped, by extension."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -52,7 +41,7 @@ class LeftOut:
         self.counts[path.suffix.lower()[:20]] += 1
 
     def __str__(self) -> str:
-        """One line, the most frequent first."""
+        """Return one line, the most frequent extension first."""
         ordered = sorted(self.counts.items(), key=lambda found: (-found[1], found[0]))
         parts = []
         for kind, count in ordered[:MOST_KINDS]:
@@ -65,12 +54,11 @@ class LeftOut:
 def find_files(
     inputs: Iterable[str | Path],
     leave_out: Iterable[TextFile] = (),
-    encoding: str = UTF_8,
     left_out: LeftOut | None = None,
 ) -> list[TextFile]:
-    """The text files among `inputs`: files as given, folders walked in the order of their names.
+    """Find the text files among `inputs`: files as given, and folders in the order of their names.
 
-    What cannot be taken is one list: BadFiles where it is more than one.
+    If several inputs are unusable, BadFiles lists them all.
     """
     skipped = {file.path.resolve() for file in leave_out}
     left_out = left_out or LeftOut()
@@ -83,7 +71,7 @@ def find_files(
                 if resolved in found:
                     faults.append(f"{path} is given twice; its documents would be seen twice")
                 elif resolved not in skipped:
-                    found[resolved] = TextFile(path, name, encoding)
+                    found[resolved] = TextFile(path, name)
         except ConfigError as error:
             faults.append(str(error))
     if len(faults) > 1:
@@ -94,7 +82,7 @@ def find_files(
 
 
 def named_files(given: Path, left_out: LeftOut) -> list[tuple[Path, str]]:
-    """(path, its name in the manifest) of one file, or of each text file in a folder."""
+    """Return (path, its name in the manifest) of one file, or of each text file in a folder."""
     endings = " ".join(FORMATS)
     if given.is_dir():
         here = LeftOut()
@@ -121,7 +109,7 @@ def text_files(folder: Path, left_out: LeftOut) -> list[Path]:
             continue
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             left_out.counts[HIDDEN] += 1
-        elif path.is_dir():  # where it leads may hold this folder again
+        elif path.is_dir():  # it may lead to a folder that contains this one
             left_out.counts[FOLDER] += 1
         elif not path.exists():
             left_out.counts[NOWHERE] += 1
@@ -132,17 +120,17 @@ def text_files(folder: Path, left_out: LeftOut) -> list[Path]:
         else:
             inside.append(path)
     inside = without_second_names(inside, left_out)
-    # Collections on the hub come with a README.md: of data it is the description, and no document.
+    # A README.md in a collection from the hub describes the data and is no document.
     if any(FORMATS[format_of(path) or ""] != ".txt" for path in inside):
         readmes = {path for path in inside if path.name.lower() == "readme.md"}
         left_out.counts[README] += len(readmes)
-        left_out.counts += Counter()  # without zeros
+        left_out.counts += Counter()  # drops zeros
         inside = [path for path in inside if path not in readmes]
     return inside
 
 
 def without_second_names(paths: list[Path], left_out: LeftOut) -> list[Path]:
-    """Each file once: the file itself rather than a link to it, and the first of several links."""
+    """Keep each file once: the file itself rather than a link to it, and the first of several links."""
     seen = {path.resolve() for path in paths if not path.is_symlink()}
     kept = []
     for path in paths:

@@ -1,26 +1,26 @@
-"""How much text is held out: as much as a recipe will score, or a line that says so."""
+"""How much text to hold out: as much as a recipe scores, or else a warning line."""
 
 from isthmus.config.model import PRESETS
 from isthmus.config.tree import DataConfig, InnerConfig
 from isthmus.data.documents import START, DocumentOrder
 
 SHARE = 0.01
-# Tried in order where 1 % of the documents is too little to score; more would be missed in training.
+# Tried in order if 1 % of the documents is too little to score; more would cost training too much.
 SHARES = (SHARE, 0.02, 0.03, 0.05, 0.07, 0.1)
-# Only where all of the above hold out nothing: a handful of documents.
+# Only if all of the above hold out nothing: a handful of documents.
 LARGE_SHARES = (0.2, 0.3, 0.5)
-BYTES_PER_TOKEN = 6  # common vocabularies have 3 to 5, so that enough bytes are enough tokens
+BYTES_PER_TOKEN = 6  # common vocabularies have 3 to 5, so enough bytes mean enough tokens
 
 
 def wanted_tokens(vocab: int) -> int:
-    """What a run scores by the defaults of a recipe, for the smallest model with such a vocabulary."""
+    """Tokens that a default recipe scores, for the smallest model with such a vocabulary."""
     largest = max(model.vocab for model in PRESETS.values())
     context = next(model.context for model in PRESETS.values() if model.vocab >= min(vocab, largest))
     return DataConfig().eval_batches * InnerConfig().batch * context
 
 
 def is_surely_enough(order: DocumentOrder, wanted: int) -> bool:
-    """By the sizes of the files alone. A stream from elsewhere tells none, and is not read for this."""
+    """Decide by file sizes alone. Streams report no size, and are not read to find out."""
     total = sum(source.size for source in order.inputs)
     if order.limit_bytes is not None:
         total = min(total, order.limit_bytes)
@@ -28,7 +28,7 @@ def is_surely_enough(order: DocumentOrder, wanted: int) -> bool:
 
 
 def enough_share(order: DocumentOrder, wanted: int) -> float:
-    """The smallest share whose documents hold `wanted` tokens, or the most that is sensible.
+    """Return the smallest share whose documents hold `wanted` tokens, or else the largest sensible share.
 
     It reads every document, so it is for small inputs.
     """

@@ -1,4 +1,4 @@
-"""A Hugging Face dataset by name, streamed: only the documents that are read are downloaded."""
+"""A Hugging Face dataset by name, streamed: it downloads only the documents that are read."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from isthmus.errors import ConfigError, RunError
 class HubDataset:
     """One split of a dataset on the Hugging Face hub, given as NAME or NAME:CONFIG."""
 
-    size = 0  # not known
+    size = 0  # unknown
     consumed = 0
 
     def __init__(self, spec: str, split: str) -> None:
@@ -30,7 +30,7 @@ class HubDataset:
     def documents(self, field: str) -> Iterator[str]:
         try:
             rows = iter(self._load(self.dataset, self.config or None, split=self.split, streaming=True))
-        except Exception as error:  # the hub raises many kinds, and all of them mean the same here
+        except Exception as error:  # the hub raises many kinds, and all mean the same here
             raise ConfigError(f"cannot open {self.name}: {first_line(error)}") from error
         number = 0
         while True:

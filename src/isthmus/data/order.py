@@ -1,4 +1,4 @@
-"""A shuffled order without a table: any place in it is computed, so nothing is kept and nothing resumed."""
+"""A shuffled order without a table: any position is computed, so there is nothing to store or resume."""
 
 import hashlib
 import math
@@ -11,8 +11,8 @@ NUM_ROUNDS = 8
 class Permutation:
     """A pseudo-random bijection of range(size), keyed by (seed, number of the pass).
 
-    A Feistel network on pairs (left, right) with left < columns and right < rows: each round shifts one half
-    by a hash of the other, which can be undone, so pairs map one to one. columns * rows is a little over
+    A Feistel network on pairs (left, right) with left < columns and right < rows. Each round shifts one half
+    by a hash of the other. That can be undone, so pairs map one to one. columns * rows slightly exceeds
     `size`; an image outside goes through again until it falls inside (cycle walking), still one to one.
     """
 

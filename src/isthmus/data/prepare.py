@@ -1,9 +1,9 @@
-"""Text in, token shards out: the whole of `isthmus data prepare`, in one streaming pass.
+"""Text in, token shards out: all of `isthmus data prepare`, in one streaming pass.
 
-    sources -> documents -> train or validation -> batches -> token ids -> shards -> manifest
+sources -> documents -> train or validation -> batches -> token ids -> shards -> manifest
 
-The order of documents, the split and the tokens depend on inputs and options alone. A run that was killed
-and continued therefore writes the same bytes as one that was not.
+The order of documents, the split and the tokens depend only on inputs and options. So a run that was killed
+and continued writes the same bytes as an uninterrupted one.
 """
 
 import hashlib
@@ -19,27 +19,37 @@ from isthmus.data.held_out import SHARE, enough_share, is_surely_enough, wanted_
 from isthmus.data.manifest import JOURNAL, MANIFEST, TOKENIZER, VERSION, Manifest, file_sha256
 from isthmus.data.progress import Progress
 from isthmus.data.readers import Source
-from isthmus.data.room import Outlook, check_before
 from isthmus.data.shards import ShardWriter
 from isthmus.data.survey import survey
-from isthmus.data.tokenizer import MIN_VOCAB, Encoder, read_tokenizer, sample, token_dtype, train_tokenizer
-from isthmus.data.tokenizer_file import tokenizer_bytes
+from isthmus.data.tokenizer import (
+    MIN_VOCAB,
+    Encoder,
+    read_tokenizer,
+    sample,
+    token_dtype,
+    tokenizer_bytes,
+    train_tokenizer,
+)
+from isthmus.disk import DiskFull, check_room, free_bytes, in_words, is_full
 from isthmus.errors import ConfigError
 from isthmus.files import own_size, replace_file
 
-# A checkpoint comes after this much text, or earlier when a shard is full.
+# Common vocabularies have 3 to 5 bytes of text per token, and JSON is larger than its text. This is a lower
+# bound of what a file becomes, so nobody with enough space is refused.
+MOST_BYTES_PER_TOKEN = 16
+# A checkpoint follows this much text, or a full shard if that comes earlier.
 CHECKPOINT_TEXT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareConfig:
-    """What decides the bytes of a corpus, apart from the text itself."""
+    """The options that decide a corpus's bytes."""
 
     vocab: int = 8192
-    tokenizer: Path | None = None  # a tokenizer.json instead of training one
+    tokenizer: Path | None = None  # use this tokenizer.json instead of training one
     end_token: str | None = None
-    # Share of documents held out; unused where validation files are given. None: 1 %, or more where that is
-    # less than a recipe scores.
+    # Share of documents to hold out, unless validation files are given. None: 1 %, or more if that is less
+    # than a recipe scores.
     validation: float | None = None
     text_field: str = "text"
     limit_bytes: int | None = None
@@ -68,10 +78,10 @@ def prepare(
     progress: Progress | None = None,
     skip_bad: bool = False,
 ) -> tuple[Manifest, bool]:
-    """Make the corpus in `folder`, or continue it. Returns (manifest, False) where it was already there.
+    """Make the corpus in `folder`, or continue it. Return (manifest, False) if it was already there.
 
-    Bad input takes its shards with it. After a kill or a full disk the same call continues. With `skip_bad`
-    the corpus is that of the files which can be read.
+    Bad input deletes the shards made from it. After a kill or a full disk, the same call continues. With
+    `skip_bad` the corpus consists of the readable files.
     """
     progress = progress or Progress()
     given = read_tokenizer(config.tokenizer) if config.tokenizer else None
@@ -84,7 +94,7 @@ def prepare(
     wanted = wanted_tokens(vocab)
     with locked(folder):
         sources, arguments, fingerprint = identity(order, config, given)
-        # What an older version made, or began, with 1 % stays as it is.
+        # Keep the 1 % of corpora that older versions made or began.
         is_ours = not overwrite and fingerprint_in(folder) == fingerprint
         if config.validation is None and not (validation or is_ours or is_surely_enough(order, wanted)):
             order = replace(order, share=enough_share(order, wanted))
@@ -100,8 +110,8 @@ def prepare(
             )
         if overwrite:
             clear(folder)
-        with Outlook(folder, order).told_when_full() as outlook:
-            work = Work(order, folder, config, fingerprint, progress, outlook)
+        try:
+            work = Work(order, folder, config, fingerprint, progress)
             is_continued = work.journal.position != START
             try:
                 encoder = work.encoder(given)
@@ -123,6 +133,12 @@ def prepare(
             )
             replace_file(folder / MANIFEST, manifest.to_json())
             (folder / JOURNAL).unlink()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            free = in_words(free_bytes(folder))
+            cure = "make room there, then the same command continues"
+            raise DiskFull(f"the disk of {folder} is full ({free} free); {cure}") from None
     for line in found.notes(is_continued):
         progress.note(line)
     if (tokens := manifest.validation.tokens) < wanted:
@@ -133,10 +149,26 @@ def prepare(
     return manifest, True
 
 
+def check_before(folder: Path, order: DocumentOrder, token_bytes: int) -> None:
+    """Raise ConfigError if even a lower bound of this text's shards does not fit.
+
+    Existing files of the corpus count as free: they are continued or replaced.
+    """
+    total = sum(source.size for source in order.inputs)
+    if order.limit_bytes is not None:
+        total = min(total, order.limit_bytes)
+    there = sum(path.stat().st_size for path in folder.glob("*.bin*")) if folder.is_dir() else 0
+    needed = total // MOST_BYTES_PER_TOKEN * token_bytes - there
+    try:
+        check_room(folder, max(needed, 0), f"a corpus of {in_words(total)} of text, at the very least,")
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or give --to a folder on another disk") from None
+
+
 def identity(
     order: DocumentOrder, config: PrepareConfig, given: bytes | None
 ) -> tuple[list[dict], dict, str]:
-    """Sources and arguments as the manifest has them, and their fingerprint: it names one corpus for good."""
+    """Return sources and arguments as the manifest lists them, and their fingerprint, which never changes."""
     arguments = {
         "vocab": None if given else config.vocab,
         "tokenizer": hashlib.sha256(given).hexdigest() if given else None,
@@ -153,7 +185,7 @@ def identity(
 
 
 class Work:
-    """One preparation under way, with the journal from which another process can continue it."""
+    """One preparation in progress, with a journal from which another process can continue it."""
 
     def __init__(
         self,
@@ -162,17 +194,15 @@ class Work:
         config: PrepareConfig,
         fingerprint: str,
         progress: Progress,
-        outlook: Outlook,
     ) -> None:
         self.order, self.folder, self.config, self.progress = order, folder, config, progress
-        self.outlook = outlook
         found = Journal.read(folder)
         self.journal = found or Journal(fingerprint)
         if found is None:
             self.journal.write(folder)
 
     def encoder(self, given: bytes | None) -> Encoder:
-        """The tokenizer of this corpus: the one a killed run had finished, the given one, or a new one."""
+        """Return the tokenizer: the one that a killed run finished, the given one, or a newly trained one."""
         path = self.folder / TOKENIZER
         if own_size(path) is None:  # a link is replaced
             if given is None:
@@ -193,7 +223,7 @@ class Work:
         total = sum(source.size for source in self.order.sources)
         self.progress.phase("encoding", total)
         num_shards, unsaved = num_whole(writers), 0
-        # The next batch is read while the library's own threads encode this one.
+        # This reads the next batch while the library's own threads encode this one.
         with ThreadPoolExecutor(1) as reader:
             for batch in read_ahead(batches(self.order.after(position)), reader):
                 for document, ids in zip(batch, encoder.encode([d.text for d in batch]), strict=True):
@@ -205,9 +235,6 @@ class Work:
                     num_shards, unsaved = num_whole(writers), 0
                 text_bytes = sum(writer.state.bytes for writer in writers.values())
                 self.progress.update(batch[-1].consumed, f"{text_bytes / 1e6:,.0f} MB of text")
-                written = sum(writer.num_tokens for writer in writers.values()) * encoder.dtype.itemsize
-                self.outlook.look(written, batch[-1].consumed, position)
-                del batch, document, ids
         self.progress.update(total)
         for writer in writers.values():
             writer.close_shard()
@@ -250,7 +277,7 @@ class Work:
         states = {split: writer.state for split, writer in writers.items()}
         self.journal = Journal(self.journal.fingerprint, position, **states)
         self.journal.write(self.folder)
-        # Only now: a shard with a final name must be in the journal.
+        # Not earlier: a shard with a final name must be in the journal.
         for writer in writers.values():
             writer.rename_whole()
 

@@ -1,14 +1,18 @@
-"""How a long preparation shows itself on stderr: a bar on a terminal, now and then a line elsewhere."""
+"""Progress of a long preparation on stderr: a bar on a terminal, occasional lines elsewhere."""
 
 import sys
 import time
 
+from isthmus.runlog.words import duration
+
+FIRST_SECONDS = 2.0  # a rate is known after this
+
 
 class Progress:
-    """The interface; this one shows nothing, for callers that are not a command line."""
+    """The interface; this class shows nothing, for callers other than a command line."""
 
     def phase(self, label: str, total: int) -> None:
-        """Begin a part of the work, `total` bytes of input long (0: not known)."""
+        """Begin a part of the work, `total` bytes of input long (0: unknown)."""
 
     def update(self, done: int, detail: str = "") -> None: ...
 
@@ -18,29 +22,34 @@ class Progress:
 
 
 class Lines(Progress):
-    """For logs: one line per phase and one every `every_seconds`."""
+    """For logs: one line per phase, one soon after with the time left, then one every `every_seconds`."""
 
     def __init__(self, every_seconds: float = 10.0) -> None:
         self.every_seconds = every_seconds
-        self._label, self._total, self._next = "", 0, 0.0
+        self._label, self._total, self._began, self._next = "", 0, 0.0, 0.0
 
     def phase(self, label: str, total: int) -> None:
-        self._label, self._total = label, total
-        self._next = time.monotonic() + self.every_seconds
+        self._label, self._total, self._began = label, total, time.monotonic()
+        self._next = self._began + min(FIRST_SECONDS, self.every_seconds)
         self.note(label)
 
     def update(self, done: int, detail: str = "") -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + self.every_seconds
-            share = f" {min(done / self._total, 1):.0%}" if self._total else ""
-            self.note(f"{self._label}{share} {detail}".rstrip())
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self.every_seconds
+        share = ""
+        if self._total and done:
+            left = (now - self._began) * max(0.0, self._total / done - 1)
+            share = f" {min(done / self._total, 1):.0%}, about {duration(left)} left"
+        self.note(f"{self._label}{share} {detail}".rstrip())
 
     def note(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
 class Bar(Progress):
-    """For people: one bar per phase, with the time that is left."""
+    """For terminals: one bar per phase, with the time left."""
 
     def __init__(self) -> None:
         from rich import progress
@@ -57,7 +66,7 @@ class Bar(Progress):
         self._bars.start()
 
     def phase(self, label: str, total: int) -> None:
-        for task in self._bars.tasks:  # a phase that did not know its total ends full
+        for task in self._bars.tasks:  # a phase of unknown length ends with a full bar
             self._bars.update(task.id, total=task.completed or 1, completed=task.completed or 1)
         self._bars.add_task(label, total=total or None, detail="")
 

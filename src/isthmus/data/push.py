@@ -1,7 +1,7 @@
-"""`isthmus data push`: a prepared folder into a bucket, from which others fetch it.
+"""`isthmus data push`: upload a prepared folder into a bucket, for others to fetch.
 
-The manifest goes last, so there is no corpus before all of it is there. `pushing.json` goes first and says
-whose files lie there: an upload that was killed leaves out what is there already, and two corpora never mix.
+The manifest is uploaded last, so there is no corpus before it is complete. `pushing.json` is first and names
+the corpus: a repeated upload skips files that are there, and two corpora never mix.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ MOST_NOTE_BYTES = 4096
 
 
 def push(folder: str, url: str, progress: Progress | None = None) -> tuple[Corpus, int]:
-    """Upload a corpus. Returns it, and how many bytes went up: 0 where it was there already."""
+    """Upload a corpus. Return it and the bytes uploaded: 0 if it was already there."""
     progress = progress or Progress()
     if folder == BUILTIN:
         raise ConfigError(
@@ -74,7 +74,7 @@ def _begin(store: Store, url: str, digest: str) -> None:
 
 
 def _send(store: Store, corpus: Corpus, sizes: dict[str, int], progress: Progress) -> int:
-    """Every file that is not there yet, each compared with its sha256 on the way."""
+    """Upload every missing file, and compare each with its sha256 on the way."""
     digests = {shard.name: shard.sha256 for shard in corpus.manifest.shards}
     digests[TOKENIZER] = corpus.tokenizer_sha256
     total, done, sent = sum(sizes.values()), 0, 0

@@ -1,88 +1,58 @@
 """Text files as documents: .txt and .md, JSON lines and parquet, streamed in a fixed order."""
 
+import codecs
 import hashlib
 import io
 import json
-import re
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from isthmus import reading
-from isthmus.data.limits import MAX_LINE_BYTES, MAX_LINE_VALUES, BadFile, check_document, missing_field
 from isthmus.data.parquet import parquet_texts
-from isthmus.data.streams import UTF_8, is_utf8, not_text, open_bytes, recoded
+from isthmus.data.streams import BadFile, missing_field, not_utf8, open_bytes
 
 END_OF_TEXT = "<|endoftext|>"
-# A longer .txt file is cut into documents of about this size, so that a part of it can be held out.
+# A longer .txt file is cut into documents of about this size, so that a part can be held out.
 TEXT_DOCUMENT_CHARACTERS = 32_000
 FORMATS = {
     f"{kind}{compression}": kind
     for kind in (".txt", ".jsonl", ".json")
     for compression in ("", ".gz", ".zst")
-    if (kind, compression) != (".json", "")  # a bare .json is most often settings, or one big array
+    if (kind, compression) != (".json", "")  # a bare .json is usually settings, or one big array
 } | {".md": ".txt", ".parquet": ".parquet"}
 PROBE_BYTES = 1 << 16
-# So much of a file decides whether it is UTF-8, where another encoding is given for those that are not.
-UTF_8_BYTES = {".txt": 64 << 20}
-UTF_8_HEAD_BYTES = 1 << 20
-MOST_BAD_ROWS = 100  # a file of JSON lines that begins with so many has another format
-MOST_FAULTS = 10_000
-BYTE_ORDER_MARK = "\ufeff"
-# A text of JSON, also one that does not end: else each of its quotes would be tried as a beginning.
-JSON_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-MARKS = (b",", b"[", b"{")  # one for each value, nfaults
+MOST_BAD_ROWS = 100  # a JSON lines file that begins with so many has another format
 
 
 class Source(Protocol):
-    """Somewhere documents come from, in an order that never changes."""
+    """A source of documents in an order that never changes."""
 
-    name: str  # as the manifest shows it, without the folders of this machine
-    size: int  # bytes as stored; 0: not known
-    consumed: int  # how many of them have been read so far
+    name: str  # in the manifest, without this machine's folders
+    size: int  # stored bytes; 0: unknown
+    consumed: int  # stored bytes read so far
 
     def documents(self, field: str) -> Iterator[str]: ...
 
     def describe(self) -> dict: ...
 
 
-class Skipped:
-    """What --skip-bad leaves out of good files, counted once however often they are read."""
-
-    def __init__(self) -> None:
-        self.faults: dict[str, None] = {}  # in order
-
-    def add(self, fault: BadFile) -> None:
-        if len(self.faults) < MOST_FAULTS:
-            self.faults[str(fault)] = None
-
-
 class TextFile:
-    """One file; its format follows from its name. `other_encoding` is that of a file that is not UTF-8.
+    """One file; its name determines its format.
 
-    With `skipped`, a bad line of JSON is left out, and of other files what follows the fault. Both are the
-    same at every reading, so that a preparation that was killed still continues where it was.
+    `skipped` leaves out bad lines of JSON, and in other formats everything after a fault. Every reading skips
+    the same, so a killed preparation continues where it was.
     """
 
-    def __init__(self, path: Path, name: str, other_encoding: str = UTF_8) -> None:
+    def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
-        self.other_encoding = other_encoding
         self.size = reading.stat_regular(path).st_size
         self.consumed = 0
-        self.skipped: Skipped | None = None
+        self.skipped: dict[str, None] | None = None  # faults, listed once however often the file is read
         ending = format_of(path)
-        assert ending is not None, path  # find_files leaves out the others
+        assert ending is not None, path  # find_files skips the others
         self.kind = FORMATS[ending]
-
-    @cached_property
-    def encoding(self) -> str:
-        if self.kind == ".parquet" or self.other_encoding == UTF_8:
-            return UTF_8
-        with open_bytes(self.path) as (_, plain):
-            most = UTF_8_BYTES.get(self.kind, UTF_8_HEAD_BYTES)
-            return UTF_8 if is_utf8(plain, most) else self.other_encoding
 
     def documents(self, field: str) -> Iterator[str]:
         read = {".txt": self._text, ".parquet": self._parquet}.get(self.kind, self._json_lines)
@@ -92,104 +62,81 @@ class TextFile:
                 if text:
                     number += 1
                     yield whole_characters(text)
-                del text
         except BadFile as fault:
             if self.skipped is None or not number:
                 raise
-            self.skipped.add(fault)
+            self.skipped[str(fault)] = None
         self.consumed = self.size
 
     def describe(self) -> dict:
-        """Enough to notice another file under the same name, without reading all of a terabyte."""
+        """Return enough to notice another file of the same name, without reading a terabyte."""
         with reading.open_regular(self.path) as file:
             probe = hashlib.sha256(file.read(PROBE_BYTES))
             file.seek(max(0, self.size - PROBE_BYTES))
             probe.update(file.read(PROBE_BYTES))
         about = {"name": self.name, "bytes": self.size, "probe": probe.hexdigest()[:16]}
-        # Only where it matters: what older versions made of other files is made again under the same name.
-        if self.encoding != UTF_8:
-            return about | {"encoding": self.encoding}
+        # Only for files that it changes, so that other corpora of older versions keep their fingerprint.
         return about | ({"mark": "left out"} if self._has_mark() else {})
 
     def _has_mark(self) -> bool:
-        """A byte order mark: it is not text. In JSON lines the parser has always left it out."""
+        """Detect a byte order mark, which is no text. In JSON lines the parser has always skipped it."""
         if self.kind != ".txt":
             return False
         with open_bytes(self.path) as (_, plain):
-            return plain.read(3) == BYTE_ORDER_MARK.encode()
+            return plain.read(3) == codecs.BOM_UTF8
 
     def _json_lines(self, field: str) -> Iterator[str | None]:
         with open_bytes(self.path) as (raw, plain):
-            plain = recoded(plain, self.encoding, self.path)
-            number, num_good = 0, 0
-            faults: list[BadFile] = []  # since the last good line
-            while line := plain.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                where = f"{self.path}, line {number}"
-                if len(line) > MAX_LINE_BYTES:
-                    raise BadFile(
-                        f"{where}: longer than {MAX_LINE_BYTES:,} bytes; each line must be one JSON object"
-                    )
+            is_good = False  # whether any line was good so far
+            faults: list[BadFile] = []  # before the first good line
+            for number, line in enumerate(plain, 1):
                 if line.isspace():
                     continue
-                self.consumed = raw.tell()
+                where, self.consumed = f"{self.path}, line {number}", raw.tell()
                 try:
                     text = text_of(parse_row(line, where), field, where)
                 except BadFile as fault:
-                    if self.skipped is None:
+                    if self.skipped is None or len(faults) == MOST_BAD_ROWS:
                         raise
-                    faults.append(fault)
-                    if not num_good and len(faults) == MOST_BAD_ROWS:
-                        break
+                    if is_good:
+                        self.skipped[str(fault)] = None
+                    else:
+                        faults.append(fault)
                     continue
-                finally:
-                    del line  # of long texts, one is held at a time
-                num_good += 1
-                self._skip(faults)
+                if self.skipped is not None and not is_good:
+                    self.skipped |= dict.fromkeys(map(str, faults))
+                    faults, is_good = [], True
                 yield text
-                del text
-            if faults and not num_good:
+            if faults:
                 raise faults[0]
-            self._skip(faults)
-
-    def _skip(self, faults: list[BadFile]) -> None:
-        for fault in faults:
-            assert self.skipped is not None
-            self.skipped.add(fault)
-        faults.clear()
 
     def _parquet(self, field: str) -> Iterator[str | None]:
         for texts, share in parquet_texts(self.path, field):
-            self.consumed = int(self.size * share)  # read ahead, as of the other kinds
+            self.consumed = int(self.size * share)  # counts what is read ahead, as in the other formats
             yield from texts
 
     def _text(self, field: str) -> Iterator[str]:
         with open_bytes(self.path) as (raw, plain):
-            reader = io.TextIOWrapper(recoded(plain, self.encoding, self.path), encoding=UTF_8, newline="")
+            reader = io.TextIOWrapper(plain, "utf-8-sig", newline="")
             try:
-                for document in split_text(without_mark(iter(lambda: reader.read(1 << 20), ""))):
+                for document in split_text(iter(lambda: reader.read(1 << 20), "")):
                     self.consumed = raw.tell()
                     yield document
             except UnicodeDecodeError as error:
-                raise not_text(self.path, UTF_8, error) from error
+                raise not_utf8(self.path, error) from error
             finally:
                 reader.detach()
 
 
-def without_mark(chunks: Iterable[str]) -> Iterator[str]:
-    for number, chunk in enumerate(chunks):
-        yield chunk if number else chunk.removeprefix(BYTE_ORDER_MARK)
-
-
 def split_text(chunks: Iterable[str]) -> Iterator[str]:
-    """Documents of a .txt: split at each <|endoftext|>; long ones are cut at blank lines."""
+    """Split a .txt into documents at each <|endoftext|>; cut long ones at blank lines."""
     buffer, marked = "", False
     for chunk in chunks:
         *whole, buffer = (buffer + chunk).split(END_OF_TEXT)
         marked = marked or bool(whole)
         for part in whole:
             yield from cut(part.strip("\n"))
-        # More than one document stays in the buffer, since a separator may straddle two chunks.
+        # Keep more than one document buffered, because a separator may straddle two chunks.
         while len(buffer) > 2 * TEXT_DOCUMENT_CHARACTERS:
             edge = cutting_point(buffer, TEXT_DOCUMENT_CHARACTERS)
             yield buffer[:edge]
@@ -198,7 +145,7 @@ def split_text(chunks: Iterable[str]) -> Iterator[str]:
 
 
 def cut(text: str, limit: int = TEXT_DOCUMENT_CHARACTERS) -> Iterator[str]:
-    """Consecutive pieces of at most `limit` characters that join to `text`."""
+    """Yield consecutive pieces of at most `limit` characters that join to `text`."""
     start = 0
     while len(text) - start > limit:
         edge = start + cutting_point(text[start : start + limit], limit)
@@ -208,7 +155,7 @@ def cut(text: str, limit: int = TEXT_DOCUMENT_CHARACTERS) -> Iterator[str]:
 
 
 def cutting_point(text: str, limit: int) -> int:
-    """The best cut within the first `limit` characters: after a paragraph, a line, or a word."""
+    """Find the best cut within the first `limit` characters: after a paragraph, a line, or a word."""
     for mark, kept in (("\n\n", 2), ("\n", 1), (" ", 0)):
         edge = text.rfind(mark, limit // 2, limit)
         if edge > 0 and edge + kept <= limit:
@@ -217,7 +164,7 @@ def cutting_point(text: str, limit: int) -> int:
 
 
 def whole_characters(text: str) -> str:
-    """JSON may escape half of a surrogate pair; UTF-8 has no form for it, so it becomes U+FFFD."""
+    """Replace half a surrogate pair by U+FFFD: JSON can escape it, UTF-8 cannot encode it."""
     if text.isascii():
         return text
     try:
@@ -228,9 +175,6 @@ def whole_characters(text: str) -> str:
 
 
 def parse_row(line: bytes, where: str) -> object:
-    """One line of JSON, within bounds: a line of brackets takes twenty times its size in memory."""
-    if sum(line.count(mark) for mark in MARKS) > MAX_LINE_VALUES and has_many_values(line):
-        raise BadFile(f"{where}: more than {MAX_LINE_VALUES:,} JSON values in one line; it is not read")
     try:
         return json.loads(line)
     except RecursionError:
@@ -238,17 +182,6 @@ def parse_row(line: bytes, where: str) -> object:
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise BadFile(f"{where}: not JSON ({reason}); each line must be one JSON object") from error
-
-
-def has_many_values(line: bytes) -> bool:
-    """Most of a long line is text, whose commas and brackets do not count."""
-    count = start = 0
-    for text in JSON_TEXT.finditer(line):
-        count += 1 + sum(line.count(mark, start, text.start()) for mark in MARKS)
-        start = text.end()
-        if count > MAX_LINE_VALUES:
-            return True
-    return count + sum(line.count(mark, start) for mark in MARKS) > MAX_LINE_VALUES
 
 
 def text_of(row: object, field: str, where: str) -> str | None:
@@ -261,8 +194,6 @@ def text_of(row: object, field: str, where: str) -> str | None:
     text = row[field]
     if text is not None and not isinstance(text, str):
         raise BadFile(f"{where}: field {field!r} holds {type(text).__name__}; it must hold text")
-    if text is not None:
-        check_document(text, where)
     return text
 
 

@@ -1,8 +1,8 @@
-"""Token shards on disk, written so that a kill at any moment costs work and nothing else.
+"""Token shards on disk. A kill at any moment loses work and nothing else.
 
-A shard grows under `NAME.partial`. A checkpoint syncs what has grown, then the journal records it, and only
-then do shards that the journal lists as whole take their final names. After a kill the journal decides:
-listed shards are renamed if that had not happened yet, and the growing one is cut to its recorded length.
+A shard grows under `NAME.partial`. A checkpoint first syncs the data, then records it in the journal, and
+only then renames shards that the journal lists as whole. After a kill the journal decides: listed shards are
+renamed if they were not yet, and the growing one is cut to its recorded length.
 """
 
 import os
@@ -18,7 +18,7 @@ from isthmus.files import create_file, open_own, own_size, sync_folder
 
 @dataclass(slots=True)
 class ShardState:
-    """What the journal records about one split."""
+    """The journal's record of one split."""
 
     shards: list[Shard] = field(default_factory=list)
     open_tokens: int = 0  # in the growing shard
@@ -27,7 +27,7 @@ class ShardState:
 
 
 class ShardWriter:
-    """Appends the documents of one split to shards of `shard_tokens` tokens each; the last may be shorter."""
+    """Append the documents of one split to shards of `shard_tokens` tokens each; the last may be shorter."""
 
     def __init__(
         self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int, state: ShardState | None = None
@@ -42,7 +42,7 @@ class ShardWriter:
 
     @property
     def path(self) -> Path:
-        """The final name of the growing shard."""
+        """Return the final name of the growing shard."""
         return self.folder / shard_name(self.split, len(self.state.shards))
 
     @property
@@ -50,7 +50,7 @@ class ShardWriter:
         return sum(shard.tokens for shard in self.state.shards) + self.state.open_tokens
 
     def append(self, ids: np.ndarray, text_bytes: int) -> None:
-        """Add one document; it may end in a later shard than it began in."""
+        """Add one document, which may span shards."""
         state = self.state
         state.bytes += text_bytes
         while ids.size:
@@ -62,7 +62,7 @@ class ShardWriter:
                 self.close_shard()
 
     def close_shard(self) -> None:
-        """End the growing shard; it keeps its partial name until the journal has it."""
+        """End the growing shard; it keeps its partial name until the journal lists it."""
         state = self.state
         if not state.open_tokens:
             return
@@ -74,7 +74,7 @@ class ShardWriter:
         state.open_tokens = state.open_documents = 0
 
     def sync(self) -> None:
-        """Put everything on the disk, before the journal records `state`."""
+        """Flush everything to the disk, before the journal records `state`."""
         if self.state.open_tokens:
             file = self._open()
             file.flush()
@@ -92,7 +92,7 @@ class ShardWriter:
         self._num_renamed = len(shards)
 
     def intact(self) -> bool:
-        """Whether the files are those of the state this writer was made with."""
+        """Return whether the files match the state that this writer was given."""
         for shard in self.state.shards:
             path = self.folder / shard.name
             path = path if os.path.lexists(path) else partial(path)
@@ -113,7 +113,7 @@ class ShardWriter:
         if self._file is None:
             path, size = partial(self.path), self.state.open_tokens * self.dtype.itemsize
             if not size:
-                path.unlink(missing_ok=True)  # what a kill left before the journal had it, or a planted link
+                path.unlink(missing_ok=True)  # unjournalled data of a killed process, or a planted link
             self._file = open_own(path, create=False) if size else create_file(path)
             self._file.truncate(size)
             self._file.seek(size)

@@ -1,13 +1,13 @@
-"""A look at every input before anything is made of it: all bad files in one list.
+"""Check every input before making anything of it: all bad files appear in one list.
 
-Of a large file only the head is read. What shows later ends the preparation where it shows.
+Only the head of a large file is read. Later faults end the preparation when it meets them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from isthmus.data.limits import BadFiles, NeedsPackage
-from isthmus.data.readers import Skipped, Source, TextFile
+from isthmus.data.readers import Source, TextFile
+from isthmus.data.streams import BadFiles, NeedsPackage
 from isthmus.errors import ConfigError
 
 HEAD_BYTES = 1 << 20  # of text; a smaller file is read whole
@@ -17,20 +17,20 @@ SKIP = "--skip-bad goes on without"
 
 @dataclass(slots=True)
 class Survey:
-    """What can be read of the inputs and of the files of --validation-from, and what cannot."""
+    """The usable and the bad inputs, including the files of --validation-from."""
 
     inputs: list[Source] = field(default_factory=list)
     validation: list[Source] = field(default_factory=list)
-    bad: list[str] = field(default_factory=list)  # a line for each file
+    bad: list[str] = field(default_factory=list)  # one line per file
     empty: list[str] = field(default_factory=list)  # names
-    skipped: Skipped | None = None  # of files that are otherwise good
+    skipped: dict[str, None] | None = None  # faults in otherwise good files
 
     def notes(self, is_continued: bool = False) -> list[str]:
-        """What was left out, for the end of a preparation."""
+        """Return lines on what was left out, for the end of a preparation."""
         lines = []
         if self.bad:
             lines += [f"left out {counted(len(self.bad), 'file')} that cannot be read:", *shown(self.bad)]
-        faults = list(self.skipped.faults) if self.skipped else []
+        faults = list(self.skipped or ())
         if faults:
             since = " since it was continued" if is_continued else ""
             lines += [f"left out inside of files, {counted(len(faults), 'fault')}{since}:", *shown(faults)]
@@ -43,10 +43,10 @@ class Survey:
 def survey(
     inputs: Sequence[Source], validation: Sequence[Source], text_field: str, skip_bad: bool = False
 ) -> Survey:
-    """Read the head of every source. Bad ones are an error that lists them, or left out by `skip_bad`."""
+    """Read the head of every source. Bad ones raise an error that lists them; `skip_bad` leaves them out."""
     if not inputs:
         raise ConfigError("there are no files left to train on besides those of --validation-from")
-    found = Survey(skipped=Skipped() if skip_bad else None)
+    found = Survey(skipped={} if skip_bad else None)
     for sources, good in ((validation, found.validation), (inputs, found.inputs)):
         for source in sources:
             look_at(source, good, text_field, found)
@@ -82,7 +82,7 @@ def look_at(source: Source, good: list[Source], text_field: str, found: Survey) 
 
 
 def read_head(source: Source, text_field: str) -> bool:
-    """Whether the source holds any text. From elsewhere than a file, only the first document is fetched."""
+    """Return whether the source holds any text. From a remote source it fetches only the first document."""
     most = HEAD_BYTES if isinstance(source, TextFile) else 1
     size, documents = 0, source.documents(text_field)
     for text in documents:

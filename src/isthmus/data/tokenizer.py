@@ -1,4 +1,4 @@
-"""The byte-level BPE: trained on a bounded sample of the text, or a tokenizer that is read from a file."""
+"""The byte-level BPE: trained on a bounded sample of the text, or read from a file."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from isthmus import reading
 from isthmus.data.readers import END_OF_TEXT, Source, cut
-from isthmus.data.sentencepiece_file import converted
-from isthmus.data.tokenizer_file import check_tokenizer, tokenizer_bytes
 from isthmus.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+MAX_TOKENIZER_BYTES = 64 << 20  # of the file; the largest public vocabularies have 35 MB
 MIN_VOCAB = 257  # the bytes and <|endoftext|>
-# BPE statistics settle long before this; more text costs memory and changes almost no merge.
+# BPE statistics settle long before this; more text costs memory and hardly changes a merge.
 SAMPLE_BYTES = 48 << 20
 SAMPLE_SOURCES = 512
-# The library buffers many texts at once, at about 100 bytes per token: long ones go in pieces.
+# The library buffers many texts at about 100 bytes per token, so it gets long ones in pieces.
 PIECE_CHARACTERS = 1 << 20
 END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
 
@@ -28,15 +28,15 @@ END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[S
 def sample(
     sources: Sequence[Source], field: str, keep: Callable[[str], bool], limit_bytes: int | None
 ) -> Iterator[str]:
-    """The first documents of each source, evenly over at most SAMPLE_SOURCES of them.
+    """Yield the first documents of each source, evenly over at most SAMPLE_SOURCES of them.
 
-    A run that reads only the first `limit_bytes` of a large collection samples those same documents.
+    A run limited to the first `limit_bytes` of a large collection samples those same documents.
     """
     budget = SAMPLE_BYTES if limit_bytes is None else min(limit_bytes, SAMPLE_BYTES)
     in_order = budget == limit_bytes
     chosen = sources if in_order else sources[:: math.ceil(len(sources) / SAMPLE_SOURCES)]
     for position, source in enumerate(chosen):
-        # The files after a small one share what it leaves of its share.
+        # The next files share what a small one leaves unused.
         share = budget if in_order else budget // (len(chosen) - position)
         budget -= share
         for text in source.documents(field):
@@ -49,7 +49,7 @@ def sample(
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> str:
-    """A byte-level BPE as the text of its tokenizer.json: <|endoftext|> is 0, and every byte has a token."""
+    """Train a byte-level BPE and return its tokenizer.json: <|endoftext|> is 0, every byte has a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -67,15 +67,24 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> str:
     return tokenizer.to_str(pretty=False)
 
 
+def tokenizer_bytes(path: Path) -> bytes:
+    try:
+        return reading.read_bytes(path, MAX_TOKENIZER_BYTES)
+    except FileNotFoundError:
+        raise ConfigError(f"cannot read the tokenizer {path}: there is no such file") from None
+
+
 def read_tokenizer(path: Path) -> bytes:
-    """The bytes of a tokenizer.json (or of the one in a folder), checked to be a tokenizer. SentencePiece's
-    tokenizer.model is converted to one."""
+    """Read a tokenizer.json, or the one in a folder, and check that it is a tokenizer."""
     if path.is_dir():
-        named = [path / name for name in ("tokenizer.json", "tokenizer.model")]
-        path = next((file for file in named if file.exists()), named[0])
+        found = [path / name for name in ("tokenizer.json", "tokenizer.model")]
+        path = next((file for file in found if file.exists()), found[0])
+    if path.suffix == ".model":
+        raise ConfigError(
+            f"{path} is a SentencePiece model; write a tokenizer.json of it with transformers, "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW), and give that"
+        )
     data = tokenizer_bytes(path)
-    if not data.lstrip().startswith(b"{") and path.suffix != ".json":
-        data = converted(data, str(path))
     load(data, str(path))
     return data
 
@@ -83,18 +92,17 @@ def read_tokenizer(path: Path) -> bytes:
 def load(data: bytes, where: str) -> "Tokenizer":
     from tokenizers import Tokenizer
 
-    check_tokenizer(data, where)
     with library_faults(f"{where} is not a tokenizer.json of the tokenizers library"):
         tokenizer = Tokenizer.from_buffer(data)
-        tokenizer.no_padding()  # which may be to a billion tokens
+        tokenizer.no_padding()  # a file may ask for padding to a billion tokens
         tokenizer.no_truncation()
         return tokenizer
 
 
 @contextmanager
 def library_faults(words: str = "the tokenizer fails on this text") -> Iterator[None]:
-    """As one line. The library raises bare Exception, and a fault inside it is a BaseException: a pattern in
-    the file of a stranger, for one, that takes too long on a text."""
+    """Turn the library's faults into one line. It raises bare Exceptions, and for internal faults
+    BaseExceptions: for example if a pattern in a stranger's file takes too long on a text."""
     try:
         yield
     except BaseException as error:
@@ -104,12 +112,12 @@ def library_faults(words: str = "the tokenizer fails on this text") -> Iterator[
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """How ids of such a vocabulary are stored."""
+    """Return the type that stores ids of such a vocabulary."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 class Encoder:
-    """Texts -> token ids, each document closed by the end token."""
+    """Encode texts into token ids, ending each document with the end token."""
 
     def __init__(self, data: bytes, end_token: str | None = None, where: str = "tokenizer.json") -> None:
         self.tokenizer = load(data, where)
@@ -128,19 +136,19 @@ class Encoder:
         self.end_id: int = vocab[found]
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """One array of ids per text, the end token last."""
+        """Return one array of ids per text, the end token last."""
         pieces = [list(cut(text, PIECE_CHARACTERS)) for text in texts]
         encoded = self._encode_pieces([piece for parts in pieces for piece in parts])
         end = np.array([self.end_id], self.dtype)
         return [np.concatenate([*(next(encoded) for _ in parts), end]) for parts in pieces]
 
     def _encode_pieces(self, pieces: list[str]) -> Iterator[np.ndarray]:
-        """In groups: a huge document is never in memory as a whole in the library's large objects."""
+        """Encode in groups: the library's large objects never hold a huge document as a whole."""
         first = 0
         while first < len(pieces):
             last, size = first, 0
             while last < len(pieces) and size < 2 * PIECE_CHARACTERS:
-                # A byte may be a token, and a character has up to four.
+                # A byte may be a token, and a character has up to four bytes.
                 size += len(pieces[last]) * (1 if pieces[last].isascii() else 4)
                 last += 1
             with library_faults():

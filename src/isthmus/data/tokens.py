@@ -1,7 +1,7 @@
 """Batches of token windows: a pure function of (replica, inner step).
 
-There is no cursor. A replica that restarts asks for its step and gets the same tokens, and so does a
-simulator of all replicas: recovery can neither lose nor repeat data.
+There is no cursor. A replica that restarts requests its step and gets the same tokens, and so does a
+simulator of all replicas. So recovery can neither lose nor repeat data.
 """
 
 from collections.abc import Sequence
@@ -12,29 +12,19 @@ import torch
 from torch import Tensor
 
 from isthmus.config import Recipe
-from isthmus.data.corpus import Corpus, TokenView, open_corpus
+from isthmus.data.corpus import Corpus, TokenView
 from isthmus.data.order import Permutation
 from isthmus.errors import ConfigError
 from isthmus.layout.deal import Deal
 
-__all__ = [
-    "Batches",
-    "Corpus",
-    "TokenView",
-    "drawn_batches",
-    "few_held_out",
-    "open_corpus",
-    "validation_batches",
-]
-
 
 class Batches:
-    """Deals the windows of a split to `num_replicas` replicas, `batch` at a time, or each as many as its own
-    number says, each pass newly shuffled.
+    """Deal the windows of a split to `num_replicas` replicas, `batch` at a time or each its own number, with
+    each pass newly shuffled.
 
-    A window is context + 1 tokens: inputs and targets. Windows lie `context` apart, so the last token of one
-    is the first of the next, and each token is a target once per pass. `num_replicas` is the recipe's number,
-    not how many are present: the share of an absent replica stays unread, and no other share moves.
+    A window is context + 1 tokens: inputs and targets. Windows start `context` apart, so the last token of
+    one is the first of the next, and each token is a target once per pass. `num_replicas` counts the recipe's
+    replicas, present or not. In a fleet that changes, `deal` sets our share.
     """
 
     def __init__(
@@ -43,7 +33,7 @@ class Batches:
         self.view, self.seed = view, seed
         self.num_replicas, self.context = num_replicas, context
         self.sizes = (batch,) * num_replicas if isinstance(batch, int) else tuple(batch)
-        self.offsets = (0, *accumulate(self.sizes))  # of each replica in an inner step, and all of them
+        self.offsets = (0, *accumulate(self.sizes))  # of each replica within an inner step, and the total
         self.num_sequences, batch = num_windows(view, context), max(self.sizes)
         if self.num_sequences < batch:
             raise ConfigError(
@@ -55,16 +45,16 @@ class Batches:
 
     @classmethod
     def of(cls, recipe: Recipe, view: TokenView) -> "Batches":
-        """Those of a recipe's fleet, by the members' numbers."""
+        """Return the batches of a recipe's fleet, by the members' numbers."""
         sizes = [recipe.batch_of(member.config) for member in recipe.fleet()]
         return cls(view, recipe.seed, recipe.num_replicas, sizes, recipe.model.context)
 
     def deal(self, deal: Deal) -> None:
-        """The fleet may change: from here on `at` reads one replica's share of one round, and no other."""
+        """Restrict `at` to one replica's share of one round, because the fleet may change."""
         self._deal = deal
 
     def at(self, replica: int, inner_step: int) -> Tensor:
-        """The batch of one replica at one inner step, counted over the whole run: (B, L + 1) int64."""
+        """Return a replica's batch at an inner step, counted over the whole run: (B, L + 1) int64."""
         if self._deal:
             return self._read(self._deal.place(inner_step), self._deal.batch)
         if not 0 <= replica < self.num_replicas:
@@ -72,18 +62,18 @@ class Batches:
         return self._read(inner_step * self.offsets[-1] + self.offsets[replica], self.sizes[replica])
 
     def stacked(self, inner_step: int, replicas: range | None = None) -> Tensor:
-        """The batches of neighbours of one size at one inner step, in one gather: (R, B, L + 1) int64."""
+        """Gather neighbouring replicas' equal batches at one inner step in one read: (R, B, L + 1) int64."""
         some = range(self.num_replicas) if replicas is None else replicas
         first, stop = self.offsets[some.start], self.offsets[some.stop]
         windows = self._read(inner_step * self.offsets[-1] + first, stop - first)
         return windows.view(len(some), self.sizes[some.start], self.context + 1)
 
     def passes(self, inner_steps: int) -> float:
-        """How often a run of so many inner steps reads the whole split."""
+        """Return how often a run of this many inner steps reads the whole split."""
         return inner_steps * self.offsets[-1] / self.num_sequences
 
     def sequences(self, first: int, count: int) -> np.ndarray:
-        """The windows at positions first..first + count of the order of the whole run: (count,) int64."""
+        """Return the windows at positions first..first + count of the whole run's order: (count,) int64."""
         if first < 0:
             raise IndexError(f"position {first} in the order of batches; inner steps count from 0")
         pass_number, position = np.divmod(np.arange(first, first + count, dtype=np.int64), self.num_sequences)
@@ -104,9 +94,9 @@ class Batches:
 
 
 def validation_batches(corpus: Corpus, batch: int, context: int, num_batches: int) -> list[Tensor]:
-    """The same held-out windows for everyone, spread evenly over the validation split: each (B, L + 1) int64.
+    """Return the same held-out windows for everyone, spread evenly over the split: each (B, L + 1) int64.
 
-    A small split gives fewer batches; one that cannot fill a single batch gives one smaller batch.
+    A small split gives fewer batches; one too small for a single batch gives one smaller batch.
     """
     view = corpus.validation
     num_sequences = num_windows(view, context)
@@ -122,14 +112,14 @@ def validation_batches(corpus: Corpus, batch: int, context: int, num_batches: in
 
 
 def num_scored(view: TokenView, batch: int, context: int, num_batches: int) -> int:
-    """How many windows `validation_batches` gives, in whole batches where there is one."""
+    """Count the windows of `validation_batches`, in whole batches if there is one."""
     num_sequences = num_windows(view, context)
     batch = min(batch, num_sequences)
     return batch * max(1, min(num_batches, num_sequences // max(batch, 1)))
 
 
 def few_held_out(corpus: Corpus, batch: int, context: int, num_batches: int) -> str | None:
-    """The line for a run whose corpus holds out less than its recipe asks for."""
+    """Return the warning for a corpus that holds out less than its recipe wants; None if it is enough."""
     found = num_scored(corpus.validation, batch, context, num_batches) * context
     wanted = num_batches * batch * context
     if found >= wanted:
@@ -138,21 +128,6 @@ def few_held_out(corpus: Corpus, batch: int, context: int, num_batches: int) -> 
         f"{corpus.name} holds out {len(corpus.validation):,} tokens: losses are over {found:,}, not the "
         f"{wanted:,} of data.eval_batches x inner.batch x context; a larger --validation gives more"
     )
-
-
-def drawn_batches(view: TokenView, batch: int, context: int, num_batches: int, draw: bytes) -> list[Tensor]:
-    """Windows of a split that `draw` chooses, none of them twice: each (B, L + 1) int64.
-
-    A small split gives fewer.
-    """
-    num_sequences = num_windows(view, context)
-    if num_sequences < 1:
-        raise ConfigError(f"the {view.name} part has {len(view):,} tokens, too few for one window")
-    chosen = Permutation(num_sequences, int.from_bytes(draw), 0)(
-        np.arange(min(batch * num_batches, num_sequences))
-    )
-    windows = torch.from_numpy(view.windows(np.sort(chosen) * context, context + 1))
-    return list(windows.split(batch))
 
 
 def num_windows(view: TokenView, context: int) -> int:

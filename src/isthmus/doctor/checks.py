@@ -1,4 +1,4 @@
-"""What a check is, and what is measured of a link. Standard library only."""
+"""Results of checks, and link measurements. Standard library only."""
 
 import time
 from collections.abc import Callable
@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Say = Callable[[str], None]  # progress, one line at a time
-WRONG_CLOCK_SECONDS = 60.0  # a store refuses requests that are some minutes off
+WRONG_CLOCK_SECONDS = 60.0  # a store refuses requests if the clock is some minutes off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at. A failed one says what to do."""
+    """One check. A failed one says what to do."""
 
     name: str
     ok: bool
     words: str
     cure: str = ""
-    warning: str = ""  # of one that passed: why its figure may be wrong
+    warning: str = ""  # of a passed check: why its figure may be wrong
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -31,8 +31,8 @@ class Gpu:
     name: str
     total_bytes: int
     free_bytes: int
-    available_bytes: int  # that training may use
-    precision: str = "bf16"  # that inner.precision = "auto" is here
+    available_bytes: int  # for training
+    precision: str = "bf16"  # what inner.precision = "auto" means here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +42,17 @@ class LinkRate:
     up_mbps: float
     down_mbps: float
     round_trip_ms: float  # median
-    both_ways_mbps: float | None = None  # each way, while the other is used too; None for a bucket
+    both_ways_mbps: float | None = None  # each way, with both in use; None for a bucket
+    control_wait_ms: float | None = None  # delay of a control frame behind bulk both ways
 
     @property
     def mbps(self) -> float:
-        """A recipe has one rate for both ways: the slowest, so that a plan does not promise too much."""
+        """The one rate of a recipe for both ways: the slowest, so that a plan does not promise too much."""
         return min(self.up_mbps, self.down_mbps, self.both_ways_mbps or self.up_mbps)
 
     @property
     def latency_ms(self) -> float:
-        """One way, as recipes count it."""
+        """One-way latency, as recipes count it."""
         return self.round_trip_ms / 2
 
     def describe(self) -> str:
@@ -59,7 +60,7 @@ class LinkRate:
         return (
             f"{_short(self.up_mbps)} Mb/s up, {_short(self.down_mbps)} Mb/s down, {both}"
             f"{self.round_trip_ms:.3g} ms there and back"
-        )
+        ) + (f", {self.control_wait_ms:.3g} ms more beside bulk" if self.control_wait_ms else "")
 
     def recipe_value(self) -> str:
         return f"{{ mbps = {float(f'{self.mbps:.4g}')}, latency_ms = {float(f'{self.latency_ms:.3g}')} }}"
@@ -70,7 +71,7 @@ def _short(value: float) -> str:
 
 
 def mbps(num_bytes: float, seconds: float, waiting_seconds: float = 0.0) -> float:
-    """`waiting_seconds` went into round trips and do not count, as far as they are not most of the time."""
+    """Return the rate without `waiting_seconds` of round trips, which count for at most half the time."""
     return num_bytes * 8 / 1e6 / max(seconds - waiting_seconds, seconds / 2, 1e-9)
 
 
@@ -81,9 +82,9 @@ def ramp(
     most: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[int, float]:
-    """Move more and more bytes until one transfer takes at least half of `seconds`: (its bytes, its seconds).
+    """Move more and more bytes until one transfer takes at least half of `seconds`; return (bytes, seconds).
 
-    The link is not known before. Small transfers come first, so that a thin one is not busy for minutes.
+    The link's rate is unknown, so small transfers come first: a thin link is not busy for minutes.
     """
     num_bytes = first
     while True:

@@ -1,4 +1,4 @@
-"""What this machine trains with: its GPUs, and the rate of a preset on one of its devices."""
+"""This machine's compute: its GPUs, and the training rate of a preset on one device."""
 
 import torch
 
@@ -8,11 +8,11 @@ from isthmus.doctor.checks import Gpu
 from isthmus.planner.rate import TrainingRate
 from isthmus.replica import speed
 
-USABLE_SHARE = 0.92  # of a GPU's free memory, as the simulator takes it
+USABLE_SHARE = 0.92  # of a GPU's free memory, the simulator's limit too
 
 
 def gpus() -> list[Gpu]:
-    """Every CUDA device, with its memory."""
+    """Return every CUDA device, with its memory."""
     found = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(i)
@@ -43,5 +43,5 @@ def training_rate(
 
 
 def num_threads() -> int:
-    """Of the CPU: OMP_NUM_THREADS may allow fewer than there are cores."""
+    """Return the number of CPU threads: OMP_NUM_THREADS may allow fewer than there are cores."""
     return torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Processor, memory and disk of this machine, as the operating system reports them. Standard library only."""
+"""This machine's processor, memory and disk, as the operating system reports them. Standard library only."""
 
 import os
 import platform
@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from isthmus.doctor.checks import Check
+from isthmus.memory import Memory
 from isthmus.planner.rate import usable_cores
 from isthmus.runlog.words import size
 
-LEAST_FREE_BYTES = 10**9  # a few saved rounds fill less than this, even of a small model
+LEAST_FREE_BYTES = 10**9  # a few saved rounds of a small model need less than this
 MOST_WRITTEN_BYTES = 256 << 20
-_GROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,6 @@ class Cpu:
     name: str
     cores: int  # that this process may use
     bf16: bool  # whether they multiply bf16 in hardware
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    total_bytes: int
-    available_bytes: int
 
 
 def cpu() -> Cpu:
@@ -45,28 +39,8 @@ def cpu() -> Cpu:
     return Cpu(" ".join(name.split()), usable_cores(), native)
 
 
-def memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Memory | None:
-    """Not more than a container's limit; None where the system does not say."""
-    try:
-        with open(proc / "meminfo", encoding="ascii") as file:
-            facts = dict(line.split(":", 1) for line in file)
-        total, available = (int(facts[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    except (OSError, KeyError, ValueError):
-        try:  # not Linux: what is free is not known
-            total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (ValueError, OSError, AttributeError):
-            return None
-    for limit, used in _GROUPS:
-        with suppress(OSError, ValueError):  # "max": no limit
-            most = int((groups / limit).read_text())
-            if most < total:
-                left = most - int((groups / used).read_text())
-                total, available = most, max(0, min(available, left))
-    return Memory(total, available)
-
-
 def check_memory(found: Memory | None, least_bytes: int) -> Check:
-    """`least_bytes` is what the smallest replica needs."""
+    """Check memory; `least_bytes` is the need of the smallest replica."""
     if found is None:
         return Check(
             name="memory",
@@ -82,7 +56,7 @@ def check_memory(found: Memory | None, least_bytes: int) -> Check:
 
 
 def check_disk(folder: Path, seconds: float) -> Check:
-    """Free space where runs and saved rounds go, and how fast bytes are written and synced."""
+    """Check the free space for runs and saved rounds, and the speed of writing and syncing."""
     path, block = folder / f".isthmus-doctor-{secrets.token_hex(8)}", os.urandom(1 << 20)
     try:
         free = shutil.disk_usage(folder).free

@@ -1,5 +1,6 @@
-"""Which role this machine can take, by the planner's memory model and the measured rate."""
+"""The role that this machine can take, by the planner's memory model and the measured rate."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,27 +12,27 @@ from isthmus.planner.step import FORWARD_SHARE
 
 BATCH = InnerConfig().batch
 ROUND_STEPS = OuterConfig().inner_steps
-LONGEST_ROUND_SECONDS = 24 * 3600.0  # a fleet does not wait longer for a machine
+LONGEST_ROUND_SECONDS = 24 * 3600.0  # a fleet waits no longer for a machine
 BATCHES = tuple(BATCH >> i for i in range(6))  # 32 ... 1
 MICRO_BATCHES = (8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """One preset on this machine. A number is 0 where nothing fits."""
+    """One preset on this machine. A number is 0 if nothing fits."""
 
     preset: str
     full_batch: int  # the largest inner.batch of a full replica, up to the default
-    full_bytes: int  # at that batch, or at a batch of 1 where none fits
+    full_bytes: int  # at that batch, or at a batch of 1 if none fits
     full_batch_recomputed: int  # the same with inner.recompute
     full_bytes_recomputed: int
-    stages: int  # the fewest stages of which this machine can be any one, at the default batch
-    micro_batches: int  # that this needs
+    stages: int  # the fewest stages for which any stage fits this machine, at the default batch
+    micro_batches: int  # needed for those stages
     stage_bytes: int  # of the largest stage
     stages_recomputed: int  # the same with inner.recompute
     micro_batches_recomputed: int
     stage_bytes_recomputed: int
-    round_seconds: float | None  # 50 inner steps of a full replica, the default batch; None: no rate known
+    round_seconds: float | None  # full replica, 50 inner steps, default batch; None: rate unknown
 
     @property
     def stage_round_seconds(self) -> float | None:
@@ -55,12 +56,13 @@ class Fit:
 
 
 def fits(available_bytes: int, precision: str, tflops: float | None) -> list[Fit]:
-    """Every preset, the smallest first."""
-    return [_fit(preset, available_bytes, precision, tflops) for preset in PRESETS]
+    """Fit every preset, the smallest first."""
+    presets = sorted(PRESETS, key=lambda name: PRESETS[name].num_parameters)
+    return [_fit(preset, available_bytes, precision, tflops) for preset in presets]
 
 
 def least_bytes(precision: str = "fp32") -> int:
-    """What the smallest full replica needs."""
+    """Return the memory that the smallest full replica needs."""
     return _full_bytes("nano", precision, 1)
 
 
@@ -87,7 +89,7 @@ def _full_bytes(preset: str, precision: str, batch: int, recompute: bool = False
 def _stage_bytes(
     preset: str, precision: str, stages: int, micro_batches: int, recompute: bool = False
 ) -> int:
-    """The largest of its stages, over links so fast that 1F1B's depths suffice; slow ones want deeper."""
+    """Return the bytes of the largest stage, for links fast enough for 1F1B's depths; slow ones need more."""
     replica = ReplicaConfig(name="doctor", kind="pipelined", stages=stages, compression="1/8")
     recipe = _recipe(preset, precision, replica, BATCH, micro_batches, recompute)
     chosen = depths(stages, micro_batches, 1.0, 0.0, 0.0)
@@ -95,20 +97,21 @@ def _stage_bytes(
 
 
 def _full(preset: str, available: int, precision: str, recompute: bool) -> tuple[int, int]:
-    """The largest batch that fits, or 0, and its bytes."""
+    """Return the largest batch that fits, or 0, and its bytes."""
     sizes = [(batch, _full_bytes(preset, precision, batch, recompute)) for batch in BATCHES]
     return next((each for each in sizes if each[1] <= available), (0, sizes[-1][1]))
 
 
 def _stage(preset: str, available: int, precision: str, recompute: bool) -> tuple[int, int, int]:
-    """The fewest stages and micro-batches that fit, or 0, and the bytes of the largest stage."""
-    tried = [
-        (stages, m, _stage_bytes(preset, precision, stages, m, recompute))
-        for stages in range(2, PRESETS[preset].layers + 1)
-        for m in MICRO_BATCHES
-    ]
-    least = min(tried, key=lambda each: each[2])
-    return next((each for each in tried if each[2] <= available), (0, 0, least[2]))
+    """Return the fewest stages and micro-batches that fit, or 0, and the bytes of the largest stage."""
+    least = math.inf
+    for stages in range(2, PRESETS[preset].layers + 1):
+        for m in MICRO_BATCHES:
+            needed = _stage_bytes(preset, precision, stages, m, recompute)
+            if needed <= available:
+                return stages, m, needed
+            least = min(least, needed)
+    return 0, 0, int(least)
 
 
 def _fit(preset: str, available: int, precision: str, tflops: float | None) -> Fit:
@@ -137,7 +140,7 @@ def _fit(preset: str, available: int, precision: str, tflops: float | None) -> F
 
 
 def role(found: list[Fit], trains: bool, bucket_ok: bool) -> str:
-    """One sentence."""
+    """Say in one sentence what this machine can be."""
     full = next((fit for fit in reversed(found) if fit.full), None)
     stage = next((fit for fit in reversed(found) if fit.stage), None)
     if not trains:

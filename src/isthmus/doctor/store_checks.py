@@ -1,4 +1,4 @@
-"""A bucket from this machine: reach, rights, put-if-absent, clock and rates. What is put is deleted."""
+"""Check a bucket from this machine: reach, rights, put-if-absent, clock, rates. It deletes what it puts."""
 
 import os
 import secrets
@@ -15,9 +15,9 @@ from isthmus.store.objects import CONTROL_BYTES, Store, open_store
 from isthmus.store.retry import StoreError, StoreRefused
 from isthmus.store.url import parse_url
 
-TIMEOUT_SECONDS = 15.0  # as `join` has it
+TIMEOUT_SECONDS = 15.0  # the timeout of `join`
 PINGS = 7
-FIRST_BYTES = CONTROL_BYTES + 1  # bulk travels on a connection of its own
+FIRST_BYTES = CONTROL_BYTES + 1  # bulk uses a connection of its own
 MOST_BYTES = 64 << 20
 CURES = {
     "network": "check the URL, AWS_ENDPOINT_URL, DNS, proxy and firewall; only outbound HTTPS is needed",
@@ -39,7 +39,7 @@ def cure(error: Exception) -> str:
 def check_bucket(
     url: str, seconds: float, say: Say, replica: str = ""
 ) -> tuple[list[Check], LinkRate | None]:
-    """With `replica`, as that one: a contributor may write below its own name only."""
+    """Check the bucket; with `replica`, with its rights: a contributor may write only below its own name."""
     shown, folder = parse_url(url)
     say(f"trying {shown}")
     prefix = f"members/{replica}/probe" if replica else "probe"
@@ -50,7 +50,7 @@ def check_bucket(
             store.put(key, b"doctor", deadline=time.monotonic() + TIMEOUT_SECONDS)
         except StoreError as error:
             return [Check(name=shown, ok=False, words=_bare(error, shown), cure=cure(error))], None
-        except ConfigError as error:  # no credentials, or a folder that cannot be one
+        except ConfigError as error:  # no credentials, or an invalid folder
             advice = "give a folder that this user may write to" if folder else CURES["config"]
             if "credentials" in str(error):
                 advice = "set them for this shell or service, see docs/operate.md, section 2"
@@ -103,7 +103,7 @@ def _clock(store: Store, prefix: str, is_folder: bool) -> Check:
     began = time.monotonic()
     there = store.now(f"{prefix}/clock")
     ahead = time.time() - there
-    # The store read its clock at some moment of the request; an HTTP date is a whole second.
+    # The store read its clock during the request, and an HTTP date is in whole seconds.
     unsure = (time.monotonic() - began) / 2 + (0.0 if is_folder else 0.5)
     facts = {"ahead_seconds": ahead, "unsure_seconds": unsure}
     way = "ahead of" if ahead > 0 else "behind"
@@ -162,7 +162,7 @@ def _tidy(store: Store, *keys: str) -> list[Check]:
                     cure=f"delete {' and '.join(keys)} by hand",
                 )
             ]
-        # Contributors need no right to delete; what stays does no harm.
+        # Contributors need no right to delete; leftovers are harmless.
         words = f"these credentials may not delete: {' and '.join(keys)} stay there, and do no harm"
         return [Check(name="bucket tidy", ok=True, words=words)]
     return []
@@ -170,12 +170,12 @@ def _tidy(store: Store, *keys: str) -> list[Check]:
 
 @contextmanager
 def _as_it_was(folder: Path | None, prefix: str) -> Iterator[None]:
-    """Remove the folders that trying a folder made."""
+    """Remove the folders that the test of a folder created."""
     below = [folder / prefix, *(folder / prefix).parents] if folder else []
     made = [path for path in below if not path.exists()]
     try:
         yield
     finally:
-        for path in made:  # the deepest first; one that holds something stays
+        for path in made:  # the deepest first; non-empty ones stay
             with suppress(OSError):
                 path.rmdir()

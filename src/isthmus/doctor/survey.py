@@ -1,18 +1,22 @@
-"""All checks of `isthmus doctor`, one after another. After a failed one the others are still made."""
+"""Run all checks of `isthmus doctor`, one after another; a failed one does not stop the others."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from isthmus.config import PRESETS
+from isthmus.config import PRESETS, Recipe
 from isthmus.doctor import machine
 from isthmus.doctor.checks import Check, Gpu, LinkRate, Say
-from isthmus.doctor.peer import check_peer
 from isthmus.doctor.role import Fit, fits, least_bytes, role
+from isthmus.doctor.seat import check_seat
+from isthmus.memory import machine_memory
 from isthmus.planner.rate import TrainingRate
 
+if TYPE_CHECKING:
+    from isthmus.runtime.addresses import Address
+
 CPU_PRESET, GPU_PRESET = "10m", "178m"
-PAYS = 1.1  # bf16 on a CPU is recommended where it is this many times as fast
+PAYS = 1.1  # recommend bf16 on a CPU if it is this many times as fast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +35,13 @@ class NamedRate(TrainingRate):
 
 @dataclass(slots=True)
 class Survey:
-    """What was found out."""
+    """The results of all checks."""
 
     cpu: machine.Cpu
     gpus: list[Gpu] = field(default_factory=list)
     rates: list[NamedRate] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
-    links: list[tuple[str, str, LinkRate]] = field(default_factory=list)  # recipe key, to whom, rate
+    links: list[tuple[str, str, LinkRate]] = field(default_factory=list)  # recipe key, peer, rate
     fits: list[Fit] = field(default_factory=list)
     role: str = ""
 
@@ -47,7 +51,7 @@ class Survey:
 
     @property
     def best(self) -> NamedRate | None:
-        """The rate at which training would run here: `auto` takes the GPU, else the CPU; a GPU in bf16 unless
+        """The rate at which training would run here: `auto` uses the GPU, else the CPU; a GPU in bf16 unless
         it is old, the CPU in fp32."""
         auto = {gpu.device: gpu.precision for gpu in self.gpus} | {"cpu": "fp32"}
         usual = [r for r in self.rates if r.precision == auto.get(r.device, "bf16")]
@@ -55,7 +59,7 @@ class Survey:
 
     @property
     def faster_in_bf16(self) -> NamedRate | None:
-        """Where the CPU trains, and would do so faster in bf16."""
+        """The CPU's rate in bf16, if it trains here and bf16 would be faster."""
         best = self.best
         if best is None or best.device != "cpu":
             return None
@@ -63,7 +67,7 @@ class Survey:
         return next((r for r in others if r.tflops > PAYS * best.tflops), None)
 
     def recipe_lines(self) -> list[str]:
-        """What to paste into a [[replicas]] table."""
+        """Return lines to paste into a [[replicas]] table."""
         lines = []
         if self.best:
             lines.append((f"tflops = {self.best.recipe_value}", self.best.source))
@@ -93,19 +97,30 @@ class Survey:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class RunToJoin:
+    """The run that the replica belongs to."""
+
+    recipe: Recipe
+    last_seconds: float | None  # duration of its last round
+
+
 def survey(
     buckets: list[str],
-    hosts: list[tuple[str, int]],
+    hosts: "list[Address]",
     *,
+    relay: "Address | None" = None,
     seconds: float,
     say: Say,
     preset: str = "",
     replica: str = "",
+    run: "RunToJoin | None" = None,
     folder: Path | None = None,
 ) -> Survey:
-    """Look at this machine, then at every bucket and machine that is named."""
+    """Check this machine, then every given bucket and machine. With `run`, the first check is whether the
+    machine can be its replica `replica`."""
     found = Survey(cpu=machine.cpu())
-    memory = machine.memory()
+    memory = machine_memory()
     found.checks.append(machine.check_memory(memory, least_bytes()))
     say("writing to the disk")
     found.checks.append(machine.check_disk(folder or Path.cwd(), min(1.0, seconds)))
@@ -124,23 +139,28 @@ def survey(
         found.checks += checks
         if rate:
             found.links.append(("bucket_link", checks[0].name, rate))
-    for host, port in hosts:
-        checks, rate = check_peer(host, port, seconds, say)
+    for target in hosts or [relay] if relay else hosts:
+        from isthmus.doctor.link_test import check_link  # loads torch
+
+        checks, rate = check_link(target, relay, seconds, say)
         found.checks += checks
         if rate:
             found.links.append(("link", checks[0].name, rate))
     first = found.gpus[0] if found.gpus else None
     room, precision = (first.available_bytes, first.precision) if first else (available, "fp32")
+    if run:
+        tflops = found.best.tflops if found.best else None
+        found.checks.insert(0, check_seat(run.recipe, replica, room, precision, tflops, run.last_seconds))
     found.fits = fits(room, precision, found.best.tflops if found.best else None)
     found.role = role(found.fits, trains, bucket_ok)
     return found
 
 
 def _train(found: Survey, available: int, preset: str, seconds: float, say: Say) -> bool:
-    """Measure one device of each kind. True if training works here at all."""
+    """Measure one device of each kind; return True if training works here at all."""
     try:
         from isthmus.doctor.compute import gpus, num_threads, training_rate
-    except (ImportError, OSError) as error:  # a torch for another system fails as an OSError
+    except (ImportError, OSError) as error:  # a torch build for another system raises OSError
         words = f"torch cannot be loaded: {' '.join(str(error).split())[:160]}"
         cure = "install it: pip install -c constraints.txt torch (docs/operate.md, section 1)"
         found.checks.append(Check(name="training", ok=False, words=words, cure=cure))
@@ -161,7 +181,7 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
         say(f"training {model} on {device} in {precision}")
         try:
             rate = training_rate(device, precision, model, seconds, room)
-        except (RuntimeError, MemoryError) as error:  # no kernel for this device, no memory after all
+        except (RuntimeError, MemoryError) as error:  # no kernel for this device, or too little memory
             words = f"{device} in {precision}: {' '.join(str(error).split())[:160]}"
             cure = "see whether other programs hold its memory, and whether torch fits its driver"
             found.checks.append(Check(name="training", ok=False, words=words, cure=cure))
@@ -179,6 +199,6 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
 
 
 def _that_fits(preset: str, precision: str, room: int) -> str:
-    """The preset that was asked for, or the largest of which one sequence fits."""
+    """Return the requested preset, or the largest of which one sequence fits."""
     sizes = [fit.preset for fit in fits(room, precision, None) if fit.full_batch]
     return preset if preset in sizes or not sizes else sizes[-1]

@@ -1,4 +1,4 @@
-"""README.md of an exported folder: what the model is, how it was trained, what it scored."""
+"""README.md of an exported folder: what the model is, how it was trained, and its scores."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from isthmus.config import Member, dump_recipe
 from isthmus.export.measure import Losses
 from isthmus.export.source import Trained
+from isthmus.model.hf import CLASSES, family
 
 PLAIN = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,7 +27,7 @@ def model_card(trained: Trained, losses: Losses, folder: str, dtype: str, member
     recipe, model = trained.recipe, trained.recipe.model
     use = PIPELINED.format(folder=folder, replica=member.name) if member else PLAIN.format(folder=folder)
     forwards = [
-        ("plain LLaMA, as written here" if not member else "plain LLaMA, without boundaries", losses.plain),
+        ("plain model, as written here" if not member else "plain model, without boundaries", losses.plain),
         ("full forward of the run", losses.full),
         ("pipelined forward of the run", losses.pipelined),
         ("mixed: mean over the run's replicas as each trained", losses.mixed),
@@ -37,7 +38,7 @@ def model_card(trained: Trained, losses: Losses, folder: str, dtype: str, member
         for r in recipe.replicas
     )
     computed = str(trained.bases.dtype).removeprefix("torch.")
-    # The card may be published, so it does not name the bucket or folders of this machine.
+    # The card may be published, so it does not name this machine's bucket or folders.
     public = replace(
         recipe,
         bucket=replace(recipe.bucket, url=""),
@@ -47,13 +48,14 @@ def model_card(trained: Trained, losses: Losses, folder: str, dtype: str, member
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [llama, isthmus]
+tags: [{family(model)}, isthmus]
 ---
 
 # {recipe.name}
 
-A LLaMA of {model.num_parameters:,} parameters (width {model.width}, {model.layers} layers,
-{model.heads} heads, context {model.context}, vocabulary {model.vocab}), weights in {dtype}.
+A {CLASSES[family(model)]} of {model.num_parameters:,} parameters (width {model.width}, {model.layers} layers,
+{model.heads} heads, {model.num_kv_heads} for keys and values,
+context {model.context}, vocabulary {model.vocab}), weights in {dtype}.
 Trained by Isthmus for {trained.round} of {recipe.outer.rounds} outer rounds, {trained.tokens:,} tokens,
 on `{trained.corpus.name}`.
 

@@ -1,7 +1,7 @@
-"""An exported folder, read as what it is: JSON, safetensors and a tokenizer.json from somebody else.
+"""Read an exported folder: JSON, safetensors and a tokenizer.json.
 
 Nothing in a folder is ever executed. `auto_map`, .py files, pickled weights, adapters and chat templates are
-not looked at; the code of the boundaries is that of this package.
+ignored; the boundaries run this package's own code.
 """
 
 import os
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from isthmus.config import ModelConfig
 from isthmus.config.fleet import WIRES
-from isthmus.data.tokenizer import Encoder
-from isthmus.data.tokenizer_file import tokenizer_bytes
+from isthmus.data.tokenizer import Encoder, tokenizer_bytes
 from isthmus.errors import ConfigError
+from isthmus.layout.wire import INT_BITS, VERSION
 from isthmus.model.hf import CONFIG, PIPELINED, read_config, read_extra, read_json
 
 TOKENIZER, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -24,19 +24,19 @@ TOKENIZER, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class KeptBoundaries:
-    """The boundaries that a folder kept, every number and shape checked."""
+    """The boundaries stored in a folder."""
 
-    layers: dict[int, int | None]  # layers before the boundary -> which U, None: it is not compressed
+    layers: dict[int, int | None]  # layers before the boundary -> its U, None: not compressed
     bases: list[Tensor]  # (D, K) each
     table: Tensor | None  # (V, D); None: the embedding
-    learned: dict[int, Tensor]  # layers before the boundary -> its learned table (V, D), where it has one
+    learned: dict[int, Tensor]  # layers before the boundary -> its learned table (V, D), if it has one
     wire: str
     open_share: float | None
 
 
 @dataclass(frozen=True)
 class ExportedFolder:
-    """What config.json says. Weights and boundaries are read when they are asked for."""
+    """What config.json says. Weights and boundaries are read on demand."""
 
     path: Path
     config: dict[str, Any]
@@ -61,7 +61,7 @@ class ExportedFolder:
             ) from None
 
     def encoder(self) -> Encoder:
-        """Its tokenizer, with the token that ends a text."""
+        """Return its tokenizer, with the token that ends a text."""
         path = self.path / TOKENIZER
         if not path.is_file():
             raise ConfigError(f"{self.path} holds no {TOKENIZER}; a model without one cannot read a prompt")
@@ -74,7 +74,7 @@ class ExportedFolder:
         return encoder
 
     def special_token(self, key: str) -> str | None:
-        """A token that tokenizer_config.json names, if it names one."""
+        """Return a token from tokenizer_config.json, if it names one."""
         path = self.path / TOKENIZER_SETTINGS
         found = read_json(path).get(key) if os.path.lexists(path) else None
         found = found.get("content") if isinstance(found, dict) else found
@@ -82,33 +82,19 @@ class ExportedFolder:
 
 
 def _boundaries(config: Mapping[str, Any], model: ModelConfig, extra: Mapping[str, Tensor]) -> KeptBoundaries:
-    layers: dict[int, int | None] = {}
-    for entry in config["boundaries"]:
-        layer, number = entry["layer"], entry["basis"]
-        if type(layer) is not int or not 0 < layer < model.layers or layer in layers:
-            raise ValueError(f"a boundary before layer {layer!r:.40}")
-        if number is not None and type(number) is not int:
-            raise ValueError(f"U number {number!r:.40}")
-        layers[layer] = number
-    used = sorted({number for number in layers.values() if number is not None})
-    if used != list(range(len(used))):
-        raise ValueError("its U are not numbered from 0")
-    bases = [extra[f"boundary.basis_{number}"] for number in used]
-    table = extra["boundary.table"] if config["frozen_table"] else None
-    for basis in bases:
-        if basis.ndim != 2 or basis.shape[0] != model.width or not 0 < basis.shape[1] <= model.width:
-            raise ValueError("U has another width than the model")
+    layers = {entry["layer"]: entry["basis"] for entry in config["boundaries"]}
+    if not all(0 < layer < model.layers for layer in layers):
+        raise ValueError(f"the model has {model.layers} layers, and boundaries before {list(layers)!s:.80}")
+    bases = [extra[f"boundary.basis_{number}"] for number in range(len(config["subspace_dims"]))]
+    if any(number is not None and not 0 <= number < len(bases) for number in layers.values()):
+        raise ValueError(f"{len(bases)} U for the boundaries {layers!s:.80}")
     learned = {}
-    if config.get("learned_tables", False):  # not in folders that were written before there were any
+    if config.get("learned_tables", False):  # older folders lack the key
         learned = {layer: extra[f"boundary.learned_{i}"] for i, layer in enumerate(layers)}
-    tables = [*learned.values(), *([table] if table is not None else [])]
-    if any(tuple(one.shape) != (model.vocab, model.width) for one in tables):
-        raise ValueError("a table has another shape than the embedding")
-    if not all(t.is_floating_point() for t in (*bases, *tables)):
-        raise ValueError("U and tables are floating point")
     wire, share = config["wire"], config["open_share"]
     if wire not in WIRES:
         raise ValueError(f"wire is {wire!r:.40}")
-    if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
-        raise ValueError(f"open_share is {share!r:.40}; it is 0 to 1")
+    if wire in INT_BITS and (version := config.get("wire_version", 1)) != VERSION:
+        raise ValueError(f"version {version!r:.40} of the {wire} wire, and not {VERSION}")
+    table = extra["boundary.table"] if config["frozen_table"] else None
     return KeptBoundaries(layers, bases, table, learned, wire, None if share is None else float(share))

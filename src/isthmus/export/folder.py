@@ -14,7 +14,7 @@ from isthmus.replica.picks import pick_device
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was measured and where it went; `refused` says why nothing was written."""
+    """The measurements and the folder; `refused` says why nothing was written."""
 
     trained: Trained
     losses: Losses
@@ -43,7 +43,7 @@ def export(
         raise ConfigError(f"{trained.where} has no pipelined replica, so no boundaries to keep; drop --as")
     check_room(folder.absolute().parent, folder_bytes(trained, dtype, member), WHAT)
     losses = measure(trained, dtype, num_batches)
-    if member is None and not losses.worse <= WORSE and not force:  # also when a loss is not a number
+    if member is None and not losses.worse <= WORSE and not force:  # also refuses losses that are not numbers
         return Exported(trained, losses, folder, refused=why_not(losses, trained))
     card = model_card(trained, losses, folder.name, dtype, member)
     write_folder(trained, folder, card, dtype, member)
@@ -53,7 +53,7 @@ def export(
 def why_not(losses: Losses, trained: Trained) -> str:
     kept = " --as pipelined keeps its boundaries," if pipelined_member(trained.recipe) else ""
     return (
-        f"as a plain LLaMA this model is {losses.worse:.1%} worse than the one that the run trained (loss "
+        f"as a plain model this model is {losses.worse:.1%} worse than the one that the run trained (loss "
         f"{losses.plain:.3f} against {losses.mixed:.3f}; {WORSE:.0%} is allowed);{kept} --force writes it "
         "all the same"
     )

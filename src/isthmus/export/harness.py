@@ -1,7 +1,7 @@
-"""The lm-evaluation-harness on an exported folder: an optional extra, loaded only here.
+"""Run the lm-evaluation-harness on an exported folder: an optional extra, loaded only here.
 
-The harness gets a model and a tokenizer that are built here, from our own classes. It never sees the folder,
-so nothing in it (`auto_map`, .py files, adapters, pickles) can run.
+The harness gets a model and a tokenizer built here from our own classes. It never sees the folder, so nothing
+in it (`auto_map`, .py files, adapters, pickles) can run.
 """
 
 from pathlib import Path
@@ -11,14 +11,20 @@ import torch
 
 from isthmus.errors import ConfigError, RunError
 from isthmus.export.exported import ExportedFolder
-from isthmus.model.hf import hf_config, hf_name, read_params
+from isthmus.model.hf import hf_config, hf_name, read_extra, read_params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+# config.json's keys for boundaries: see `boundary_parts`.
+KEPT_KEYS = (
+    *("family", "attention_bias", "boundaries", "subspace_dims", "frozen_table", "learned_tables"),
+    *("wire", "wire_version", "open_share"),
+)
+
 
 def require_harness() -> None:
-    """Checked before anything is measured or exported for it."""
+    """Check that the harness is installed, before anything is measured or exported for it."""
     try:
         import lm_eval  # noqa: F401
     except ImportError:
@@ -28,7 +34,7 @@ def require_harness() -> None:
 
 
 def run_harness(folder: Path, tasks: list[str], include: str | None, device: str) -> dict[str, Any]:
-    """Scores by task, as the harness states them. `include`: a folder with tasks of one's own."""
+    """Return scores by task, as the harness reports them. `include`: a folder with your own tasks."""
     require_harness()
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -49,7 +55,7 @@ def run_harness(folder: Path, tasks: list[str], include: str | None, device: str
     except Exception as error:  # the harness raises all kinds: no network, no memory
         words = str(error).splitlines() or [type(error).__name__]
         raise RunError(f"the harness failed on {folder}: {words[0]:.300}") from error
-    assert found is not None  # only processes beside the first get nothing
+    assert found is not None  # only processes other than the first get None
     return {
         task: {name: value for name, value in scores.items() if isinstance(value, int | float)}
         for task, scores in found["results"].items()
@@ -57,34 +63,30 @@ def run_harness(folder: Path, tasks: list[str], include: str | None, device: str
 
 
 def build(folder: Path, device: str = "cpu") -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
-    """Model and tokenizer of a folder as transformers would load them, from our own classes."""
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    """Build a folder's model and tokenizer as transformers would, but from our own classes."""
+    import transformers
+    from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedTokenizerFast
 
     from isthmus.export.modeling_isthmus import IsthmusConfig, IsthmusForCausalLM
 
     found = ExportedFolder.open(folder)
     encoder, half = found.encoder(), found.config.get("dtype") == "bfloat16"
     config = hf_config(found.model, encoder.end_id, "bf16" if half else "fp32")
-    del config["architectures"], config["model_type"]
+    (architecture,), kind = config.pop("architectures"), config.pop("model_type")
     tensors = {hf_name(name): t for name, t in read_params(folder, found.model).items()}
     if found.pipelined:
-        kept = found.boundaries()
-        config |= {
-            "boundaries": [{"layer": layer, "basis": number} for layer, number in kept.layers.items()],
-            "subspace_dims": [basis.shape[1] for basis in kept.bases],
-            "frozen_table": kept.table is not None,
-            "learned_tables": bool(kept.learned),
-            "wire": kept.wire,
-            "open_share": kept.open_share,
-        }
-        tensors |= {f"boundary.basis_{i}": basis for i, basis in enumerate(kept.bases)}
-        tensors |= {"boundary.table": kept.table} if kept.table is not None else {}
-        tensors |= {f"boundary.learned_{i}": one for i, one in enumerate(kept.learned.values())}
+        found.boundaries()  # ConfigError if they are invalid
+        config |= {key: found.config[key] for key in KEPT_KEYS if key in found.config}
+        tensors |= read_extra(folder, "boundary.")
         model = IsthmusForCausalLM(IsthmusConfig(**config))
     else:
-        model = LlamaForCausalLM(LlamaConfig(**config))
+        model = getattr(transformers, architecture)(CONFIG_MAPPING[kind](**config))
     dtype = torch.bfloat16 if half else torch.float32
-    model.load_state_dict({name: t.to(dtype) for name, t in tensors.items()}, strict=True, assign=True)
+    tensors = {name: t.to(dtype) for name, t in tensors.items()}
+    if found.model.tie_embeddings:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model.load_state_dict(tensors, strict=True, assign=True)
+    model.tie_weights()
     torch.nn.Module.to(model, device)
     model.generation_config = GenerationConfig(
         bos_token_id=encoder.end_id, eos_token_id=encoder.end_id, pad_token_id=encoder.end_id

@@ -1,38 +1,35 @@
-"""A trained model as a Hugging Face folder: a plain LLaMA, or one that keeps its boundaries."""
+"""Write a trained model as a Hugging Face folder: a plain model, or one with its boundaries."""
 
-import errno
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.config import Member
 from isthmus.data.corpus import Corpus
-from isthmus.data.tokenizer import library_faults, load
-from isthmus.data.tokenizer_file import tokenizer_bytes
-from isthmus.disk import told_when_full
+from isthmus.data.tokenizer import library_faults, load, tokenizer_bytes
+from isthmus.disk import explain_disk_full
 from isthmus.errors import ConfigError
 from isthmus.export.measure import STORED
 from isthmus.export.source import Trained
-from isthmus.files import sync_folder
+from isthmus.files import replace_file, sync_folder
 from isthmus.layout.stages import EMBEDDING, boundaries, table_name
-from isthmus.model.hf import CONFIG, PIPELINED, WEIGHTS, hf_config, hf_name
+from isthmus.layout.wire import VERSION
+from isthmus.model.checkpoint import save_tensors
+from isthmus.model.hf import CONFIG, PIPELINED, WEIGHTS, family, hf_config, hf_name
 
 MODELING = Path(__file__).with_name("modeling_isthmus.py")
 WHAT = "the exported folder"
 
 
 def check_target(folder: Path) -> None:
-    """Nothing is overwritten: the folder must not exist, and its parent must take it."""
+    """Check that the folder does not exist and its parent is writable: nothing is overwritten."""
     if os.path.lexists(folder):
         raise ConfigError(f"{folder} exists; give --to hf another folder")
     parent = folder.absolute().parent
@@ -43,7 +40,7 @@ def check_target(folder: Path) -> None:
 
 
 def folder_bytes(trained: Trained, dtype: str, member: Member | None) -> int:
-    """What the folder will take on the disk, but for a few small files."""
+    """Return the folder's size on the disk, without a few small files."""
     shapes = trained.recipe.model.plain.shapes().values()
     weights = STORED[dtype].itemsize * sum(math.prod(shape) for shape in shapes)
     extra = boundary_parts(trained, member)[1] if member else {}
@@ -65,12 +62,11 @@ def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: 
     fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     needed = sum(tensor.nbytes for tensor in tensors.values())
     try:
-        with told_when_full(folder.absolute().parent, needed, WHAT):
+        with explain_disk_full(folder.absolute().parent, needed, WHAT):
             fresh.mkdir()
-            _save(tensors, fresh / WEIGHTS)
+            save_tensors(fresh / WEIGHTS, tensors, {"format": "pt"})
             for name, text in _texts(trained, config, card, member).items():
-                (fresh / name).write_text(text, encoding="utf-8")
-            _sync(fresh)
+                replace_file(fresh / name, text)
         check_target(folder)  # another process may have made it meanwhile
         os.rename(fresh, folder)
         sync_folder(folder.absolute().parent)
@@ -78,15 +74,6 @@ def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: 
         raise ConfigError(f"cannot write {folder}: {error.strerror or error}; give another folder") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # the library's own, also where the system's is behind it
-        found = re.search(r"os error (\d+)", str(error))
-        number = int(found[1]) if found else errno.EIO
-        raise OSError(number, os.strerror(number) if found else str(error)) from None
 
 
 def _texts(trained: Trained, config: dict[str, Any], card: str, member: Member | None) -> dict[str, str]:
@@ -105,14 +92,6 @@ def _texts(trained: Trained, config: dict[str, Any], card: str, member: Member |
     return texts
 
 
-def _sync(folder: Path) -> None:
-    for path in folder.iterdir():
-        # safetensors writes a file that only its owner can read; the others have the usual mode.
-        path.chmod((folder / CONFIG).stat().st_mode)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-
-
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to("cpu", dtype).contiguous()
 
@@ -122,12 +101,12 @@ def as_json(value: dict[str, Any]) -> str:
 
 
 def boundary_parts(trained: Trained, member: Member) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What config.json and the weights hold besides a LLaMA's. U stays in fp32: it is small."""
+    """Return what boundaries add to config.json and the weights. U stays in fp32: it is small."""
     recipe, bases = trained.recipe, trained.bases
     numbers: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
     entries = []
-    for boundary, layer in enumerate(boundaries(recipe.model.layers, member.config.stages)):
+    for boundary, layer in enumerate(boundaries(recipe.model, member.config.stages)):
         number = None
         if member.config.compressed:
             key = bases.key(member, boundary)
@@ -143,6 +122,8 @@ def boundary_parts(trained: Trained, member: Member) -> tuple[dict[str, Any], di
     keys = {
         "architectures": ["IsthmusForCausalLM"],
         "model_type": PIPELINED,
+        "family": family(recipe.model),
+        "attention_bias": False,  # transformers would add one to every matrix of LLaMA's
         "auto_map": {
             "AutoConfig": "modeling_isthmus.IsthmusConfig",
             "AutoModelForCausalLM": "modeling_isthmus.IsthmusForCausalLM",
@@ -152,14 +133,15 @@ def boundary_parts(trained: Trained, member: Member) -> tuple[dict[str, Any], di
         "frozen_table": frozen,
         "learned_tables": bool(recipe.model.boundary_tables),
         "wire": member.config.wire,
+        "wire_version": VERSION,
         "open_share": bases.share.item() if bases.opening else None,
     }
     return keys, tensors
 
 
 def tokenizer_text(corpus: Corpus) -> str:
-    """The corpus's tokenizer.json as training used it. Special tokens around every text go: the model has
-    never seen them there."""
+    """Return the corpus's tokenizer.json as training used it, without special tokens around every text: the
+    model never saw them there."""
     data = tokenizer_bytes(corpus.tokenizer_path)
     tokenizer = load(data, str(corpus.tokenizer_path))
     with library_faults():

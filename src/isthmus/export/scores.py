@@ -1,13 +1,15 @@
-"""`isthmus eval`: loss, perplexity and bits per byte of each forward, and the scores of the harness."""
+"""`isthmus eval`: loss, perplexity and bits per byte of each forward, and the harness's scores."""
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from isthmus.config import ModelConfig
 from isthmus.data.corpus import open_corpus
 from isthmus.data.tokens import validation_batches
 from isthmus.errors import ConfigError
@@ -15,11 +17,12 @@ from isthmus.export.card import model_card
 from isthmus.export.exported import ExportedFolder
 from isthmus.export.harness import require_harness, run_harness
 from isthmus.export.hf import write_folder
-from isthmus.export.measure import WORSE, bits_per_byte, mean_loss, measure, perplexity
+from isthmus.export.measure import WORSE, bits_per_byte, measure, perplexity
 from isthmus.export.source import is_run_or_bucket, open_trained, pipelined_member
 from isthmus.export.text_generator import folder_boundaries
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.hf import CONFIG, read_params
+from isthmus.model.llama import BoundaryFunctions, forward, rope_table, token_losses
 from isthmus.replica.picks import pick_device
 
 
@@ -32,7 +35,7 @@ def evaluate(
     tasks: list[str] | None = None,
     include: str | None = None,
 ) -> dict[str, Any]:
-    """Scores of a run, a bucket or an exported folder; a forward that the run does not have is None."""
+    """Score a run, a bucket or an exported folder; a forward that the run lacks is None."""
     if tasks:
         require_harness()
     where = pick_device(device)
@@ -74,6 +77,22 @@ def _scores(losses: Mapping[str, float | None], bytes_per_token: float) -> dict[
     }
 
 
+@torch.no_grad()
+def mean_loss(
+    params: Mapping[str, Tensor],
+    batches: Sequence[Tensor],  # (B, L + 1) each
+    model: ModelConfig,
+    boundary_fns: BoundaryFunctions | None = None,
+) -> float:
+    weight = params["tok_embeddings.weight"]
+    rope = rope_table(model, model.context, weight.dtype, weight.device)
+    total = 0.0
+    for batch in batches:
+        logits = forward(params, batch[:, :-1], model, rope, boundary_fns)
+        total += token_losses(logits, batch[:, 1:]).item() * len(batch)
+    return total / sum(map(len, batches))
+
+
 def _of_folder(
     folder: Path,
     corpus: str | None,
@@ -82,7 +101,7 @@ def _of_folder(
     tasks: list[str] | None,
     include: str | None,
 ) -> dict[str, Any]:
-    """An exported folder has no held-out text of its own: `corpus` names it, or only the harness runs."""
+    """Score an exported folder. It contains no held-out text: `corpus` names it, or only the harness runs."""
     if corpus is None and not tasks:
         raise ConfigError(f"{folder} is an exported folder without text; give --corpus, or --harness TASKS")
     facts: dict[str, Any] = {"source": str(folder)}

@@ -1,8 +1,9 @@
-"""The newest model of a run: from its run directory, or from its bucket while the run continues."""
+"""A run's newest model: from its run directory, or from its bucket while the run continues."""
 
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -17,28 +18,37 @@ from isthmus.model.checkpoint import load_tensors
 from isthmus.model.initial import first_params
 from isthmus.model.llama import init_tensor
 from isthmus.printing import visible
-from isthmus.protocol.access import bucket_to_read, open_ledger
+from isthmus.protocol.access import open_ledger
 from isthmus.protocol.ledger import Ledger, Manifest
+from isthmus.protocol.place import find_place
 from isthmus.protocol.replay import Replay
-from isthmus.runlog import REAL, RunDir
+from isthmus.runlog import Row, RunDir
 from isthmus.subspace.boundaries import BasisSet
 
 
 @dataclass(frozen=True)
 class Trained:
-    """theta^(round) of a run, with its boundaries, its corpus and its tokenizer."""
+    """theta^(round) of a run, with boundaries, corpus and tokenizer."""
 
     where: str
     recipe: Recipe
     params: dict[str, Tensor]
     bases: BasisSet
-    table: Tensor  # what compressed boundaries subtract: the embedding, unless it was frozen
+    table: Tensor  # compressed boundaries subtract it: the embedding, unless it was frozen
     round: int
-    tokens: int  # trained on so far, over all replicas
     corpus: Corpus
+    history: Ledger | list[Row]  # the bucket's manifests, or the rows of the run directory
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens trained on so far, over all replicas. In a bucket this reads every manifest."""
+        if isinstance(self.history, list):
+            rows = reversed(self.history)
+            return next((row.tokens for row in rows if row.round <= self.round), 0)
+        return sum(_tokens(self.history, manifest) for manifest in self.history.between(1, self.round))
 
     def on(self, device: torch.device) -> "Trained":
-        """The same on another device."""
+        """Return a copy on another device."""
         bases = BasisSet(self.recipe, device, self.bases.dtype)
         bases.bases = {key: basis.to(device) for key, basis in self.bases.bases.items()}
         bases.begin_round(self.round)
@@ -49,8 +59,8 @@ class Trained:
 
 
 def pipelined_member(recipe: Recipe, name: str | None = None) -> Member | None:
-    """The replica whose boundaries a pipelined forward uses: by name, or the first that is compressed, or the
-    first that has stages. None if the run has no pipelined replica."""
+    """Return the replica whose boundaries a pipelined forward uses: by name, or the first compressed one, or
+    the first with stages. None if the run has no pipelined replica."""
     fleet = [member for member in recipe.fleet() if member.config.stages > 1]
     if name is not None:
         for member in fleet:
@@ -67,14 +77,15 @@ def is_run_or_bucket(spec: str) -> bool:
 
 
 def open_trained(spec: str, corpus: str | None = None) -> Trained:
-    """`spec`: a run directory, or the URL or folder of a bucket. `corpus`: its text on this machine, if not
-    where the recipe says."""
-    if "://" in spec or ((Path(spec) / "run.json").is_file() and not (Path(spec) / "recipe.toml").is_file()):
-        return _from_bucket(spec, spec, corpus)
-    run = RunDir.open(spec)
-    rows, found = run.rows(), newest_params(run)
-    if found is None and has_bucket(run):
-        return _from_bucket(bucket_to_read(run, spec), spec, corpus)
+    """Open a model. `spec`: a run directory, or the URL or folder of a bucket. `corpus`: its text on this
+    machine, if not where the recipe says."""
+    place = find_place(spec)
+    if place.run is None:
+        return _from_bucket(place.bucket, spec, corpus)
+    run = place.run
+    found = newest_params(run)
+    if found is None and place.bucket:
+        return _from_bucket(place.bucket, spec, corpus)
     if found is None:
         raise ConfigError(f"{run.path} has no finished round yet; there is no model to take from it")
     round_number, params, bases = found
@@ -86,16 +97,16 @@ def open_trained(spec: str, corpus: str | None = None) -> Trained:
         raise ConfigError(
             f"the corpus {corpus or run.recipe.data.corpus} has another tokenizer than the run; give --corpus"
         )
-    tokens = next((row["tokens"] for row in reversed(rows) if row["round"] <= round_number), 0)
+    _check_shapes(spec, run.recipe, params)
     first = None
     if not run.recipe.subspace.adaptation:
         first = first_params(run.recipe, run.about.get("start_sha256"))[EMBEDDING]
-    return _trained(spec, run.recipe, params, bases, first, round_number, tokens, text)
+    return _trained(spec, run.recipe, params, bases, first, round_number, text, run.rows())
 
 
 def newest_params(run: RunDir) -> tuple[int, dict[str, Tensor], dict[str, Tensor]] | None:
-    """(round, weights, every U that was turned) of the newest round that the folder itself holds."""
-    for _ in range(5):  # a simulation under way may remove the state that we are reading
+    """Return (round, weights, every changed U) of the newest round in the folder itself."""
+    for _ in range(5):  # a running simulation may remove the state while we read it
         try:
             found = _from_state(run)
             break
@@ -109,15 +120,8 @@ def newest_params(run: RunDir) -> tuple[int, dict[str, Tensor], dict[str, Tensor
     return found if found and found[0] else None
 
 
-def has_bucket(run: RunDir) -> bool:
-    """Does its bucket hold its weights? A simulation does not use the one that its recipe names."""
-    bucket = run.recipe.bucket.url or str(run.path / "bucket")
-    real = run.about.get("mode") == REAL
-    return real and ("://" in bucket or (Path(bucket) / "run.json").is_file())
-
-
 def _from_state(run: RunDir) -> tuple[int, dict[str, Tensor], dict[str, Tensor]] | None:
-    """(round, anchor, every U) of a simulation's newest saved state, without its optimisers."""
+    """Return (round, anchor, every U) of a simulation's newest saved state, without its optimisers."""
     rounds = checkpoint.saved_rounds(run.state_path)
     if not rounds:
         return None
@@ -128,47 +132,53 @@ def _from_state(run: RunDir) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]
 
 
 def _from_bucket(url: str, where: str, corpus: str | None) -> Trained:
-    """The newest anchor and the manifests after it, as every replica applies them."""
+    """Apply the manifests after the newest anchor, as every replica does."""
     ledger = open_ledger(url)
     recipe, last = ledger.run.recipe, ledger.last_round()
     if not last:
         raise ConfigError(f"{where} has no finished round yet; there is no model to take from it")
-    text = open_corpus(corpus or recipe.data.corpus)
-    if ledger.run.corpus and text.sha256 != ledger.run.corpus:
-        if corpus is None:
-            raise ConfigError(
-                f"the corpus {recipe.data.corpus} here is not the one of this run; give --corpus its folder"
-            )
-        print("isthmus: --corpus is not the text of this run; its tokenizer must be", file=sys.stderr)
-    replay = Replay(ledger, last, log=lambda text: print(f"isthmus: {text}", file=sys.stderr))
-    if replay.round < last:
-        print(f"isthmus: replaying rounds {replay.round + 1} to {last}", file=sys.stderr)
-    while replay.step() is not None:
-        pass
-    tokens = sum(_tokens(ledger, manifest) for manifest in ledger.between(1, replay.round))
+    text = run_text(ledger, corpus)
+    replay = replayed(ledger, last)
     first = (
         None
         if recipe.subspace.adaptation
         else init_tensor(EMBEDDING, recipe.model.shapes()[EMBEDDING], recipe.model, recipe.seed)
     )
-    return _trained(where, recipe, replay.anchor, {}, first, replay.round, tokens, text)
+    return _trained(where, recipe, replay.anchor, {}, first, replay.round, text, ledger)
+
+
+def replayed(ledger: Ledger, round_number: int) -> Replay:
+    """Return the newest anchor up to this round with the later rounds applied, as every replica does."""
+    replay = Replay(ledger, round_number, log=lambda text: print(f"isthmus: {text}", file=sys.stderr))
+    if replay.round < round_number:
+        print(f"isthmus: replaying rounds {replay.round + 1} to {round_number}", file=sys.stderr)
+    while replay.round < round_number and replay.step() is not None:
+        pass
+    return replay
+
+
+def run_text(ledger: Ledger, corpus: str | None) -> Corpus:
+    """Return the run's text on this machine: `corpus`, or where its recipe says."""
+    named = ledger.run.recipe.data.corpus
+    text = open_corpus(corpus or named)
+    if ledger.run.corpus and text.sha256 != ledger.run.corpus:
+        if corpus is None:
+            raise ConfigError(f"the corpus {named} here is not the one of this run; give --corpus its folder")
+        print("isthmus: --corpus is not the text of this run; its tokenizer must be", file=sys.stderr)
+    return text
 
 
 def _trained(
     where: str,
     recipe: Recipe,
     params: dict[str, Tensor],
-    saved: dict[str, Tensor],  # every U by its key, where the run has turned them
-    first: Tensor | None,  # the frozen embedding, where the run does not adapt it
+    saved: dict[str, Tensor],  # every U by its key, if the run changes them
+    first: Tensor | None,  # the frozen embedding, if the run does not adapt it
     round_number: int,
-    tokens: int,
     corpus: Corpus,
+    history: Ledger | list[Row],
 ) -> Trained:
-    shapes = recipe.model.shapes()
-    for name, shape in shapes.items():
-        if name not in params or tuple(params[name].shape) != shape:
-            raise ConfigError(f"{where} does not hold {name} as its recipe's model has it")
-    width = recipe.model.width
+    shapes, width = recipe.model.shapes(), recipe.model.width
     for key, basis in saved.items():
         if basis.ndim != 2 or f"{basis.shape[1]}" != key.partition("/")[0] or basis.shape[0] != width:
             raise ConfigError(
@@ -182,14 +192,21 @@ def _trained(
     dtype = params[EMBEDDING].dtype
     bases = BasisSet(recipe, torch.device("cpu"), dtype)
     bases.bases = {key: basis.to(dtype) for key, basis in saved.items()}
-    bases.begin_round(round_number)  # its boundaries are as far open as they were in this round
+    bases.begin_round(round_number)  # open the boundaries as far as in this round
     params = {name: params[name] for name in shapes}
     table = params[EMBEDDING] if first is None else first.to(dtype)
-    return Trained(where, recipe, params, bases, table, round_number, tokens, corpus)
+    return Trained(where, recipe, params, bases, table, round_number, corpus, history)
+
+
+def _check_shapes(where: str, recipe: Recipe, params: dict[str, Tensor]) -> None:
+    """Check shapes before theta^(0) is drawn: a recipe may state any size, unlike the file."""
+    for name, shape in recipe.model.shapes().items():
+        if name not in params or tuple(params[name].shape) != shape:
+            raise ConfigError(f"{where} does not hold {name} as its recipe's model has it")
 
 
 def _tokens(ledger: Ledger, manifest: Manifest) -> int:
-    """That the updates of a round were trained on."""
+    """Count the tokens that the round's updates were trained on."""
     recipe = ledger.at(manifest.round).recipe
     counted = {entry.replica for entry in manifest.entries}
     return recipe.tokens_of(member for member in recipe.fleet() if member.name in counted)

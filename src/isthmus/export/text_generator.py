@@ -1,4 +1,4 @@
-"""Text from a trained model: of a run, a bucket or an exported folder, without transformers."""
+"""Generate text from a run, a bucket or an exported folder, without transformers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import ModelConfig
-from isthmus.data.tokenizer import Encoder, library_faults
-from isthmus.data.tokenizer_file import tokenizer_bytes
+from isthmus.data.tokenizer import Encoder, library_faults, tokenizer_bytes
 from isthmus.errors import ConfigError, RunError
 from isthmus.export.exported import ExportedFolder
 from isthmus.export.source import Trained, is_run_or_bucket, open_trained, pipelined_member
@@ -29,24 +28,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """Weights, boundary functions if it has any, and the tokenizer."""
+    """Weights, boundary functions if any, and the tokenizer."""
 
     model: ModelConfig
     params: Mapping[str, Tensor]
     boundary_fns: BoundaryFunctions | None
     tokenizer: "Tokenizer"
     end_id: int
-    about: str  # which model this is, for the terminal
+    about: str  # names the model, for the terminal
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with nothing in front, as in training. An empty text begins after the end token."""
+        """Return token ids without a prefix, as in training. An empty text begins after the end token."""
         with library_faults():
             return self.tokenizer.encode(text, add_special_tokens=False).ids or [self.end_id]
 
     def tokens(
         self, prompt: list[int], max_tokens: int, *, temperature: float, top_p: float, seed: int
     ) -> Iterator[int]:
-        """The continuation of the prompt, up to the end of the text, `max_tokens` or a full context."""
+        """Continue the prompt up to the end of the text, `max_tokens` or a full context."""
         generator = torch.Generator().manual_seed(seed)
         decoder = Decoder(self.params, self.model, self.boundary_fns)
         fed = prompt
@@ -59,21 +58,21 @@ class TextGenerator:
 
 
 def pick(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """The likeliest token at temperature 0; else a draw from the likeliest with `top_p` of the mass."""
+    """Pick the likeliest token at temperature 0, else draw from the likeliest with `top_p` of the mass."""
     logits = logits.double().cpu()
     if not bool(logits.isfinite().all()):
         raise RunError("the model's logits are not finite; it has diverged and generates no text")
     if temperature == 0:
         return int(logits.argmax())
-    # The largest is subtracted first, so that a temperature near 0 does not overflow.
+    # Subtract the largest first, so that a temperature near 0 does not overflow.
     shares, order = ((logits - logits.max()) / temperature).softmax(-1).sort(descending=True)
     before = shares.cumsum(-1) - shares
-    kept = shares * (before < top_p)  # the first is always kept
+    kept = shares * (before < top_p)  # always keeps the first
     return int(order[torch.multinomial(kept, 1, generator=generator)])
 
 
 class Text:
-    """Tokens in, the text that they add out: whole characters only, together the text of all tokens."""
+    """Turn tokens into text: it emits whole characters only, which join to the text of all tokens."""
 
     def __init__(self, tokenizer: "Tokenizer", prompt: list[int]) -> None:
         self.tokenizer, self.ids = tokenizer, list(prompt)
@@ -85,7 +84,7 @@ class Text:
 
     def add(self, token: int) -> str:
         self.ids.append(token)
-        # The first bytes of a character decode to U+FFFD until the others have come.
+        # An incomplete character decodes to U+FFFD until its last bytes arrive.
         return self._from(self._all().rstrip("\ufffd"))
 
     def rest(self) -> str:
@@ -99,8 +98,8 @@ class Text:
 def open_generator(
     spec: str, as_: str = "auto", corpus: str | None = None, device: str = "cpu"
 ) -> TextGenerator:
-    """`spec`: a run directory, a bucket, or an exported folder. `as_`: "plain", "pipelined", or "auto": plain
-    if any replica of the run trained so, else through the boundaries."""
+    """Open a model. `spec`: a run directory, a bucket, or an exported folder. `as_`: "plain", "pipelined", or
+    "auto": plain if any replica of the run trained so, else through the boundaries."""
     if not is_run_or_bucket(spec) and (Path(spec) / CONFIG).is_file():
         return from_folder(Path(spec), as_, torch.device(device))
     return from_trained(open_trained(spec, corpus).on(torch.device(device)), as_)
@@ -121,7 +120,7 @@ def from_trained(trained: Trained, as_: str) -> TextGenerator:
         boundary_fns = boundary_functions(recipe, [member], trained.bases, trained.table, params=params)
     path = corpus.tokenizer_path
     encoder = Encoder(tokenizer_bytes(path), corpus.manifest.end_token, str(path))
-    how = f"through the boundaries of {member.name}" if member else "as a plain LLaMA"
+    how = f"through the boundaries of {member.name}" if member else "as a plain model"
     about = f"{recipe.name}, round {trained.round}, {how}"
     return TextGenerator(recipe.model, params, boundary_fns, encoder.tokenizer, encoder.end_id, about)
 
@@ -129,20 +128,20 @@ def from_trained(trained: Trained, as_: str) -> TextGenerator:
 def from_folder(folder: Path, as_: str, device: torch.device) -> TextGenerator:
     found = ExportedFolder.open(folder)
     if as_ == "pipelined" and not found.pipelined:
-        raise ConfigError(f"{folder} is a plain LLaMA, without boundaries; drop --as")
+        raise ConfigError(f"{folder} is a plain model, without boundaries; drop --as")
     encoder = found.encoder()
     params = {name: t.to(device) for name, t in read_params(folder, found.model).items()}
     boundary_fns = None
     if found.pipelined and as_ != "plain":
         boundary_fns = folder_boundaries(found, params[EMBEDDING])
-    how = "through its boundaries" if boundary_fns else "a plain LLaMA"
+    how = "through its boundaries" if boundary_fns else "a plain model"
     about = f"{folder}, {how}"
     return TextGenerator(found.model, params, boundary_fns, encoder.tokenizer, encoder.end_id, about)
 
 
 def folder_boundaries(found: ExportedFolder, embedding: Tensor, rows: int = 1) -> BoundaryFunctions:
-    """The boundaries of a folder that was exported with them, for batches of `rows` sequences: the same
-    functions as in modeling_isthmus.py."""
+    """Return an exported folder's boundaries, for batches of `rows` sequences: the same functions as in
+    modeling_isthmus.py."""
     kept = found.boundaries()
     table = embedding if kept.table is None else kept.table.to(embedding.device)
     bases = [basis.to(embedding.device) for basis in kept.bases]

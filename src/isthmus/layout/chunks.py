@@ -6,7 +6,7 @@ from math import prod
 from typing import NamedTuple
 
 MAX_SIDE = 181  # a position inside a chunk is an int16
-MAX_ENTRIES = 2**40  # of one tensor; its flat positions stay far inside int64
+MAX_ENTRIES = 2**40  # of one tensor; its flat positions stay well inside int64
 MAX_DIMS = 8
 MAX_TENSORS = 2**16
 MAX_NAME_BYTES = 512
@@ -21,7 +21,7 @@ SCALE_BYTES = 2  # per chunk, 2bit only
 
 
 class Layout(NamedTuple):
-    """How a tensor falls into chunks, all of one shape; see `layout`."""
+    """How a tensor splits into chunks, all of one shape; see `layout`."""
 
     rows: int
     cols: int
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     width: int
     down: int
     across: int
-    whole_down: int  # this many block rows come first and are full; the others end in one row of padding
+    whole_down: int  # the first block rows, which are full; the others end in one row of padding
     whole_across: int
     kept: int
 
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _blocks(length: int, side: int, pad: bool) -> tuple[int, int, int]:
-    """Size of a block along one axis, how many there are, and how many of them have no padding."""
+    """Return a block's size along one axis, the number of blocks, and how many need no padding."""
     size = next(size for size in range(min(side, length) or 1, 0, -1) if length % size == 0)
     if pad and length > side and 2 * size < side:
         count = -(-length // side)
@@ -63,7 +63,7 @@ def _blocks(length: int, side: int, pad: bool) -> tuple[int, int, int]:
 
 
 def kept(entries: int, keep: int, side: int) -> int:
-    """Entries kept of a chunk of `entries`, at the density of `keep` in side * side; at least one."""
+    """Return how many of a chunk's `entries` to keep: `keep` per side * side of them, at least one."""
     return min(entries, max(1, round(entries * keep / side**2)))
 
 
@@ -71,11 +71,11 @@ def kept(entries: int, keep: int, side: int) -> int:
 def layout(shape: tuple[int, ...], side: int, keep: int) -> Layout:
     """Divide a tensor into equal chunks of at most side x side, for TOP-kappa in eq. 2 of arXiv 2601.02360.
 
-    N dimensions fold into two (the first; all others), one dimension is a single row. A block is as long as
-    the largest divisor of its axis that is at most `side`; multiples of 64 give 64 x 64. Where that divisor
-    is below side / 2 (a prime, say), the axis is cut instead into the fewest blocks of at most `side`, equal
-    to within one, and the shorter blocks end in one row or column of padding, which is never kept. With
-    keep == side**2 everything is sent, nothing is selected, and plain divisors serve.
+    N dimensions fold into two (the first; all others); one dimension is a single row. A block is as long as
+    the largest divisor of its axis up to `side`; multiples of 64 give 64 x 64. If that divisor is below side
+    / 2 (for a prime, say), the axis is instead cut into the fewest blocks of at most `side`, equal to within
+    one. The shorter blocks end in one row or column of padding, which is never kept. With keep == side**2
+    everything is sent, nothing is selected, and plain divisors suffice.
     """
     rows, cols = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
     pad = keep < side**2
@@ -87,13 +87,13 @@ def layout(shape: tuple[int, ...], side: int, keep: int) -> Layout:
 
 
 def chunk_shape(shape: Sequence[int], side: int) -> tuple[int, int]:
-    """Rows and columns of one chunk of a tensor of this shape; one row for vectors and scalars."""
+    """Return rows and columns of one chunk of a tensor of this shape; one row for vectors and scalars."""
     chunks = layout(tuple(shape), side, keep=0)
     return chunks.height, chunks.width
 
 
 def check_codec(side: int, keep: int, values: str) -> None:
-    """Raise ValueError unless these can be the settings of a TopK codec."""
+    """Raise ValueError unless these are valid settings of a TopK codec."""
     if not 1 <= side <= MAX_SIDE:
         raise ValueError(f"side is {side}; a chunk is 1 to {MAX_SIDE} entries wide")
     if not 1 <= keep <= side**2:
@@ -113,47 +113,47 @@ def check_shape(shape: Sequence[int]) -> None:
 
 
 class IndexCode(NamedTuple):
-    """Elias-Fano: `low` bits of each position as they are, the rest in unary, marked in `marks` bits."""
+    """Elias-Fano: the `low` lowest bits of each position as they are, the rest in unary, in `marks` bits."""
 
     low: int
     marks: int
-    bitmap: bool  # one bit per entry of the chunk instead, where that takes no more bits
+    bitmap: bool  # use one bit per entry of the chunk instead, if that takes no more bits
 
     def bits(self, count: int) -> int:
         return count * self.low + self.marks
 
 
 def index_code(entries: int, count: int) -> IndexCode:
-    """How `count` ascending positions among `entries` are written; no bits where every entry is kept."""
+    """Choose the code for `count` ascending positions among `entries`; no bits if every entry is kept."""
     if count == entries:
         return IndexCode(0, 0, True)
     low = (entries // count).bit_length() - 1
     code = IndexCode(low, count + -(-entries >> low) - 1, False)
-    # Elias-Fano overtakes a plain bitmap when fewer than about a quarter of the entries are kept.
+    # Elias-Fano beats a plain bitmap when fewer than about a quarter of the entries are kept.
     return code if code.bits(count) < entries else IndexCode(0, entries, True)
 
 
 def bit_bytes(entries: int, count: int, values: str) -> int:
-    """Bytes of a chunk's bit string: its positions and, for 2bit, a sign and a magnitude bit per value."""
+    """Return the bytes of a chunk's bit string: positions, and for 2bit each value's sign and magnitude."""
     bits = index_code(entries, count).bits(count) + (2 * count if values == "2bit" else 0)
     return -(-bits // 8)
 
 
 def chunk_bytes(entries: int, count: int, values: str) -> int:
-    """Everything one chunk puts on the wire."""
+    """Return all the bytes that one chunk puts on the wire."""
     scale = SCALE_BYTES if values == "2bit" else 0
     return bit_bytes(entries, count, values) + scale + VALUE_BYTES[values] * count
 
 
 def packed_bytes(shape: Sequence[int], side: int = 64, keep: int = 32, values: str = "2bit") -> int:
-    """len(pack(payload)) for a tensor of this shape."""
+    """Return len(pack(payload)) for a tensor of this shape."""
     return packed_many_bytes({"": shape}, side, keep, values)
 
 
 def packed_many_bytes(
     shapes: Mapping[str, Sequence[int]], side: int = 64, keep: int = 32, values: str = "2bit"
 ) -> int:
-    """len(pack_many(payloads)) for tensors of these names and shapes."""
+    """Return len(pack_many(payloads)) for tensors of these names and shapes."""
     check_codec(side, keep, values)
     total = HEADER_BYTES + CRC_BYTES
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""The inner learning rate of every step, from the recipe alone. Standard library only."""
+"""The inner learning rate of every step, computed from the recipe alone. Standard library only."""
 
 import math
 

@@ -1,12 +1,12 @@
 """Micro-batch order, as data. Standard library only: the planner simulates what the stages execute.
 
-A schedule holds, for every stage, its actions in order. A stage runs `depth` micro-batches forward before
-its first backward and then alternates, so `depth` is also the most it has in flight. 1F1B and GPipe are the
-two ends (depths S - s and m); a slow link wants something between, deep enough that a gradient is back by the
-time the stage has nothing else to do, and no deeper than memory allows.
+A schedule lists every stage's actions in order. A stage runs `depth` micro-batches forward before its first
+backward and then alternates, so `depth` is also the most it has in flight. 1F1B and GPipe are the extremes
+(depths S - s and m). A slow link wants a depth in between: enough that a gradient is back when the stage has
+nothing else to do, and no more than memory allows.
 
-A backward may be split: what the stage before waits for is the gradient of the input, and it can leave before
-those of the weights are computed, which nobody waits for until the inner step ends. They fill waits instead.
+A backward may be split. The previous stage waits only for the gradient of the input, which can leave before
+the gradients of the weights are computed. Nothing needs those until the inner step ends, so they fill waits.
 """
 
 import math
@@ -27,24 +27,24 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
-    """The part of a backward that the stage before waits for."""
+    """The part of a backward that the previous stage waits for."""
 
     micro_batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight:
-    """The rest of it; until then the micro-batch is held."""
+    """The rest of the backward; until then the stage holds the micro-batch."""
 
     micro_batch: int
 
 
 Action = Forward | Backward | BackwardInput | BackwardWeight
 Schedule = tuple[tuple[Action, ...], ...]  # [stage][position in its order]
-Times = float | Sequence[float]  # the same everywhere, or one for each stage or link
+Times = float | Sequence[float]  # one value for all, or one per stage or link
 _HELD = {Forward: 1, Backward: -1, BackwardInput: 0, BackwardWeight: -1}
-PAYS = 0.05  # of an inner step, simulated: less than this and split backwards are not worth their memory
-WEIGHT_SHARE = 0.5  # of a backward: a matrix product for the input, and one like it for the weight
+PAYS = 0.05  # share of a simulated inner step: if split backwards gain less, they are not worth their memory
+WEIGHT_SHARE = 0.5  # of a backward: one matrix product for the input, and a similar one for the weight
 
 
 def depths(
@@ -57,28 +57,28 @@ def depths(
 ) -> tuple[int, ...]:
     """Warm-up depth of every stage: w_s = min(m, 1 + (S-1-s) (1 + ceil(2 (t_link + latency) / pace))).
 
-    t is the forward and backward of one micro-batch, t_link what it takes to carry it one way. Between a
-    forward here and its backward lie S-1-s neighbours, each a computation and a crossing both ways, and
-    the pace, at which micro-batches follow each other, is the slower of t and t_link. Deeper would do harm
-    where a link is slower than compute: its two directions would work in turns. `limit` bounds the
-    micro-batches in flight (0: only m does). The depths do not increase with s, or a stage would
-    wait for forwards that the stage before it may not run yet.
+    t is the forward and backward time of one micro-batch, t_link the time to carry it one way. Between a
+    stage's forward and its backward lie S-1-s neighbours, each with a computation and a crossing both ways.
+    Micro-batches follow each other at the pace, the slower of t and t_link. A greater depth would hurt on a
+    link slower than compute: its two directions would take turns. `limit` bounds the micro-batches in flight
+    (0: only m does). Depths do not increase with s, or a stage would wait for forwards that the stage before
+    it may not run yet.
     """
     most = min(num_micro_batches, limit or num_micro_batches)
     pace = max(t_seconds, link_seconds)
     there_and_back = 2 * (link_seconds + latency_seconds)
-    # In micro-batches: how many follow each other while one goes there and back.
+    # In micro-batches: how many follow each other during one round trip.
     if there_and_back <= 0:
         round_trip = 0
     elif there_and_back >= pace * num_micro_batches:
-        round_trip = num_micro_batches  # also where t is not known
+        round_trip = num_micro_batches  # also if t is unknown
     else:
         round_trip = math.ceil(there_and_back / pace)
     return tuple(min(most, 1 + (num_stages - 1 - s) * (1 + round_trip)) for s in range(num_stages))
 
 
 def deep(num_stages: int, num_micro_batches: int, depths: Sequence[int]) -> Schedule:
-    """The order with these warm-up depths."""
+    """Return the order with these warm-up depths."""
     if len(depths) != num_stages or any(a < b for a, b in pairwise(depths)):
         raise ValueError(f"depths {tuple(depths)} of {num_stages} stages: one each, never increasing")
     if min(depths) < 1:
@@ -87,7 +87,7 @@ def deep(num_stages: int, num_micro_batches: int, depths: Sequence[int]) -> Sche
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """1F1B: just enough in flight to keep every stage busy where links take no time."""
+    """1F1B: just enough in flight to keep every stage busy if links take no time."""
     return deep(num_stages, num_micro_batches, range(num_stages, 0, -1))
 
 
@@ -97,7 +97,7 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def limited(schedule: Schedule, limit: int) -> Schedule:
-    """The same order with no stage more than `limit` micro-batches deep; 0: as it is."""
+    """Return the same order with every stage at most `limit` micro-batches deep; 0: unchanged."""
     if not limit:
         return schedule
     shallow = [min(limit, in_flight(order)) for order in schedule]
@@ -114,7 +114,7 @@ def _order(num_micro_batches: int, depth: int) -> tuple[Action, ...]:
 
 
 def in_flight(order: Sequence[Action]) -> int:
-    """The most micro-batches that a stage with this order holds activations of."""
+    """Return the most micro-batches whose activations a stage with this order holds."""
     held = most = 0
     for action in order:
         held += _HELD[type(action)]
@@ -130,11 +130,11 @@ def filled(
     latency_seconds: Times,
     hold: int = 0,
 ) -> Schedule:
-    """The same order with every backward split, and weight gradients where a stage would wait.
+    """Split every backward, and place weight gradients where a stage would wait.
 
-    A stage that holds `hold` micro-batches computes one that it owes before another forward; 0: as many as
-    the deepest stage holds anyway, so that the machine with the fullest memory needs no more of it. The times
-    decide only the order: whatever they are, weight gradients are summed in the order of the micro-batches.
+    A stage that holds `hold` micro-batches computes an owed weight gradient before another forward; 0: as
+    many as the deepest stage holds anyway, so the machine with the fullest memory needs no more. The times
+    affect only the order: weight gradients are always summed in the order of the micro-batches.
     """
     hold = hold or max(in_flight(order) for order in schedule)
     line = _Line(len(schedule), forward_seconds, backward_seconds, link_seconds, latency_seconds)
@@ -146,7 +146,7 @@ def filled(
     orders: list[list[Action]] = [[] for _ in schedule]
     held = [0] * len(schedule)
     while True:
-        # The stage that is earliest in time goes first: it knows all that has been sent to it by then.
+        # Advance the stage that is earliest in time: it knows everything sent to it by then.
         choices = []
         for s, actions in enumerate(todo):
             start = line.start(s, actions[-1]) if actions else None
@@ -170,9 +170,9 @@ def filled(
 def filled_if_it_pays(
     schedule: Schedule, forward: Times, backward: Times, link: Times, latency: Times, hold: int = 0
 ) -> Schedule:
-    """`filled`, or the schedule as it is where that gains less than a twentieth of the step.
+    """Return `filled`, or the schedule unchanged if that gains less than a twentieth of the step.
 
-    Where a link is nearly as slow as compute the gain is a few percent on paper, and none was measured.
+    On a link nearly as slow as compute the predicted gain is a few percent, and none was measured.
     """
     times = (forward, backward, link, latency)
     split = filled(schedule, *times, hold)
@@ -187,10 +187,10 @@ def simulate_schedule(
     link_seconds: Times,
     latency_seconds: Times,
 ) -> float:
-    """Seconds from the first forward to the last backward of one inner step.
+    """Return the seconds from the first forward to the last backward of one inner step.
 
-    Receives are posted ahead and sends are asynchronous: a stage waits for input only. A link carries one
-    micro-batch at a time each way, link_seconds long, and delivers it latency_seconds after its end.
+    Receives are posted ahead and sends are asynchronous, so a stage waits only for input. A link carries one
+    micro-batch at a time each way for link_seconds, and delivers it latency_seconds later.
     """
     line = _Line(len(schedule), forward_seconds, backward_seconds, link_seconds, latency_seconds)
     at = [0] * len(schedule)
@@ -225,7 +225,7 @@ class _Line:
         self.free: dict[tuple[int, int], float] = {}  # (link, way)
 
     def start(self, s: int, action: Action) -> float | None:
-        """When a stage that does nothing else can begin; None while what it needs has not been sent."""
+        """Return when an idle stage can begin this action; None while its input has not been sent."""
         way = _way(action)
         if way == 0 or s == (0 if way > 0 else self.num_stages - 1):
             return self.clock[s]
@@ -244,7 +244,7 @@ class _Line:
 
 
 def _way(action: Action) -> int:
-    """Where its result goes: to the stage after, to the one before, or nowhere."""
+    """Return where the result goes: to the next stage, the previous one, or nowhere."""
     return 1 if isinstance(action, Forward) else 0 if isinstance(action, BackwardWeight) else -1
 
 

@@ -1,12 +1,16 @@
-"""Layers -> stages, full-model names kept. Standard library only.
+"""Assign layers to stages, keeping full-model names. Standard library only.
 
-The rule: embedding and head each weigh as much as one layer; the weights are dealt as evenly as they go,
-first stages taking the remainder (9 layers in 4 stages: 2, 3, 3, 1); a stage left without a layer takes one
-from the fullest. The paper does not give its split, and boundary positions change the loss, so the rule is
+The rule: embedding and head each weigh as much as one layer. The weights are split as evenly as possible,
+with the remainder on the first stages (9 layers in 4 stages: 2, 3, 3, 1). A stage without a layer takes one
+from the fullest. The paper does not state its split, and boundary positions change the loss, so the rule is
 part of a run.
+
+With `model.stage_cut = "flops"` the embedding weighs nothing and the head its multiplications (ten layers of
+`qwen3-0.6b`). The last stage takes the number of layers that minimises the work of the busiest stage.
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
+from math import prod
 
 from isthmus.config import ModelConfig
 from isthmus.config.model import TABLES
@@ -15,17 +19,25 @@ EMBEDDING = "tok_embeddings.weight"
 
 
 def table_name(boundary: int) -> str:
-    """The learned table of this boundary, where subspace.anchor is "learned"."""
+    """The name of this boundary's learned table, if subspace.anchor is "learned"."""
     return f"{TABLES}{boundary}.weight"
 
 
 def is_looked_up(name: str) -> bool:
-    """A table of rows for tokens: nothing is multiplied by it."""
+    """Return whether this is a table of token rows, which no matrix product uses."""
     return name == EMBEDDING or name.startswith(TABLES)
 
 
-@cache
-def layers_per_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def layers_per_stage(model: ModelConfig, num_stages: int) -> tuple[int, ...]:
+    num_layers = model.layers
+    if model.stage_cut == "flops" and num_stages > 1:
+        layer = sum(prod(shape) for shape in model.layer_shapes().values() if len(shape) == 2)
+        head, others = model.vocab * model.width / layer, num_stages - 1
+        last = range(1, num_layers - others + 1)
+        own = min(last, key=lambda number: max(-(-(num_layers - number) // others), number + head))
+        share, remainder = divmod(num_layers - own, others)
+        return (*(share + (s < remainder) for s in range(others)), own)
     share, remainder = divmod(num_layers + 2, num_stages)
     counts = [share + (s < remainder) for s in range(num_stages)]
     counts[0] -= 1
@@ -36,29 +48,29 @@ def layers_per_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-@cache
-def boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """For each of the S-1 boundaries, the number of layers that lie before it."""
-    counts = layers_per_stage(num_layers, num_stages)
+@lru_cache(maxsize=4096)
+def boundaries(model: ModelConfig, num_stages: int) -> tuple[int, ...]:
+    """Return the number of layers before each of the S-1 boundaries."""
+    counts = layers_per_stage(model, num_stages)
     return tuple(sum(counts[: s + 1]) for s in range(num_stages - 1))
 
 
-def stage_of(name: str, num_layers: int, num_stages: int) -> int:
-    """The stage that trains the parameter of this full-model name."""
+def stage_of(name: str, model: ModelConfig, num_stages: int) -> int:
+    """Return the stage that trains the parameter of this full-model name."""
     if name == EMBEDDING:
         return 0
-    if name.startswith(TABLES):  # with the stage that adds it to what it receives
+    if name.startswith(TABLES):  # in the stage that adds it to its input
         return min(int(name.split(".")[1]) + 1, num_stages - 1)
     if not name.startswith("layers."):
         return num_stages - 1
     layer = int(name.split(".")[1])
-    return sum(layer >= edge for edge in boundaries(num_layers, num_stages))
+    return sum(layer >= edge for edge in boundaries(model, num_stages))
 
 
 @lru_cache(maxsize=256)
 def stage_names(model: ModelConfig, num_stages: int) -> tuple[tuple[str, ...], ...]:
-    """The parameters of every stage, each in the order that all replicas share."""
+    """Return the parameters of every stage, each in the order that all replicas share."""
     stages: list[list[str]] = [[] for _ in range(num_stages)]
     for name in model.shapes():
-        stages[stage_of(name, model.layers, num_stages)].append(name)
+        stages[stage_of(name, model, num_stages)].append(name)
     return tuple(tuple(names) for names in stages)

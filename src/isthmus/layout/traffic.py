@@ -1,4 +1,4 @@
-"""Bytes per link as plain arithmetic. Standard library only."""
+"""Bytes per link, as plain arithmetic. Standard library only."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,10 +16,10 @@ GRADIENT_BYTES = 4  # dense data parallelism averages fp32 gradients
 
 
 def shards(recipe: Recipe, also: Iterable[int] = ()) -> tuple[tuple[str, ...], ...]:
-    """How every replica cuts its update: so finely that each stage of each replica finds its own part whole,
-    and each process of a sharded one. `also`: numbers of stages that the recipe need not have.
+    """Return how every replica cuts its update into shards. The cut is fine enough that each stage of each
+    replica, and each process of a sharded one, finds its own part whole. `also`: further numbers of stages.
 
-    The embedding stands alone where there are such parts, because every compressed stage applies its update
+    If there are such parts, the embedding is its own shard, because every compressed stage applies its update
     (docs/method.md, The embedding).
     """
     parts = {*(replica.parts for replica in recipe.replicas), *also}
@@ -32,15 +32,13 @@ def _shards(model: ModelConfig, stages: frozenset[int]) -> tuple[tuple[str, ...]
         return (tuple(model.shapes()),)
     parts: dict[tuple[int, ...], list[str]] = {}
     for name in model.shapes():
-        owners = (
-            (-1,) if name == EMBEDDING else tuple(stage_of(name, model.layers, s) for s in sorted(stages))
-        )
+        owners = (-1,) if name == EMBEDDING else tuple(stage_of(name, model, s) for s in sorted(stages))
         parts.setdefault(owners, []).append(name)
     return tuple(tuple(names) for names in parts.values())
 
 
 def shard_bytes(recipe: Recipe, also: Iterable[int] = ()) -> tuple[int, ...]:
-    """The packed size of each shard of one replica's update, exactly as the codec writes it."""
+    """Return the packed size of each shard of one replica's update, exactly as the codec writes it."""
     shapes, outer = recipe.model.shapes(), recipe.outer
     keep, values = codec_settings(recipe)
     return tuple(
@@ -50,7 +48,7 @@ def shard_bytes(recipe: Recipe, also: Iterable[int] = ()) -> tuple[int, ...]:
 
 
 def codec_settings(recipe: Recipe) -> tuple[int, str]:
-    """(keep, values) of TOP-kappa and Q; DiLoCo sends everything."""
+    """Return (keep, values) of TOP-kappa and Q; DiLoCo sends everything."""
     outer = recipe.outer
     if outer.method == "sparseloco":
         return outer.keep, outer.values
@@ -58,8 +56,8 @@ def codec_settings(recipe: Recipe) -> tuple[int, str]:
 
 
 def machine_shards(recipe: Recipe, replica: ReplicaConfig) -> tuple[tuple[list[int], list[int]], ...]:
-    """(shards it writes, shards it reads) of every machine of a replica, or of every process of a sharded
-    one, as the exchange has them."""
+    """Return (shards written, shards read) for every machine of a replica, or every process of a sharded one,
+    as the exchange assigns them."""
     return _machine_shards(shards(recipe), recipe.model, replica.parts, replica.compressed)
 
 
@@ -76,27 +74,24 @@ def _machine_shards(
 
 
 def shards_read(recipe: Recipe, member: Member) -> tuple[int, ...]:
-    """How many machines of this replica read each shard of every other replica's update."""
+    """Return how many machines of this replica read each shard of every other replica's update."""
     machines = machine_shards(recipe, member.config)
     return tuple(sum(i in reads for _, reads in machines) for i in range(len(shards(recipe))))
 
 
 def inner_step_bytes(recipe: Recipe, member: Member, subspace_dim: int | None = None) -> dict[str, int]:
-    """What crosses all the stage boundaries of one replica in one inner step, by purpose."""
+    """Return what crosses all stage boundaries of one replica in one inner step, by purpose."""
     replica, model = member.config, recipe.model
-    num_links = len(boundaries(model.layers, replica.stages))
+    num_links = len(boundaries(model, replica.stages))
     dim = replica.subspace_dim(model.width) if subspace_dim is None else subspace_dim
-    forth, back = (
-        num_links * stream_bytes(replica.wire, recipe.batch_of(replica), model.context, dim, centred)
-        for centred in (True, False)
-    )
-    # One id more than there are positions: the last stage finds its targets in the same message.
+    stream = num_links * stream_bytes(replica.wire, recipe.batch_of(replica), model.context, dim)
+    # One id more than positions: the last stage finds its targets in the same message.
     ids = num_links * recipe.batch_of(replica) * (model.context + 1) * model.token_bytes
-    return {"activations": forth, "gradients": back, "tokens": ids}
+    return {"activations": stream, "gradients": stream, "tokens": ids}
 
 
 def micro_batch_bytes(recipe: Recipe, member: Member) -> tuple[int, int]:
-    """(forward, backward): what one micro-batch puts on one link between two stages."""
+    """Return (forward, backward): the bytes of one micro-batch on one link between two stages."""
     crossing, shares = (
         inner_step_bytes(recipe, member),
         (member.config.stages - 1) * recipe.micro_batches_of(member.config),
@@ -105,7 +100,8 @@ def micro_batch_bytes(recipe: Recipe, member: Member) -> tuple[int, int]:
 
 
 def round_bytes(recipe: Recipe, round_number: int = 1) -> dict[str, int]:
-    """All bytes of one outer round, over all replicas, by purpose; finishing rounds carry whole streams."""
+    """Return all bytes of one outer round, over all replicas, by purpose; finishing rounds send whole
+    streams."""
     recipe = recipe.in_round(round_number)
     total: dict[str, int] = dict.fromkeys(PURPOSES, 0)
     steps, sizes = recipe.outer.inner_steps, shard_bytes(recipe)
@@ -119,7 +115,7 @@ def round_bytes(recipe: Recipe, round_number: int = 1) -> dict[str, int]:
 
 
 def outer_bytes(recipe: Recipe, member: Member, sizes: tuple[int, ...] | None = None) -> tuple[int, int]:
-    """(up, down) of one replica in one outer round, over all its machines."""
+    """Return (up, down) of one replica in one outer round, over all its machines."""
     if recipe.outer.method == "adamw":
         each = recipe.outer.inner_steps * _ring_bytes(recipe)
         return each, each
@@ -127,7 +123,7 @@ def outer_bytes(recipe: Recipe, member: Member, sizes: tuple[int, ...] | None = 
     others = recipe.num_replicas - 1
     if not others:
         return 0, 0
-    # Of its own update a machine holds what it sent; the stages after the first read the embedding's shard.
+    # A machine already holds its own update; the stages after the first read the embedding's shard.
     down = sum(
         size * (others * readers + readers - 1)
         for size, readers in zip(sizes, shards_read(recipe, member), strict=True)
@@ -136,7 +132,8 @@ def outer_bytes(recipe: Recipe, member: Member, sizes: tuple[int, ...] | None = 
 
 
 def _ring_bytes(recipe: Recipe, num_replicas: int | None = None) -> int:
-    """One replica's upload in one ring all-reduce of the gradients: 2 (M-1)/M of them (and as much down)."""
+    """Return one replica's upload in a ring all-reduce of the gradients: 2 (M-1)/M of them (download: the
+    same)."""
     m = recipe.num_replicas if num_replicas is None else num_replicas
     return 2 * (m - 1) * recipe.model.num_stored * GRADIENT_BYTES // m
 
@@ -147,10 +144,10 @@ def _in_floats(member: Member) -> Member:
 
 
 def dense_round_bytes(recipe: Recipe, took_part: Sequence[Member] | None = None) -> Mapping[str, int]:
-    """What the same round costs with open stage boundaries, in bf16 instead of few bits, and with gradients
-    averaged every inner step.
+    """Return the bytes of the same round with open stage boundaries, in bf16 instead of few bits, and with
+    gradients averaged every inner step.
 
-    `took_part`: the replicas that it is compared with, where some of the fleet were absent.
+    `took_part`: the replicas to compare with, if some of the fleet were absent.
     """
     steps, members = recipe.outer.inner_steps, recipe.fleet() if took_part is None else took_part
     stages = sum(

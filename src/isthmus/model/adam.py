@@ -1,4 +1,4 @@
-"""InnerOpt's step on a GPU: two kernels for each tensor, for one replica or for a stack of them."""
+"""InnerOpt's step on a GPU: two kernels per tensor, for one replica or a stack of them."""
 
 from collections.abc import Collection, Mapping
 from itertools import accumulate
@@ -15,10 +15,10 @@ BLOCK = 2048
 
 
 class FusedAdamW:
-    """Clipping and AdamW of tensors that carry `rows` replicas in front, (R, ...), or of one replica's.
+    """Clips and updates tensors of `rows` stacked replicas, (R, ...), or of one replica, by AdamW.
 
-    `copies` holds bf16 leaves by name: the forward reads them in place of the weight. The gradient is theirs,
-    or the weight's where it was added up over micro-batches in the weight's precision.
+    `copies` holds bf16 leaves by name, which the forward reads instead of the weight. The gradient is theirs,
+    or the weight's if it was accumulated over micro-batches in the weight's precision.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class FusedAdamW:
         self.starts = [0, *accumulate(self.counts)]
         device = next(iter(params.values())).device
         self.table = torch.tensor(self.starts, dtype=torch.int32, device=device)
-        self.now = torch.zeros(3, device=device)  # learning rate, and what unbiases the moments
+        self.now = torch.zeros(3, device=device)  # learning rate, and the bias corrections of the moments
 
     @staticmethod
     def fits(params: Mapping[str, Tensor]) -> bool:
@@ -50,7 +50,7 @@ class FusedAdamW:
         return grad.contiguous()
 
     def squares(self) -> Tensor:
-        """(R, T): the squared norm of every gradient of every replica."""
+        """Return (R, T): the squared norm of every gradient of every replica."""
         kernels = _kernels()
         num_blocks = self.starts[-1]
         parts = torch.empty(self.rows, num_blocks, device=self.table.device)
@@ -65,14 +65,14 @@ class FusedAdamW:
         return sums
 
     def prepare(self, lr: float, config: InnerConfig, count: int) -> None:
-        """Set the number of the next update and its learning rate. They are on the device, where a recorded
-        step reads them anew."""
+        """Set the number of the next update and its learning rate, on the device, where a recorded step
+        rereads them."""
         now = [lr, 1 / (1 - config.beta1**count), (1 - config.beta2**count) ** -0.5]
         self.now.copy_(torch.tensor(now), non_blocking=True)
 
     def step(self, scales: Tensor, config: InnerConfig, undecayed: Collection[str] = ()) -> None:
-        """The prepared update of what has a second moment, with gradients multiplied by scales (R, T).
-        Weights in `undecayed` do not decay."""
+        """Update everything with a second moment, with gradients multiplied by scales (R, T). Weights in
+        `undecayed` do not decay."""
         kernels = _kernels()
         scales = scales.contiguous()
         for t, (name, p) in enumerate(self.params.items()):
@@ -86,8 +86,8 @@ class FusedAdamW:
             )  # fmt: skip
 
     def muon_step(self, names: Collection[str], scales: Tensor, config: InnerConfig) -> None:
-        """The prepared update of these matrices, with gradients multiplied by scales (R, T): what
-        `muon.muon_step` does, with each number read and written once before and after the products."""
+        """Update these matrices like `muon.muon_step`, with gradients multiplied by scales (R, T). Before and
+        after the products, each number is read and written once."""
         kernels = _kernels()
         scales = scales.contiguous()
         number = {name: t for t, name in enumerate(self.params)}
@@ -110,7 +110,7 @@ class FusedAdamW:
 
 
 def _kernels() -> Any:
-    """Imported where there is a GPU. The type is Any: pyright sees functions where Triton makes kernels."""
+    """Import the kernels, on a GPU. The type is Any: pyright sees functions where Triton makes kernels."""
     from isthmus.model import adam_kernels
 
     return adam_kernels

@@ -1,8 +1,8 @@
-"""AdamW with clipping, and the ends of a step of Muon, as Triton kernels for stacks of replicas on a GPU;
-`inner` and `muon` have the plain forms.
+"""Triton kernels for stacks of replicas on a GPU: AdamW with clipping, and both ends of a Muon step; `inner`
+and `muon` have the plain forms.
 
-Each number is read once and written once: the gradient is scaled where it is used, and the bf16 copy of a
-weight that the next forward reads is written with the weight itself.
+Each number is read and written once: the gradient is scaled on use, and the bf16 copy that the next forward
+reads is written together with its weight.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def squares_kernel(grads, each, out, width, BLOCK: tl.constexpr):
-    """The sum of squares of one block of one replica's gradient, into out (R, width)."""
+    """Write the sum of squares of one block of one replica's gradient to out (R, width)."""
     block, row = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     grad = tl.load(grads + row.to(tl.int64) * each + at, mask=at < each, other=0.0).to(tl.float32)
@@ -20,7 +20,7 @@ def squares_kernel(grads, each, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def sums_kernel(parts, starts, width, out, num_tensors, BLOCK: tl.constexpr):
-    """The sum of one tensor's blocks of one replica; the order depends only on their number."""
+    """Sum one tensor's blocks of one replica; the order depends only on their number."""
     tensor, row = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + tensor), tl.load(starts + tensor + 1)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -35,7 +35,7 @@ def adamw_kernel(
     weights, firsts, seconds, grads, copies, scales, each, width, now, decay, beta1, beta2, eps,
     BLOCK: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """AdamW of one block of one replica's weight; its gradient is multiplied by scales[row * width].
+    """Update one block of one replica's weight by AdamW; its gradient is multiplied by scales[row * width].
 
     `now` holds the values that change from step to step.
     """
@@ -60,7 +60,7 @@ def adamw_kernel(
 def momentum_kernel(
     firsts, grads, updates, scales, each, width, momentum, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Muon's Nesterov momentum of one block of one replica's matrix, and what is to be orthogonalised."""
+    """Apply Muon's Nesterov momentum to one block of one replica's matrix; write what to orthogonalise."""
     row = tl.program_id(1)
     at = row.to(tl.int64) * each + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) < each

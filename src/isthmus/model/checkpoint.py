@@ -1,8 +1,8 @@
-"""The saved state of a run, replaced as a whole between rounds: a resumed run repeats the same losses.
+"""The saved state of a run, replaced whole between rounds: a resumed run repeats the same losses.
 
-Every file carries the CRC-32 of its own bytes, in its safetensors metadata. It is computed while the file is
-written, and compared when it is read: a disk that has changed a bit is found, not trained on. It is a check
-against damage, not against forgery: whoever can write here can write anything. So it may be quick.
+Every file carries the CRC-32 of its own bytes in its safetensors metadata, computed on writing and compared
+on reading. So a run detects flipped bits on a disk instead of training on them. It protects against damage,
+not forgery (whoever can write here can write anything), so a fast checksum is enough.
 """
 
 import json
@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from isthmus.errors import ConfigError
-from isthmus.files import own_folder, remove_folder, replace_file, replacing
+from isthmus.files import remove_folder, replace_file, replacing
 from isthmus.reading import list_folder, read_json, stat_regular
 
 POINTER = "latest.json"
 POINTER_BYTES = 4096
-# On disk piece by piece: with gigabytes not yet written, another file's fsync would wait for them all.
+# Sync piece by piece: with gigabytes still unwritten, another file's fsync would wait for them all.
 PIECE_BYTES = 64 << 20
 DTYPES = {
     torch.float64: "F64",
@@ -37,20 +37,20 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 METADATA, HASH = "__metadata__", "crc32"
-BLANK = "0" * 8  # in the hash's place while the hash is computed
+BLANK = "0" * 8  # placeholder while the hash is computed
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, complete on disk or absent.
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+    """Write one safetensors file, complete on disk or absent.
 
-    Written here, tensor by tensor, because a thread writes gigabytes of state while the GPU trains: the
-    library would take a second copy of them all, and older versions of it would stop every other thread.
-    The hash covers every byte of the file but itself; its place in the header is filled in last.
+    We write it ourselves, tensor by tensor, because a thread writes gigabytes of state while the GPU trains.
+    The library would make a second copy of them all, and its older versions would block every other thread.
+    The hash covers every byte of the file except itself; its place in the header is filled in last.
     """
-    # Wide types first: every tensor then starts at a multiple of its own width.
+    # Wide types first, so that every tensor starts at a multiple of its own width.
     largest_first = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in largest_first}
-    header: dict[str, Any] = {METADATA: {HASH: BLANK}}  # first: so its place is found below
+    header: dict[str, Any] = {METADATA: {HASH: BLANK, **(about or {})}}  # first, to find its place below
     at = 0
     for name, tensor in arrays.items():
         header[name] = {
@@ -69,7 +69,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             data = _bytes(tensor)
             for at in range(0, len(data), PIECE_BYTES):
                 piece = data[at : at + PIECE_BYTES]
-                crc = zlib.crc32(piece, crc)  # it lets other threads run
+                crc = zlib.crc32(piece, crc)  # releases the GIL
                 file.write(piece)
                 if len(data) > PIECE_BYTES:
                     file.flush()
@@ -83,14 +83,14 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]], keep: int = 1) -> None:
-    """Write the state after `rounds` rounds beside the earlier ones, point to it, then drop all but `keep`.
+    """Write the state after `rounds` rounds next to earlier ones, point to it, then drop all but `keep`.
 
-    A folder gets its name when all of it is on disk and loses the name before any of it is deleted. So a
-    round that is saved again after a restart is also complete or absent.
+    A folder gets its name once it is completely on disk, and loses the name before anything is deleted. So a
+    round saved again after a restart is also complete or absent.
     """
     name = f"round-{rounds:06d}"
     fresh = directory / f"part-{rounds:06d}"
-    own_folder(directory)
+    directory.mkdir(parents=True, exist_ok=True)
     remove_folder(fresh)
     fresh.mkdir()
     for file, tensors in files.items():
@@ -102,14 +102,14 @@ def save(directory: Path, rounds: int, files: Mapping[str, Mapping[str, Tensor]]
     others = [number for number in _rounds(directory) if number != rounds]
     older = [number for number in others if number < rounds]
     kept = older[len(older) - (keep - 1) :] if keep > 1 else []
-    for other in others:  # later rounds too: they belong to a start that was rolled back
+    for other in others:  # later rounds too: they come from a start that was rolled back
         if other not in kept:
             drop_round(directory, other)
     drop_parts(directory)
 
 
 def drop_parts(*directories: Path) -> None:
-    """Remove what a process that was killed, or had no room, left half done."""
+    """Remove what a killed process, or one without disk space, left half done."""
     for directory in directories:
         for left in list_folder(directory) if directory.is_dir() else ():
             if re.fullmatch(r"(gone|part)-\d{6,9}", left):
@@ -117,7 +117,7 @@ def drop_parts(*directories: Path) -> None:
 
 
 def drop_round(directory: Path, rounds: int) -> None:
-    """Delete the state after `rounds` rounds, if there is one: it loses its name first."""
+    """Delete the state after `rounds` rounds, if it exists: it loses its name first."""
     folder, gone = directory / f"round-{rounds:06d}", directory / f"gone-{rounds:06d}"
     remove_folder(gone)
     with suppress(FileNotFoundError):
@@ -126,9 +126,9 @@ def drop_round(directory: Path, rounds: int) -> None:
 
 
 def saved_rounds(directory: Path) -> list[int]:
-    """Rounds whose state is complete, oldest first: a state is written before the pointer moves to it.
+    """Return the rounds with a complete state, oldest first: a state is written before the pointer moves.
 
-    A folder has its name only when all of it is on disk. So all count where the pointer is damaged.
+    A folder has its name only once it is completely on disk, so if the pointer is damaged, all count.
     """
     try:
         newest = _newest(directory)
@@ -143,7 +143,7 @@ def saved_rounds(directory: Path) -> list[int]:
 
 
 def _rounds(directory: Path) -> list[int]:
-    """Rounds that have a folder, oldest first."""
+    """Return the rounds that have a folder, oldest first."""
     names = list_folder(directory)
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"round-(\d{6,9})", name)))
 
@@ -151,14 +151,14 @@ def _rounds(directory: Path) -> list[int]:
 def load_round(
     directory: Path, rounds: int, unchecked: Callable[[Path], None] = lambda path: None
 ) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a state by file; `unchecked` as in `load_tensors`."""
+    """Return a state's tensors by file; `unchecked` as in `load_tensors`."""
     folder = directory / f"round-{rounds:06d}"
     names = [name for name in list_folder(folder) if name.endswith(".safetensors")]
     return {name.removesuffix(".safetensors"): load_tensors(folder / name, unchecked) for name in names}
 
 
 def load(directory: Path) -> tuple[int, dict[str, dict[str, Tensor]]] | None:
-    """(rounds done, tensors by file) of the newest complete state, or None when no round was finished."""
+    """Return (rounds done, tensors by file) of the newest complete state, or None if no round finished."""
     try:
         newest = _newest(directory)
         return newest, load_round(directory, newest)
@@ -171,12 +171,11 @@ def load(directory: Path) -> tuple[int, dict[str, dict[str, Tensor]]] | None:
 
 
 def load_tensors(path: Path, unchecked: Callable[[Path], None] = lambda path: None) -> dict[str, Tensor]:
-    """A safetensors file; one that is damaged or none is a ConfigError, and an absent one a
-    FileNotFoundError.
+    """Read a safetensors file; a damaged or invalid one raises ConfigError, an absent one FileNotFoundError.
 
-    `unchecked` is told of a file without a hash: it was written by 0.2 or before, or not by us.
+    `unchecked` is called for a file without a hash: version 0.2 or older wrote it, or another program.
     """
-    stat_regular(path)  # the library would wait at a pipe
+    stat_regular(path)  # the library would block on a pipe
     try:
         tensors = load_file(path)
         stated, found = _hashes(path, tensors)
@@ -192,14 +191,14 @@ def load_tensors(path: Path, unchecked: Callable[[Path], None] = lambda path: No
 
 
 def _hashes(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str | None, str]:
-    """(the hash that a file states or None, the hash of its bytes). The library has checked its form: the
-    tensors lie end to end after the header, and they are what is hashed, so the disk is read once."""
+    """Return (the stated hash or None, the hash of the file's bytes). The library has checked the form:
+    tensors follow the header without gaps. Hashing the loaded tensors reads the disk only once."""
     with open(path, "rb") as file:
         length = file.read(8)
         head = file.read(int.from_bytes(length, "little"))
     header = json.loads(head)
     metadata = header.pop(METADATA, None)
-    if metadata is None or (HASH not in metadata and "format" in metadata):  # the library's own files
+    if metadata is None or (HASH not in metadata and "format" in metadata):  # files of the library itself
         return None, ""
     stated = str(metadata.get(HASH, ""))  # metadata without it: it was there, and is damaged
     crc = zlib.crc32(length + head.replace(stated.encode(), BLANK.encode(), 1 if stated else 0))
@@ -213,7 +212,7 @@ def first_line(error: Exception) -> str:
 
 
 def _newest(directory: Path) -> int:
-    """The round that the pointer names."""
+    """Return the round that the pointer names."""
     found = read_json(directory / POINTER, POINTER_BYTES)
     number = found.get("round") if isinstance(found, dict) else None
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 10**9:

@@ -1,10 +1,9 @@
-"""One sequence, token by token: the forward of model/llama.py with the keys and values of the past kept."""
+"""One sequence, token by token: the forward of model/llama.py with cached keys and values."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from isthmus.config import ModelConfig
 from isthmus.model.llama import (
@@ -16,18 +15,19 @@ from isthmus.model.llama import (
     head,
     layer_weights,
     linear,
+    mix,
+    queries_keys_values,
     rms_norm,
     rope_table,
-    rotate,
 )
 
-FIRST_ROOM = 256  # tokens; doubled when they are full
+FIRST_ROOM = 256  # tokens; doubled when full
 
 
 class Decoder:
-    """Logits of the next token. The cache keeps what was fed before, so each token is computed once.
+    """Logits of the next token. The cache keeps earlier tokens, so each is computed once.
 
-    A boundary maps every position by itself, so it fits between cached layers as it does in training.
+    A boundary maps every position separately, so it works between cached layers as in training.
     """
 
     def __init__(
@@ -40,10 +40,11 @@ class Decoder:
         self._make_room(min(FIRST_ROOM, model.context))
 
     def _make_room(self, room: int) -> None:
-        """For so many tokens, not for the whole context: a file states that, and may state anything."""
+        """Allocate for this many tokens, not the whole context: a file may state any context."""
         model = self.model
-        self.cos, self.sin = rope_table(model, room, device=self.device)
-        shape = (model.layers, 1, model.heads, room, model.width // model.heads)
+        exact = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.cos, self.sin = rope_table(model, room, exact, self.device)
+        shape = (model.layers, 1, model.num_kv_heads, room, model.head_size)
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         if self.length:
             keys[:, :, :, : self.length] = self.keys[:, :, :, : self.length]
@@ -52,7 +53,7 @@ class Decoder:
 
     @torch.no_grad()
     def feed(self, tokens: Sequence[int]) -> Tensor:
-        """Append tokens; the logits (V,) after the last of them."""
+        """Append tokens; return the logits (V,) after the last."""
         if not tokens or self.length + len(tokens) > self.model.context:
             raise ValueError(f"{self.length} + {len(tokens)} tokens do not fit {self.model.context}")
         if self.length and len(tokens) > 1:  # after the first block, tokens come one at a time
@@ -72,21 +73,13 @@ class Decoder:
         return head(self.params, x[:, -1:], self.model)[0, 0]
 
     def _layer(self, i: int, x: Tensor, end: int) -> Tensor:
-        weights, eps = layer_weights(self.params, i), self.model.norm_eps
+        weights, eps = layer_weights(self.params, i, self.model), self.model.norm_eps
         here = slice(self.length, end)
         normed = rms_norm(x, weights["attention_norm.weight"], eps)
-        q, k, v = (self._heads(normed, weights[f"attention.{name}.weight"]) for name in ("wq", "wk", "wv"))
-        self.keys[i, :, :, here] = rotate(k, self.cos[here], self.sin[here])
+        q, k, v = queries_keys_values(weights, normed, self.model, self.cos[here], self.sin[here])
+        self.keys[i, :, :, here] = k
         self.values[i, :, :, here] = v
-        mixed = F.scaled_dot_product_attention(
-            rotate(q, self.cos[here], self.sin[here]),
-            self.keys[i, :, :, :end],
-            self.values[i, :, :, :end],
-            is_causal=x.shape[1] > 1,
-        )  # (1, heads, L, head_dim)
-        x = x + linear(mixed.transpose(1, 2).reshape(x.shape), weights["attention.wo.weight"])
+        mixed = mix(q, self.keys[i, :, :, :end], self.values[i, :, :, :end], is_causal=x.shape[1] > 1)
+        x = x + linear(mixed.transpose(1, 2).flatten(2), weights["attention.wo.weight"])
         normed = rms_norm(x, weights["ffn_norm.weight"], eps)
         return x + feed_forward(weights, normed)
-
-    def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, weight).unflatten(-1, (self.model.heads, -1)).transpose(1, 2)

@@ -1,11 +1,12 @@
-"""Hugging Face LLaMA folders: their names, their config, their weights.
+"""Read and write Hugging Face folders of LLaMA, Mistral, Qwen 2 and Qwen 3: names, config, weights.
 
-Their LLaMA and ours are the same function. RoPE pairs entry i of a head with entry i + head_dim / 2 in both,
-so no matrix is permuted. Nothing is unpickled: weights are read from safetensors only.
+Their models and ours compute the same function. Both pair entry i of a head with entry i + head_dim / 2 in
+RoPE, so no matrix is permuted. Nothing is unpickled: weights come only from safetensors.
 """
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from isthmus import reading
-from isthmus.config import ModelConfig
+from isthmus.config import ModelConfig, toml_line
+from isthmus.config.model import RopeScaling
 from isthmus.errors import ConfigError
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 MAX_JSON_BYTES = 16 << 20  # an index of many thousand tensors has 2 MB
-PIPELINED = "isthmus_pipelined"  # model_type of a folder that keeps the boundaries
+PIPELINED = "isthmus_pipelined"  # model_type of a folder with boundaries
+CLASSES = {  # by model_type; a Mistral without its window is a LLaMA
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 # key of config.json -> field of [model]
 FIELDS = {
@@ -32,12 +40,15 @@ FIELDS = {
     "rms_norm_eps": "norm_eps",
     "initializer_range": "init_std",
 }
+NUMBERS = ("norm_eps", "init_std")  # the others are whole
 MATRICES = {
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w3": "mlp.up_proj",
@@ -51,29 +62,42 @@ OUTSIDE = {
 
 
 def hf_name(name: str) -> str:
-    """`layers.7.attention.wq.weight` -> `model.layers.7.self_attn.q_proj.weight`."""
+    """Translate `layers.7.attention.wq.weight` to `model.layers.7.self_attn.q_proj.weight`."""
     if name in OUTSIDE:
         return OUTSIDE[name]
     _, number, rest = name.split(".", 2)
-    return f"model.layers.{number}.{MATRICES[rest.removesuffix('.weight')]}.weight"
+    module, _, kind = rest.rpartition(".")  # kind: weight or bias
+    return f"model.layers.{number}.{MATRICES[module]}.{kind}"
+
+
+def family(model: ModelConfig) -> str:
+    """Return the transformers model_type that computes this model."""
+    return "qwen2" if model.attention_bias else "qwen3" if model.qk_norm else "llama"
 
 
 def hf_config(model: ModelConfig, end_id: int, dtype: str) -> dict[str, Any]:
-    """config.json of a plain LLaMA. Documents end by one token and begin right after it, so bos is eos."""
+    """Return config.json of a plain model. One token ends a document and precedes the next: bos is eos."""
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if model.rope_scaling.type != "default":
+        rope = {"rope_type": model.rope_scaling.type} | asdict(model.rope_scaling)
+        del rope["type"]
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [CLASSES[family(model)]],
+        "model_type": family(model),
         **{key: getattr(model, field) for key, field in FIELDS.items()},
-        "num_key_value_heads": model.heads,
-        "head_dim": model.width // model.heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_size,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": model.attention_bias,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
-        # transformers 4 reads the first of each pair, 5 the second.
+        "tie_word_embeddings": model.tie_embeddings,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        # transformers 4 reads the first two and the first of each pair, version 5 the others.
         "rope_theta": model.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "rope_scaling": rope if len(rope) > 1 else None,
+        "rope_parameters": rope | {"rope_theta": model.rope_theta},
         "torch_dtype": dtype,
         "dtype": dtype,
         "bos_token_id": end_id,
@@ -86,36 +110,43 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = reading.read_json(path, MAX_JSON_BYTES)
     except FileNotFoundError:
-        raise ConfigError(f"{path.parent} holds no {path.name}; give a Hugging Face LLaMA folder") from None
+        raise ConfigError(f"{path.parent} holds no {path.name}; give a Hugging Face folder") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} is not a JSON object; give a Hugging Face LLaMA folder")
+        raise ConfigError(f"{path} is not a JSON object; give a Hugging Face folder")
     return found
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model of a Hugging Face LLaMA folder; ConfigError where ours cannot compute it."""
+    """Return the model of a Hugging Face folder; ConfigError if ours cannot compute it."""
     config = read_json(folder / CONFIG)
     kind = config.get("model_type")
-    if kind not in ("llama", PIPELINED):
-        raise ConfigError(f'{folder} holds a model of type "{kind!s:.40}"; Isthmus trains "llama" models')
+    kind = config.get("family", "llama") if kind == PIPELINED else kind
+    if kind not in CLASSES:
+        known = ", ".join(f'"{name}"' for name in CLASSES)
+        raise ConfigError(f'{folder} holds a model of type "{kind!s:.40}"; Isthmus trains {known} models')
     try:
-        values = {field: config[key] for key, field in FIELDS.items() if key != "initializer_range"}
-        std = config.get("initializer_range", 0.02)
-        heads, width = values["heads"], values["width"]
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-        scaling = rope.get("rope_type", rope.get("type", "default"))
-        _refuse(folder, config, scaling, heads, width)
+        sizes: dict[str, Any] = {
+            field: int(config[key]) for key, field in FIELDS.items() if field not in NUMBERS
+        }
+        heads, width = sizes["heads"], sizes["width"]
+        # transformers has different defaults for these two, so they must be stated.
+        kv_heads = int(
+            (config.get if kind == "llama" else config.__getitem__)("num_key_value_heads") or heads
+        )
+        head_dim = int((config.__getitem__ if kind == "qwen3" else config.get)("head_dim") or width // heads)
+        rope = _rope(config)
+        _refuse(folder, config, kind, rope)
         return ModelConfig(
-            vocab=int(values["vocab"]),
-            width=int(values["width"]),
-            layers=int(values["layers"]),
-            heads=int(values["heads"]),
-            ffn=int(values["ffn"]),
-            context=int(values["context"]),
-            rope_theta=float(theta),
-            norm_eps=float(values["norm_eps"]),
-            init_std=float(std),
+            **sizes,
+            kv_heads=0 if kv_heads == heads else kv_heads,
+            head_dim=0 if head_dim == width // heads else head_dim,
+            tie_embeddings=bool(config.get("tie_word_embeddings")) and not _has_head(folder),
+            qk_norm=kind == "qwen3",
+            attention_bias=kind == "qwen2",
+            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+            rope_scaling=_scaling(rope),
+            norm_eps=float(config["rms_norm_eps"]),
+            init_std=float(config.get("initializer_range", 0.02)),
         )
     except KeyError as error:
         raise ConfigError(f"{folder / CONFIG} does not state {error.args[0]}; is the folder whole?") from None
@@ -125,51 +156,94 @@ def read_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"{folder / CONFIG} holds values of the wrong kind ({error})") from None
 
 
-def _refuse(folder: Path, config: Mapping[str, Any], scaling: str, heads: int, width: int) -> None:
-    kv_heads = config.get("num_key_value_heads") or heads
-    if kv_heads != heads:
-        raise ConfigError(
-            f"{folder} shares {kv_heads} key and value heads among {heads} (grouped-query attention); "
-            "Isthmus trains models in which every head has its own"
-        )
-    head_dim = config.get("head_dim") or width // heads
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the RoPE scaling, in either spelling; transformers prefers the older one."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return rope | {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
+
+
+def _scaling(rope: Mapping[str, Any]) -> RopeScaling:
+    if rope["rope_type"] == "default":
+        return RopeScaling()
+    factors = {name: float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    original = int(rope["original_max_position_embeddings"])
+    return RopeScaling(type=rope["rope_type"], original_max_position_embeddings=original, **factors)
+
+
+def _window(config: Mapping[str, Any], kind: str) -> int | None:
+    """Return the sliding window, if it has an effect. Qwen states one next to the switch that enables it."""
+    types = config.get("layer_types") or ["sliding_attention"]
+    if kind == "llama" or (kind != "mistral" and not config.get("use_sliding_window")):
+        return None
+    window = config["sliding_window"] if "sliding_attention" in types else None
+    return None if window is None or window >= config["max_position_embeddings"] else window
+
+
+def _refuse(folder: Path, config: Mapping[str, Any], kind: str, rope: Mapping[str, Any]) -> None:
+    """Refuse features that a model of this type may have and ours lacks."""
+    nested = any(isinstance(value, dict) for value in rope.values())  # different angles in some layers
+    turned = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     wrong = {
-        "head_dim": (head_dim, width // heads),
-        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
-        "rope_type": (scaling, "default"),
-        "attention_bias": (bool(config.get("attention_bias")), False),
-        "mlp_bias": (bool(config.get("mlp_bias")), False),
-        "quantization_config": (config.get("quantization_config"), None),
+        "hidden_act": (config.get("hidden_act", "silu"), ("silu",)),
+        "rope_type": ("one for each kind of layer" if nested else rope["rope_type"], ("default", "llama3")),
+        "partial_rotary_factor": (turned or 1.0, (1.0,)),
+        # Qwen 2 always has it on q, k and v, whatever the file says; in the others it is also on o.
+        "attention_bias": (kind != "qwen2" and bool(config.get("attention_bias")), (False,)),
+        "mlp_bias": (bool(config.get("mlp_bias")), (False,)),
+        "sliding_window": (_window(config, kind), (None,)),
+        "quantization_config": (config.get("quantization_config"), (None,)),
     }
     for key, (found, ours) in wrong.items():
-        if found != ours:
-            raise ConfigError(f"{folder / CONFIG} has {key} = {found!s:.60}; Isthmus has only {ours}")
+        if found not in ours:
+            only = " and ".join(str(each) for each in ours)
+            raise ConfigError(f"{folder / CONFIG} has {key} = {found!s:.60}; Isthmus has only {only}")
 
 
 def check_same(folder: Path, there: ModelConfig, model: ModelConfig) -> None:
-    """Compare the recipe's model with the folder's, dimension by dimension; its context may be shorter."""
-    differ = []
-    for field in ("vocab", "width", "layers", "heads", "ffn", "rope_theta", "norm_eps"):
-        found, wanted = getattr(there, field), getattr(model, field)
-        if found != wanted:
-            differ.append((field, found, wanted))
+    """Compare the recipe's model with the folder's, dimension by dimension. Its context may be shorter, and
+    its head may have its own table, which begins as a copy."""
+    found, wanted = _facts(there), _facts(model)
+    differ = [key for key in wanted if found[key] != wanted[key]]
     if model.context > there.context:
-        differ.append(("context", there.context, model.context))
+        differ.append("context")
+    if model.tie_embeddings and not there.tie_embeddings:
+        differ.append("tie_embeddings")
     if differ:
-        said = ", ".join(f"{field} is {found} there and {wanted} here" for field, found, wanted in differ)
-        cure = " ".join(f"model.{field}={found}" for field, found, _ in differ)
+        found |= {"context": there.context, "tie_embeddings": False}
+        wanted |= {"context": model.context, "tie_embeddings": True}
+        said = ", ".join(f"{key} is {found[key]} there and {wanted[key]} here" for key in differ)
+        cure = " ".join(toml_line(f"model.{key}", found[key]).replace(" = ", "=") for key in differ)
         raise ConfigError(f"{folder} is another model than the recipe's: {said}; set {cure}")
 
 
+def _facts(model: ModelConfig) -> dict[str, Any]:
+    """Return what two models must have in common, by key in [model]."""
+    names = (
+        "vocab",
+        "width",
+        "layers",
+        "heads",
+        "ffn",
+        "qk_norm",
+        "attention_bias",
+        "rope_theta",
+        "norm_eps",
+    )
+    facts = {name: getattr(model, name) for name in names} | {"kv_heads": model.num_kv_heads}
+    facts["head_dim"] = 0 if model.head_size == model.width // model.heads else model.head_dim
+    scaling = asdict(model.rope_scaling if model.rope_scaling.type != "default" else RopeScaling())
+    return facts | {f"rope_scaling.{name}": value for name, value in scaling.items()}
+
+
 def read_params(folder: Path, model: ModelConfig) -> dict[str, Tensor]:
-    """The folder's weights in float32 under our names, every shape checked."""
+    """Read the folder's weights in float32 under our names, and check every shape."""
     wanted = model.shapes()
     params: dict[str, Tensor] = {}
     with ExitStack() as stack:
         where = _tensors(folder, stack)
         tied = OUTSIDE["output.weight"] not in where and read_json(folder / CONFIG).get("tie_word_embeddings")
         for name, shape in wanted.items():
-            # A tied head begins as a copy of the embedding; from there it trains on its own.
+            # A tied head begins as a copy of the embedding, and then trains separately.
             source = OUTSIDE["tok_embeddings.weight"] if tied and name == "output.weight" else hf_name(name)
             if source not in where:
                 raise ConfigError(f"{folder} has no tensor {source}; is the folder whole?")
@@ -189,15 +263,21 @@ def read_params(folder: Path, model: ModelConfig) -> dict[str, Tensor]:
     return params
 
 
+def _has_head(folder: Path) -> bool:
+    """Return whether there is a head. It may exist despite a stated tie, which transformers then ignores."""
+    with ExitStack() as stack:
+        return OUTSIDE["output.weight"] in _tensors(folder, stack)
+
+
 def read_extra(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Tensors beside the model's own whose names start with `prefix`."""
+    """Read tensors besides the model's own whose names start with `prefix`."""
     with ExitStack() as stack:
         where = _tensors(folder, stack)
         return {name: where[name].get_tensor(name) for name in where if name.startswith(prefix)}
 
 
 def _tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """The open file of each tensor: one file for all, or the several of an index."""
+    """Map each tensor to its open file: one file for all, or the several of an index."""
     if (folder / INDEX).is_file():
         listed = read_json(folder / INDEX).get("weight_map")
         if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
@@ -214,7 +294,7 @@ def _tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
         if Path(name).name != name:
             raise ConfigError(f"{folder / INDEX} names a file outside the folder: {name!s:.80}")
         try:
-            reading.stat_regular(folder / name)  # the library would wait for the writer of a pipe
+            reading.stat_regular(folder / name)  # the library would wait for a pipe's writer
             opened = stack.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
             where |= dict.fromkeys(opened.keys(), opened)
         except (SafetensorError, OSError) as error:

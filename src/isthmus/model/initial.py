@@ -1,4 +1,4 @@
-"""theta^(0): drawn from the recipe's seed, or read from the Hugging Face folder that `model.start` names."""
+"""Create theta^(0): from the recipe's seed, or from the Hugging Face folder in `model.start`."""
 
 import hashlib
 from collections.abc import Mapping
@@ -9,8 +9,7 @@ from torch import Tensor
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.data.manifest import TOKENIZER
-from isthmus.data.tokenizer import load
-from isthmus.data.tokenizer_file import tokenizer_bytes
+from isthmus.data.tokenizer import load, tokenizer_bytes
 from isthmus.errors import ConfigError
 from isthmus.model.digest import shard_digest
 from isthmus.model.hf import check_same, read_config, read_params
@@ -18,7 +17,7 @@ from isthmus.model.llama import init_params
 
 
 def first_params(recipe: Recipe, expected: str | None = None) -> dict[str, Tensor]:
-    """`expected` is the digest that these weights had when the run began."""
+    """Return theta^(0); `expected` is its digest when the run began."""
     if not recipe.model.start:
         return init_params(recipe.model, recipe.seed)
     folder = start_folder(recipe)
@@ -32,7 +31,7 @@ def first_params(recipe: Recipe, expected: str | None = None) -> dict[str, Tenso
 
 
 def checked_first(recipe: Recipe, corpus: Corpus | None) -> dict[str, Tensor] | None:
-    """theta^(0) of a run that starts from a folder; None where the seed draws it. A corpus that is given must
+    """Return theta^(0) of a run that starts from a folder; None if the seed draws it. A given corpus must
     have the folder's tokenizer."""
     if not recipe.model.start:
         return None
@@ -45,7 +44,7 @@ def start_folder(recipe: Recipe) -> Path:
     folder = Path(recipe.model.start).expanduser()
     if not folder.is_dir():
         raise ConfigError(
-            f"model.start is {recipe.model.start}, and there is no such folder; give a Hugging Face LLaMA "
+            f"model.start is {recipe.model.start}, and there is no such folder; give a Hugging Face "
             'folder, or "" for random weights'
         )
     return folder
@@ -56,7 +55,7 @@ def start_digest(params: Mapping[str, Tensor]) -> str:
 
 
 def check_start_tokenizer(recipe: Recipe, corpus: Corpus) -> None:
-    """The folder's tokenizer must be the one that made the corpus."""
+    """Check that the folder's tokenizer made the corpus."""
     path = start_folder(recipe) / TOKENIZER
     if not path.is_file():
         return  # some folders have no tokenizer; then only the vocabulary sizes can be compared

@@ -15,7 +15,7 @@ from isthmus.model.adam import FusedAdamW
 
 
 def squared_norms(grads: Mapping[str, Tensor], stacked: bool) -> Tensor:
-    """(R, T): the squared norm of each of the T gradients of each replica."""
+    """Return (R, T): the squared norm of each of the T gradients of each replica."""
     first = 1 if stacked else 0
     norms = [torch.linalg.vector_norm(g, dim=tuple(range(first, g.dim()))) for g in grads.values()]
     return torch.stack(norms, dim=-1).square().reshape(-1, len(norms))
@@ -24,12 +24,11 @@ def squared_norms(grads: Mapping[str, Tensor], stacked: bool) -> Tensor:
 def clip_scales(
     squares: Tensor, limit: float, groups: Tensor | None, squared_norm: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Factors (R, T) that clip gradients with these squared norms (R, T) to a norm of `limit`, and each
-    replica's norm (R,) before clipping.
+    """Return factors (R, T) that clip gradients with these squared norms (R, T) to a norm of `limit`, and
+    each replica's norm (R,) before clipping.
 
-    groups (R, T) numbers the stage of each of the T tensors where every stage clips on its own; None: one
-    norm over the whole replica. A stage gives the squared norm (R,) of its whole replica. Nothing here waits
-    for the device.
+    groups (R, T) numbers each tensor's stage if every stage clips separately; None: one norm over the whole
+    replica. A stage passes the squared norm (R,) of its whole replica. Nothing here waits for the device.
     """
     if squared_norm is not None:
         totals = squared_norm.view(-1, 1).expand_as(squares)
@@ -49,7 +48,7 @@ def clip_(
     stacked: bool,
     squared_norm: Tensor | None = None,
 ) -> Tensor:
-    """Scale each replica's gradients down to a norm of `limit`; returns the norms (R,) before clipping."""
+    """Scale each replica's gradients down to a norm of `limit`; return the norms (R,) before clipping."""
     if squared_norm is None:
         squares = squared_norms(grads, stacked)  # (R, T)
     else:
@@ -62,12 +61,12 @@ def clip_(
 
 
 class InnerOpt:
-    """AdamW on named tensors. Its moments outlive the rounds (docs/method.md, The inner optimiser). Muon has
-    one moment for each of its matrices.
+    """AdamW on named tensors. Its moments persist across rounds (docs/method.md, The inner optimiser). Muon
+    has one moment per matrix.
 
     `modified` names the d-sided matrices with the row-constant second moment of Table 5d, each with a mask
-    (R,) of the replicas that use it. `copies` are bf16 leaves: the forward reads them in place of some
-    weights. They are for a GPU (see `adam`) and stay equal to the weights.
+    (R,) of the replicas that use it. `copies` are bf16 leaves that the forward reads instead of some weights.
+    They are for a GPU (see `adam`) and stay equal to the weights.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class InnerOpt:
     ) -> None:
         self.params, self.config, self.total_steps = dict(params), config, total_steps
         self.stacked, self.groups, self.modified = stacked, groups, dict(modified or {})
-        self.step_count = 0  # updates taken: what the moments have seen
-        # Both moments exist from the start: a checkpoint before the first step has the shape of any other.
+        self.step_count = 0  # updates that the moments have seen
+        # Both moments exist from the start, so a checkpoint before the first step has the usual shape.
         self.first = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.muon = muon.chosen(self.params, stacked) if config.optimizer == "muon" else []
         with_second = [name for name in self.params if name not in set(self.muon)]
@@ -99,7 +98,7 @@ class InnerOpt:
         self._count_steps()
 
     def _count_steps(self) -> None:
-        """torch counts the updates of each tensor, on its device."""
+        """Set torch's counts of updates, one per tensor, on its device."""
         self.steps = {
             name: torch.tensor(float(self.step_count), dtype=torch.float32, device=p.device)
             for name, p in self.params.items()
@@ -108,7 +107,7 @@ class InnerOpt:
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
-        """(R,) of the gradients in `.grad`: what a stage adds to the squared norm of its replica."""
+        """Return (R,) of the gradients in `.grad`: a stage's part of its replica's squared norm."""
         if self.fused:
             return self.fused.squares().sum(1)
         return squared_norms(self._grads(), self.stacked).sum(1)
@@ -117,15 +116,15 @@ class InnerOpt:
         return {name: _grad(p) for name, p in self.params.items()}
 
     def step(self, squared_norm: Tensor | None = None, inner_step: int | None = None) -> Tensor:
-        """One update from the gradients in `.grad`; returns each replica's gradient norm."""
+        """Update once from the gradients in `.grad`; return each replica's gradient norm."""
         self.advance(inner_step)
         return self.update(squared_norm)
 
     def advance(self, inner_step: int | None = None) -> None:
-        """The host's part of an update: count it and set its learning rate.
+        """Do the host's part of an update: count it and set its learning rate.
 
-        A replica that was away gives the run's inner step. It takes that step's learning rate, while its
-        moments count only the updates they have seen.
+        A replica that was away passes the run's inner step. It uses that step's learning rate, while its
+        moments count only the updates that they have seen.
         """
         step = self.step_count if inner_step is None else inner_step
         self.lr = learning_rate(step, self.config, self.total_steps)
@@ -135,8 +134,8 @@ class InnerOpt:
 
     @torch.no_grad()
     def update(self, squared_norm: Tensor | None = None, undecayed: Collection[str] = ()) -> Tensor:
-        """The device's part: clip, then step. A stage clips by the squared norm (1,) of its replica. The
-        decay of the weights in `undecayed` is the caller's."""
+        """Do the device's part: clip, then step. A stage clips by the squared norm (1,) of its replica. The
+        caller decays the weights in `undecayed`."""
         c, limit = self.config, self.config.clip or math.inf
         if self.fused:
             known = squared_norm is not None
@@ -156,8 +155,8 @@ class InnerOpt:
         return norms
 
     def _plain_step(self, weight_decay: float, names: Collection[str]) -> None:
-        """AdamW of these as torch has it. Not by its optimiser class, which imports torch's compiler: that
-        takes every process seconds at its start."""
+        """Update these weights by torch's AdamW, without its optimiser class, which imports torch's compiler:
+        that would delay the start of every process by seconds."""
         if not names:
             return
         c = self.config
@@ -180,11 +179,11 @@ class InnerOpt:
 
     @property
     def current_lr(self) -> float | Tensor:
-        """Of the update that was prepared: on the device where a recorded step reads it anew."""
+        """The prepared update's learning rate: on the device if a recorded step rereads it."""
         return self.fused.now[0] if self.fused else self.lr
 
     def _modified_step(self, name: str, mask: Tensor, lr: float) -> None:
-        """AdamW whose second moment is one number per input feature where mask is set (Table 5d)."""
+        """Update by AdamW with one second moment per input feature if mask is set (Table 5d)."""
         p, c = self.params[name], self.config
         grad = _grad(p)
         square = grad.square()  # (R, D, in): constant over the d outputs keeps m / sqrt(v) in Col(U)
@@ -202,7 +201,7 @@ class InnerOpt:
             p.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, as named tensors."""
+        """Return all that a resumed run needs, as named tensors."""
         named = {f"first/{name}": t for name, t in self.first.items()}
         return named | {f"second/{name}": t for name, t in self.second.items()}
 

@@ -1,7 +1,7 @@
-"""Muon, the InnerOpt of the layers' matrices: momentum whose singular values are made equal.
+"""Muon, the InnerOpt for the layers' matrices: momentum with its singular values made equal.
 
-As `torch.optim.Muon` with adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982), for stacks of replicas too and
-for all matrices of a shape at once. A stage orthogonalises its own matrices, so nothing more crosses a link.
+Equals `torch.optim.Muon` with adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982), also for stacks of replicas
+and for all matrices of a shape at once. A stage orthogonalises its own matrices, so links carry nothing more.
 """
 
 import math
@@ -12,24 +12,24 @@ from torch import Tensor
 
 MOMENTUM = 0.95
 STEPS = 5
-# p(x) = a x + b x^3 + c x^5 takes every singular value of [0, 1] to about 1 in a few steps.
+# p(x) = a x + b x^3 + c x^5 moves every singular value in [0, 1] close to 1 in a few steps.
 A, B, C = 3.4445, -4.7750, 2.0315
 EPS = 1e-7
-LARGEST_BATCH = 2**26  # entries of matrices that are stacked for one product: what it takes on top is bounded
+LARGEST_BATCH = 2**26  # most entries of matrices stacked for one product, which bounds its memory
 
 
 def chosen(params: Mapping[str, Tensor], stacked: bool) -> list[str]:
-    """The matrices of layers. Embedding, head and norms stay with AdamW."""
+    """Return the layers' matrices. Embedding, head and norms stay with AdamW."""
     return [name for name, p in params.items() if name.startswith("layers.") and p.dim() == 2 + stacked]
 
 
 def in_work_precision(matrices: Tensor) -> Tensor:
-    """bf16: its error does not matter. Runs in float64 are compared to the last digits, and stay there."""
+    """Convert to bf16, whose error is harmless here. Float64 stays: such runs are compared digit by digit."""
     return matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """U V^T, about, of each of the matrices U S V^T (N, m, n), by Newton-Schulz."""
+    """Return approximately U V^T of each matrix U S V^T (N, m, n), by Newton-Schulz."""
     x = in_work_precision(matrices)
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x  # the smaller product
@@ -41,7 +41,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 def rms_factor(rows: int, cols: int) -> float:
-    """An orthogonal matrix times this has the RMS of AdamW's updates, so AdamW's learning rate serves."""
+    """Return the factor that gives an orthogonal matrix the RMS of AdamW's updates, to share its lr."""
     return 0.2 * math.sqrt(max(rows, cols))
 
 
@@ -53,7 +53,7 @@ def muon_step(
     lr: float,
     weight_decay: float,
 ) -> None:
-    """One update with Nesterov momentum, in place."""
+    """Update once with Nesterov momentum, in place."""
     for names in batches(params):
         updates = []
         for name in names:
@@ -70,7 +70,7 @@ def muon_step(
 
 
 def batches(params: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of tensors of one shape, as many together as LARGEST_BATCH allows."""
+    """Group names of tensors of one shape, as many together as LARGEST_BATCH allows."""
     by_shape: dict[torch.Size, list[str]] = {}
     for name, p in params.items():
         by_shape.setdefault(p.shape, []).append(name)

@@ -1,4 +1,4 @@
-"""How the parts of the model run in training: as they are, compiled, or recomputed in the backward."""
+"""The form of the model's parts in training: unchanged, compiled, or recomputed in the backward."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -8,13 +8,13 @@ from torch.utils.checkpoint import checkpoint
 
 from isthmus.model.llama import RunLayer, head_losses, layer
 
-# Stacks of other sizes, stages with other boundaries and finishing rounds are compiled one after another.
+# Stacks of other sizes, stages with other boundaries and finishing rounds each compile anew.
 MAX_VARIANTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """`llama.layer` and `llama.head_losses`, or functions that do the same."""
+    """`llama.layer` and `llama.head_losses`, or equivalent functions."""
 
     layer: RunLayer = layer
     head_losses: RunLayer = head_losses
@@ -22,26 +22,23 @@ class Parts:
 
 @lru_cache(maxsize=4)
 def parts(compiled: bool = False, recompute: bool = False) -> Parts:
-    """`compiled`: one layer and the head with its loss, each compiled once. Compiling the whole model would
-    take longer with every layer; a full replica is as fast as one that does (bench/RESULTS.md).
+    """`compiled`: compile one layer and the head with its loss, each once. Compiling the whole model would
+    take longer with every layer, and gains no speed for a full replica (bench/RESULTS.md).
 
-    `recompute`: a layer keeps its input only, and runs again in the backward (`inner.recompute`).
+    `recompute`: a layer keeps only its input and runs again in the backward (`inner.recompute`).
     """
     run_layer, losses = layer, head_losses
     if compiled:
         allow_variants()
         run_layer, losses = (torch.compile(part, dynamic=False) for part in (layer, head_losses))
     if recompute:
-        # There is nothing random in a layer, and asking for its random state would end a recorded step.
+        # A layer uses no randomness, and reading the random state would end a recorded step.
         run_layer = partial(checkpoint, run_layer, use_reentrant=False, preserve_rng_state=False)
     return Parts(run_layer, losses)
 
 
 def allow_variants() -> None:
-    """torch gives up on a function after 8 variants. The setting's name has changed, so torch is asked."""
-    import torch._dynamo.config as config
+    """Raise torch's limit of 8 variants of a function."""
+    from torch.compiler import config
 
-    for name in ("recompile_limit", "cache_size_limit"):
-        if hasattr(config, name):
-            setattr(config, name, max(MAX_VARIANTS, getattr(config, name)))
-            return
+    config.recompile_limit = max(MAX_VARIANTS, config.recompile_limit)

@@ -1,9 +1,9 @@
-"""The mean of the replicas' payloads (eq. 2 of arXiv 2601.02360), to the same bits on every machine.
+"""The mean of the replicas' payloads (eq. 2 of arXiv 2601.02360), with the same bits on every machine.
 
-Payloads are added one after another, in the order given, by single rounded operations: read, add, write,
-and in the end one division, by a tensor (CUDA multiplies by a reciprocal when it divides by a number).
-Weights are whole numbers (`weights.round_weights`): a value is multiplied by its replica's before it is
-added, and a sum divided by the weights of those that are in it.
+Payloads are added one after another, in the given order, by single rounded operations: read, add, write, and
+at the end one division, by a tensor (CUDA multiplies by a reciprocal when it divides by a number). Weights
+are whole numbers (`weights.round_weights`): each value is multiplied by its replica's weight before it is
+added, and a sum is divided by the weights of the replicas in it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,28 +20,28 @@ from isthmus.sparse.bundle import Bundle, Group, Shapes, SparseChunks, arrange, 
 from isthmus.sparse.topk import add_at, decode, flat_positions, origins, to_grid
 
 Item = Tensor | SparseChunks
-NORM_ENTRIES = 2**24  # whose squares are in memory at a time
+NORM_ENTRIES = 2**24  # per block of squares in memory
 
 
 class RunningMean:
     """The mean of the payloads of a whole model, in one accumulator and one count for all replicas.
 
     "contributors" divides each coordinate's sum by the number of replicas that sent it, "all" by the number
-    of replicas, as in eq. 2; where they have weights, by the sum of those. A zero does not count as sent, in
-    a payload or in a dense tensor.
+    of replicas, as in eq. 2; with weights, by the sum of their weights. A zero does not count as sent, in a
+    payload or in a dense tensor.
     """
 
     def __init__(self, how: str = "contributors", weights: Sequence[int] | None = None) -> None:
-        """`weights`: those that `add` will be given, where they differ."""
+        """`weights`: those that `add` will be given, if they differ."""
         if how not in ("contributors", "all"):
             raise ValueError(f"aggregation is {how!r}; it is 'contributors' or 'all'")
         self.how, self.most = how, sum(weights or ()) if differ(weights) else 0
-        self.num_added = self.weight = 0  # and the sum of their weights
+        self.num_added = self.weight = 0  # `weight` is the sum of their weights
         self.key: tuple = ()
         self.shapes: dict[str, torch.Size] = {}
 
     def _prepare(self, bundle: Bundle) -> None:
-        """One flat accumulator for all tensors, and where their chunks start in it."""
+        """Allocate one flat accumulator for all tensors, and note where their chunks start in it."""
         self.key, self.shapes = bundle.key, bundle.shapes
         first = bundle.groups[0].values
         *starts, size = accumulate((shape.numel() for shape in self.shapes.values()), initial=0)
@@ -82,7 +82,7 @@ class RunningMean:
         self, index: Tensor, values: Tensor, layout: Layout, origin: Tensor, skip: Tensor, weight: int
     ) -> None:
         """Add a group's chunks (C, J): each starts at `origin`, with `skip` entries between its rows. The
-        values are weighed already."""
+        values are already weighted."""
         position = flat_positions(index, layout.width, origin, skip[:, None])
         add_at(self.total, position, values)
         if self.count is not None:
@@ -103,16 +103,16 @@ class RunningMean:
 
     @torch.no_grad()
     def step(self, anchor: Mapping[str, Tensor], step_size: float) -> None:
-        """anchor -= step_size * mean, in place. The accumulator is used up.
+        """anchor -= step_size * mean, in place. Consumes the accumulator.
 
-        Divided, scaled, then subtracted, each rounded: a fused multiply-add on one device could round
+        It divides, scales, then subtracts, each rounded: a fused multiply-add on one device could round
         differently on another.
         """
         for name, mean in self.result().items():
             anchor[name].sub_(mean * step_size)
 
     def result(self) -> dict[str, Tensor]:
-        """The mean, by name: views of one buffer. The accumulator is used up."""
+        """The mean, by name: views of one buffer. Consumes the accumulator."""
         if not self.num_added:
             raise ValueError("there is nothing to aggregate")
         _divide(self.total, self.count, self.weight)
@@ -158,8 +158,8 @@ def aggregate_many(
 ) -> dict[str, Tensor]:
     """`aggregate` for every parameter of a model; the tensors returned are views of one buffer.
 
-    `replicas` may be a generator; then one replica's payloads are in memory at a time, unless clipping has to
-    know the norms of all of them first. What it scales is in memory one replica at a time.
+    `replicas` may be a generator; then one replica's payloads are in memory at a time, unless clipping first
+    needs the norms of all of them. Scaled copies are in memory one replica at a time.
     """
     return add_all(RunningMean(how, weights), replicas, clip, weights).result()
 
@@ -170,7 +170,7 @@ def add_all(
     clip: str | None = None,
     weights: Sequence[int] | None = None,
 ) -> RunningMean:
-    """Add the payloads of all replicas, in the order given, clipped if asked for, each by its weight."""
+    """Add the payloads of all replicas in the given order, clipped if `clip` is set, each by its weight."""
     added = replicas if clip is None else clipped(list(replicas), clip)
     if not differ(weights):
         for payloads in added:
@@ -182,7 +182,7 @@ def add_all(
 
 
 def differ(weights: Sequence[int] | None) -> bool:
-    """Is it another mean than the plain one?"""
+    """Whether the weighted mean differs from the plain one."""
     return len(set(weights or ())) > 1
 
 
@@ -193,7 +193,7 @@ def _times(values: Tensor, weight: int) -> Tensor:
 def clipped(replicas: Sequence[Mapping[str, SparseChunks]], clip: str) -> Iterator[Bundle]:
     """The payloads of all replicas, one after another, each tensor scaled by its factor.
 
-    A tensor lies whole in one shard, so that every process that holds the shard finds the same factors.
+    A shard holds whole tensors, so every process with the shard computes the same factors.
     """
     names = list(replicas[0]) if replicas else []
     if any(payloads.keys() != replicas[0].keys() for payloads in replicas):
@@ -204,11 +204,11 @@ def clipped(replicas: Sequence[Mapping[str, SparseChunks]], clip: str) -> Iterat
     bundles = [one if list(one) == names else one.part(names) for one in bundles]
     factors = clip_factors(torch.stack([_norms(bundle) for bundle in bundles]), clip)
     for bundle, own in zip(bundles, factors, strict=True):
-        yield _scaled(bundle, own)
+        yield scaled(bundle, own)
 
 
-def _scaled(bundle: Bundle, factors: Tensor) -> Bundle:
-    """Every tensor multiplied by its factor (T,); the values are as the receiver sees them."""
+def scaled(bundle: Bundle, factors: Tensor) -> Bundle:
+    """Multiply every tensor by its factor (T,); the values are as the receiver sees them."""
     arrangement, at = arrange(*bundle.key), {name: i for i, name in enumerate(bundle)}
     groups = []
     for names, group in zip(arrangement.groups, bundle.groups, strict=True):
@@ -219,7 +219,7 @@ def _scaled(bundle: Bundle, factors: Tensor) -> Bundle:
 
 
 def _aggregate_dense(items: list[Item], how: str, factors: Tensor | None, weights: Sequence[int]) -> Tensor:
-    """The same with dense tensors among the items."""
+    """Aggregate items that include dense tensors."""
     if how not in ("contributors", "all"):
         raise ValueError(f"aggregation is {how!r}; it is 'contributors' or 'all'")
     dense = [decode(item) if isinstance(item, SparseChunks) else item.detach() for item in items]
@@ -262,10 +262,10 @@ def _starts(shapes: Shapes, side: int, keep: int, device: torch.device) -> tuple
 
 
 def clip_factors(norms: Tensor, clip: str) -> Tensor:
-    """What each replica's tensors are multiplied by, from their norms: both (replicas, tensors).
+    """The factors of each replica's tensors, from their norms: both (replicas, tensors).
 
-    "median" scales a tensor down to the median norm of all replicas' (docs/method.md, Aggregation), by
-    min(1, median / (norm + 1e-8)). Of an even number it is the lower one: half of the replicas cannot make a
+    "median" scales a tensor down to the median norm of all replicas' (docs/method.md, Aggregation), by min(1,
+    median / (norm + 1e-8)). For an even number it is the lower middle one: half of the replicas cannot make a
     step larger than the other half's.
     """
     if clip != "median":
@@ -275,13 +275,13 @@ def clip_factors(norms: Tensor, clip: str) -> Tensor:
 
 
 def _norms(bundle: Bundle) -> Tensor:
-    """`_norm` of every tensor (T,), to the same bits, in as few operations as the groups allow."""
+    """`_norm` of every tensor (T,), with the same bits, in as few operations as the groups allow."""
     found: dict[str, Tensor] = {}
     for names, group in zip(arrange(*bundle.key).groups, bundle.groups, strict=True):
         num_rows = max(1, NORM_ENTRIES // group.values.shape[1])  # a model's dense groups are large
         blocks = group.values.split(num_rows)
         squares = torch.cat([_halved(block) for block in blocks])  # (C,)
-        alike: dict[int, list[tuple[str, Tensor]]] = {}  # by the number of chunks
+        alike: dict[int, list[tuple[str, Tensor]]] = {}  # by number of chunks
         for name in names:
             _, _, first, stop = arrange(*bundle.key).locations[name]
             alike.setdefault(stop - first, []).append((name, squares[first:stop]))
@@ -291,8 +291,13 @@ def _norms(bundle: Bundle) -> Tensor:
     return torch.stack([found[name] for name in bundle])
 
 
+def squared_norm(payloads: Mapping[str, SparseChunks]) -> Tensor:
+    """The sum of squares of all tensors, with the same bits on every machine."""
+    return _sum_halves(_norms(Bundle.of(payloads)).square())
+
+
 def _norm(item: Item) -> Tensor:
-    """The 2-norm in float64, summed in halves: a reduction's own order differs between devices."""
+    """The 2-norm in float64, summed by halving: a reduction's own order differs between devices."""
     values = item.values if isinstance(item, SparseChunks) else item.detach().reshape(1, -1)
     return _sum_halves(_halved(values)).sqrt()
 
@@ -303,7 +308,7 @@ def _halved(values: Tensor) -> Tensor:
 
 
 def _sum_halves(rows: Tensor) -> Tensor:
-    """The sum over the first dimension, in an order that its length alone decides."""
+    """The sum over the first dimension, in an order that depends only on its length."""
     if len(rows) == 0:
         return rows.sum(0)
     while len(rows) > 1:

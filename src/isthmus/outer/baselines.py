@@ -1,5 +1,4 @@
-"""Dense averaging behind the same interface. Per-step AdamW needs none: its replicas share one set of
-weights."""
+"""Dense averaging with the same interface. Per-step AdamW needs none: its replicas share their weights."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,6 +6,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import OuterConfig
+from isthmus.outer.clip import all_shrunk, median_clips
 from isthmus.outer.codec import Payloads, codec_for
 from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.sparse import Bundle
@@ -32,22 +32,28 @@ class DiLoCo(SparseLoCo):
         ]
 
     @torch.no_grad()
-    def apply(self, payloads: Sequence[Payloads], weights: Sequence[int] | None = None) -> None:
-        mu = self.config.momentum
-        for name, mean in self.codec.mean(payloads, "all", self._clip, weights).items():
+    def apply(
+        self,
+        payloads: Sequence[Payloads],
+        weights: Sequence[int] | None = None,
+        factors: Sequence[float] | None = None,
+    ) -> None:
+        mu, clip = self.config.momentum, median_clips(self.config, len(payloads))
+        for name, mean in self.codec.mean(all_shrunk(payloads, factors), "all", clip, weights).items():
             velocity = self.velocity[name]
             velocity.mul_(mu).add_(mean)
             update = (mean + velocity * mu) * self.config.step_size
             self.anchor[name].sub_(update)
 
-    def account(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor], sent: Payloads) -> None:
-        """DiLoCo keeps no feedback."""
+    def propose(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> Bundle:
+        """Contribute without feedback: the work of a round that does not count us is lost."""
+        return self.contribute(params, feedback)
 
-    def carry(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> None:
-        """DiLoCo keeps no feedback: the inner steps of a round that was settled meanwhile are lost."""
+    def propose_again(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> Bundle:
+        return self.contribute(params, feedback)
 
-    def take_back(self, sent: Payloads, feedback: Mapping[str, Tensor]) -> None:
-        """DiLoCo keeps no feedback: a missed round is work lost."""
+    def fold(self, params: Mapping[str, Tensor], feedback: Mapping[str, Tensor]) -> None:
+        """Drop the inner steps of a round that was settled meanwhile."""
 
     def state(self) -> dict[str, Tensor]:
         return {f"velocity/{name}": tensor for name, tensor in self.velocity.items()}

@@ -1,4 +1,4 @@
-"""What eq. 2 of arXiv 2601.02360 does with a whole model's tensors and payloads, behind one object.
+"""Eq. 2 of arXiv 2601.02360 on a whole model's tensors and payloads, behind one object.
 
 `PlainCodec` is the reference, in torch on any device. `fused.FusedCodec` does the same with kernels.
 `codec_for` chooses between them, once.
@@ -22,7 +22,7 @@ Payloads = Mapping[str, SparseChunks]
 def codec_for(
     device: torch.device | str, side: int = 64, keep: int = 32, values: str = "fp32"
 ) -> "PlainCodec":
-    """The codec for tensors on this device: with kernels where they can run, plain elsewhere."""
+    """The codec for tensors on this device: with kernels if they can run, else plain."""
     device = torch.device(device)
     if gpu.usable(device):
         from isthmus.outer.fused import FusedCodec  # needs Triton
@@ -41,7 +41,7 @@ class PlainCodec(TopK):
         self.device = torch.device(device)
 
     def warm(self) -> None:
-        """Make ready whatever the first round would otherwise wait for; plain torch needs nothing."""
+        """Prepare whatever the first round would otherwise wait for; plain torch needs nothing."""
 
     @torch.no_grad()
     def contribute_all(
@@ -51,20 +51,21 @@ class PlainCodec(TopK):
         feedback: Sequence[Mapping[str, Tensor]],
         decay: float,
         scale: float = 1.0,
+        subtract: bool = True,
     ) -> list[Bundle]:
-        """What each of several replicas sends; its feedback is overwritten. See `feed_back_many`."""
+        """The payloads of several replicas; overwrites their feedback. See `feed_back_many`."""
         sent = []
         for own, e in zip(params, feedback, strict=True):
             pseudo_grads = {name: (anchor[name] - own[name]) * scale for name in anchor if name in own}
-            sent.append(feed_back_many(pseudo_grads, e, self, decay, in_place=True)[0])
+            sent.append(feed_back_many(pseudo_grads, e, self, decay, in_place=True, subtract=subtract)[0])
         return sent
 
     def pack_all(self, replicas: Sequence[Payloads]) -> list[bytes]:
-        """The bytes of what each replica sends."""
+        """The bytes of each replica's payloads."""
         return pack_all(replicas)
 
     def unpack_all(self, strings: Sequence[bytes]) -> list[Bundle]:
-        """What each replica sent, on this codec's device; ValueError if one of the strings is malformed."""
+        """Each replica's payloads on this codec's device; ValueError if one of the strings is malformed."""
         return unpack_all(strings, self.device)
 
     def pack_many(self, payloads: Payloads) -> bytes:

@@ -1,4 +1,4 @@
-"""What replicas hand to each other in an outer round, and the protocol by which a round is closed."""
+"""What replicas exchange in an outer round, and the protocol that closes a round."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,19 +9,18 @@ from isthmus.runlog.facts import Facts
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one replica brings to one outer round: its packed shards, by their index in `traffic.shards`.
+    """One replica's contribution to one outer round: its packed shards, by their index in `traffic.shards`.
 
-    A process holds those it needs: the whole update, or what concerns its stage.
+    A process holds those it needs: the whole update, or its stage's part.
     """
 
     replica: str
     shards: Mapping[int, bytes]
-    facts: Facts = field(default_factory=Facts)  # what this process measured, for the run log
+    facts: Facts = field(default_factory=Facts)  # this process's measurements, for the run log
 
 
 class Exchange(Protocol):
-    """Takes this process's contributions and returns all that count, in the order in which they are
-    summed."""
+    """Takes this process's contributions and returns all that count, in the order of summation."""
 
     def closed(self, round_number: int) -> Sequence[Contribution] | None:
         """What counted in a round that was settled without us; None while it is open."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isthmus.sparse.bundle import Bundle, SparseChunks
-from isthmus.sparse.topk import TopK, add_payload
+from isthmus.sparse.topk import TopK, add_payload, clear_payload
 
 
 def feed_back(
@@ -25,12 +25,14 @@ def feed_back_many(
     decay: float,
     *,
     in_place: bool = False,
+    subtract: bool = True,
 ) -> tuple[Bundle, dict[str, Tensor]]:
-    """e <- beta e + Delta; send Q(TOP-kappa(e)); e <- e - what was sent (eq. 2 of arXiv 2601.02360).
+    """e <- beta e + Delta; send Q(TOP-kappa(e)); subtract the sent part from e (eq. 2 of arXiv 2601.02360).
 
-    What is subtracted is what the receivers decode, so that rounding stays in the feedback as well. With
-    `in_place` the given feedback tensors are overwritten and returned, which saves a copy of the model; if
-    the codec then refuses a value (ValueError), they hold beta e + Delta.
+    It subtracts what the receivers decode, so that rounding stays in the feedback as well. With `in_place`
+    the given feedback tensors are overwritten and returned, which saves a copy of the model; if the codec
+    then refuses a value (ValueError), they hold beta e + Delta. Without `subtract` they always hold that: c,
+    from which `settle` makes e once it is known what counts.
     """
     carried = {}
     for name, pseudo_grad in pseudo_grads.items():
@@ -39,6 +41,23 @@ def feed_back_many(
             raise ValueError(f"the feedback of {name} is not contiguous and cannot be overwritten in place")
         carried[name] = (old.mul_(decay) if in_place else (old * decay).contiguous()).add_(pseudo_grad)
     sent = codec.encode_many(carried)
-    for name, payload in sent.items():
-        add_payload(carried[name], payload, sign=-1)
+    if subtract:
+        for name, payload in sent.items():
+            add_payload(carried[name], payload, sign=-1)
     return sent, carried
+
+
+@torch.no_grad()
+def settle(feedback: Mapping[str, Tensor], listed: Mapping[str, SparseChunks] | None, known: bool) -> None:
+    """Turn c = beta e + Delta into the next e, in place, when a round is settled.
+
+    `listed` is what the manifest counts for this replica. `known`: one of its own starts sent it, from the
+    same c as this one. Then e = c - listed. An update from another sender, or from a lost c, cannot be
+    subtracted: its entries are cleared, so that nothing is sent twice. If no update of ours counts, e = c.
+    See docs/method.md, Error feedback.
+    """
+    for name, payload in (listed or {}).items():
+        if name in feedback and known:
+            add_payload(feedback[name], payload, sign=-1)
+        elif name in feedback:
+            clear_payload(feedback[name], payload)

@@ -1,7 +1,7 @@
-"""The codec with Triton kernels: each number is read and written once, and replicas are taken together.
+"""The codec with Triton kernels: each number is read and written once, for all replicas together.
 
-Every operation falls back to the plain form for what does not fit the kernels: odd chunks, other dtypes,
-clipping, weights. What is decoded and summed has the bits of the plain form.
+Every operation uses the plain form for what does not fit the kernels: odd chunks, other dtypes, clipping,
+weights. Decoded values and sums have the bits of the plain form.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,14 @@ class FusedCodec(PlainCodec):
 
     @torch.no_grad()
     def warm(self) -> None:
-        """Compile the kernels on a small model: with cold caches that takes seconds, which a thread can spend
+        """Compile the kernels on a small model: with cold caches that takes seconds, so a thread does it
         while the first round trains."""
         shapes = {"matrix": (4 * self.side, 4 * self.side), "gain": (4 * self.side,)}
         anchor, params, feedback = (
             {name: torch.full(shape, value, device=self.device) for name, shape in shapes.items()}
             for value in (1.0, 0.5, 0.0)
         )
-        for _ in range(2):  # the second time with what the first has left in the feedback
+        for _ in range(2):  # the second time with the feedback of the first
             data = self.pack_all(self.contribute_all(anchor, [params], [feedback], 0.95))
             self.step(anchor, self.unpack_all(data), 1e-3)
 
@@ -45,12 +45,13 @@ class FusedCodec(PlainCodec):
         feedback: Sequence[Mapping[str, Tensor]],
         decay: float,
         scale: float = 1.0,
+        subtract: bool = True,
     ) -> list[Bundle]:
-        """All replicas at once. If an entry is refused (ValueError), the feedback is already overwritten."""
+        """Encode all replicas at once. After a refusal (ValueError), the feedback is already overwritten."""
         shapes = {name: tuple(tensor.shape) for name, tensor in anchor.items() if name in params[0]}
         layouts, groups, _ = arrange(tuple(shapes.items()), self.side, self.keep)
         rows, odd = len(params), []
-        done: dict[int, Group] = {}  # by number, of all replicas together
+        done: dict[int, Group] = {}  # by group number, for all replicas together
         for i, names in enumerate(groups):
             tensors = (
                 [anchor[name] for _ in params for name in names],
@@ -63,10 +64,10 @@ class FusedCodec(PlainCodec):
                 and all(map(launch.fits, group_layouts))
                 and launch.contiguous_fp32([tensor for some in tensors for tensor in some])
             ):
-                done[i], flag = launch.feed_back(*tensors, group_layouts, decay, scale, self.values)
+                done[i], flag = launch.feed_back(*tensors, group_layouts, decay, scale, self.values, subtract)
                 odd.append(flag)
         rest = {name: anchor[name] for i, names in enumerate(groups) if i not in done for name in names}
-        plain = super().contribute_all(rest, params, feedback, decay, scale) if rest else []
+        plain = super().contribute_all(rest, params, feedback, decay, scale, subtract) if rest else []
         bundles = []
         for r in range(rows):
             others = iter(plain[r].groups if plain else ())
@@ -96,7 +97,7 @@ class FusedCodec(PlainCodec):
         clip: str | None = None,
         weights: Sequence[int] | None = None,
     ) -> None:
-        """A few replicas' payloads move the anchor directly, without an accumulator."""
+        """Apply a few replicas' payloads to the anchor directly, without an accumulator."""
         bundles = [Bundle.of(payloads) for payloads in replicas if payloads]
         if 0 < len(bundles) == len(replicas) <= launch.MAX_REPLICAS and not differ(weights):
             layouts, groups, _ = arrange(*bundles[0].key)
@@ -156,7 +157,7 @@ def _read_bits(
 
 
 def _seal(header: bytes, body: Tensor) -> list[bytes]:
-    """`wire.seal` with checksums from the device, which come with the body in one copy."""
+    """`wire.seal` with checksums from the device, copied together with the body."""
     rows, size = body.shape
     data = torch.empty(rows, size + CRC_BYTES, dtype=torch.uint8, pin_memory=body.is_cuda)
     data.copy_(torch.cat([body, launch.crc_shares(body)[:, None].view(torch.uint8)], 1))
@@ -169,6 +170,6 @@ def _seal(header: bytes, body: Tensor) -> list[bytes]:
 
 
 def _check_sums(views: Sequence[memoryview], at: int, body: Tensor) -> Tensor:
-    """(R,) whether each payload states the checksum of its header and its body, on the device."""
+    """(R,) whether each payload states the checksum of its header and body, on the device."""
     wanted = [crc.expected_share(view[:at], stated_crc(view), body.shape[1]) for view in views]
     return launch.crc_shares(body) == launch.signed(wanted, body.device)

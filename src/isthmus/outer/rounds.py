@@ -1,4 +1,4 @@
-"""The outer-round loop, written once, for the simulator and for the real fleet."""
+"""The outer-round loop, written once for the simulator and the real fleet."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from isthmus.outer.exchange import Contribution, Exchange
 
 
 class Fleet(Protocol):
-    """What the loop drives: a whole simulated fleet, or the one replica of a real fleet that lives here."""
+    """The object that the loop drives: a whole simulated fleet, or this process's replica of a real fleet."""
 
     def train_round(self, round_index: int, progress: Callable[[int], None]) -> Sequence[Contribution]: ...
 
@@ -23,10 +23,10 @@ def run_rounds(
     after: Callable[[int, float], None],
     leave: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Outer rounds, written once: train, exchange, apply, and `after(round, seconds of training)`.
+    """Run outer rounds: train, exchange, apply, and `after(round, seconds of training)`.
 
-    A round that was settled without us is applied and not trained. False when `leave` ended it at a round's
-    edge.
+    A round that was settled without us is applied but not trained. Return False if `leave` ended it between
+    two rounds.
     """
     for round_number in rounds:
         if leave():

@@ -1,9 +1,8 @@
-"""Plan against actual: what `isthmus plan` says of a run's own recipe, beside what the run measured.
+"""Plan against actual: the figures that `isthmus plan` predicts for a run's recipe next to the measured ones.
 
-A prediction starts from the compute rate that the
-recipe states, as it would have before the run. Where it states none, the rate is the one measured in the run,
-and then bytes, links, bubble and exchange are what is put to the test. Where it states one, the prediction at
-the measured rate stands beside it, so that a wrong rate does not pass for a wrong plan.
+A prediction uses the compute rate that the recipe states, as it would before the run. If the recipe states
+none, it uses the rate measured in the run, and so tests bytes, links, bubble and exchange. If it states one,
+a second prediction uses the measured rate, so that a wrong rate does not look like a wrong plan.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,21 +19,21 @@ from isthmus.runlog import REAL, About, Row, RunDir
 from isthmus.runlog.row import Figures
 
 TFLOP = 1e12
-FORWARD, BACKWARD = ("activations", "tokens"), ("gradients",)  # what crosses a link between stages
+FORWARD, BACKWARD = ("activations", "tokens"), ("gradients",)  # bytes on a link between stages
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One figure, predicted and measured; bytes are of the whole run and of all replicas of the kind."""
+    """One figure, predicted and measured; bytes cover the whole run and all replicas of the kind."""
 
     kind: str  # the [[replicas]] table; "" for the fleet
     where: str  # a link ("stage 0 to 1", "to the bucket"), a stage, or "" for the replica
     what: str
     unit: str  # "seconds", "bytes", "share" or "tflops"
     predicted: float | None
-    at_measured_rate: float | None  # None where the recipe states no rate: `predicted` is at the measured one
+    at_measured_rate: float | None  # None if the recipe states no rate: `predicted` is at the measured one
     measured: float | None
-    source: str = "measured"  # "virtual clock", "by shape": what stands in the place of a measurement
+    source: str = "measured"  # "virtual clock", "by shape": the source if nothing was measured
 
     @property
     def ratio(self) -> float | None:
@@ -57,7 +56,7 @@ class Line:
 class Comparison:
     rounds: int
     simulated: bool
-    rates: dict[str, str]  # of each kind: "stated" in the recipe, or "measured" in the run
+    rates: dict[str, str]  # by kind: "stated" in the recipe, or "measured" in the run
     lines: tuple[Line, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,13 +65,13 @@ class Comparison:
 
 
 def compare(run_dir: str | Path | RunDir) -> Comparison | None:
-    """The comparison of a run as far as it has come; None where no round is done or no figures were kept."""
+    """Compare a run as far as it has come; None if no round is finished or no figures were kept."""
     run = run_dir if isinstance(run_dir, RunDir) else RunDir.open(run_dir)
     return compare_rows(run.recipe, run.about, run.rows())
 
 
 def compare_rows(recipe: Recipe, about: About, rows: Iterable[Row]) -> Comparison | None:
-    """The same from rows alone, wherever they come from."""
+    """Compare rows, whatever their source."""
     trained = [row for row in rows if row.round > 0 and row.measured]
     if not trained:
         return None
@@ -80,10 +79,10 @@ def compare_rows(recipe: Recipe, about: About, rows: Iterable[Row]) -> Compariso
     measured = {r.name: rate for r in recipe.replicas if (rate := _rate(recipe, r.name, trained))}
     stated = {r.name: r.tflops for r in recipe.replicas if r.tflops}
     if {r.name for r in recipe.replicas} - measured.keys() - stated.keys():
-        return None  # a kind that took no part and has no rate: no plan of the whole can be made
+        return None  # a kind that took no part and states no rate: the whole cannot be planned
     recipe = _as_run(recipe, about, trained)
     plan = predict(_at(recipe, measured | stated))
-    # A rate that the recipe states may be of other machines than those the run had.
+    # The recipe's rate may belong to other machines than the run's.
     differ = stated.keys() & measured.keys() and not simulated
     again = predict(_at(recipe, stated | measured)) if differ else None
     lines = _fleet(plan, again, trained, simulated)
@@ -108,7 +107,7 @@ def compare_rows(recipe: Recipe, about: About, rows: Iterable[Row]) -> Compariso
 
 
 def _as_run(recipe: Recipe, about: About, trained: Sequence[Row]) -> Recipe:
-    """As far as the run has come, and in the precision that `auto` came to."""
+    """Limit the recipe to the finished rounds, in the precision that `auto` chose."""
     precision = about.get("precision")
     inner = replace(recipe.inner, precision=precision) if precision else recipe.inner
     finishing = sum(recipe.opening(row.round) is not None for row in trained)
@@ -122,11 +121,11 @@ def _at(recipe: Recipe, rates: Mapping[str, float]) -> Recipe:
 
 
 def _rate(recipe: Recipe, kind: str, rows: Sequence[Row]) -> float | None:
-    """TFLOP/s of one machine, by 6 N a token and what is recomputed: of the simulator, one whole replica's
-    share of its time."""
+    """TFLOP/s of one machine, by 6 N a token and recomputation. For a simulated replica: of the device, in
+    the replica's share of its time."""
     replica = next(r for r in recipe.replicas if r.name == kind)
     figures = [row.measured[kind] for row in rows if row.measured.get(kind)]
-    at_once = replica.processes if replica.sharded else 1  # of one machine; stages have one each
+    at_once = replica.processes if replica.sharded else 1  # processes on one machine; every stage has its own
     spent = [sum(f.get("compute_seconds") or ()) / at_once or f.get("seconds") for f in figures]
     seconds = _typical(spent)
     flops = step_flops(recipe, replica) * recomputed_share(recipe, replica) * recipe.outer.inner_steps
@@ -134,14 +133,14 @@ def _rate(recipe: Recipe, kind: str, rows: Sequence[Row]) -> float | None:
 
 
 def _typical(values: Sequence[float | None]) -> float | None:
-    """The median over rounds; the first pays for warming up, so it counts only where it is alone."""
+    """Return the median over rounds, without the first, which includes warm-up, unless it is the only one."""
     known = [value for value in (values[1:] if len(values) > 1 else values) if value]
     return median(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Both:
-    """One kind of replica: its two predictions and its figures, round by round."""
+    """One kind of replica: both predictions, and its figures round by round."""
 
     plan: KindForecast
     again: KindForecast | None
@@ -199,7 +198,7 @@ def _steps(both: _Both, rows: Sequence[Row]) -> list[Line]:
 
 
 def _links(both: _Both, planned_rounds: int) -> list[Line]:
-    """Every link, each way: bytes, and the share of its stated rate that was used while training."""
+    """Compare every link, each way: bytes, and its use during training as a share of its stated rate."""
     link, seconds = both.plan.link, both.typical("seconds")
     if link is None:
         return []
@@ -212,7 +211,7 @@ def _links(both: _Both, planned_rounds: int) -> list[Line]:
             (f"stage {s + 1} to {s}", "back_bytes", s + 1, "backward_bytes_per_micro_batch", BACKWARD),
         ):
             sent = both.total(key, process)
-            whole = sum(both.plan.bytes[purpose] for purpose in purposes)  # finishing rounds are in it
+            whole = sum(both.plan.bytes[purpose] for purpose in purposes)  # includes finishing rounds
             expected = whole / link.num_links * rounds / planned_rounds
             lines.append(both.line(where, "bytes", "bytes", lambda k, e=expected: e, sent))
             used = sent / replicas * 8 / (link.mbps * 1e6) / seconds if seconds and replicas else None
@@ -231,7 +230,7 @@ def _links(both: _Both, planned_rounds: int) -> list[Line]:
 
 
 def _share_in_use(kind: KindForecast, field: str) -> float:
-    """Of the stated rate of one link of one replica, one way, while inner steps run."""
+    """Return the use of a replica's link, one way, during inner steps, as a share of its stated rate."""
     assert kind.link is not None, "only kinds with links have figures of them"
     step_bytes = getattr(kind.link, field) * kind.step.micro_batches
     return step_bytes * 8 / (kind.link.mbps * 1e6) / kind.step.seconds
@@ -256,10 +255,10 @@ def _payload(both: _Both, where: str, way: str) -> Line:
 
 
 def _memory(both: _Both, about: About) -> list[Line]:
-    """The peak of every process; and what the largest would have with or without recomputation."""
+    """Compare every process's peak, and predict the largest one's with or without recomputation."""
     on_gpu = about.get("device") not in (None, "cpu")
     if not about.get("precision"):
-        return []  # of a run that was only joined: what `auto` came to is not known
+        return []  # for a run that was only joined, the choice of `auto` is unknown
     lines, plan = [], both.plan
     what = "shard" if plan.sharding == "full" else "stage"
     for s in range(len(plan.memory)):
@@ -278,17 +277,17 @@ def _memory(both: _Both, about: About) -> list[Line]:
 
 
 def _peak(kind: KindForecast, s: int, on_gpu: bool, otherwise: bool = False) -> float:
-    """Predicted where this run has its tensors; `otherwise`: had it recomputed what it kept, or kept it."""
+    """Return the predicted peak on this run's device; `otherwise`: with recomputation the other way round."""
     memory, total = kind.memory[s], kind.memory[s]["total"]
     if otherwise:
         total = (kind.memory_plain if kind.recompute else kind.memory_recomputed)[s]
-    # The runtime and the copy that is being written lie on the host.
+    # The runtime and the copy being written are in host memory.
     copied = 0 if memory["on_gpu"] else memory["host_copy"]
     return total - copied - memory["runtime"] if on_gpu else total - copied + memory["host_copy"]
 
 
 def _shapes(both: _Both) -> list[Line]:
-    """A simulated kind: nothing travels, so stage links are counted by the shapes that would cross them."""
+    """Compare a simulated kind. It sends nothing, so stage links count the shapes that would cross them."""
     lines, num_links = [], both.plan.link.num_links if both.plan.link else 0
     for s in range(num_links):
         for where, purposes in ((f"stage {s} to {s + 1}", FORWARD), (f"stage {s + 1} to {s}", BACKWARD)):

@@ -1,4 +1,4 @@
-"""What the page draws of a run's rows: curves, bytes by purpose, plan against actual, the bias gauge."""
+"""The page's charts of a run's rows: curves, bytes by purpose, plan against actual, the bias gauge."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ PURPOSES = {
 }
 FORWARD_NOTE = "Held-out text by forward: mixed, full, pipelined. Training is the replicas' own text."
 CONTROL = "Control is all else that the bucket moved: snapshots, manifests, heartbeats."
-CLOSE = 1.2  # a plan counts as kept up to this ratio
-MAX_BUCKETS = 200  # of a line; each keeps its lowest and its highest point
+CLOSE = 1.2  # up to this ratio a plan counts as met
+MAX_BUCKETS = 200  # per line; each keeps its lowest and its highest point
 
 
 def charts(rows: list[Row], recipe: Recipe) -> list[dict[str, Any]]:
-    """Losses by kind of forward and by kind of replica, and what explains them."""
+    """Return losses by kind of forward and of replica, and the curves that explain them."""
     split = any(replica.kind == "pipelined" for replica in recipe.replicas)
-    forwards = FORWARDS if split else {"held-out": ("loss_full", 0)}  # without stages all three are the same
+    forwards = FORWARDS if split else {"held-out": ("loss_full", 0)}  # without stages all three are equal
     lines = [
         _line(rows, name, lambda row, f=field: row[f], colour) for name, (field, colour) in forwards.items()
     ]
@@ -80,7 +80,7 @@ def _line(
 
 
 def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most two points in each bucket, its lowest and its highest, so that every spike stays."""
+    """Keep at most two points per bucket, the lowest and the highest, so that every spike stays."""
     if len(points) <= 2 * MAX_BUCKETS:
         return points
     each = math.ceil(len(points) / MAX_BUCKETS)
@@ -99,12 +99,12 @@ def _chart(
 
 
 def crossed(sums: Totals, link: str) -> int:
-    """As the sentences count it: updates between replicas, without snapshots, manifests and heartbeats."""
+    """Count bytes like the summary: updates between replicas, without snapshots, manifests and heartbeats."""
     return sums["link_bytes"][link] - (sums["bytes"]["control"] if link == "replicas" else 0)
 
 
 def traffic(sums: Totals) -> list[dict[str, Any]]:
-    """Bytes of the whole run by purpose, and what dense methods would have sent."""
+    """Return the whole run's bytes by purpose, and what dense methods would have sent."""
     found = []
     for link, other in (("stages", "uncompressed"), ("replicas", "dense")):
         parts = [{"name": name, "bytes": sums["bytes"][key]} for key, name in PURPOSES[link]]
@@ -132,7 +132,7 @@ def traffic(sums: Totals) -> list[dict[str, Any]]:
 
 
 def plan(rows: list[Row], recipe: Recipe, about: About) -> dict[str, Any] | None:
-    """`isthmus plan` on the run's own recipe, beside what the run measured."""
+    """Return `isthmus plan` for the run's own recipe, next to the run's measurements."""
     found = compare_rows(recipe, about, rows)
     if found is None:
         return None
@@ -211,7 +211,7 @@ def value_text(value: float | None, unit: str) -> str:
 
 
 def bias(rows: list[Row], recipe: Recipe) -> dict[str, Any] | None:
-    """The share of energy outside S at each boundary, and the embedding's drift in a round."""
+    """Return the share of energy outside S at each boundary, and the embedding's drift per round."""
     measured = [row for row in rows if row.bias]
     if not measured:
         return None

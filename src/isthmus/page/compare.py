@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs between their recipes, and what came of it."""
+"""Compare runs: the differences between their recipes, and their results."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from isthmus.config import Recipe, ReplicaConfig, nearest
 from isthmus.config.toml import as_tables
 from isthmus.errors import ConfigError
 from isthmus.printing import visible
-from isthmus.runlog import Row, RunDir, totals
+from isthmus.runlog import Row, totals
 from isthmus.runlog.words import count, first_and_last, fleet_in_words, rate, size
 
 METRICS = {
@@ -25,7 +25,7 @@ METRICS = {
 }
 LOSSES = {"loss_mixed": "mixed", "loss_full": "full", "loss_pipelined": "pipelined"}
 SHORT = {"outer.inner_steps": "H", "outer.method": "method", "outer.keep": "keep", "outer.values": "values"}
-MAX_COLUMNS = 6  # of recipe keys; more would hide the results
+MAX_COLUMNS = 6  # of recipe keys; more would crowd out the results
 
 
 def check_metric(metric: str) -> None:
@@ -36,7 +36,7 @@ def check_metric(metric: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One run among the others; `where` is as it was given."""
+    """One run of the comparison; `where` is the path as given."""
 
     label: str
     where: str
@@ -52,7 +52,8 @@ class Entry:
             "tokens": sums["tokens"],
             **{field: ends[1][field] if ends else None for field, ends in last.items()},
             "stage_bytes": sums["link_bytes"]["stages"],
-            "replica_bytes": sums["link_bytes"]["replicas"],
+            "replica_bytes": sums["link_bytes"]["replicas"] - sums["bytes"]["control"],
+            "control_bytes": sums["bytes"]["control"],
             "tokens_per_second": sums["tokens"] / sums["seconds"] if sums["seconds"] else None,
         }
 
@@ -61,7 +62,7 @@ class Entry:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Entry]:
-    """Runs by their folders, or by the URLs or folders of their buckets."""
+    """Read runs by their folders, or by the URLs or folders of their buckets."""
     given = [str(path) for path in paths]
     names = [_name(where) for where in given]
     entries = []
@@ -78,29 +79,29 @@ def _name(where: str) -> str:
 
 
 def _read(where: str) -> tuple[Recipe, list[Row]]:
-    path = Path(where)
-    if "://" in where or ((path / "run.json").is_file() and not (path / "recipe.toml").is_file()):
-        from isthmus.protocol.access import open_ledger  # which loads torch
-        from isthmus.protocol.recorded import bucket_rows
+    from isthmus.protocol.place import find_place
 
-        ledger = open_ledger(where)
-        return ledger.run.recipe, bucket_rows(ledger)
-    run = RunDir.open(where)
-    return run.recipe, run.rows()
+    if run := find_place(where).run:
+        return run.recipe, run.rows()
+    from isthmus.protocol.access import open_ledger
+    from isthmus.protocol.recorded import bucket_rows
+
+    ledger = open_ledger(where)
+    return ledger.run.recipe, bucket_rows(ledger)
 
 
 def measured_metric(entries: Sequence[Entry]) -> str:
-    """What is plotted where nobody says so: a bucket may have no held-out losses."""
+    """Choose the metric to plot by default: a bucket may have no held-out losses."""
     return next(
         (metric for metric in METRICS if any(entry.points(metric) for entry in entries)), "loss_train"
     )
 
 
 def differences(recipes: Sequence[Recipe]) -> dict[str, list[str]]:
-    """Recipe key -> its value in each run, for the keys in which the runs differ."""
+    """Map each recipe key in which the runs differ to its value in every run."""
     flat = [flatten(recipe) for recipe in recipes]
     if len({tuple(replica.name for replica in recipe.replicas) for recipe in recipes}) > 1:
-        # Other names are other fleets: compared as wholes, not entry by entry.
+        # Different names mean different fleets: compare them as wholes, not entry by entry.
         for table, recipe in zip(flat, recipes, strict=True):
             for key in [key for key in table if key.startswith("replicas.")]:
                 del table[key]
@@ -108,7 +109,7 @@ def differences(recipes: Sequence[Recipe]) -> dict[str, list[str]]:
     keys = list(dict.fromkeys(key for table in flat for key in table))
     found = {key: [table.get(key, "-") for table in flat] for key in keys}
     found = {key: values for key, values in found.items() if len(set(values)) > 1}
-    if "model.preset" in found:  # says all of width, layers, heads, ...
+    if "model.preset" in found:  # implies width, layers, heads, ...
         found = {
             key: values
             for key, values in found.items()
@@ -118,7 +119,7 @@ def differences(recipes: Sequence[Recipe]) -> dict[str, list[str]]:
 
 
 def flatten(recipe: Recipe) -> dict[str, str]:
-    """`outer.keep` -> `32`, `replicas.edge.link.mbps` -> `100`; the name of a run is not a setting."""
+    """Flatten to `outer.keep` -> `32`, `replicas.edge.link.mbps` -> `100`, without the run's name."""
     table = as_tables(recipe)
     del table["name"]
     table["replicas"] = {replica.pop("name"): replica for replica in table["replicas"]}
@@ -142,7 +143,7 @@ def _short_fleet(replica: ReplicaConfig) -> str:
 
 
 def heading(key: str) -> str:
-    """`replicas.edge.compression` -> `edge k/d`, `inner.lr` stays."""
+    """Shorten `replicas.edge.compression` to `edge k/d`; `inner.lr` stays."""
     if key.startswith("replicas."):
         _, name, rest = key.split(".", 2)
         return f"{name} {'k/d' if rest == 'compression' else rest}"
@@ -150,7 +151,7 @@ def heading(key: str) -> str:
 
 
 def preamble(entries: Sequence[Entry], found: Mapping[str, Sequence[str]]) -> list[str]:
-    """What differs, and what the runs have in common."""
+    """Describe what differs, and what the runs have in common."""
     if len(entries) == 1:
         first = "One run."
     elif not found:
@@ -173,11 +174,17 @@ def preamble(entries: Sequence[Entry], found: Mapping[str, Sequence[str]]) -> li
         )
         if key not in found and value is not None
     ]
-    return [first, *([f"In common: {', '.join(common)}."] if common and len(entries) > 1 else [])]
+    lines = [first, *([f"In common: {', '.join(common)}."] if common and len(entries) > 1 else [])]
+    if len({entry.results["control_bytes"] > 0 for entry in entries}) == 2:
+        lines.append(
+            "control: snapshots, manifests and heartbeats in the bucket. A simulation has no bucket, so its "
+            "updates (replicas) are all that it counts."
+        )
+    return lines
 
 
 def table(entries: Sequence[Entry], found: Mapping[str, Sequence[str]]) -> str:
-    """Aligned text: the run, the settings that differ, the results."""
+    """Return aligned text: the run, the differing settings, the results."""
     results = [entry.results for entry in entries]
     columns: dict[str, list[str]] = {"run": [entry.label for entry in entries]}
     for key in list(found)[:MAX_COLUMNS]:
@@ -192,7 +199,11 @@ def table(entries: Sequence[Entry], found: Mapping[str, Sequence[str]]) -> str:
         columns[name] = [
             f"{value:.3f}" if (value := result[field]) is not None else "-" for result in results
         ]
-    for field, name in (("stage_bytes", "stages"), ("replica_bytes", "replicas")):
+    for field, name in (
+        ("stage_bytes", "stages"),
+        ("replica_bytes", "replicas"),
+        ("control_bytes", "control"),
+    ):
         if any(result[field] for result in results):
             columns[name] = [size(result[field]) if result[field] else "-" for result in results]
     columns["tok/s"] = [
@@ -203,7 +214,7 @@ def table(entries: Sequence[Entry], found: Mapping[str, Sequence[str]]) -> str:
 
 
 def align(columns: Mapping[str, Sequence[str]]) -> str:
-    """Words read from the left, figures line up on the right."""
+    """Align words on the left and figures on the right."""
     padded = []
     for name, cells in columns.items():
         width = max(len(text) for text in (name, *cells))

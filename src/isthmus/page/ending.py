@@ -1,4 +1,4 @@
-"""However a run ends, its folder says how, has a report, and its last line says what to type to go on."""
+"""End a run: record its status, write a report, and print how to resume it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from isthmus.runlog import RunDir
 
 @dataclass(slots=True)
 class Ending:
-    """What the run says of itself before it ends."""
+    """The run's outcome."""
 
     status: str = "failed"  # or "finished", "interrupted"
     resumable: bool = True
-    facts: dict[str, Any] = field(default_factory=dict)  # further ones for its about.json
+    facts: dict[str, Any] = field(default_factory=dict)  # further ones for about.json
 
 
 @contextlib.contextmanager
 def ending(run: RunDir, go_on: str) -> Iterator[Ending]:
-    """Around all of a run. `go_on` is told to a user who stopped it, or whose disk is full."""
+    """Wrap a run. A user who interrupts it, or whose disk is full, sees `go_on`."""
     end, error = Ending(), None
     try:
         yield end
@@ -37,5 +37,5 @@ def ending(run: RunDir, go_on: str) -> Iterator[Ending]:
     finally:
         with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
             run.update_about(status=end.status, error=error, **end.facts)
-        with contextlib.suppress(OSError, ConfigError):  # nor must a report that fails
+        with contextlib.suppress(OSError, ConfigError):  # neither must a failing report
             write_report(run.path)

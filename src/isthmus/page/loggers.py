@@ -1,4 +1,4 @@
-"""Rounds to W&B and MLflow (`--log wandb`), each through its own package and as its own settings say."""
+"""Send rounds to W&B (`--log wandb`), through its own package and settings."""
 
 import contextlib
 import importlib.util
@@ -8,124 +8,60 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
 
 from isthmus.config import Recipe
 from isthmus.config.checks import choice
+from isthmus.config.gone import gone_option
 from isthmus.config.toml import as_tables
 from isthmus.errors import ConfigError
-from isthmus.page.compare import flatten
 from isthmus.page.tensorboard import Follower, scalars
 from isthmus.runlog import Row, RunDir
 from isthmus.runlog.hooks import OnRound, RoundHooks
 
-PROJECT = "isthmus"  # the name of W&B's project and MLflow's experiment, where the user's settings have none
-MLFLOW_ENDINGS = {"finished": "FINISHED", "interrupted": "KILLED"}
-MOST_CHARACTERS = 500  # of a parameter in MLflow
-CLOSE_SECONDS = 60.0  # that the end of a run waits for a server
-KNOWN = re.compile(
-    "[A-Za-z0-9_-]{1,64}"
-)  # what a service calls a run; the file that says so may be a stranger's
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The run that is logged. `known`: what the service calls it already; `folder`: for the files of it."""
-
-    name: str
-    recipe: Recipe
-    known: str = ""
-    folder: str | None = None
-
-
-class Logger(Protocol):
-    """Where the values of a round go. `status` is as in about.json: finished, interrupted or failed."""
-
-    run: str  # what the service calls this run: a resumed run goes on with it
-
-    def add(self, round: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self, status: str) -> None: ...
-
-
-class Wandb:
-    """One run in W&B. WANDB_PROJECT, WANDB_MODE=offline and the rest of its settings are the user's."""
-
-    def __init__(self, subject: Subject) -> None:
-        import wandb  # pyright: ignore[reportMissingImports] - an extra
-
-        self.run = subject.known or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-        # Its capture of stdout would take the live view's place.
-        quiet = wandb.Settings(console="off", silent=True)
-        self.wandb = wandb.init(
-            id=self.run,
-            resume="allow",
-            name=subject.name,
-            dir=subject.folder,
-            config=as_tables(subject.recipe),
-            settings=quiet,
-            project=os.environ.get("WANDB_PROJECT") or PROJECT,
-        )
-        # Its own step may not go back, as that of a resumed run does; ours is a value like the others.
-        self.wandb.define_metric("round")
-        self.wandb.define_metric("*", step_metric="round")
-
-    def add(self, round: int, values: Mapping[str, float]) -> None:
-        self.wandb.log({"round": round, **values})
-
-    def close(self, status: str) -> None:
-        self.wandb.finish(exit_code=1 if status == "failed" else 0)
-
-
-class Mlflow:
-    """One run in MLflow; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say where."""
-
-    def __init__(self, subject: Subject) -> None:
-        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports] - an extra
-
-        self.client, self.run = MlflowClient(), subject.known or os.environ.get("MLFLOW_RUN_ID", "")
-        if self.run:
-            self.client.update_run(self.run, status="RUNNING")
-            return
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-        found = self.client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self.client.create_experiment(name)
-        self.run = self.client.create_run(experiment, run_name=subject.name).info.run_id
-        for key, value in flatten(subject.recipe).items():
-            self.client.log_param(self.run, key, value[:MOST_CHARACTERS])
-
-    def add(self, round: int, values: Mapping[str, float]) -> None:
-        for key, value in values.items():
-            self.client.log_metric(self.run, key, value, step=round)
-
-    def close(self, status: str) -> None:
-        self.client.set_terminated(self.run, MLFLOW_ENDINGS.get(status, "FAILED"))
-
-
-LOGGERS: dict[str, Callable[[Subject], Logger]] = {"wandb": Wandb, "mlflow": Mlflow}
+PROJECT = "isthmus"  # in W&B, unless WANDB_PROJECT names another
+CLOSE_SECONDS = 60.0  # how long a run's end waits for the server
+RUN_NAME = re.compile("[A-Za-z0-9_-]{1,64}")  # W&B's id of a run
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Before anything is started: are they known, and installed?"""
+    """Check that the loggers are known and installed, before anything starts."""
     for name in names:
-        choice("--log", name, tuple(LOGGERS))
+        if line := gone_option(f"--log {name}"):
+            raise ConfigError(line)
+        choice("--log", name, ("wandb",))
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a folder of that name is not the package
             raise ConfigError(f"--log {name} needs its package: pip install {name}, or isthmus[{name}]")
 
 
-class Background(threading.Thread):
-    """Feeds one logger from a thread of its own: a slow server holds up no round, and a fault of it ends the
-    logging, not the run."""
+class Wandb(threading.Thread):
+    """One W&B run, fed from its own thread: a slow server delays no round, and its faults end only the
+    logging. The user controls W&B's settings, such as WANDB_PROJECT and WANDB_MODE=offline."""
 
-    def __init__(self, name: str, subject: Subject) -> None:
-        super().__init__(daemon=True, name=name)
+    def __init__(self, title: str, recipe: Recipe, known: str = "", folder: str | None = None) -> None:
+        """Start a W&B run, or resume the one with the id `known`; `folder`: for its files."""
+        super().__init__(daemon=True, name="wandb")
+        self.run_id = known or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         try:
-            self.logger = LOGGERS[name](subject)
-        except Exception as error:  # whatever its package raises: it is about its settings, or its server
-            raise ConfigError(f"--log {name}: {_first_line(error)}") from None
+            import wandb  # pyright: ignore[reportMissingImports] - an extra
+
+            # Capturing stdout would replace the live view.
+            quiet = wandb.Settings(console="off", silent=True)
+            self.wandb = wandb.init(
+                id=self.run_id,
+                resume="allow",
+                name=title,
+                dir=folder,
+                config=as_tables(recipe),
+                settings=quiet,
+                project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            )
+            # W&B's own step cannot go back, as a resumed run's does, so log ours as an ordinary value.
+            self.wandb.define_metric("round")
+            self.wandb.define_metric("*", step_metric="round")
+        except Exception as error:  # the package may raise anything, over its settings or its server
+            raise ConfigError(f"--log wandb: {_first_line(error)}") from None
         self.status = ""
         self.rounds: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue()
         self.start()
@@ -139,8 +75,8 @@ class Background(threading.Thread):
     def run(self) -> None:
         try:
             while (given := self.rounds.get()) is not None:
-                self.logger.add(*given)
-            self.logger.close(self.status)
+                self.wandb.log({"round": given[0], **given[1]})
+            self.wandb.finish(exit_code=1 if self.status == "failed" else 0)
         except Exception as error:
             self._say(f"{_first_line(error)}; the run goes on without it")
 
@@ -152,56 +88,53 @@ class Background(threading.Thread):
             self._say(f"its server has not taken everything in {CLOSE_SECONDS:.0f} s; it is not waited for")
 
     def _say(self, text: str) -> None:
-        print(f"isthmus: --log {self.name}: {text}", file=sys.stderr, flush=True)
+        print(f"isthmus: --log wandb: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def following(run: RunDir, on_round: OnRound | None, log: Sequence[str]) -> Iterator[RoundHooks]:
-    """What gets the rounds of a run while it goes on; at the end the loggers are told how it ended."""
-    loggers: list[Background] = []
+    """Yield the hooks that get a run's rounds, and report the run's outcome to W&B at the end."""
+    logger: Wandb | None = None
     status = "failed"
     try:
-        loggers += [_open(name, run) for name in dict.fromkeys(log)]
-        yield RoundHooks([*([on_round] if on_round else []), *loggers])
-        rows = run.rows() if loggers else []
+        logger = _open(run) if log else None
+        yield RoundHooks([hook for hook in (on_round, logger) if hook])
+        rows = run.rows() if logger else []
         done = bool(rows) and rows[-1].round == run.recipe.outer.rounds
         status = "finished" if done else "interrupted"
     except KeyboardInterrupt:
         status = "interrupted"
         raise
     finally:
-        for logger in loggers:
+        if logger:
             logger.close(status)
 
 
-def _open(name: str, run: RunDir) -> Background:
-    """A run that is resumed goes on in the run that it has there."""
-    key = f"{name}_run"
-    found = run.about.get(key)
-    known = found if isinstance(found, str) and KNOWN.fullmatch(found) else ""
-    logger = Background(name, Subject(run.path.resolve().name, run.recipe, known, str(run.path)))
-    run.update_about(**{key: logger.logger.run})
-    for row in [] if known else run.rows():  # of a run that was not logged until now
+def _open(run: RunDir) -> Wandb:
+    """Open a W&B run; a resumed run continues its own."""
+    found = run.about.get("wandb_run")
+    known = found if isinstance(found, str) and RUN_NAME.fullmatch(found) else ""
+    logger = Wandb(run.path.resolve().name, run.recipe, known, str(run.path))
+    run.update_about(wandb_run=logger.run_id)
+    for row in [] if known else run.rows():  # the run was not logged before
         if row.loss_full is not None or not run.recipe.is_scored(row.round):
             logger(row)
     return logger
 
 
 class LoggedRows(Follower):
-    """The rounds of a run that is watched: of a bucket that others train in, too."""
+    """Log a watched run's rounds, also from a bucket that others train in."""
 
-    def __init__(self, names: Sequence[str], where: str, recipe: Recipe) -> None:
+    def __init__(self, where: str, recipe: Recipe) -> None:
         super().__init__()
-        self.recipe, name = recipe, where.rstrip("/").rpartition("/")[2] or recipe.name
-        self.loggers = [Background(each, Subject(name, recipe)) for each in dict.fromkeys(names)]
+        self.recipe = recipe
+        self.logger = Wandb(where.rstrip("/").rpartition("/")[2] or recipe.name, recipe)
 
     def write(self, at: float, round: int, values: Mapping[str, float]) -> None:
-        for logger in self.loggers:
-            logger.put(round, values)
+        self.logger.put(round, values)
 
     def close(self) -> None:
-        for logger in self.loggers:
-            logger.close("finished" if self.done >= self.recipe.outer.rounds else "interrupted")
+        self.logger.close("finished" if self.done >= self.recipe.outer.rounds else "interrupted")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,12 @@
-"""The page's own files: as the server sends them, and as the report has them inside."""
+"""The page's own files, and how it shows text from a run."""
 
 from importlib.resources import files
 
-# In this order they are one script and one style sheet: what a part uses at once stands before it.
+from isthmus.printing import visible
+
+MOST_CHARACTERS = 300
+
+# Joined in this order into one script and one style sheet: definitions precede their immediate uses.
 SCRIPTS = ("base", "words", "contents", "chart", "fleet", "rounds", "bytes", "plan", "page")
 STYLES = ("page", "words")
 
@@ -25,3 +29,9 @@ def icon() -> str:
 
 def _read(name: str) -> str:
     return (files("isthmus.page") / name).read_text(encoding="utf-8")
+
+
+def text(value: object, most: int = MOST_CHARACTERS) -> str:
+    """Return one short printable line. Markup stays literal and is only ever shown as text."""
+    shown = visible(" ".join(str(value)[: 2 * most].split()))
+    return shown if len(shown) <= most else shown[: most - 1] + "…"

@@ -1,4 +1,4 @@
-"""One picture of several runs: a metric of each against the tokens it has seen. Drawn with matplotlib."""
+"""Plot several runs in one picture: a metric against tokens. Drawn with matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from isthmus.runlog.words import count
 COLOURS = ("#1f66c1", "#c8590a", "#12806a", "#7a4bc2", "#b0308a", "#6b7a12", "#a33a32", "#4a5560")
 INK, SOFT, FAINT = "#1d2329", "#5d6770", "#e6e3dd"
 MOST_LABEL = 120  # characters
-SETTLED = 0.04  # share of the tokens after which a loss curve is worth its height
+SETTLED = 0.04  # the axis fits the curves after this share of the tokens
 
 
 def check_plot_path(path: Path) -> None:
@@ -24,7 +24,7 @@ def check_plot_path(path: Path) -> None:
 
 
 def draw(entries: Sequence[Entry], found: Mapping[str, Sequence[str]], metric: str, path: Path) -> list[str]:
-    """Write the picture; returns the labels of the runs that did not measure the metric."""
+    """Write the picture; return the labels of runs without this metric."""
     lines = [(entry, points) for entry in entries if (points := entry.points(metric))]
     if not lines:
         others = ", ".join(name for name in METRICS if name != metric)
@@ -45,7 +45,7 @@ def draw(entries: Sequence[Entry], found: Mapping[str, Sequence[str]], metric: s
         style: dict[str, Any] = {"color": _colour(number, len(lines)), "linewidth": 1.8}
         (handle,) = axes.plot(xs, ys, marker="o" if len(xs) < 3 else None, **style)
         handles.append((ys[-1], f"{ys[-1]:,.4g}   {label}", handle))
-    # The legend reads from top to bottom as the lines end.
+    # List the legend from top to bottom, like the ends of the lines.
     handles.sort(key=lambda item: -item[0])
     axes.legend(
         [handle for _, _, handle in handles],
@@ -88,18 +88,18 @@ def _colour(number: int, total: int) -> Any:
         return COLOURS[number]
     from matplotlib import colormaps
 
-    return colormaps["viridis"](0.92 * number / (total - 1))  # many runs are most often a sweep: an order
+    return colormaps["viridis"](0.92 * number / (total - 1))  # many runs are usually a sweep, an order
 
 
 def _label(entry: Entry, found: Mapping[str, Sequence[str]], number: int) -> str:
     settings = ", ".join(f"{heading(key)} {values[number]}" for key, values in list(found.items())[:3])
     label = visible(f"{entry.label}: {settings}" if settings else entry.label)
-    # What stands between two dollar signs would be taken for a formula.
+    # Escape dollar signs: matplotlib renders what is between two as a formula.
     return (label if len(label) <= MOST_LABEL else label[:MOST_LABEL] + "…").replace("$", r"\$")
 
 
 def _leave_out_the_fall(axes: Any, lines: Sequence[tuple[Entry, list[tuple[float, float]]]]) -> None:
-    """The first few rounds fall further than runs ever differ; they would press the curves into one line."""
+    """Fit the axis without the first rounds: their steep fall would squeeze all curves into one line."""
     end = max(points[-1][0] for _, points in lines)
     settled = [y for _, points in lines for x, y in points if x >= SETTLED * end]
     top = max(y for _, points in lines for _, y in points)

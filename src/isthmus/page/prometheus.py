@@ -1,4 +1,4 @@
-"""/metrics: the state as Prometheus reads it (text format 0.0.4)."""
+"""/metrics: the state in Prometheus's text format 0.0.4."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -58,7 +58,7 @@ def _links(put: Any, kinds: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _replicas(put: Any, state: Mapping[str, Any], now: float) -> None:
-    up, age, rate, loss, alive, restarts, disk = [], [], [], [], [], [], []
+    up, age, rate, loss, restarts, disk = [], [], [], [], [], []
     for one in state["replicas"]:
         labels = {"replica": one["name"], "kind": one["kind"]}
         up.append((labels, int(one["up"])))
@@ -66,7 +66,6 @@ def _replicas(put: Any, state: Mapping[str, Any], now: float) -> None:
         age.append((labels, None if seen is None else max(0.0, now - seen)))
         rate.append((labels, one["tokens_per_second"]))
         loss.append((labels, one["loss"]))
-        alive += [(labels | {"stage": p["stage"]}, int(p["alive"])) for p in one["processes"]]
         restarts.append((labels, one["restarts"] if seen else None))
         disk.append((labels, one["disk_free_bytes"]))
     put("replica_up", "gauge", "1 unless the replica is silent, has left or was never seen.", up)
@@ -75,7 +74,6 @@ def _replicas(put: Any, state: Mapping[str, Any], now: float) -> None:
     put("replica_loss", "gauge", "Training loss from its last heartbeat.", loss)
     put("replica_restarts", "gauge", "Of its workers, since its launcher last ended well.", restarts)
     put("replica_disk_free_bytes", "gauge", "On the disk of its private state.", disk)
-    put("process_up", "gauge", "1 while a process on this machine gives signs of life.", alive)
     counted = [({"replica": row["replica"]}, row["counted"]) for row in state["rounds"]["rows"]]
     put("replica_rounds_total", "counter", "Rounds in which its update counted.", counted)
 

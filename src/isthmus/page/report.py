@@ -1,4 +1,4 @@
-"""report.html: the page with its state inlined. It needs no server, no network and nothing but itself."""
+"""report.html: the page with its state inlined. It needs no server, no network and no other file."""
 
 import base64
 import hashlib
@@ -13,17 +13,17 @@ from isthmus.page.source import RunSource
 from isthmus.page.state import State, StateBuilder
 from isthmus.runlog import RunDir
 
-READ_SECONDS = 20.0  # for the rounds in a bucket; the rows of the run directory are all read
+READ_SECONDS = 20.0  # to read the rounds of a bucket; the run directory's rows are always read whole
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Draw the run as it stands; may be called while it goes on."""
+    """Write the run's report; may be called while it runs."""
     run = RunDir.open(run_dir)
     builder = StateBuilder()
-    state = builder.build(RunSource(run.path, builder.wall).look(READ_SECONDS))
+    state = builder.build(RunSource(run, builder.wall).look(READ_SECONDS))
     state["written_unix"] = round(builder.wall())
-    state["run"]["where"] = ""  # a report is passed on; the folder is of no use to others
+    state["run"]["where"] = ""  # reports are shared, and the folder is useless to others
     try:
         replace_file(run.report_path, inlined(state))
     except OSError as error:
@@ -32,7 +32,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def inlined(state: State) -> str:
-    """page.html with its style, its script and `state` in it; a policy allows these and no other."""
+    """Return page.html with its style, its script and `state` inlined; its policy allows only these."""
     html, css, js, icon = parts.html(), parts.style(), parts.script(), parts.icon()
     icon_url = f"data:image/svg+xml;base64,{base64.b64encode(icon.encode()).decode()}"
     policy = (
@@ -68,6 +68,6 @@ def _hash(text: str) -> str:
 
 
 def _data(state: State) -> str:
-    """JSON in which no name from a run can end the script element that holds it."""
+    """Return JSON in which no name from a run can close the script element around it."""
     text = json.dumps(state, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     return text.translate(str.maketrans(UNSAFE))

@@ -1,4 +1,4 @@
-"""Round by round, who contributed, was late, was refused or did not come."""
+"""Each replica's outcome in each round: contributed, late, refused or absent."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Tally:
-    """All rounds of a run, counted: there may be tens of thousands, of which the page shows the last."""
+    """Counts over all rounds of a run: it may have tens of thousands, and the page shows only the last."""
 
     rows: dict[int, Row]
     rounds: frozenset[int]
     counted: Counter[str]  # replica -> rounds in which its update counted
-    strangers: frozenset[str]  # who is in a manifest or a row, and not in the recipe
+    strangers: frozenset[str]  # replicas in a manifest or a row, but not in the recipe
     simulated: bool
 
 
@@ -47,7 +47,7 @@ def tally(raw: Raw) -> Tally:
 
 
 def _took_part(one: Settled | Row, names: list[str]) -> tuple[set[str], Mapping[str, str]]:
-    """(whose update counted, who was refused and why), by a manifest or else by a row."""
+    """Return (replicas whose update counted, refused ones with reasons), from a manifest or else a row."""
     if isinstance(one, Settled):
         return set(one.counted), one.refused
     if one.contributors is None:
@@ -56,7 +56,7 @@ def _took_part(one: Settled | Row, names: list[str]) -> tuple[set[str], Mapping[
 
 
 def grid(raw: Raw, all_rounds: Tally | None = None) -> dict[str, Any]:
-    """For every replica a word for each of the last rounds, the reason where there is one, and its score."""
+    """Return each replica's outcome in each of the last rounds, with a reason if there is one."""
     known = all_rounds or tally(raw)
     fleet = [member.name for member in raw.recipe.fleet()]
     names = fleet + sorted(known.strangers)[:MOST_STRANGERS]
@@ -82,7 +82,7 @@ def grid(raw: Raw, all_rounds: Tally | None = None) -> dict[str, Any]:
 
 
 def _words(raw: Raw, t: int, row: Row | None, names: list[str]) -> dict[str, tuple[str, str]]:
-    """replica -> (word, reason) of one round; from its manifest where there is one, else from its row."""
+    """Map replicas to (outcome, reason) of one round, from its manifest if there is one, else its row."""
     one = raw.settled.get(t)
     words: dict[str, tuple[str, str]] = {}
     for name in names:
@@ -96,6 +96,4 @@ def _words(raw: Raw, t: int, row: Row | None, names: list[str]) -> dict[str, tup
             words[name] = ("away", "it was not a member of this round")
     who, refused = _took_part(one or row or Row(round=t), names)
     words |= {name: ("refused", reason) for name, reason in refused.items()}
-    scores = one.scores if one else {}
-    said = {name: f"alone it moves the held-out loss by {score:+.4f}" for name, score in scores.items()}
-    return words | {name: ("counted", said.get(name, "")) for name in who}
+    return words | {name: ("counted", "") for name in who}

@@ -1,4 +1,4 @@
-"""The page's server: its own four files, /state and /metrics; GET and HEAD, and nothing else."""
+"""The page's server: four files, /state and /metrics, by GET and HEAD only."""
 
 import errno
 import hashlib
@@ -20,14 +20,14 @@ from isthmus.page.source import BucketSource, RunSource
 from isthmus.page.state import State, StateBuilder
 from isthmus.page.tensorboard import Follower
 
-LOOK_SECONDS = 1.0  # between looks at a folder, while requests come
-FAR_SECONDS = 3.0  # at a bucket that is elsewhere
-READING_SECONDS = 0.5  # between looks while older rounds are read
-LOOK_BUDGET = 4.0  # seconds of a look in which they are
-SLOWEST_SECONDS = 6.0  # between looks that take long
-TIMEOUT_SECONDS = 1.5  # that a request waits for a fresh state
+LOOK_SECONDS = 1.0  # between polls of a folder, while requests arrive
+FAR_SECONDS = 3.0  # between polls of a remote bucket
+READING_SECONDS = 0.5  # between polls while older rounds are read
+LOOK_BUDGET = 4.0  # seconds of a poll for reading older rounds
+SLOWEST_SECONDS = 6.0  # the most between polls that take long
+TIMEOUT_SECONDS = 1.5  # how long a request waits for a fresh state
 MOST_CONNECTIONS = 64
-MOST_OF_ONE = 24  # address: every viewer behind a tunnel or a proxy shares one
+MOST_OF_ONE = 24  # per address: all viewers behind a tunnel or a proxy share one
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -39,23 +39,22 @@ HEADERS = {
 
 
 class Watcher(threading.Thread):
-    """Looks at the source while requests come, and keeps the newest state: a slow bucket delays no answer."""
+    """Polls the source while requests arrive, and caches the newest state: a slow bucket delays no answer."""
 
     def __init__(self, source: RunSource | BucketSource) -> None:
         super().__init__(daemon=True, name="watcher")
         self.source, self.builder = source, StateBuilder()
         self.followers: list[Follower] = []
-        far = isinstance(source, BucketSource) and "://" in source.where
-        self.least = self.every = FAR_SECONDS if far else LOOK_SECONDS
+        self.least = self.every = FAR_SECONDS if source.far else LOOK_SECONDS
         self.wanted, self.fresh = threading.Event(), threading.Condition()
         self.looked = 0.0
         self.fault = ""
         self.state: State = {}
         self.body, self.etag = b"", ""
-        self._look(0.0)  # at once: what takes longer comes with the next looks
+        self._look(0.0)  # without older rounds, which the next polls read
 
     def follow(self, follower: Follower) -> None:
-        """Before the start: it gets all rounds."""
+        """Add a follower before the start: it gets all rounds."""
         self.followers.append(follower)
         if not self.raw.unread:
             follower.add(self.raw.rows)
@@ -69,7 +68,7 @@ class Watcher(threading.Thread):
             self.raw, self.state, self.body = raw, state, body
             self.etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
             self.looked = time.monotonic()
-            # A new row of a very long run takes seconds to draw: the machine may have other work.
+            # Drawing a new row of a very long run takes seconds, and the machine may have other work.
             slowly = min(max(self.least, 2 * (self.looked - began)), SLOWEST_SECONDS)
             self.every = READING_SECONDS if raw.unread else slowly
             self.fresh.notify_all()
@@ -78,7 +77,7 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         while True:
-            # TensorBoard and the loggers get their rounds also while no page is open.
+            # TensorBoard and the loggers get rounds even while no page is open.
             if not self.raw.unread:
                 self.wanted.wait(self.every if self.followers else None)
             self.wanted.clear()
@@ -86,7 +85,7 @@ class Watcher(threading.Thread):
             try:
                 self._look()
                 self.fault = ""
-            except Exception as error:  # the folder may be gone for a while: the page shows what was there
+            except Exception as error:  # the folder may be gone for a while: keep the last state
                 words = f"{type(error).__name__}: {error}".splitlines()[0]
                 if words != self.fault:
                     print(f"isthmus watch: cannot look: {words}", file=sys.stderr, flush=True)
@@ -96,7 +95,7 @@ class Watcher(threading.Thread):
                     self.fresh.notify_all()
 
     def current(self) -> tuple[State, bytes, str]:
-        """The newest state; if it is old, a fresh one if that comes soon."""
+        """Return the newest state; if it is old, wait briefly for a fresh one."""
         with self.fresh:
             if time.monotonic() - self.looked > self.every:
                 looked = self.looked
@@ -123,9 +122,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # a body is not read, nor taken for the next request
+            self.close_connection = True  # so that an unread body is not parsed as the next request
         if not self.server.admits(self.headers.get("Host", "")):
-            self._answer(403, "text/plain", b"this name is not served\n")
+            self._answer(
+                403, "text/plain", b"this name is not served; take the machine's address, or --host\n"
+            )
             return
         path = self.path.partition("?")[0].partition("#")[0]
         if path == "/state":
@@ -145,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def __getattr__(self, name: str) -> Any:
-        """Every other verb, whatever it is called."""
+        """Answer every other verb, whatever its name."""
         if name.startswith("do_"):
             return self._refuse
         raise AttributeError(name)
@@ -173,17 +174,18 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, form: str, *args: Any) -> None:
-        """Requests are not logged: the terminal shows the URL."""
+        """Log no requests: the terminal shows the URL."""
 
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
-    request_queue_size = 128  # a few that wait to be taken do not keep the next one out
+    request_queue_size = 128  # a few connections that wait to be accepted do not block the next
 
     def __init__(
         self, host: str, port: int, watcher: Watcher, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.names = {name.lower() for name in (host, socket.gethostname(), socket.getfqdn())}
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self.address_family = found[0][0]
@@ -214,11 +216,12 @@ class Server(ThreadingHTTPServer):
         return f"http://{host}:{self.server_address[1]}/"
 
     def admits(self, host: str) -> bool:
-        """On loopback only local names: another site cannot reach us by giving its name our address."""
-        if not self.local:
+        """Check the Host header against DNS rebinding, by which another site could read us in a viewer's
+        browser: accept only this machine's names and that of `--host`."""
+        name = (host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host).strip("[]").lower()
+        if name == "localhost" or is_loopback(name):
             return True
-        name = host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host
-        return name.lower() == "localhost" or is_loopback(name.strip("[]"))
+        return not self.local and (is_address(name) or name in self.names)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self.crowd.enter(request, str(client_address[0])) is None:
@@ -233,14 +236,22 @@ class Server(ThreadingHTTPServer):
             self.crowd.leave(request)
 
     def service_actions(self) -> None:
-        """In the server's loop, several times a second."""
+        """Run in the server's loop, several times a second."""
         self.crowd.sweep()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away is not reported; a fault of ours is one line."""
+        """Ignore browsers that disconnect; print our own faults as one line."""
         error = sys.exc_info()[1]
         if not isinstance(error, ConnectionError | TimeoutError):
             print(f"isthmus watch: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(name: str) -> bool:

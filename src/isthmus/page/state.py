@@ -1,4 +1,4 @@
-"""A run as plain data, complete and in words: what /state answers and what report.html holds."""
+"""A run as plain data and sentences: the content of /state and report.html."""
 
 import itertools
 import time
@@ -9,27 +9,29 @@ from typing import Any
 
 from isthmus.config import Recipe, dump_recipe
 from isthmus.page import charts, replicas, rounds
+from isthmus.page.parts import text
 from isthmus.page.source import Raw
-from isthmus.protocol.scores import has_passed, not_counted
+from isthmus.protocol.fleet_state import NOT_SEEN
 from isthmus.runlog import Row, Totals, totals
-from isthmus.runlog.clean import text
 from isthmus.runlog.words import count, duration, first_and_last, fleet_in_words, rate, sentences, size
 
-State = dict[str, Any]  # JSON for the page, which alone knows its parts
+State = dict[str, Any]  # JSON for the page, which alone knows its structure
 
 MOST_EVENTS = 40
-MOST_DRAWN = 64  # replicas in the picture; the table has all
+MOST_DRAWN = 64  # replicas in the picture; the table lists all
 
 
 class StateBuilder:
-    """Turns what a source found into a state, and remembers what changed between two looks."""
+    """Turn a source's findings into a state, and remember what changed between two polls."""
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
         self.wall = wall
-        self.events: deque[State] = deque(maxlen=MOST_EVENTS)
+        self.events: deque[State] = deque(maxlen=MOST_EVENTS)  # of rounds
+        self.comings: deque[State] = deque(maxlen=MOST_EVENTS)  # joins and departures: rounds push none out
         self.before: dict[str, State] = {}
+        self.incarnations: dict[str, str] = {}  # replica -> its last start that was seen up
         self.round: int | None = None
-        self.source: Raw | None = None  # of which these were made:
+        self.source: Raw | None = None  # the source of these:
         self.from_rows: State = {}
         self.odd: list[str] = []
         self.tally: rounds.Tally | None = None
@@ -41,19 +43,26 @@ class StateBuilder:
         members = replicas.replicas(raw, now)
         self._note_changes(members, raw, done, now)
         status = text(raw.about.get("status") or "unknown", 40)
-        left = self._left(rows, done, recipe.outer.rounds) if status == "running" else None
+        stale = replicas.is_stale(raw, now)
+        left = self._left(rows, done, recipe.outer.rounds) if status == "running" and not stale else None
         state = {
             "run": {
                 "name": recipe.name,
                 "status": status,
                 "tone": status if status in replicas.STATUSES else "",
-                "stale": replicas.is_stale(raw, now),
-                "timeout_seconds": replicas.timeout_seconds(raw),
+                "stale": stale,
+                "timeout_seconds": None
+                if any(one["seen_unix"] for one in members)
+                else replicas.timeout_seconds(raw),
+                "silent_unix": raw.silent_unix and round(raw.silent_unix),
+                "as_of_unix": raw.members_unix and round(raw.members_unix),
                 "round": done,
                 "rounds": recipe.outer.rounds,
                 "inner_steps": recipe.outer.inner_steps,
                 "where": text(raw.where),
-                "facts": [f for f in (raw.about.get("device"), raw.about.get("mode"), started(raw)) if f],
+                "facts": [
+                    text(f) for f in (raw.about.get("device"), raw.about.get("mode"), started(raw)) if f
+                ],
                 "fleet": fleet_in_words(recipe),
                 "parameters": count(recipe.model.num_parameters),
                 "bucket": raw.has_bucket,
@@ -68,15 +77,20 @@ class StateBuilder:
             "replicas": members,
             "drawn": MOST_DRAWN,
             "rounds": rounds.grid(raw, self.tally),
+            "comings": list(self.comings),
             "events": list(self.events),
-            "about": [[key, str(value)] for key, value in raw.about.items()],
+            "about": [
+                [text(key, 80), text(value)]
+                for key, value in raw.about.items()
+                if value not in (None, [], "")
+            ],
             "recipe": dump_recipe(recipe),
             "problems": [*raw.problems, *self.odd],
         }
         return state | self.from_rows
 
     def _refresh(self, raw: Raw) -> None:
-        """What rows alone decide is made anew when they change: of a long run it takes a second or two."""
+        """Recompute what depends only on rows when they change: for a long run it takes a second or two."""
         before, self.source = self.source, raw
         if before is None or before.rows is not raw.rows:
             self.tally = rounds.tally(raw)
@@ -102,26 +116,18 @@ class StateBuilder:
         }
 
     def _left(self, rows: list[Row], done: int, total: int) -> float | None:
-        """Seconds to the end at the pace of the last rounds."""
+        """Return the seconds left at the pace of the last rounds."""
         recent = [row.seconds for row in rows[-8:] if row.round and row.seconds]
         return median(recent) * (total - done) if recent and done < total else None
 
     def _note_changes(self, members: list[State], raw: Raw, done: int, now: float) -> None:
-        """Replicas that went or came back since the last look; settled rounds that refused an update."""
+        """Report replicas that left or returned since the last poll, and rounds that refused an update."""
         for one in members:
-            before = self.before.get(one["name"])
-            if before and before["up"] and not one["up"]:
-                reason = f": {one['why']}" if one["why"] else ""
-                words = "has left" if one["state"] == "left" else f"is gone{reason}"
-                self._event(now, f"{one['name']} {words}", "wait" if one["state"] == "left" else "bad")
-            elif before and one["up"] and not before["up"]:
-                words = "has joined" if before["state"] == "not seen" else f"is back ({one['state']})"
-                self._event(now, f"{one['name']} {words}", "good")
-            elif before and one["state"] == "starting" != before["state"] and before["up"]:
-                self._event(now, f"{one['name']} was started again", "wait")
-            elif before and before["incarnation"] and one["incarnation"] != before["incarnation"]:
-                self._event(now, f"{one['name']} sends heartbeats again after a new start", "good")
+            if before := self.before.get(one["name"]):
+                self._note_coming(one, before, now)
             self.before[one["name"]] = one
+            if one["up"] and one["incarnation"]:
+                self.incarnations[one["name"]] = one["incarnation"]
         if self.round is not None:
             for t in range(self.round + 1, done + 1):
                 one = raw.settled.get(t)
@@ -129,18 +135,38 @@ class StateBuilder:
                     continue
                 absent = [name for name in one.expected if name not in (*one.counted, *one.refused)]
                 without = f" without {', '.join(absent[:8])}" if absent else ""
-                self._event(now, f"round {t} was settled{without}", "wait" if absent else "")
+                tone = "wait" if absent else ""
+                self.events.appendleft(_event(now, f"round {t} was settled{without}", tone))
                 for name, reason in itertools.islice(one.refused.items(), 8):
-                    tone = "wait" if has_passed(reason) else "bad"
-                    self._event(now, f"round {t}: {not_counted(name, reason)}", tone)
+                    self.events.appendleft(_event(now, f"round {t}: refused {name}: {reason}", "bad"))
         self.round = done
 
-    def _event(self, now: float, words: str, tone: str) -> None:
-        self.events.appendleft({"unix": round(now), "text": text(words), "tone": tone})
+    def _note_coming(self, one: State, before: State, now: float) -> None:
+        """Report what happened to one replica between two polls. A new incarnation means a new start,
+        whatever the state when a poll first sees it."""
+        if replicas.UNKNOWN in (one["state"], before["state"]):
+            return
+        known, new = self.incarnations.get(one["name"]), one["incarnation"]
+        if before["up"] and not one["up"]:
+            reason = f": {one['why']}" if one["why"] else ""
+            left = one["state"] == "left"
+            words, tone = "has left" if left else f"is gone{reason}", "wait" if left else "bad"
+        elif one["up"] and not before["up"]:
+            words = "has joined" if before["state"] == NOT_SEEN else f"is back ({one['state']})"
+            tone = "good"
+        elif one["up"] and known and new and new != known:
+            words, tone = "was started again", "wait"
+        else:
+            return
+        self.comings.appendleft(_event(now, f"{one['name']} {words}", tone))
+
+
+def _event(now: float, words: str, tone: str) -> State:
+    return {"unix": round(now), "text": text(words), "tone": tone}
 
 
 def _safely(make: Callable[[], Any], otherwise: Any, what: str, problems: list[str]) -> Any:
-    """A stranger's figures may fit no plan and no sentence: the page then leaves them out and says so."""
+    """Return `otherwise` and note the problem if `make` fails: a stranger's figures may break it."""
     try:
         return make()
     except Exception as error:
@@ -153,14 +179,21 @@ def started(raw: Raw) -> str:
 
 
 def unread_in_words(raw: Raw) -> str:
-    """What the sums and curves do not have yet."""
+    """Say what sums and curves still lack."""
     if not raw.unread or (raw.rows and raw.rows[0].round <= 1):
         return ""
     return f" Rounds 1 to {raw.unread:,} are still being read: sums and curves are of those after them."
 
 
 def now_in_words(raw: Raw, members: list[State], done: int, status: str) -> str:
-    """What is going on; without ages, which the page adds from its own clock."""
+    """Say what is going on, without ages, which the page adds from its own clock."""
+    words = _now(raw, members, done, status)
+    if raw.silent_unix is None:
+        return words
+    return f"The bucket does not answer. {'When it last did: ' if raw.members_unix else ''}{words}"
+
+
+def _now(raw: Raw, members: list[State], done: int, status: str) -> str:
     total, steps = raw.recipe.outer.rounds, raw.recipe.outer.inner_steps
     if done >= total:
         return f"All {total:,} rounds are done."
@@ -174,7 +207,7 @@ def now_in_words(raw: Raw, members: list[State], done: int, status: str) -> str:
         )
     if raw.behind:
         return f"Reading the history: {done:,} rounds so far, {raw.behind:,} more are settled."
-    if raw.real and not raw.has_bucket and not done:
+    if raw.real and not raw.has_bucket and not done and raw.silent_unix is None:
         return "The run is starting."
     if not raw.has_bucket:
         return f"Round {done:,} of {total:,} is the last one written down."
@@ -191,13 +224,13 @@ def now_in_words(raw: Raw, members: list[State], done: int, status: str) -> str:
 
 
 def _listed(group: list[State]) -> str:
-    """`rack-0, rack-1 and edge-0`."""
+    """Join names: `rack-0, rack-1 and edge-0`."""
     names = [m["name"] for m in group[:6]] + ([f"{len(group) - 6} more"] if len(group) > 6 else [])
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _steps(group: list[State], steps: int) -> str:
-    """Where those that train are in the round."""
+    """Say where the training replicas are in the round."""
     at = [m["inner_step"] for m in group if m["state"] == "training" and m["inner_step"]]
     if not at:
         return ""
@@ -206,21 +239,22 @@ def _steps(group: list[State], steps: int) -> str:
 
 
 def tiles(rows: list[Row], sums: Totals, recipe: Recipe) -> list[State]:
-    """The figures that people look for first; those that do not apply are left out."""
+    """Return the main figures, without those that do not apply."""
     found: list[State] = []
     for field, name in (("loss_mixed", "Held-out loss"), ("loss_train", "Training loss")):
         if (ends := first_and_last(rows, field)) and not found:
             first, last = (row[field] for row in ends)
             words = f"nats, from {first:.3f}" if ends[1] is not ends[0] else "nats"
             if any(recipe.is_scored(row.round) for row in rows if row.round > ends[1].round):
-                words += f", after round {ends[1].round:,}"  # the losses of later rounds are not known yet
+                words += f", after round {ends[1].round:,}"  # later rounds have no losses yet
             found.append({"name": name, "value": f"{last:.3f}", "words": words})
     if sums["tokens"]:
         words = f"tokens in {duration(sums['seconds'])}"
         found.append({"name": "Trained on", "value": count(sums["tokens"]), "words": words})
     if recent := [row.tokens_per_second for row in rows[-5:] if row.tokens_per_second]:
         number, unit = rate(median(recent)).split(" ")
-        found.append({"name": "Rate", "value": number, "words": f"{unit}, all together"})
+        words = f"{unit} of all, over whole rounds"
+        found.append({"name": "Rate", "value": number, "words": words})
     for link, other in (("stages", "uncompressed"), ("replicas", "dense")):
         sent, dense = charts.crossed(sums, link), sums["dense_bytes"][link]
         if sent:
@@ -230,7 +264,7 @@ def tiles(rows: list[Row], sums: Totals, recipe: Recipe) -> list[State]:
 
 
 def last_figures(rows: list[Row]) -> State:
-    """The newest known value of every figure that is watched from outside."""
+    """Return the newest known value of every figure that monitoring reads."""
     losses = ("loss_full", "loss_pipelined", "loss_mixed", "loss_train")
     others = ("grad_norm", "lr", "tokens_per_second", "seconds", "fleet_seconds")
     newest = list(reversed(rows))

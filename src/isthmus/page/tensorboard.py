@@ -1,4 +1,4 @@
-"""Rounds as a TensorBoard event file, written with tensorboardX."""
+"""Write rounds to a TensorBoard event file with tensorboardX."""
 
 import os
 import time
@@ -22,23 +22,23 @@ SCALARS = {
 }
 
 
-LATER = ("held-out", "bias/")  # how the tags begin that a row may get after the others
+LATER = ("held-out", "bias/")  # prefixes of tags that a row may get later than others
 
 
 class Follower(ABC):
-    """Writes the values of each round once, and later those that became known later: for a page that is
-    watched, which shows a round before its losses are measured."""
+    """Write each round's values once, and late ones once they are known: a watched page shows a round before
+    its losses are measured."""
 
     def __init__(self, started: str = "") -> None:
-        self.done = -1  # the newest round that was written
-        self.unscored: set[int] = set()  # of those, the rounds that had no held-out loss yet
+        self.done = -1  # the newest round written
+        self.unscored: set[int] = set()  # written rounds that had no held-out loss yet
         try:
             self.began = datetime.fromisoformat(started).timestamp()
         except ValueError:
             self.began = time.time()
 
     def add(self, rows: list[Row]) -> None:
-        """The rounds that are new; a round's time is the run's start and all rounds' seconds up to it."""
+        """Write new rounds; a round's time is the run's start plus the seconds of all rounds up to it."""
         at = self.began
         for row in rows:
             at += row.seconds or 0.0
@@ -54,16 +54,15 @@ class Follower(ABC):
 
     @abstractmethod
     def write(self, at: float, round: int, values: Mapping[str, float]) -> None:
-        """One round's values; of losses that were known later, those alone."""
+        """Write one round's values; for late losses, only those."""
 
 
 class EventWriter(Follower):
-    """Appends one event for each round to a file of its own in `folder`, and a second for losses that were
-    known later."""
+    """Append an event per round to its own file in `folder`, and a second one for late losses."""
 
     def __init__(self, folder: Path, started: str = "") -> None:
         super().__init__(started)
-        # These import torch, which takes seconds: only where event files are asked for.
+        # These import torch, which takes seconds, so load them only for event files.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -86,7 +85,7 @@ class EventWriter(Follower):
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
-    """(tag, value) of everything that a row knows."""
+    """Yield (tag, value) for everything that a row knows."""
     named: list[tuple[str, float | None]] = [(tag, row[field]) for field, tag in SCALARS.items()]
     named += [(f"train/{kind}", value) for kind, value in row.train_by_kind.items()]
     named += [(f"held-out by kind/{kind}", value) for kind, value in row.loss_by_kind.items()]

@@ -1,13 +1,14 @@
-"""`compression = "auto"` and `wire = "auto"`: what costs the least loss of all that the link can carry.
+"""Pick `compression = "auto"` and `wire = "auto"`: the least loss among all that the link can carry.
 
-The rule, in figures that a run can measure: once the pipeline is full, the link is busy for less than 95 % of
-the time. That share is the link's seconds for a micro-batch, one way, over the seconds between micro-batches,
-which come from the event simulation of the schedule. `inner.in_flight` plays no part: where it makes stages
-wait for round trips, the link is idle, and more compression would cost loss and gain little. Of all pairs of
-a wire and a k/d that satisfy it, the one with the least expected price is taken (`loss_price`).
+The rule uses figures that a run can measure: with a full pipeline, the link is busy for less than 95 % of the
+time. That share is the link's seconds for a micro-batch, one way, over the seconds between micro-batches,
+which an event simulation of the schedule yields. `inner.in_flight` plays no part: if it makes stages wait for
+round trips, the link is idle, and more compression would cost loss and gain little. Of all pairs of a wire
+and a k/d that satisfy the rule, the one with the least expected price wins (`loss_price`).
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -28,7 +29,7 @@ LADDER = (
 
 @dataclass(frozen=True)
 class Rung:
-    """A wire and a k/d on one replica's link, once its pipeline is full."""
+    """A wire and a k/d on one replica's link, with a full pipeline."""
 
     wire: str
     compression: str
@@ -38,8 +39,8 @@ class Rung:
 
     @cached_property
     def pace_seconds(self) -> float:
-        """Between micro-batches."""
-        # A full pipeline is deep enough for the latency, which delays all arrivals by the same time.
+        """Seconds between micro-batches."""
+        # A full pipeline is deep enough for the latency, which delays all arrivals equally.
         return steady_pace(self.stage_seconds, self.link_seconds, 0.0)
 
     @property
@@ -52,8 +53,26 @@ class Rung:
 
     @property
     def rank(self) -> tuple[float, int, float]:
-        """The least is the best: the price, then how well it is known, then how much it carries."""
+        """Sort key, best first: the price, then how well it is known, then how much it carries."""
         return max(0.0, self.price.percent), BASES.index(self.price.basis), -self.link_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Untied:
+    """Reports that a run has two tables where its recipe states one."""
+
+    num_parameters: int  # of the second table
+
+    @property
+    def choice(self) -> str:
+        return (
+            f"embedding and head are untied, {self.num_parameters:,} parameters more: the first and the last "
+            "stage would have to exchange the table's whole gradient in every step"
+        )
+
+    @property
+    def reason(self) -> str:
+        return self.choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +84,7 @@ class Pick:
     mbps: float
     num_parameters: int
     rung: Rung
-    milder: Rung | None  # the nearest that costs less and is not enough; None where there is none
+    milder: Rung | None  # the nearest cheaper one, which the link cannot carry; None if there is none
 
     @property
     def compression(self) -> str:
@@ -77,7 +96,7 @@ class Pick:
 
     @property
     def reason(self) -> str:
-        """In one line, with the price that is expected."""
+        """The reason in one line, with the expected price."""
         return f"{self.choice}; {self.rung.price.text(self.num_parameters)}"
 
     @property
@@ -100,13 +119,18 @@ class Pick:
 
 
 def resolve(
-    recipe: Recipe, tflops: float = 0.0, memory_gb: float = 0.0
-) -> tuple[Recipe, tuple[Pick | MemoryPick, ...]]:
-    """The recipe with a wire and a k/d wherever it said "auto", and why; the same of sharding and
-    recomputation where the memory is stated. The recipe itself where there was nothing to pick.
+    recipe: Recipe, tflops: float = 0.0, memory_gb: float = 0.0, room: Sequence[int] = ()
+) -> tuple[Recipe, tuple[Untied | Pick | MemoryPick, ...]]:
+    """Return the recipe with every "auto" wire and k/d picked, and the reasons. If the memory is stated, also
+    pick sharding and recomputation. If a replica is pipelined, or may join (`room`), untie embedding and head
+    in every replica. Without anything to pick, return the recipe itself.
 
-    `tflops` and `memory_gb` are those of machines whose own the recipe does not state.
+    `tflops` and `memory_gb` apply to machines for which the recipe states none.
     """
+    untied: tuple[Untied, ...] = ()
+    if recipe.model.tie_embeddings and (room or any(r.stages > 1 for r in recipe.replicas)):
+        untied = (Untied(num_parameters=recipe.model.vocab * recipe.model.width),)
+        recipe = replace(recipe, model=replace(recipe.model, tie_embeddings=False))
     picks = tuple(pick(recipe, r, tflops) for r in recipe.replicas if r.auto)
     found = {chosen.replica: chosen for chosen in picks}
     if found:
@@ -129,7 +153,7 @@ def resolve(
             for r in recipe.replicas
         ]
         recipe = replace(recipe, replicas=tuple(settled))
-    return recipe, (*picks, *fitted.values())
+    return recipe, (*untied, *picks, *fitted.values())
 
 
 def picked(replica: ReplicaConfig, chosen: Pick) -> ReplicaConfig:
@@ -137,8 +161,8 @@ def picked(replica: ReplicaConfig, chosen: Pick) -> ReplicaConfig:
 
 
 def pick(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> Pick:
-    """The least price of all that is enough: of one wire, the mildest k/d. Where nothing is enough, what
-    carries least: the run is right, only slow."""
+    """Pick the least price that the link can carry: on one wire, the mildest k/d. If it can carry none, pick
+    the one with the fewest bytes: the run is right, only slow."""
     rate = replica.tflops or tflops
     if rate <= 0:
         instead = 'a k/d such as compression = "1/8"' if replica.compression == AUTO else 'wire = "bf16"'
@@ -147,7 +171,7 @@ def pick(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> Pick:
             f"tflops (`isthmus doctor` on such a machine measures it), or {instead}"
         )
     options = rungs(recipe, replica, rate)
-    first = bisect_left(options, True, key=lambda rung: rung.enough)  # fewer bytes never keep it busier
+    first = bisect_left(options, True, key=lambda rung: rung.enough)  # fewer bytes never keep the link busier
     enough = options[first:] or options[-1:]
     best, heavier = enough[0], options[: min(first, len(options) - 1)]
     if replica.wire == AUTO:
@@ -164,8 +188,8 @@ def pick(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> Pick:
 
 
 def rungs(recipe: Recipe, replica: ReplicaConfig, tflops: float) -> list[Rung]:
-    """All that "auto" may become on this replica's link, the most bytes first, as far as the model's width
-    has dimensions for it."""
+    """Return all choices for this replica's link, most bytes first, as far as the model's width has enough
+    dimensions."""
     micro_batches = recipe.micro_batches_of(replica)
     known, anchor = measured(recipe.inner.optimizer, recipe.subspace.anchor), recipe.subspace.anchor
     compute = compute_of(recipe, replica, tflops)
@@ -184,7 +208,7 @@ def _pairs(known: Measured, replica: ReplicaConfig, anchor: str) -> list[tuple[s
     wires = known.wires if replica.wire == AUTO else (replica.wire,)
     if replica.compression != AUTO:
         return [(wire, replica.compression) for wire in wires]
-    # At k = d few bits are turned by U all the same, unless an open boundary was measured with them. Where
-    # anchors are learned, no boundary may be open.
+    # At k = d, U still rotates few-bit streams, unless an open boundary was measured with them. With learned
+    # anchors, no boundary may be open.
     first = {wire: "none" if anchor == "fixed" and known.opens(wire) else "1" for wire in wires}
     return [(wire, k) for wire in wires for k in (first[wire], *LADDER)]

@@ -1,4 +1,4 @@
-"""Recipe -> seconds on that fleet, in closed formulas (docs/method.md, The virtual clock)."""
+"""Recipe -> seconds on its fleet, in closed formulas (docs/method.md, The virtual clock)."""
 
 from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.layout.traffic import micro_batch_bytes, outer_bytes, shard_bytes
@@ -10,13 +10,13 @@ def step_flops(recipe: Recipe, replica: ReplicaConfig) -> float:
 
 
 def inner_step_seconds(recipe: Recipe, member: Member, measured_seconds: float) -> float:
-    """One inner step of a replica with its links full duplex and overlapped with compute.
+    """Return the seconds of a replica's inner step, with full-duplex links that overlap with compute.
 
     With m micro-batches of t seconds of compute per stage and l on the link each way, the slower of the two
-    sets the pace and the pipeline fills and drains once: m max(t, l) + (S-1)(t + 2 (l + latency)). For l <=
+    sets the pace, and the pipeline fills and drains once: m max(t, l) + (S-1)(t + 2 (l + latency)). For l <=
     t this is the ceiling U = m / (m + (S-1)(1 + 2(r + lat/t))) that no flushing schedule beats.
 
-    measured_seconds stands in for the compute of the whole replica where the recipe gives no rate.
+    measured_seconds replaces the compute of the whole replica if the recipe states no rate.
     """
     replica = member.config
     stages, m = replica.stages, recipe.micro_batches_of(replica)
@@ -35,7 +35,7 @@ def inner_step_seconds(recipe: Recipe, member: Member, measured_seconds: float) 
 def round_seconds(recipe: Recipe, measured_step_seconds: float) -> float:
     """One outer round: H inner steps of the slowest replica, then its exchange, up and then down.
 
-    measured_step_seconds are those of the average replica; a larger batch takes as much longer.
+    measured_step_seconds belong to the average replica; a larger batch takes proportionally longer.
     """
     sizes, average = shard_bytes(recipe), recipe.step_sequences / recipe.num_replicas
     return max(
@@ -49,12 +49,12 @@ def round_seconds(recipe: Recipe, measured_step_seconds: float) -> float:
 
 
 def exchange_seconds(recipe: Recipe, member: Member, sizes: tuple[int, ...] | None = None) -> float:
-    """Upload, then download of all the others' updates, every machine of the replica over its own link."""
+    """Return the seconds for upload, then download of all other updates, each machine over its own link."""
     if recipe.num_replicas == 1:
         return 0.0
     up, down = outer_bytes(recipe, member, sizes)
     link, machines = member.config.outer_link, member.config.stages
-    if recipe.outer.method == "adamw":  # a ring sends and receives at once, every inner step
+    if recipe.outer.method == "adamw":  # a ring sends and receives at the same time, every inner step
         latency = 2 * (recipe.num_replicas - 1) * recipe.outer.inner_steps * link.latency_ms / 1e3
         return up / machines * 8 / (link.mbps * 1e6) + latency
     return link.seconds(up / machines) + link.seconds(down / machines)

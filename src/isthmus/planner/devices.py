@@ -1,12 +1,16 @@
-"""Training rates and memory of well-known devices, for plans made before the machine is at hand.
+"""Training rates and memory of well-known devices, for plans without access to the machine; and a check,
+before torch is loaded, whether a device can exist here.
 
-The rates are assumptions and printed as such: `isthmus doctor` on the machine measures its rate.
+The rates are assumptions and printed as such: `isthmus doctor` on the machine measures the real rate.
 """
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isthmus.config import nearest
+from isthmus.config.checks import short
 from isthmus.errors import ConfigError
 
 SHARE = 0.4  # of the stated peak, as docs/plan.md counts one H100
@@ -14,15 +18,15 @@ SHARE = 0.4  # of the stated peak, as docs/plan.md counts one H100
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """As its maker states it: of the larger variant where there are two of one name."""
+    """The maker's figures; if a name has two variants, those of the larger."""
 
     peak: float  # TFLOP/s, dense: matrix units in bf16, accumulated in fp32
-    memory_gb: float  # that a process may use
-    units: str = "bf16"  # or "fp32", where there are none for bf16, and torch would emulate them slowly
+    memory_gb: float  # for one process
+    units: str = "bf16"  # or "fp32", without matrix units for bf16: torch would emulate it slowly
 
 
-# From NVIDIA's white papers of Ampere (GA102), Ada and RTX Blackwell, and the makers' data sheets. GeForce
-# cards multiply at half rate where they accumulate in fp32, which training does.
+# From NVIDIA's white papers on Ampere (GA102), Ada and RTX Blackwell, and data sheets. GeForce cards multiply
+# at half rate when they accumulate in fp32, as training does.
 DEVICES = {
     "b200": Device(2250.0, 180.0),
     "h200": Device(989.0, 141.0),
@@ -40,12 +44,12 @@ DEVICES = {
     "rtx-5080": Device(112.6, 16.0),
     "rtx-5070-ti": Device(87.9, 16.0),
     "rtx-5070": Device(61.7, 12.0),
-    "rtx-5060-ti": Device(47.4, 16.0),  # from the stated AI TOPS, by the ratio of its sisters
+    "rtx-5060-ti": Device(47.4, 16.0),  # from the stated AI TOPS, scaled like its sisters
     "rtx-4090": Device(165.2, 24.0),
     "rtx-4080": Device(97.5, 16.0),
     "rtx-4070-ti": Device(80.2, 12.0),
     "rtx-4070": Device(58.3, 12.0),
-    "rtx-4060-ti": Device(44.1, 16.0),  # so are this and the next
+    "rtx-4060-ti": Device(44.1, 16.0),  # the same for this and the next
     "rtx-4060-ti-8gb": Device(44.1, 8.0),
     "rtx-4060": Device(30.2, 8.0),
     "rtx-3090": Device(71.0, 24.0),
@@ -57,18 +61,11 @@ DEVICES = {
     "v100": Device(15.7, 32.0, "fp32"),
     "v100-16gb": Device(15.7, 16.0, "fp32"),
     "mi300x": Device(1307.0, 192.0),
-    # Macs: the GPU in fp32, and three quarters of the largest memory, which is what macOS lends it by
-    # default. Not checked against Apple's pages, and training there is untried.
-    "m1": Device(2.6, 12.0, "fp32"),
-    "m1-max": Device(10.4, 48.0, "fp32"),
-    "m2": Device(3.6, 18.0, "fp32"),
-    "m2-max": Device(13.6, 72.0, "fp32"),
-    "m2-ultra": Device(27.2, 144.0, "fp32"),
 }
 
 
 def device_tflops(name: str) -> float:
-    """The training rate that is assumed for one such device."""
+    """Return the assumed training rate of one such device."""
     return float(f"{SHARE * known_device(name).peak:.4g}")
 
 
@@ -86,9 +83,9 @@ def known_device(name: str) -> Device:
 
 
 def assume(given: Sequence[str]) -> tuple[float, float, list[str], list[str]]:
-    """`h100` for every machine without a stated rate or memory, `edge=l4` for those of one table:
+    """Parse `h100`, for every machine without a stated rate or memory, and `edge=l4`, for one table.
 
-    (rate and GB of the former or 0, settings for the latter, sentences that say what was assumed).
+    Return (rate and GB of the former or 0, settings for the latter, sentences that state the assumptions).
     """
     rest, rest_gb, settings, words = 0.0, 0.0, [], []
     for text in given:
@@ -111,3 +108,24 @@ def assume(given: Sequence[str]) -> tuple[float, float, list[str], list[str]]:
             f"of the {found.units} peak that its maker states; `isthmus doctor` on it measures the rate"
         )
     return rest, rest_gb, settings, words
+
+
+def device_kind(name: object) -> str:
+    """Return `cuda` for "cuda:1"; ConfigError if torch has no such device."""
+    if not isinstance(name, str):
+        raise ConfigError(f'device is {short(name)}; it is a string such as "auto", "cpu" or "cuda:1"')
+    kind, colon, number = name.partition(":")
+    if (kind not in ("cpu", "cuda", "mps") and name != "auto") or (colon and not number.isdigit()):
+        raise ConfigError(f'device is "{short(name)}"; it is one of auto, cpu, cuda, cuda:N, mps')
+    return kind
+
+
+def check_device(name: object) -> None:
+    """Raise ConfigError if a device is misspelt or surely not here. torch reports the rest."""
+    kind = device_kind(name)
+    if kind == "mps" and sys.platform != "darwin":
+        raise ConfigError(f'device is "{name}", and only a Mac has one; use --device cpu')
+    # Drivers of NVIDIA, Jetson, Windows for Linux, AMD.
+    drivers = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
+    if kind == "cuda" and sys.platform != "win32" and not any(map(os.path.exists, drivers)):
+        raise ConfigError(f'device is "{name}", but there is no CUDA device here; use --device cpu')

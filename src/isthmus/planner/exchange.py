@@ -1,7 +1,7 @@
-"""The end of a round: what every machine sends to and reads from the bucket, and who closes it.
+"""The end of a round: what every machine sends to and reads from the bucket, and which replica closes it.
 
-Sizes are the codec's own arithmetic (`layout.traffic`), and so are requests (`layout.requests`). What is
-written goes up one request after another; of what is read, some are under way at a time.
+Sizes come from the codec's own arithmetic (`layout.traffic`), requests from `layout.requests`. Writes go one
+request after another; some reads run at the same time.
 """
 
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ from isthmus.layout.traffic import machine_shards, outer_bytes, shards
 from isthmus.planner.cost import exchange_seconds
 from isthmus.planner.memory import MASTER_BYTES
 
-POLL_SECONDS = SHORTEST_SECONDS / 2  # until a round that is due is seen by a closer, and by the others
-# Checking a payload: hash, unpack, squared norm. 6 to 9 MB/s of packed 2bit on one core of a busy machine.
+POLL_SECONDS = SHORTEST_SECONDS / 2  # until a closer, and then the others, notice the end of a round
+# Checking a payload: hash, unpack, squared norm. One core of a busy machine does 6 to 9 MB/s of packed 2bit.
 VERIFY_BYTES_PER_SECOND = 10e6
-TOGETHER = 0.98  # kinds whose rounds are at least this share of the longest deliver at the same moment
+TOGETHER = 0.98  # kinds with at least this share of the longest round count as delivering together
 COMMIT_BYTES, SHARD_LINE_BYTES = 600, 80  # about, in commits and manifests: a replica's facts; one shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterExchange:
-    """The end of a round. Bytes are of the whole replica, seconds of its slowest machine."""
+    """The end of a round. Bytes count the whole replica, seconds its slowest machine."""
 
     mbps: float
     latency_ms: float
@@ -31,7 +31,7 @@ class OuterExchange:
     down_bytes: int
     up_seconds: float
     down_seconds: float
-    gets: int  # of payloads, all machines
+    gets: int  # of payloads, on all machines
     puts: int
 
     @property
@@ -41,7 +41,7 @@ class OuterExchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatchUp:
-    """What a machine that comes without state reads: the newest anchor, then the rounds since."""
+    """What a machine without state reads: the newest anchor, then the rounds since."""
 
     anchor_bytes: int
     replay_bytes_per_round: int
@@ -52,22 +52,22 @@ class CatchUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """What the closer of a round does between the last upload and the manifest."""
+    """The closer's work between the last upload and the manifest."""
 
     closer: str
-    verify_bytes: int  # all the others' payloads, over the whole round
-    last_bytes: int  # of those that arrive together at its end
+    verify_bytes: int  # all other payloads of the round
+    last_bytes: int  # those that arrive together at its end
     seconds: float
     manifest_bytes: int
 
 
 def has_bucket(recipe: Recipe) -> bool:
-    """AdamW averages gradients instead, and one replica has no one to exchange with."""
+    """Return whether the run uses a bucket: AdamW averages gradients, and one replica has no peers."""
     return recipe.outer.method != "adamw" and recipe.num_replicas > 1
 
 
 def _machines(recipe: Recipe, replica: ReplicaConfig) -> tuple[tuple[list[int], list[int]], ...]:
-    """(shards it writes, shards it reads) of every machine; the processes of a sharded replica share one."""
+    """Return (shards written, shards read) of every machine; the processes of a sharded replica share one."""
     parts = machine_shards(recipe, replica)
     if not replica.sharded:
         return parts
@@ -76,7 +76,7 @@ def _machines(recipe: Recipe, replica: ReplicaConfig) -> tuple[tuple[list[int], 
 
 
 def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> OuterExchange:
-    """Every machine over its own link; the slowest machine counts."""
+    """Return the exchange, with every machine on its own link; the slowest machine counts."""
     link, others = member.config.outer_link, recipe.num_replicas - 1
     up, down = outer_bytes(recipe, member, sizes)
     if has_bucket(recipe):
@@ -84,7 +84,7 @@ def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> Outer
         up_seconds = max(
             _transfer(link, sum(sizes[i] for i in w), len(w) + (n == 0)) for n, (w, _) in enumerate(machines)
         )
-        # All the others' shards, and of its own replica's those that another machine sent: the embedding's.
+        # All other replicas' shards, and this replica's own that another machine sent: the embedding's.
         read = [{i: others + (i not in w) for i in r} for w, r in machines]  # how many of each shard
         down_seconds = max(
             _transfer(link, sum(n * sizes[i] for i, n in counts.items()), _waits(sum(counts.values())))
@@ -108,39 +108,37 @@ def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> Outer
 
 
 def _transfer(link: LinkConfig, num_bytes: float, num_waits: float) -> float:
-    """The bytes, and one answer after another that is waited for: two latencies each."""
+    """Return the seconds for the bytes and for successive answers, at two latencies each."""
     return num_bytes * 8 / (link.mbps * 1e6) + num_waits * 2 * link.latency_ms / 1e3
 
 
 def _waits(num_requests: int) -> int:
-    """Of requests that are made together: some are under way at a time."""
+    """Return the waits for requests made together: a limited number runs at the same time."""
     return ceil(num_requests / READ_AT_ONCE)
 
 
-def closing_of(
-    recipe: Recipe, turns: Mapping[str, float], sizes: tuple[int, ...], verify_rate: float
-) -> Closing | None:
-    """Full replicas close where there are some. What arrived before the last kind is already checked."""
+def closing_of(recipe: Recipe, turns: Mapping[str, float], sizes: tuple[int, ...]) -> Closing | None:
+    """Return the closing. Full replicas close if there are any. Earlier arrivals are already checked."""
     if not has_bucket(recipe):
         return None
     closer = min(recipe.replicas, key=lambda r: (r.parts > 1, -r.outer_link.mbps))
     payload, latest = sum(sizes), max(turns.values())
     late = [r for r in recipe.replicas if turns[r.name] > TOGETHER * latest]
     num_last = sum(r.count for r in late) - (closer in late)
-    # A listing, the commits, copies of their shards and those read, the manifest, and the others' look at it.
-    waits = 1 + _waits(num_last) + 2 * _waits(num_last * len(sizes)) + 2
+    # A listing, the commits, their shards, the manifest, and the poll of the others.
+    waits = 1 + _waits(num_last) + _waits(num_last * len(sizes)) + 2
     reading = _transfer(closer.outer_link, num_last * payload, waits)
     return Closing(
         closer=closer.name,
         verify_bytes=(recipe.num_replicas - 1) * payload,
         last_bytes=num_last * payload,
-        seconds=reading + num_last * payload / verify_rate + 2 * POLL_SECONDS,
+        seconds=reading + num_last * payload / VERIFY_BYTES_PER_SECOND + 2 * POLL_SECONDS,
         manifest_bytes=recipe.num_replicas * (COMMIT_BYTES + SHARD_LINE_BYTES * len(sizes)),
     )
 
 
 def catch_up_of(recipe: Recipe, replica: ReplicaConfig, sizes: tuple[int, ...]) -> CatchUp | None:
-    """At most anchor_every - 1 rounds are replayed, and every machine reads its own part of them."""
+    """Return the catch-up. It replays at most anchor_every - 1 rounds; every machine reads its own part."""
     if recipe.outer.method == "adamw":
         return None
     shapes, parts, link = recipe.model.shapes(), shards(recipe), replica.outer_link
@@ -167,13 +165,13 @@ def catch_up_of(recipe: Recipe, replica: ReplicaConfig, sizes: tuple[int, ...]) 
 
 
 def _anchor_bytes(recipe: Recipe, num_parameters: int) -> int:
-    copies = 2 if recipe.outer.method == "diloco" else 1  # with its momentum
+    copies = 2 if recipe.outer.method == "diloco" else 1  # includes its momentum
     size = MASTER_BYTES["fp64" if recipe.inner.precision == "fp64" else "fp32"]
     return copies * num_parameters * size
 
 
 def snapshot_of(recipe: Recipe) -> tuple[int, int]:
-    """Bytes of one anchor in the bucket, and how many a run writes."""
+    """Return the bytes of one anchor in the bucket, and how many a run writes."""
     if not has_bucket(recipe):
         return 0, 0
     each = _anchor_bytes(recipe, recipe.model.num_stored)
@@ -181,11 +179,11 @@ def snapshot_of(recipe: Recipe) -> tuple[int, int]:
 
 
 def stored_bytes(recipe: Recipe, sizes: tuple[int, ...], snapshot: int, num_snapshots: int) -> int:
-    """The most that lies in the bucket at a time. Of every round, its closer keeps a copy of the others'
-    updates. With bucket.keep_rounds, what is older goes up to an anchor, once for every anchor."""
+    """Return the most bytes in the bucket at any time. With bucket.keep_rounds, each new anchor deletes older
+    objects."""
     if not has_bucket(recipe):
         return 0
-    updates, keep, every = 2 * recipe.num_replicas - 1, recipe.bucket.keep_rounds, recipe.bucket.anchor_every
+    updates, keep, every = recipe.num_replicas, recipe.bucket.keep_rounds, recipe.bucket.anchor_every
     rounds = min(recipe.outer.rounds, keep + 2 * every) if keep else recipe.outer.rounds
     anchors = min(num_snapshots, rounds // every + 1) if keep else num_snapshots
     return rounds * updates * sum(sizes) + anchors * snapshot

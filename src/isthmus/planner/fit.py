@@ -1,10 +1,10 @@
-"""Does a replica fit its machines, and what would make it fit: micro-batches, a smaller batch, recomputation,
-sharding, more stages.
+"""Check whether a replica fits its machines, and what would make it fit: micro-batches, a smaller batch,
+recomputation, sharding, more stages.
 
-`memory_gb` of a [[replicas]] table says what a process may use. Where it is stated, `sharding = "auto"`,
-`recompute = "auto"` and a full replica's `micro_batches = 0` become the first of these that fits: none of
-them (fastest), sharding (the processes of one machine exchange weights over its own bus), the fewest parts of
-a batch (the same sums in smaller pieces), recomputation (a third more compute), both.
+`memory_gb` of a [[replicas]] table limits each process. If it is stated, `sharding = "auto"`, `recompute =
+"auto"` and a full replica's `micro_batches = 0` become the first of these that fits: none of them (fastest),
+sharding (the processes of one machine exchange weights over its bus), the fewest parts of a batch (the same
+sums in smaller pieces), recomputation (a third more compute), both.
 """
 
 from bisect import bisect_right
@@ -22,21 +22,20 @@ ORDER = (
     ("none", "no", False), ("full", "no", False), ("none", "no", True), ("full", "no", True),
     ("none", "yes", False), ("full", "yes", False), ("none", "yes", True), ("full", "yes", True),
 )  # fmt: skip
-PROCESSES = (2, 4, 8, 16)
-STAGES_COMPRESSION = "1/8"  # of stages that a full replica is not cut into yet
+STAGES_COMPRESSION = "1/8"  # for stages of a replica that is now full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPick:
-    """What `sharding` and `recompute = "auto"`, and `micro_batches = 0`, became for one [[replicas]] table,
-    and why."""
+    """What `sharding` and `recompute = "auto"` and `micro_batches = 0` became for one [[replicas]] table, and
+    why."""
 
     replica: str
     sharding: str
     recompute: str
-    micro_batches: int  # 0: as it was
-    needed_bytes: int  # of its largest process
-    plain_bytes: int  # the same with none of them
+    micro_batches: int  # 0: unchanged
+    needed_bytes: int  # by its largest process
+    plain_bytes: int  # with none of these changes
     memory_gb: float
 
     @property
@@ -61,25 +60,25 @@ class MemoryPick:
 
 
 def usable(memory_gb: float) -> float:
-    """Bytes that a process may be predicted to take."""
+    """Return the bytes that a process's predicted peak may use."""
     return (1 - SPARE) * memory_gb * 1e9
 
 
 def needed(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> int:
-    """Bytes of the largest process of one replica."""
+    """Return the bytes of a replica's largest process."""
     in_flight = in_flight_of(recipe, replica, tflops)
     return max(process.total for process in replica_memory(recipe, replica, in_flight))
 
 
 def in_flight_of(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> tuple[int, ...]:
-    """The most micro-batches that each stage holds; without a rate, over links that take no time."""
+    """Return the most micro-batches that each stage holds; without a rate, for instantaneous links."""
     if replica.stages == 1:
         return (1,)
     rate = replica.tflops or tflops
     if rate <= 0:
         return depths(replica.stages, recipe.micro_batches_of(replica), 1.0, 0.0, 0.0, recipe.inner.in_flight)
     most = (0,) * replica.stages
-    for round_number in (1, recipe.outer.rounds):  # finishing rounds carry more, and so hold more
+    for round_number in (1, recipe.outer.rounds):  # finishing rounds send more, and so hold more
         usual = replace(recipe, replicas=(replica,)).in_round(round_number)
         member = Member(0, replica.name, usual.replicas[0])
         step = inner_step(usual, member, compute_of(usual, member.config, rate))[1]
@@ -88,9 +87,9 @@ def in_flight_of(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) ->
 
 
 def choose(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> MemoryPick | None:
-    """For a table that leaves a choice and states its memory; where nothing fits, what needs least.
+    """Choose for a table that leaves a choice and states its memory; if nothing fits, take what needs least.
 
-    Whether a batch is cut is not chosen alone: runs made before have settled the rest, and keep to it.
+    A choice of parts alone is not made here: older runs have settled the rest, and keep it.
     """
     shardings, recomputes = (replica.sharding,), (replica.recompute,)
     if replica.sharding == AUTO:
@@ -120,7 +119,7 @@ def choose(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> Memor
 
 
 def _cuts(recipe: Recipe, replica: ReplicaConfig) -> list[int]:
-    """Into how many parts a full replica's batch may be cut, the fewest first; none where it is stated."""
+    """Return the possible numbers of parts of a full replica's batch, fewest first; none if stated."""
     if replica.kind != "full" or replica.micro_batches:
         return []
     rows = recipe.batch_of(replica) // replica.processes
@@ -128,8 +127,8 @@ def _cuts(recipe: Recipe, replica: ReplicaConfig) -> list[int]:
 
 
 def fewest_parts(recipe: Recipe, replica: ReplicaConfig, on_gpu: bool | None = None) -> int:
-    """The fewest micro-batches of a full replica that fit its memory; as it has them where none fit, or all
-    are stated."""
+    """Return the fewest micro-batches that make a full replica fit its memory; its own number if none do, or
+    all are stated."""
     room = usable(replica.memory_gb)
     for parts in (recipe.micro_batches_of(replica), *_cuts(recipe, replica)):
         trial = replace(replica, micro_batches=parts)
@@ -142,7 +141,7 @@ def fewest_parts(recipe: Recipe, replica: ReplicaConfig, on_gpu: bool | None = N
 
 
 def largest_batch(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> int:
-    """The largest `batch` that fits, and can be cut as the recipe says; 0 where none does."""
+    """Return the largest `batch` that fits and divides as the recipe requires; 0 if none does."""
     unit = replica.processes * recipe.micro_batches_of(replica)
     room, most = usable(replica.memory_gb), recipe.batch_of(replica) // unit
     sizes = range(1, most + 1)
@@ -152,11 +151,11 @@ def largest_batch(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -
 
 def may_shard(recipe: Recipe, replica: ReplicaConfig) -> bool:
     fits = replica.kind == "full" and 1 < replica.processes <= recipe.model.layers
-    return fits and recipe.inner.optimizer != "muon"  # which needs whole matrices
+    return fits and recipe.inner.optimizer != "muon"  # Muon needs whole matrices
 
 
 def cures(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> tuple[str, ...]:
-    """What would make a replica fit that does not: each is one change of the recipe, with its bytes."""
+    """Return changes that would make a replica fit: each is one change of the recipe, with its bytes."""
     room = usable(replica.memory_gb)
     found = []
     for words, trial in _changes(recipe, replica):
@@ -167,48 +166,31 @@ def cures(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> tuple[
 
 
 def _changes(recipe: Recipe, replica: ReplicaConfig) -> Iterator[tuple[str, ReplicaConfig]]:
-    again = recipe.recomputes(replica)
-    yes = replace(replica, recompute="yes")
-    room, rows = usable(replica.memory_gb), recipe.batch_of(replica) // replica.processes
-    if replica.kind == "full":
-        parts = [n for n in range(recipe.micro_batches_of(replica) + 1, rows + 1) if rows % n == 0]
-        trials = [replace(replica, micro_batches=n) for n in parts if n <= MOST_MICRO_BATCHES]
+    """Yield each change alone, then with recomputation."""
+    full, room = replica.kind == "full", usable(replica.memory_gb)
+    rows = recipe.batch_of(replica) // replica.processes
+    bases = [("", replica)]
+    if not recipe.recomputes(replica):
+        bases.append((' and recompute = "yes"', replace(replica, recompute="yes")))
+    for also, base in bases:
+        if also:
+            yield 'recompute = "yes"', base
+        parts = [n for n in range(recipe.micro_batches_of(base) + 1, rows + 1) if full and rows % n == 0]
+        trials = (replace(base, micro_batches=n) for n in parts if n <= MOST_MICRO_BATCHES)
         if fewest := next((t for t in trials if needed(recipe, t) <= room), None):
-            yield f"micro_batches = {fewest.micro_batches}", fewest
-    if batch := largest_batch(recipe, replica):
-        yield f"batch = {batch}", replace(replica, batch=batch)
-    if not again:
-        yield 'recompute = "yes"', yes
-        if not batch and needed(recipe, yes) > room and (batch := largest_batch(recipe, yes)):
-            yield f'batch = {batch} and recompute = "yes"', replace(yes, batch=batch)
-    if may_shard(recipe, replica) and not replica.sharded:
-        yield 'sharding = "full"', replace(replica, sharding="full")
-        if not again:
-            yield 'sharding = "full" and recompute = "yes"', replace(yes, sharding="full")
-    if replica.kind == "full" and recipe.inner.optimizer != "muon":
-        more = [n for n in PROCESSES if n > replica.processes and recipe.batch_of(replica) % n == 0]
-        for n in [n for n in more if n <= recipe.model.layers][:2]:
-            words = f'a machine of {n} such devices, with processes = {n}, sharding = "full"'
-            yield words + ' and recompute = "yes"', replace(yes, processes=n, sharding="full")
-    yield from _more_stages(recipe, replica)
-
-
-def _more_stages(recipe: Recipe, replica: ReplicaConfig) -> Iterator[tuple[str, ReplicaConfig]]:
-    """The fewest stages that fit, as the recipe has it and with recomputation."""
-    room = usable(replica.memory_gb)
-    base = replica
-    if replica.kind == "full":
-        base = replace(replica, kind="pipelined", processes=1, sharding="none", stages=2)
-        base = replace(base, compression=STAGES_COMPRESSION, micro_batches=0)  # as inner has them
-    for again in ("no", "yes"):
-        if recipe.recomputes(replica) and again == "no":
-            continue
-        for stages in range(max(2, replica.stages + 1), recipe.model.layers + 1):
-            trial = replace(base, stages=stages, recompute="yes" if again == "yes" else base.recompute)
-            if needed(recipe, trial) <= room:
-                words = f"stages = {stages}" + (' and recompute = "yes"' if again == "yes" else "")
-                yield ('kind = "pipelined", ' if replica.kind == "full" else "") + words, trial
-                break
+            yield f"micro_batches = {fewest.micro_batches}{also}", fewest
+        if batch := largest_batch(recipe, base):
+            yield f"batch = {batch}{also}", replace(base, batch=batch)
+        if may_shard(recipe, base) and not base.sharded:
+            yield f'sharding = "full"{also}', replace(base, sharding="full")
+        cut, words = base, ""
+        if full:
+            words = 'kind = "pipelined", '
+            cut = replace(base, kind="pipelined", processes=1, sharding="none", stages=2)
+            cut = replace(cut, compression=STAGES_COMPRESSION, micro_batches=0)  # the defaults of [inner]
+        stages = range(max(2, replica.stages + 1), recipe.model.layers + 1)
+        if trial := next((t for n in stages if needed(recipe, t := replace(cut, stages=n)) <= room), None):
+            yield f"{words}stages = {trial.stages}{also}", trial
 
 
 def _gb(num_bytes: float) -> str:

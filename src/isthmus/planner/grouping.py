@@ -1,14 +1,15 @@
-"""Machines -> replicas: which machines train the whole model, and which share one in stages.
+"""Machines -> replicas: which machines train the whole model, and which form a pipeline.
 
-Machines that are alike (one [[machines]] table) are treated alike: each is a full replica, or they form
-pipelined replicas of so many stages, or they are mixed with what is left over elsewhere, or left out. The
-planner's own forecast decides. All replicas wait for the slowest: leaving out a slow machine can be a gain.
+Equal machines (one [[machines]] table) are treated equally. They become full replicas if the model fits,
+otherwise pipelined replicas with the fewest stages that fit, otherwise they are mixed with what is left over
+elsewhere. All replicas wait for the slowest, so the planner finally leaves out the slowest tables if its
+forecast gains by it.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, islice, pairwise
+from itertools import combinations, pairwise
 
 from isthmus.config import AUTO, Recipe, ReplicaConfig
 from isthmus.planner.auto import Pick, pick, picked
@@ -17,18 +18,16 @@ from isthmus.planner.memory import SPARE, process_memory
 from isthmus.planner.plan import Forecast, predict
 from isthmus.planner.step import compute_of, inner_step
 
-GAIN = 1.01  # a more complicated fleet must be faster by this factor
-EXCHANGE_SHARE = 0.05  # of a round that may pass in the outer exchange
-INNER_STEPS = range(15, 251, 5)  # H: the range that SparseLoCo was tried in
+GAIN = 1.01  # a smaller fleet must be this many times as fast
+EXCHANGE_SHARE = 0.05  # largest share of a round for the outer exchange
+INNER_STEPS = range(15, 251, 5)  # H: the range in which SparseLoCo was tested
 MOST_STAGES = 16
-MORE_STAGES = 3  # than the fewest that fit are tried
-MOST_FORECASTS = 150
-FULL, MIX, OUT = 1, 0, -1  # what is done with a table of machines; 2 and more: stages
+FULL, MIX, OUT = 1, 0, -1  # choices for a table of machines; 2 and more: stages
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`count` replicas on the same kinds of machines: the machine of each stage, by its index in the list."""
+    """`count` replicas on the same kinds of machines: each stage's machine, by its index in the list."""
 
     stages: tuple[int, ...]
     count: int
@@ -36,7 +35,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One replica on its machines, with the memory that each of them needs."""
+    """One replica on its machines, with the memory that each needs."""
 
     replica: ReplicaConfig
     pick: Pick | None
@@ -44,7 +43,7 @@ class Assignment:
 
 
 class Grouping:
-    """All ways to make replicas of one model of a list of machines, for one setting of the inner step."""
+    """All ways to group a list of machines into replicas of one model, for one setting of the inner step."""
 
     def __init__(
         self,
@@ -62,17 +61,17 @@ class Grouping:
         self.scores: dict[tuple[Group, ...], Forecast] = {}
 
     def usable(self, i: int) -> float:
-        """Bytes of machine i that a process may take."""
+        """Return the bytes of machine i that a process may use."""
         return (1 - SPARE) * self.machines[i].memory_gb * 1e9
 
     def assignment(self, stages: tuple[int, ...]) -> Assignment | None:
-        """The replica whose stages lie on these machines, in this order; None where two have no link."""
+        """Return the replica with its stages on these machines, in this order; None if two have no link."""
         if stages not in self.assignments:
             self.assignments[stages] = self._assignment(stages)
         return self.assignments[stages]
 
     def assigned(self, stages: tuple[int, ...]) -> Assignment:
-        """`assignment` of machines that are linked."""
+        """Return the assignment of linked machines."""
         found = self.assignment(stages)
         assert found is not None, f"machines {stages} have no link"
         return found
@@ -106,8 +105,8 @@ class Grouping:
         )
 
     def order(self, units: Sequence[int]) -> tuple[int, ...] | None:
-        """An order of these machines as stages that fits: each site in one piece, large stages on large
-        machines; None where there is none."""
+        """Return an order of these machines as stages that fits, with each site in one piece and large stages
+        on large machines; None if there is none."""
         key = frozenset(Counter(units).items())
         if key not in self.orders:
             self.orders[key] = next(filter(self.fits, self._orders(units)), None)
@@ -128,20 +127,20 @@ class Grouping:
                 start += len(block)
             yield tuple(stages)
 
-    # What can be done with one table of machines
+    # Choices for one table of machines
 
     def most_stages(self) -> int:
         return min(MOST_STAGES, self.base.model.layers)
 
-    def options(self, i: int) -> list[int]:
-        """Simplest first: full, the fewest stages that fit and a few more, mixed with others, left out."""
-        found = [FULL] if self.fits((i,)) else []
+    def choice(self, i: int) -> int:
+        """Choose full replicas if they fit, else the fewest stages that fit, else a mix with others."""
+        if self.fits((i,)):
+            return FULL
         stages = range(2, 1 + min(self.most_stages(), self.machines[i].count))
-        fitting = islice((s for s in stages if self.order((i,) * s)), 1 + MORE_STAGES)
-        return [*found, *fitting, *([MIX] if not found else []), OUT]
+        return next((s for s in stages if self.order((i,) * s)), MIX)
 
     def groups(self, choices: Sequence[int]) -> tuple[Group, ...]:
-        """The replicas that these choices, one for each table of machines, come to."""
+        """Return the replicas that follow from these choices, one per table of machines."""
         groups: list[Group] = []
         left: Counter[int] = Counter()
         for i, choice in enumerate(choices):
@@ -150,7 +149,7 @@ class Grouping:
                 groups.append(Group((i,), count))
             elif choice >= 2:
                 stages = self.order((i,) * choice)
-                assert stages is not None, "options offers only numbers of stages that fit"
+                assert stages is not None, "choice gives a number of stages that fits"
                 groups.append(Group(stages, count // choice))
                 left[i] = count % choice
             elif choice == MIX:
@@ -159,7 +158,7 @@ class Grouping:
         return (*groups, *(Group(stages, count) for stages, count in mixed.items()))
 
     def _mixed(self, left: Counter[int]) -> Iterator[tuple[int, ...]]:
-        """What is left over, along the fastest links: first inside a site, then across two."""
+        """Yield mixed replicas of the machines left, by the fastest links: inside a site, then across two."""
         names = [site.name for site in self.list.sites]
         for pairs in (zip(names, names, strict=True), combinations(names, 2)):
             linked = [(link.mbps, pair) for pair in pairs if (link := self.list.between(*pair))]
@@ -169,7 +168,7 @@ class Grouping:
                     left.subtract(stages)
 
     def _fewest(self, left: Counter[int], sites: set[str]) -> tuple[int, ...] | None:
-        """The fewest of the machines left at these sites that hold a replica; similar rates go together."""
+        """Return the fewest machines left at these sites that hold a replica; similar rates stay together."""
         units = [
             i
             for i, n in left.items()
@@ -188,7 +187,7 @@ class Grouping:
     # The forecast decides
 
     def recipe(self, groups: Sequence[Group]) -> Recipe:
-        """The whole fleet; tables are named after their machines."""
+        """Return the whole fleet's recipe; tables are named after their machines."""
         replicas, names = [], set()
         for group in groups:
             kinds = list(dict.fromkeys(self.machines[i].name for i in group.stages))
@@ -205,7 +204,7 @@ class Grouping:
         return self.scores[groups]
 
     def speed(self, choices: Sequence[int]) -> float:
-        """Tokens a second, at the H that this fleet would get."""
+        """Return tokens a second, at the H that this fleet would get."""
         groups = self.groups(choices)
         return self.fleet_speed(groups) if groups else 0.0
 
@@ -213,44 +212,29 @@ class Grouping:
         return steps_and_speed(self.forecast(groups), self.base, self.inner_steps)[1]
 
     def best(self) -> list[int]:
-        """Choices whose fleet trains the most tokens a second, the simpler where two are about equal."""
-        options = [self.options(i) for i in range(len(self.machines))]
-        choices = [each[0] for each in options]
-        speed = self.speed(choices)
-        for _ in range(3):
-            before = list(choices)
-            for trial in self._trials(choices, options):
-                if len(self.scores) >= MOST_FORECASTS:
-                    break
-                if (found := self.speed(trial)) > GAIN * speed:
-                    choices[:], speed = trial, found
-            if choices == before:
-                break
-        return choices
-
-    def _trials(self, choices: list[int], options: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """One table treated otherwise; then the slowest tables left out together, the slowest first."""
-        for i, own in enumerate(options):
-            for option in own:
-                if option != choices[i]:
-                    yield [*choices[:i], option, *choices[i + 1 :]]
+        """Return the greedy choice for each table, without the slowest tables if that trains more tokens."""
+        choices = [self.choice(i) for i in range(len(self.machines))]
         groups = self.groups(choices)
         if not groups:
-            return
+            return choices
+        best, speed = choices, self.fleet_speed(groups)
         kinds = self.forecast(groups).kinds
         slowest = sorted(zip(kinds, groups, strict=True), key=lambda pair: -pair[0].round_seconds)
         out: set[int] = set()
         for _, group in slowest[:-1]:
             out |= set(group.stages)
-            yield [OUT if i in out else choice for i, choice in enumerate(choices)]
+            trial = [OUT if i in out else choice for i, choice in enumerate(choices)]
+            if (found := self.speed(trial)) > GAIN * speed:
+                best, speed = trial, found
+        return best
 
 
 def steps_and_speed(
     forecast: Forecast, base: Recipe, allowed: Sequence[int] = INNER_STEPS
 ) -> tuple[int, float]:
-    """(H, tokens a second at it), with the smallest H whose exchange is at most EXCHANGE_SHARE of a round.
+    """Return (H, its tokens a second) for the smallest H with an exchange of at most EXCHANGE_SHARE.
 
-    From the forecast of another H, closing taken to last as long.
+    It uses the forecast for another H, and assumes that closing takes equally long.
     """
     close = forecast.close_seconds
     ends = [kind.exchange.seconds for kind in forecast.kinds]
@@ -263,13 +247,13 @@ def steps_and_speed(
 
 
 def lacking(grouping: Grouping, i: int) -> tuple[int, int, float]:
-    """(stages, bytes needed, bytes lacking) of machine i where it lacks least: as a full replica, or as the
-    lightest stage of a pipelined one."""
+    """Return (stages, bytes needed, bytes lacking) for the role in which machine i lacks least: a full
+    replica, or the lightest stage of a pipelined one."""
     found = []
     for num_stages in range(1, 1 + grouping.most_stages()):
         if known := grouping.assignment((i,) * num_stages):
             needs = known.needs
-        else:  # machines of this site have no link
+        else:  # this site's machines have no link
             name = grouping.machines[i].name
             replica = ReplicaConfig(name=name, kind="pipelined", stages=num_stages, compression="1/8")
             recipe = replace(grouping.base, replicas=(replica,))

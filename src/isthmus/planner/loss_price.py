@@ -1,8 +1,8 @@
-"""What a wire and a k/d are expected to cost in loss, from the measurements in loss_prices.toml.
+"""The expected loss of a wire and a k/d, from the measurements in loss_prices.toml.
 
-They were made with one small model. Between two measured k/d of a wire the price is a straight line over log
-k/d, which is log bytes. At more dimensions than were measured it is at most that of the most, at fewer it
-rises as it does in bf16. Standard library only.
+They come from one small model. Between two measured k/d of a wire, the price is linear in log k/d, and so in
+log bytes. Above the largest measured k/d it is at most the price there; below the smallest it rises as in
+bf16. Standard library only.
 """
 
 import tomllib
@@ -18,9 +18,9 @@ from isthmus.layout.wire import FLOAT_BYTES
 
 FILE = Path(__file__).with_name("loss_prices.toml")
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
-LEARNED = "-learned"  # after the name of an InnerOpt: prices with subspace.anchor = "learned"
-FEW = 6  # fewer measurements with an InnerOpt make no curve: those with AdamW are taken
-SAME_SIZE = 1.25  # a model within this factor of the measured one is of its size
+LEARNED = "-learned"  # suffix of an InnerOpt's name: prices with subspace.anchor = "learned"
+FEW = 6  # an InnerOpt with fewer measurements uses AdamW's
+SAME_SIZE = 1.25  # a model within this factor of the measured one counts as equally large
 BASES = MEASURED, BETWEEN, MILDER, BEYOND = "measured", "between", "milder", "beyond"  # best known first
 
 
@@ -29,20 +29,20 @@ class LossPrice:
     """Percent of loss above the same run with open bf16 boundaries, all replicas pipelined."""
 
     percent: float
-    # "measured"; "between" measured points; "milder" than all of them, so at most this; "beyond" them.
+    # "measured"; "between" measured points; "milder" than all, so at most this; "beyond" them.
     basis: str
     optimizer: str  # the InnerOpt of the measurements
-    learned: bool  # whether they were made with learned anchors
-    parameters: int  # of the model that was measured
+    learned: bool  # whether the anchors were learned
+    parameters: int  # of the measured model
 
     @property
     def short(self) -> str:
-        """`+2.8 %`, `at most +2.8 %`, `about +31 %`."""
+        """Return `+2.8 %`, `at most +2.8 %` or `about +31 %`."""
         figure = f"{self.percent:+.1f} %" if abs(self.percent) < 10 else f"{self.percent:+.0f} %"
         return {MILDER: "at most ", BEYOND: "about "}.get(self.basis, "") + figure
 
     def text(self, num_parameters: int) -> str:
-        """One clause, with where the number comes from, for a model of this size."""
+        """Return a clause with the source of the number, for a model of this size."""
         where = {
             MEASURED: "measured",
             BETWEEN: "between points measured",
@@ -65,14 +65,14 @@ class Measured:
     name: str
     parameters: int
     percents: Mapping[str, Mapping[str, float]]  # wire -> compression -> percent
-    base: "Measured | None" = None  # that has the wires which are not here
+    base: "Measured | None" = None  # supplies the wires that are missing here
 
     @property
     def wires(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*(self.base.wires if self.base else ()), *self.percents]))
 
     def opens(self, wire: str) -> bool:
-        """May an open boundary be taken for granted on this wire? Without U, few bits are another thing."""
+        """Return whether this wire may have an open boundary: few bits without U must be measured first."""
         return wire in FLOAT_BYTES or "none" in self._of(wire).percents.get(wire, {})
 
     def price(self, wire: str, compression: str) -> LossPrice:
@@ -95,10 +95,10 @@ class Measured:
 
     @cached_property
     def curves(self) -> dict[str, list[tuple[Fraction, float]]]:
-        """Wire -> (k/d, percent), the smallest k/d first."""
+        """Map each wire to its (k/d, percent) points, the smallest k/d first."""
         curves = {}
         for wire, points in self.percents.items():
-            # Where both were measured, "1" continues the curve: it is turned by U, as all below it are.
+            # If both were measured, "1" continues the curve: U rotates it, like all points below.
             ordered = sorted(points.items(), key=lambda each: each[0] != "none")
             curves[wire] = sorted({_ratio(k): percent for k, percent in ordered}.items())
         return curves
@@ -113,10 +113,10 @@ class Measured:
         least, dearest = points[0]
         if ratio > least:
             return points[-1][1], MILDER
-        if wire == "bf16":  # as steep as it was at its steepest
+        if wire == "bf16":  # the steepest measured slope
             slopes = [(dear - cheap) / log(high / low) for (low, dear), (high, cheap) in pairwise(points)]
             return dearest + max(slopes, default=0.0) * log(least / ratio), BEYOND
-        # Fewer dimensions cost what they cost in bf16.
+        # Fewer dimensions cost as much as in bf16.
         bf16 = self._of("bf16")
         return dearest + bf16._at("bf16", ratio)[0] - bf16._at("bf16", least)[0], BEYOND
 
@@ -126,7 +126,7 @@ def _ratio(compression: str) -> Fraction:
 
 
 def measured(optimizer: str, anchor: str = "fixed") -> Measured:
-    """With this InnerOpt and these anchors; where they were hardly measured, with fixed anchors or AdamW."""
+    """Return the prices for this InnerOpt and these anchors, else for fixed anchors or AdamW."""
     if anchor == "learned" and (learned := tables().get(f"{optimizer}{LEARNED}")):
         return learned
     own = tables().get(optimizer)
@@ -137,10 +137,10 @@ def measured(optimizer: str, anchor: str = "fixed") -> Measured:
 
 @lru_cache(maxsize=1)
 def tables() -> dict[str, Measured]:
-    """By InnerOpt, with LEARNED behind it where anchors were learned."""
+    """Return the prices by InnerOpt, with the suffix LEARNED for learned anchors."""
     table = tomllib.loads(FILE.read_text(encoding="utf-8"))
     found: dict[str, Measured] = {}
-    # AdamW was measured most and fixed anchors before learned ones: the others rest on them.
+    # AdamW has the most measurements, and fixed anchors precede learned ones: the others build on them.
     names = sorted(
         (key for key in table if isinstance(table[key], dict)), key=lambda key: (key != "adamw", key)
     )

@@ -1,16 +1,17 @@
-"""A list of machines and the links between them: what `isthmus plan --suggest` starts from.
+"""A list of machines and the links between them: the input of `isthmus plan --suggest`.
 
-Machines stand at sites. Machines of one site see each other over the site's link, machines of two sites over
-a link that is named, and every machine sees the bucket over its site's bucket link. Where every machine has a
-site of its own, this is a plain list of pairs.
+Every machine belongs to a site. Machines of one site use the site's link, machines of two sites a link
+between them, and every machine reaches the bucket over its site's bucket link. If every machine is its own
+site, this is a plain list of pairs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from isthmus.config import LinkConfig, build_table, nearest, read_toml
+from isthmus.config import LinkConfig, build_table, nearest
 from isthmus.config.checks import above, name_of, within
+from isthmus.config.toml import read_toml
 from isthmus.errors import ConfigError
 
 MOST_MACHINES = 5_000
@@ -21,13 +22,13 @@ class Site:
     """Machines that share a network."""
 
     name: str
-    link: LinkConfig | None = None  # between any two of its machines; None: they cannot reach each other
-    bucket_link: LinkConfig  # of each machine to the bucket
+    link: LinkConfig | None = None  # between any two of its machines; None: they cannot connect
+    bucket_link: LinkConfig  # from each machine to the bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteLink:
-    """What a machine of one site reaches a machine of the other with, each way."""
+    """The link between a machine of one site and a machine of the other, each way."""
 
     sites: tuple[str, ...]
     mbps: float
@@ -40,12 +41,12 @@ class SiteLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`count` machines that are alike."""
+    """`count` equal machines."""
 
     name: str
     site: str
     count: int = 1
-    memory_gb: float  # that training may use, in 1e9 bytes: of the GPU, where there is one
+    memory_gb: float  # for training, in 1e9 bytes: of the GPU, if there is one
     tflops: float  # its training rate
 
     def __post_init__(self) -> None:
@@ -57,7 +58,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineList:
-    """Everything there is to train on."""
+    """All machines, sites and links."""
 
     sites: tuple[Site, ...]
     links: tuple[SiteLink, ...] = ()
@@ -96,7 +97,7 @@ class MachineList:
         return next(site for site in self.sites if site.name == name)
 
     def between(self, a: str, b: str) -> LinkConfig | None:
-        """The link between machines of two sites, or of one; None where there is none."""
+        """Return the link between machines of two sites, or of one; None if there is none."""
         if a == b:
             return self.site(a).link
         found = [link.config for link in self.links if set(link.sites) == {a, b}]
@@ -104,14 +105,14 @@ class MachineList:
 
 
 def load_machines(path: str | Path) -> MachineList:
-    """Read and check the file; every fault is one line that names the key."""
+    """Read and check the file; every error is one line that names the key."""
     if not Path(path).exists():
         raise ConfigError(f"there is no list of machines {path}; `isthmus plan --help` shows one")
     return build_table(MachineList, read_toml(path, "the machines"), "")
 
 
 def worst(links: Sequence[LinkConfig]) -> LinkConfig:
-    """What a chain of links can do: a recipe states one link for all stages of a replica."""
+    """Combine a chain of links into the one link that a recipe states for all stages of a replica."""
     return LinkConfig(
         mbps=min(link.mbps for link in links), latency_ms=max(link.latency_ms for link in links)
     )

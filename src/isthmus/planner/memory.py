@@ -1,4 +1,4 @@
-"""Bytes of memory that a simulated fleet, or a process of a real one, will need."""
+"""Predict the memory in bytes of a simulated fleet, or of a process of a real one."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -8,32 +8,32 @@ from math import prod
 from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.layout.stages import EMBEDDING, layers_per_stage, stage_names
 
-MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # weights, moments, feedback
-# What a process holds beside tensors, measured on a CPU as the peak of a run with 0.2 M parameters:
-# interpreter, torch, libraries, thread pools, and the corpus with its tokenizer where it is read.
+MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # of weights, moments, feedback
+# Memory of a process besides tensors, measured on a CPU as the peak of a run with 0.2 M parameters:
+# interpreter, torch, libraries, thread pools, and for some the corpus with its tokenizer.
 RUNTIME_BYTES = 326 * 10**6  # the simulator
-FULL_BYTES = 337 * 10**6  # a full replica of a real fleet
-SHARD_BYTES = 370 * 10**6  # which loads FSDP
-FIRST_STAGE_BYTES = 372 * 10**6
-LATER_STAGE_BYTES = 276 * 10**6  # which reads no corpus
+FULL_BYTES = 268 * 10**6  # a full replica of a real fleet
+SHARD_BYTES = 347 * 10**6  # it loads FSDP
+FIRST_STAGE_BYTES = 298 * 10**6
+LATER_STAGE_BYTES = 216 * 10**6  # it reads no corpus
 # Work copies of the weights at a round's end, measured. DiLoCo sends every entry, and a real process also
-# checks, stores and reads them: the allocator keeps much of that.
+# checks, stores and reads them; the allocator keeps much of that.
 CODEC_COPIES = {"sparseloco": 3.0, "diloco": 7.0, "adamw": 0.0}
 KERNEL_COPIES = 0.5  # on a GPU, measured
 BUCKET_COPIES = {"sparseloco": 0.0, "diloco": 4.0, "adamw": 0.0}
 PAYLOAD_COPIES = 2.5  # of the entries that every replica sends: as bytes, as values, as positions
 STREAM_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
-SPARE = 0.10  # of a machine's memory that stays free: the prediction of memory errs by about as much
+SPARE = 0.10  # share of a machine's memory to leave free: the prediction is off by about as much
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatorPlan:
-    """How the simulator will hold the fleet: `group` replicas advance together, each batch in
-    `grad_accum_steps` parts."""
+    """How the simulator holds the fleet: `group` replicas advance together, each batch in `grad_accum_steps`
+    parts."""
 
     group: int
     grad_accum_steps: int
-    parked: bool  # the groups that wait lie on the host
+    parked: bool  # waiting groups are in host memory
     predicted_bytes: int
 
     def describe(self, num_replicas: int) -> str:
@@ -44,14 +44,14 @@ class SimulatorPlan:
 
 
 def num_moments(recipe: Recipe, names: Iterable[str]) -> int:
-    """Numbers that InnerOpt keeps for these weights: two for each, one where it is Muon's."""
+    """Count the numbers that InnerOpt keeps for these weights: one per weight for Muon, else two."""
     muon, shapes = recipe.inner.optimizer == "muon", recipe.model.shapes()
     one = {name for name in shapes if muon and name.startswith("layers.") and len(shapes[name]) == 2}
     return sum(prod(shapes[name]) * (1 if name in one else 2) for name in names)
 
 
 def state_bytes(recipe: Recipe, precision: str) -> int:
-    """One replica at rest: weights, moments, feedback."""
+    """Return the bytes of a replica at rest: weights, moments, feedback."""
     copies = 2 if recipe.outer.method == "sparseloco" else 1
     shapes = recipe.model.shapes()
     numbers = copies * recipe.model.num_stored + num_moments(recipe, shapes)
@@ -59,8 +59,8 @@ def state_bytes(recipe: Recipe, precision: str) -> int:
 
 
 def exchange_copies(recipe: Recipe, kernels: bool = False) -> float:
-    """Copies of the weights that a round's end takes on top: all payloads are unpacked before they are
-    averaged. A GPU's kernels do without most of the codec's, for sparse payloads."""
+    """Return the extra copies of the weights at a round's end: all payloads are unpacked before they are
+    averaged. GPU kernels avoid most of the codec's for sparse payloads."""
     outer = recipe.outer
     if outer.method == "adamw":
         return 0.0
@@ -70,13 +70,13 @@ def exchange_copies(recipe: Recipe, kernels: bool = False) -> float:
 
 
 def activation_bytes(recipe: Recipe, precision: str, num_sequences: int, compiled: bool) -> int:
-    """What one forward keeps for its backward.
+    """Return the bytes that one forward keeps for its backward.
 
-    A layer keeps about 9 tensors of the stream's width (input, two normed inputs, q, k, v before and after
-    RoPE, attention, the second input) and 5 of the FFN's, and the fp32 copies of both norms. The head keeps
-    logits, their fp32 copy and log-probabilities; their gradient comes on top. Compiled code recomputes
-    what is cheap: 8 and 2 remain, and of the head little more than logits and their gradient. Recomputed
-    layers keep their input, and one at a time what is inside.
+    A layer keeps about 9 tensors of the stream's width and 5 of the FFN's, and the fp32 copies of both norms.
+    Of the 9, 4 are the stream's own (input, two normed inputs, the second input), 2 have the width of all
+    queries and 3 that of all keys. The head keeps logits, their fp32 copy and log-probabilities, plus their
+    gradient. Compiled code recomputes what is cheap: 8 and 2 remain, and of the head little more than logits
+    and their gradient. Recomputed layers keep their input, and one at a time its interior.
     """
     model, num_tokens = recipe.model, num_sequences * recipe.model.context
     per_layer, logits = _token_bytes(recipe, precision, compiled)
@@ -87,27 +87,30 @@ def activation_bytes(recipe: Recipe, precision: str, num_sequences: int, compile
 
 
 def _token_bytes(recipe: Recipe, precision: str, compiled: bool) -> tuple[int, int]:
-    """What one token leaves behind in one layer, and in the head."""
+    """Return the bytes that one token leaves in one layer, and in the head."""
     model, size = recipe.model, STREAM_BYTES[precision]
-    if compiled:  # measured on an H200 with `10m`, of which the head's share was fitted
-        return 8 * size * model.width + 2 * size * model.ffn, int(2.75 * size * model.vocab)
+    keys = model.num_kv_heads if precision == "bf16" else model.heads  # see `llama.mix`
+    heads = (2 * model.heads + 3 * keys) * model.head_size * size
+    if compiled:  # measured on an H200 with `10m`; the head's share was fitted
+        return heads + 3 * size * model.width + 2 * size * model.ffn, int(2.75 * size * model.vocab)
+    heads += 4 * size * model.width + 5 * size * model.ffn
     if precision == "bf16":  # measured there with `178m`, one replica
-        return (9 * size + 16) * model.width + 5 * size * model.ffn, 8 * model.vocab
-    return (9 * size + 6 * max(size, 4)) * model.width + 5 * size * model.ffn, 3 * size * model.vocab
+        return heads + 16 * model.width, 8 * model.vocab
+    return heads + 6 * max(size, 4) * model.width, 3 * size * model.vocab
 
 
 def simulator_bytes(
     recipe: Recipe, precision: str, group: int, grad_accum_steps: int, parked: bool, compiled: bool
 ) -> int:
-    """Peak of the simulator on its device."""
+    """Return the simulator's peak on its device."""
     n, size = recipe.model.num_stored, MASTER_BYTES[precision]
     replicas = recipe.num_replicas
     resident = group if parked else replicas
     shared = 1 if recipe.outer.method == "adamw" else resident
-    # Beside the replicas: the anchor, DiLoCo's momentum.
+    # Besides the replicas: the anchor, DiLoCo's momentum.
     beside = 1 + (recipe.outer.method == "diloco")
     weights = shared * state_bytes(recipe, precision) + int(beside * n * size)
-    if precision == "bf16":  # the half-width copy of the weights; see Stack for when gradients are half too
+    if precision == "bf16":  # the half-width weights; see Stack for when gradients are half-width too
         half_gradients = compiled and grad_accum_steps == 1 and recipe.outer.method != "adamw"
         weights += 0 if half_gradients else min(shared, group) * n * 2
     sequences = max(
@@ -117,15 +120,15 @@ def simulator_bytes(
         for members in stacked_members(recipe, group)
     )
     inner = min(shared, group) * n * size + activation_bytes(recipe, precision, sequences, compiled)
-    # The work copies of the exchange, which a GPU's kernels do without for sparse payloads. They come when
-    # gradients and activations have gone; on a GPU the little that is left was measured on top.
+    # The work copies of the exchange; GPU kernels avoid them for sparse payloads. Gradients and activations
+    # are gone by then; on a GPU the small rest was measured on top.
     exchange = KERNEL_COPIES if compiled and recipe.outer.method == "sparseloco" else exchange_copies(recipe)
     copies = int(exchange * n * size)
     return RUNTIME_BYTES + weights + (inner + copies if compiled else max(inner, copies))
 
 
 def stacked_members(recipe: Recipe, group: int) -> list[tuple[Member, ...]]:
-    """Neighbours in the fleet whose batches are alike, up to `group` together: those that can be stacked."""
+    """Group neighbours in the fleet with equal batches, up to `group` each, which can be stacked."""
     stacks: list[tuple[Member, ...]] = []
     for _, alike in groupby(recipe.fleet(), lambda member: recipe.batch_of(member.config)):
         members = tuple(alike)
@@ -138,7 +141,7 @@ def largest_batch(recipe: Recipe) -> int:
 
 
 def parts_of(recipe: Recipe, replica: ReplicaConfig, grad_accum_steps: int) -> int:
-    """Parts of a replica's batch, where the largest of the fleet is cut into so many: none is larger."""
+    """Return the parts of a replica's batch, none larger than those of the fleet's largest batch."""
     batch, rows = recipe.batch_of(replica), largest_batch(recipe) // grad_accum_steps
     return next(parts for parts in range(1, batch + 1) if batch % parts == 0 and batch // parts <= rows)
 
@@ -152,7 +155,7 @@ def plan_simulator(
     can_park: bool,
     mode: str = "auto",
 ) -> SimulatorPlan:
-    """The largest group that fits, then the fewest parts of a batch; parked only when nothing else fits."""
+    """Plan the largest group that fits, then the fewest parts of a batch; park only if nothing else fits."""
     replicas, batch = recipe.num_replicas, largest_batch(recipe)
     most = max(map(len, stacked_members(recipe, replicas)))
     groups = [g for g in range(most, 0, -1) if most % g == 0]
@@ -172,32 +175,35 @@ def plan_simulator(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """One process of a real fleet, in bytes: a full replica, a stage of a pipelined one, or a shard."""
+    """The bytes of one real process: a full replica, a stage of a pipelined one, or a shard."""
 
-    stage: int  # or the number of the shard
+    stage: int  # or the shard's number
     weights: int
     moments: int  # InnerOpt's
     gradients: int
     feedback: int  # e of eq. 2; none under DiLoCo
     anchor: int  # theta^(t-1); a compressed stage also holds the embedding's
     outer: int  # the momentum of DiLoCo
-    embedding_copy: int  # the table in the boundary of every compressed stage
-    low_precision: int  # the half-width weights that the forward reads under bf16
+    embedding_copy: int  # the table in every compressed stage's boundary
+    low_precision: int  # the half-width weights that the forward reads in bf16
     gathered: int  # of a shard: the parts of the model that are whole while they run
-    activations: int  # of all the micro-batches in flight
-    slack: int  # what the allocator keeps between micro-batches: half of one's activations, measured on a CPU
-    exchange: int  # work copies of the codec at the end of a round, when there are no activations
+    activations: int  # of all micro-batches in flight
+    slack: int  # kept by the allocator between micro-batches: measured on a CPU as half of one's activations
+    exchange: int  # work copies of the codec at the end of a round, after activations are freed
     runtime: int
-    host_copy: int  # of the private state, which is written to disk while the next round trains
+    host_copy: int  # of the private state, written to disk during the next round
     on_gpu: bool  # then the host's copy is elsewhere
+    keeps_freed: bool
 
     @property
     def total(self) -> int:
-        """The peak: activations and the codec's work copies are never there together."""
+        """The peak. Activations and the codec's work copies never coexist, but a CPU's allocator keeps what
+        the inner steps freed. A shard maps large blocks, which it gives back (replica/sharded.py)."""
         resting = self.weights + self.moments + self.gradients + self.feedback + self.anchor + self.outer
         inner = self.activations + self.slack + self.low_precision + self.gathered
         copied = 0 if self.on_gpu else self.host_copy
-        return self.runtime + resting + copied + self.embedding_copy + max(inner, self.exchange)
+        both = inner + self.exchange if self.keeps_freed else max(inner, self.exchange)
+        return self.runtime + resting + copied + self.embedding_copy + both
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self) | {"total": self.total}
@@ -206,15 +212,15 @@ class ProcessMemory:
 def process_memory(
     recipe: Recipe, replica: ReplicaConfig, stage: int, depth: int, on_gpu: bool | None = None
 ) -> ProcessMemory:
-    """What the process of this stage, or of this shard, holds at most, with `depth` micro-batches in flight.
+    """Return the most that this stage's or shard's process holds, with `depth` micro-batches in flight.
 
-    A full replica runs its whole batch at once: depth 1. `inner.precision = "auto"` is counted as on CUDA: a
-    bf16 stream over fp32 weights. Without `on_gpu`, bf16 is on a GPU and anything else on a CPU.
+    A full replica runs its whole batch at once: depth 1. `inner.precision = "auto"` counts as on CUDA: a bf16
+    stream over fp32 weights. Without `on_gpu`, bf16 counts as on a GPU and all else as on a CPU.
     """
     precision = "bf16" if recipe.inner.precision == "auto" else recipe.inner.precision
     model, size, method = recipe.model, MASTER_BYTES[precision], recipe.outer.method
     shapes = model.shapes()
-    # What it answers for in the outer step; in the inner step every shard has its rows of everything.
+    # Its part of the outer step; in the inner step every shard has its rows of everything.
     names = stage_names(model, replica.parts)[stage]
     answers = sum(prod(shapes[name]) for name in names)
     own = -(-model.num_parameters // replica.parts) if replica.sharded else answers
@@ -227,7 +233,6 @@ def process_memory(
     activations, slack = _kept(recipe, replica, stage, depth, precision, on_gpu)
     copies = exchange_copies(recipe, on_gpu) + BUCKET_COPIES[method]
     whole = answers if replica.sharded else 0  # its part of the weights, gathered for the codec
-    saves_middle = replica.kind == "full" and replica.processes <= 1  # with the weights as they are then
     return ProcessMemory(
         stage=stage,
         weights=own * size,
@@ -243,8 +248,9 @@ def process_memory(
         slack=slack,
         exchange=int((copies * anchored + whole) * size),
         runtime=_runtime(replica, stage),
-        host_copy=2 * own * size + feedback + anchor + outer + (own * size if saves_middle else 0),
+        host_copy=3 * own * size + feedback + anchor + outer,  # of a checkpoint inside a round
         on_gpu=on_gpu,
+        keeps_freed=not on_gpu and not replica.sharded,
     )
 
 
@@ -257,19 +263,18 @@ def _runtime(replica: ReplicaConfig, stage: int) -> int:
 def _kept(
     recipe: Recipe, replica: ReplicaConfig, stage: int, depth: int, precision: str, on_gpu: bool
 ) -> tuple[int, int]:
-    """Activations that a process keeps for its backwards, and the allocator's slack.
+    """Return a process's activations for its backwards, and the allocator's slack.
 
-    On a GPU replicas and stages are compiled, unless the backward is split.
-    Recomputed layers keep their input only, and one of them at a time has all that is inside it again; by
-    then the head has let go of its logits.
+    On a GPU replicas and stages are compiled, unless the backward is split. Recomputed layers keep only their
+    input, and one at a time its interior; by then the head has freed its logits.
     """
     model, inner, full = recipe.model, recipe.inner, replica.kind == "full"
     rows = max(1, recipe.batch_of(replica) // (replica.processes * recipe.micro_batches_of(replica)))
     num_tokens = rows * model.context
-    num_layers = model.layers if full else layers_per_stage(model.layers, replica.stages)[stage]
+    num_layers = model.layers if full else layers_per_stage(model, replica.stages)[stage]
     compiled = on_gpu and (full or inner.backward != "split")
     per_layer, logits = _token_bytes(recipe, precision, compiled)
-    # Only one micro-batch's logits are there at a time: the last stage turns round at once (depth 1).
+    # Only one micro-batch has logits at a time: the last stage starts its backward at once (depth 1).
     head = num_tokens * logits if full or stage == replica.stages - 1 else 0
     if recipe.recomputes(replica):
         micro_batch = num_tokens * num_layers * STREAM_BYTES[precision] * model.width
@@ -281,13 +286,12 @@ def _kept(
 
 
 def _gathered(recipe: Recipe, precision: str) -> int:
-    """What FSDP has whole at a time: the head with its gradient, and two layers, one of which is on its way.
+    """Return what FSDP holds whole at a time: the head with its gradient, and two layers, one being fetched.
 
-    Weights and gradients are whole as the stream reads them; what is averaged, as the weights are kept.
+    Whole weights and gradients have the stream's type; averaged gradients have the weights' own.
     """
     model, size, kept = recipe.model, STREAM_BYTES[precision], MASTER_BYTES[precision]
-    table, layer = model.vocab * model.width, model.num_parameters - 2 * model.vocab * model.width
-    layer //= model.layers
+    table, layer = model.vocab * model.width, sum(map(prod, model.layer_shapes().values()))
     head = table * (2 * size + kept) + 2 * layer * size
     return max(head, 3 * table * kept + layer * size)
 
@@ -295,7 +299,7 @@ def _gathered(recipe: Recipe, precision: str) -> int:
 def replica_memory(
     recipe: Recipe, replica: ReplicaConfig, in_flight: Sequence[int] = (1,), on_gpu: bool | None = None
 ) -> tuple[ProcessMemory, ...]:
-    """Every process of one replica that answers for a part of the model; `in_flight` by stage."""
+    """Return the processes of a replica that own a part of the model; `in_flight` by stage."""
     return tuple(
         process_memory(recipe, replica, s, in_flight[s] if replica.stages > 1 else 1, on_gpu)
         for s in range(replica.parts)
@@ -303,6 +307,6 @@ def replica_memory(
 
 
 def recomputing(recipe: Recipe, replica: ReplicaConfig, yes: bool) -> tuple[Recipe, ReplicaConfig]:
-    """The same with or without recomputation, whatever the recipe says."""
+    """Return both with recomputation switched on or off."""
     inner = replace(recipe.inner, recompute=False)
     return replace(recipe, inner=inner), replace(replica, recompute="yes" if yes else "no")

@@ -1,6 +1,6 @@
-"""Recipe -> forecast: what a run will take, per replica kind and per link, before anything is rented.
+"""Recipe -> forecast: what a run will take, by kind of replica and by link, before anyone rents a machine.
 
-`step` has one inner step, `exchange` the end of a round, `memory` the processes.
+`step` plans one inner step, `exchange` the end of a round, `memory` the processes.
 """
 
 import json
@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass, field
 
 from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
-from isthmus.layout.requests import LOG_SECONDS, READS, round_requests
+from isthmus.layout.requests import READS, round_requests
 from isthmus.layout.traffic import STAGE_PURPOSES, inner_step_bytes, machine_shards, shard_bytes
 from isthmus.layout.wire import FLOAT_BYTES
 from isthmus.planner.auto import resolve
 from isthmus.planner.exchange import (
-    VERIFY_BYTES_PER_SECOND,
     CatchUp,
     Closing,
     OuterExchange,
@@ -28,16 +27,15 @@ from isthmus.planner.exchange import (
 from isthmus.planner.fit import cures, usable
 from isthmus.planner.loss_price import LossPrice, price_of
 from isthmus.planner.memory import recomputing, replica_memory
-from isthmus.planner.paper_loss import penalty
 from isthmus.planner.step import Compute, StageLink, Step, compute_of, inner_step, rate_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What things cost. What has no price here is left out of the sum."""
+    """Prices. The sum omits everything without a price."""
 
     per_hour: Mapping[str, float] = field(default_factory=dict)  # of one machine, by replica name
-    egress_per_gb: float | None = None  # of reading from the bucket
+    egress_per_gb: float | None = None  # for reading from the bucket
     put_per_million: float | None = None
     get_per_million: float | None = None
 
@@ -51,43 +49,42 @@ class KindForecast:
     count: int
     stages: int
     compression: str  # k/d between stages, or "none"
-    wire: str  # what crosses between stages
-    loss_price: LossPrice | None  # that is expected; None where boundaries are open in bf16 or finer
-    paper_loss: str | None  # of the paper's 512M model at this k/d in bf16; None where that is not the case
+    wire: str  # encoding between stages
+    loss_price: LossPrice | None  # expected; None if boundaries are open in bf16 or finer
     compute: Compute
     link: StageLink | None
     step: Step
     exchange: OuterExchange
     catch_up: CatchUp | None
     processes: int  # of a full replica, on one machine
-    sharding: str  # "full": they cut the model between them
+    sharding: str  # "full": they split the model
     recompute: bool
-    batch: int  # sequences of its inner step
-    micro_batches: int  # that they are cut into
-    memory: tuple[dict[str, int], ...]  # of each process that answers for a part of the model
+    batch: int  # sequences per inner step
+    micro_batches: int  # parts of that batch
+    memory: tuple[dict[str, int], ...]  # of each process that owns a part of the model
     memory_plain: tuple[int, ...]  # their totals without recomputation
     memory_recomputed: tuple[int, ...]  # and with it
-    memory_gb: float  # that a process may use; 0: not known
-    fits: bool | None  # None: not known
-    cures: tuple[str, ...]  # where it does not fit: changes with which it would
+    memory_gb: float  # for one process; 0: unknown
+    fits: bool | None  # None: unknown
+    cures: tuple[str, ...]  # if it does not fit: changes that would make it fit
     round_seconds: float  # H steps and its own exchange, without waiting
-    wait_seconds: float  # in every round, for slower replicas
-    utilisation: float  # share of the whole run in which its machines compute
+    wait_seconds: float  # per round, for slower replicas
+    utilisation: float  # share of the run during which its machines compute
     utilisation_alone: float  # the same without waiting
     bottleneck: str  # "compute", "link", "bubble", "exchange" or "waiting"
-    bytes: dict[str, int]  # of the whole run, all replicas of this kind, by purpose
+    bytes: dict[str, int]  # over the run, all replicas of this kind, by purpose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finishing:
-    """The rounds at the end in which whole streams cross between stages."""
+    """The last rounds, in which whole streams cross between stages."""
 
     rounds: int
     how: str
     round_seconds: float
     slowest: str
     stage_bytes_per_round: int  # all replicas
-    usual_stage_bytes_per_round: int  # of the rounds before
+    usual_stage_bytes_per_round: int  # in the rounds before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,19 +102,19 @@ class Forecast:
     payload_bytes: int  # one replica's update
     num_shards: int
     closing: Closing | None
-    finish: Finishing | None  # None where no round opens boundaries
-    round_seconds: float  # of a usual round, not a finishing one, like all figures of one round or step
+    finish: Finishing | None  # None if no round opens boundaries
+    round_seconds: float  # of a usual round, not a finishing one, like all figures per round or step
     slowest: str
     utilisation: float  # over all machines, weighted by their rate
     tokens: int
     tokens_per_second: float
     hours: float
-    bytes: dict[str, int]  # of the whole run, by purpose
-    link_bytes: dict[str, int]  # of the whole run: between stages, to the bucket, from the bucket
+    bytes: dict[str, int]  # over the run, by purpose
+    link_bytes: dict[str, int]  # over the run: between stages, to the bucket, from the bucket
     snapshot_bytes: int  # one anchor
     snapshots: int
     stored_bytes_most: int
-    requests_per_round: dict[str, int]  # writes, reads, and those of the reads that fetch updates
+    requests_per_round: dict[str, int]  # writes, reads, and the reads that fetch updates
     requests: dict[str, int]
     money: dict[str, float] | None
 
@@ -133,18 +130,16 @@ def predict(
     recipe: Recipe,
     tflops: float = 0.0,
     prices: Prices | None = None,
-    verify_bytes_per_second: float = VERIFY_BYTES_PER_SECOND,
     memory_gb: float = 0.0,
 ) -> Forecast:
-    """The forecast of a run. `tflops` and `memory_gb` are those of machines whose own the recipe does not
-    state."""
+    """Forecast a run. `tflops` and `memory_gb` apply to machines for which the recipe states none."""
     recipe, picks = resolve(recipe, tflops, memory_gb)
     rates = {replica.name: rate_of(replica, tflops) for replica in recipe.replicas}
     rounds, sizes = recipe.outer.rounds, shard_bytes(recipe)
-    usual = _round_of(recipe, rates, sizes, verify_bytes_per_second)
+    usual = _round_of(recipe, rates, sizes)
     last = usual
     if recipe.finish.rounds:
-        last = _round_of(recipe.in_round(rounds), rates, sizes, verify_bytes_per_second)
+        last = _round_of(recipe.in_round(rounds), rates, sizes)
     seconds = usual.seconds * rounds + recipe.finish.rounds * (last.seconds - usual.seconds)
     kinds = tuple(_kind(usual, last, r.name, sizes, seconds / rounds) for r in recipe.replicas)
     sent = {key: sum(kind.bytes[key] for kind in kinds) for key in kinds[0].bytes}
@@ -204,7 +199,7 @@ class _Pace:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """One outer round of the whole fleet: a usual one, or one in which whole streams cross between stages."""
+    """One outer round of the fleet: a usual one, or one in which whole streams cross between stages."""
 
     recipe: Recipe
     paces: dict[str, _Pace]  # by [[replicas]] table
@@ -218,9 +213,7 @@ class _Round:
         return self.recipe.outer.inner_steps * sum(sum(purposes.values()) for purposes in each)
 
 
-def _round_of(
-    recipe: Recipe, rates: Mapping[str, float], sizes: tuple[int, ...], verify_rate: float
-) -> _Round:
+def _round_of(recipe: Recipe, rates: Mapping[str, float], sizes: tuple[int, ...]) -> _Round:
     paces, turns = {}, {}
     first = {member.config.name: member for member in reversed(recipe.fleet())}
     for replica in recipe.replicas:
@@ -228,10 +221,10 @@ def _round_of(
         link, step = inner_step(recipe, member, compute)
         exchange = exchange_of(recipe, member, sizes)
         paces[replica.name] = _Pace(member, compute, link, step, exchange)
-        # From one closed round to the replica's next delivery; then all wait for the slowest and the closer.
+        # From a closed round to the replica's next delivery; then all wait for the slowest and the closer.
         steps = recipe.outer.inner_steps * step.seconds
         turns[replica.name] = exchange.down_seconds + steps + exchange.up_seconds
-    closing = closing_of(recipe, turns, sizes, verify_rate)
+    closing = closing_of(recipe, turns, sizes)
     slowest = max(turns, key=turns.__getitem__)
     return _Round(recipe, paces, closing, slowest, turns[slowest] + (closing.seconds if closing else 0.0))
 
@@ -264,7 +257,7 @@ def _kind(
     sent["payload_down"] = times * pace.exchange.down_bytes
     sent["control"] = 0
     if closing and closing.closer == name:
-        # The first machine or process of a closer that is cut also reads the shards of the others, to check.
+        # If the closer is split, its first machine or process also reads the other shards, to check them.
         reads = machine_shards(recipe, replica)[0][1]
         unread = sum(size for i, size in enumerate(sizes) if i not in reads)
         sent["control"] = recipe.outer.rounds * recipe.num_replicas * unread
@@ -293,7 +286,6 @@ def _kind(
         compression=replica.compression,
         wire=replica.wire,
         loss_price=_loss_price(recipe, replica),
-        paper_loss=penalty(replica.ratio) if replica.compressed and replica.wire in FLOAT_BYTES else None,
         compute=pace.compute,
         link=pace.link,
         step=pace.step,
@@ -326,10 +318,10 @@ def _loss_price(recipe: Recipe, replica: ReplicaConfig) -> LossPrice | None:
 
 
 def _requests(recipe: Recipe, kinds: tuple[KindForecast, ...], round_seconds: float) -> dict[str, int]:
-    """Reads and writes of one round, as the protocol makes them (`layout.requests`).
+    """Return a round's reads and writes, as the protocol makes them (`layout.requests`).
 
-    A copy inside the store and a listing are priced as writes. "payload_get" are those of the reads that
-    fetch updates. Two replicas may close, as `init` names them.
+    A listing is priced as a write. "payload_get" counts the reads that fetch updates. Two replicas may close,
+    as `init` names them.
     """
     if not has_bucket(recipe):
         return {"get": 0, "put": 0, "payload_get": 0}
@@ -350,33 +342,27 @@ def _requests(recipe: Recipe, kinds: tuple[KindForecast, ...], round_seconds: fl
         applied_shards=round(applied),
     )
     reads = sum(each[verb] for verb in READS)
-    logs = processes * min(1.0, round_seconds / LOG_SECONDS)  # by launchers; see runtime/recent.py
-    writes = sum(each.values()) - reads + logs
+    writes = sum(each.values()) - reads
     return {"get": round(reads), "put": round(writes), "payload_get": round(each["payload get"])}
 
 
 def check_names(recipe: Recipe, per_hour: Mapping[str, float]) -> None:
-    """ConfigError for the price of a replica that the recipe does not have."""
+    """Raise ConfigError for the price of a replica that the recipe lacks."""
     known = [replica.name for replica in recipe.replicas]
     for name in per_hour:
         if name not in known:
             raise ConfigError(f"--price-per-hour {name}: no such replica; there is {', '.join(known)}")
 
 
-def machine_dollars(recipe: Recipe, per_hour: Mapping[str, float], hours: float) -> dict[str, float]:
-    """What that many hours of the machines cost, by [[replicas]] table; only of those that have a price."""
-    return {
-        f"machines.{replica.name}": hours * per_hour[replica.name] * replica.count * replica.stages
-        for replica in recipe.replicas
-        if replica.name in per_hour
-    }
-
-
 def _money(
     recipe: Recipe, prices: Prices, hours: float, egress_bytes: int, requests: Mapping[str, int]
 ) -> dict[str, float]:
     check_names(recipe, prices.per_hour)
-    parts = machine_dollars(recipe, prices.per_hour, hours)
+    parts = {
+        f"machines.{replica.name}": hours * prices.per_hour[replica.name] * replica.count * replica.stages
+        for replica in recipe.replicas
+        if replica.name in prices.per_hour
+    }
     if prices.egress_per_gb is not None:
         parts["egress"] = egress_bytes / 1e9 * prices.egress_per_gb
     for verb, price in (("put", prices.put_per_million), ("get", prices.get_per_million)):

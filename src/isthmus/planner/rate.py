@@ -1,4 +1,4 @@
-"""A measured training rate, and how far it can be trusted."""
+"""A measured training rate, and its reliability."""
 
 import os
 import time
@@ -6,40 +6,40 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-FEWEST_STEPS = 5  # from which a median says something
-BUSY_SHARE = 0.25  # of the cores that a measurement wants: others took more, so the rate is not the machine's
+FEWEST_STEPS = 5  # enough for a meaningful median
+BUSY_SHARE = 0.25  # if other programs used more of the wanted cores, the rate is not the machine's
 WIDE = 2.0  # slowest over fastest step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRate:
-    """What one device trains at, in one precision, and what the measurement was made of."""
+    """One device's training rate in one precision, and how it was measured."""
 
     device: str  # "cpu", "cuda:0"
     precision: str
     preset: str
     sequences: int
-    steps: int  # that were timed
+    steps: int  # timed steps
     step_seconds: float  # their median
     fastest_seconds: float
     slowest_seconds: float
     tflops: float  # 6 N per token
     tokens_per_second: float
     threads: int = 1  # of the CPU
-    load: float | None = None  # the load average of the minute before; None: the system does not say
+    load: float | None = None  # the load average of the minute before; None: unknown to the system
     others_cores: float | None = None  # cores that other programs used meanwhile
     host_cores: int = 1
 
     @property
     def busy(self) -> bool:
-        """Did other programs take cores that the CPU's threads wanted? A GPU needs one to launch."""
+        """Return whether other programs took cores that the CPU's threads needed. A GPU needs one."""
         if self.others_cores is None:
             return False
         return self.others_cores > self.host_cores - self.threads + BUSY_SHARE * self.threads
 
     @property
     def sample(self) -> str:
-        """`12 inner steps, 0.031 to 0.044 s each; load average 0.3, others used 0.1 of 2 cores`."""
+        """Return `12 inner steps, 0.031 to 0.044 s each; load average 0.3, others used 0.1 of 2 cores`."""
         if self.steps > 1:
             times = (
                 f"{self.steps} inner steps, {self.fastest_seconds:.3g} to {self.slowest_seconds:.3g} s each"
@@ -53,7 +53,7 @@ class TrainingRate:
 
     @property
     def warning(self) -> str:
-        """Why the machine may be faster than this, or nothing."""
+        """Say why the machine may be faster than this, or nothing."""
         found = []
         if self.busy:
             found.append("the machine is busy")
@@ -74,7 +74,7 @@ class TrainingRate:
 
 
 def usable_cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """That this process may use: by its affinity, and by a container's quota, at least one."""
+    """Return the cores that this process may use, by affinity and a container's quota: at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # "max": no quota
         quota, period = (groups / "cpu.max").read_text(encoding="ascii").split()
@@ -83,14 +83,14 @@ def usable_cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 class Cores:
-    """How many cores other programs use between two looks. Linux says; elsewhere it is not known."""
+    """Measures how many cores other programs use between two readings. Known only on Linux."""
 
     def __init__(self) -> None:
         self.load, self.host_cores = load_average(), os.cpu_count() or 1
         self.began = self._look()
 
     def others(self) -> float | None:
-        """Since this was made, on average."""
+        """Return the average since this object was made."""
         now = self._look()
         if self.began is None or now is None or now[0] <= self.began[0]:
             return None
@@ -98,17 +98,17 @@ class Cores:
         return max(0.0, (busy - own) / wall)
 
     def _look(self) -> tuple[float, float, float] | None:
-        """(seconds on the clock, core-seconds that all programs used, and this one)."""
+        """Return (clock seconds, core-seconds of all programs, core-seconds of this one)."""
         with suppress(OSError, ValueError, IndexError, AttributeError):
             with open("/proc/stat", encoding="ascii") as file:
                 ticks = [int(n) for n in file.readline().split()[1:9]]
-            used = sum(ticks) - ticks[3] - ticks[4]  # less idle, and waiting for disks
+            used = sum(ticks) - ticks[3] - ticks[4]  # without idle and disk-wait time
             return time.perf_counter(), used / os.sysconf("SC_CLK_TCK"), time.process_time()
         return None
 
 
 def load_average() -> float | None:
-    """Of the last minute."""
+    """Return the load average of the last minute."""
     with suppress(OSError, AttributeError):
         return os.getloadavg()[0]
     return None

@@ -1,4 +1,4 @@
-"""What private state takes on a disk, and whether that is there before anything starts. Standard library."""
+"""Disk space of private state, and a check for it before anything starts. Standard library."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,12 +9,10 @@ from isthmus.disk import check_room, shortage
 from isthmus.layout.traffic import outer_bytes
 from isthmus.planner.memory import MASTER_BYTES, process_memory, state_bytes
 
-KEPT = 2  # whole states of a process, beside the one that is being written
-
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes on a disk: of one state, of all that lies there at most, and what a round cannot do without."""
+    """Bytes on a disk: of one state, the most at any time, and what a round cannot do without."""
 
     state: int = 0
     most: int = 0
@@ -25,21 +23,23 @@ class Room:
 
 
 def replica_room(recipe: Recipe, member: Member, stage: int | None = None) -> Room:
-    """What the processes of a replica write, or that of one stage; see private_state.py."""
+    """Return what a replica's processes write, or those of one stage; see runtime/checkpoint.py.
+
+    Each keeps a checkpoint from the end of a round and one from inside a round while it writes the next. If
+    there are several processes, each also keeps the previous one until all have the newer.
+    """
     config = member.config
-    total = Room()
+    total, kept = Room(), 1 if config.parts == 1 else 2
     for part in range(config.parts) if stage is None else [stage]:
         memory = process_memory(recipe, config, part, 1)
-        state = memory.moments + memory.feedback + memory.anchor + memory.outer
-        # A full replica of one process also saves the middle of a round: once, and the next beside it.
-        middle = state + memory.weights if config.kind == "full" and config.processes <= 1 else 0
-        total += Room(state, (KEPT + 1) * state + 2 * middle)
-    update, _ = outer_bytes(recipe, member)
-    return total + Room(update, (KEPT + 2) * update, update)
+        edge = memory.moments + memory.feedback + memory.anchor + memory.outer
+        inside = edge + memory.weights
+        total += Room(edge, kept * (edge + inside) + inside)
+    return total
 
 
 def fleet_room(recipe: Recipe, members: Iterable[Member], bucket: bool) -> Room:
-    """All replicas on one disk; with `bucket`, what lies in a bucket beside them."""
+    """Add up all replicas on one disk; `bucket` includes a bucket on it."""
     members = list(members)
     total = sum((replica_room(recipe, member) for member in members), Room())
     if bucket:
@@ -51,15 +51,15 @@ def fleet_room(recipe: Recipe, members: Iterable[Member], bucket: bool) -> Room:
 
 
 def simulator_room(recipe: Recipe, precision: str) -> Room:
-    """A simulation keeps one state of the whole fleet, and writes the next beside it."""
+    """Return what a simulation keeps: one state of the whole fleet, and the next while it is written."""
     weights = MASTER_BYTES[precision] * recipe.model.num_stored
     one = weights + recipe.num_replicas * (state_bytes(recipe, precision) - weights)  # one anchor for all
     return Room(one, 2 * one + weights)
 
 
 def check_disk(folder: Path, room: Room, what: str, begun: bool = False) -> str:
-    """ConfigError where two states do not fit, or one where the run has begun; else a warning where all that
-    may lie there does not, or nothing."""
+    """Raise ConfigError unless two states fit, or one if the run has begun. Return a warning if the most that
+    it may write does not fit, else nothing."""
     check_room(folder, room.state if begun else 2 * room.state, what)
     if not begun and (words := shortage(folder, room.most, f"{what}, all in all,")):
         return f"{words}, or it may become full on the way"

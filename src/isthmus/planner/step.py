@@ -1,7 +1,7 @@
 """One inner step of a replica: compute, links and schedule -> seconds.
 
-Bytes come from `layout.traffic`, schedules from `layout.schedule` (the data that the stages execute). Seconds
-come twice: from the closed ceiling of `cost`, and from an event simulation of the same schedule.
+Bytes come from `layout.traffic`, schedules from `layout.schedule` (the data that stages execute). Seconds
+come from two sources: the closed ceiling of `cost`, and an event simulation of the same schedule.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from math import prod
 from isthmus.config import Member, Recipe, ReplicaConfig
 from isthmus.errors import ConfigError
 from isthmus.layout.schedule import Schedule, deep, depths, filled_if_it_pays, in_flight, simulate_schedule
-from isthmus.layout.stages import is_looked_up, stage_names
+from isthmus.layout.stages import EMBEDDING, is_looked_up, stage_names
 from isthmus.layout.traffic import micro_batch_bytes
 from isthmus.planner.cost import inner_step_seconds, step_flops
 
@@ -22,8 +22,8 @@ FORWARD_SHARE = 1 / 3  # of a micro-batch's 6 N: 2 N forward, 4 N backward
 class Compute:
     tflops: float  # training rate of one machine
     flops_per_step: float  # 6 N per token, the whole replica
-    seconds_per_step: float  # of one machine where all stages share the work alike
-    stage_seconds_per_step: tuple[float, ...]  # as the layers are really dealt, the head with the last
+    seconds_per_step: float  # of one machine, if all stages share the work equally
+    stage_seconds_per_step: tuple[float, ...]  # with the real split of layers, and the head in the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class StageLink:
     backward_seconds_per_micro_batch: float
     forward_seconds_per_step: float
     backward_seconds_per_step: float
-    busy: float  # share of the inner step in which the forward direction carries something
-    steady_busy: float  # the same without fill and drain, when the pipeline is full
+    busy: float  # share of the inner step in which the forward direction transfers
+    steady_busy: float  # the same without fill and drain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,12 @@ class Step:
     in_flight: tuple[int, ...]  # the most at a time; as `depths` unless backwards are split
     closed_seconds: float  # m max(t, l) + (S-1)(t + 2 (l + latency))
     seconds: float  # the event simulation of the schedule with these depths
-    linkless_seconds: float  # the same if links took no time: what compute and the pipeline's flush need
-    bubble: float  # share of the step in which the average stage has nothing to do
+    linkless_seconds: float  # the same with instantaneous links: compute and the pipeline's flush
+    bubble: float  # share of the step in which the average stage is idle
 
 
 def rate_of(replica: ReplicaConfig, tflops: float = 0.0) -> float:
-    """The machine's training rate, or one line that says how to find it out."""
+    """Return the machine's training rate, or raise one line that says how to measure it."""
     rate = replica.tflops or tflops
     if rate <= 0:
         raise ConfigError(
@@ -83,20 +83,22 @@ def compute_of(recipe: Recipe, replica: ReplicaConfig, tflops: float) -> Compute
 
 
 def _work(recipe: Recipe, replica: ReplicaConfig) -> tuple[list[float], list[float]]:
-    """Of each stage: what it multiplies with, and what of it recomputation repeats: a layer's forward."""
+    """Return each stage's multiplied parameters, and what recomputation repeats: a layer's forward."""
     shapes, again = recipe.model.shapes(), recipe.recomputes(replica)
     once, repeated = [], []
     for names in stage_names(recipe.model, replica.stages):
-        # 6 N is dealt by what multiplies: the embedding is a look-up, its share goes to all.
+        # Split 6 N by multiplications: the embedding is a look-up, so its share is spread over all.
         own = {name: prod(shapes[name]) for name in names if not is_looked_up(name)}
         layers = sum(number for name, number in own.items() if name.startswith("layers."))
         once.append(float(sum(own.values())))
         repeated.append(FORWARD_SHARE * layers if again else 0.0)
+    if recipe.model.tie_embeddings:
+        once[-1] += prod(shapes[EMBEDDING])  # the head multiplies by it
     return once, repeated
 
 
 def recomputed_share(recipe: Recipe, replica: ReplicaConfig) -> float:
-    """An inner step's operations over 6 N a token: more than 1 where layers run again in the backward."""
+    """Return an inner step's operations over 6 N a token: above 1 if layers run again in the backward."""
     once, repeated = _work(recipe, replica)
     return 1 + sum(repeated) / sum(once)
 
@@ -120,7 +122,7 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
     each = tuple(seconds / m for seconds in compute.stage_seconds_per_step)
     pace = steady_pace(each, forward / rate, latency, recipe.inner.in_flight)
     chosen = depths(replica.stages, m, t, forward / rate, latency, recipe.inner.in_flight)
-    if recipe.inner.backward == "split":  # in the order that the stages choose, as if they were all alike
+    if recipe.inner.backward == "split":  # in the order that equal stages would choose
         there = FORWARD_SHARE * t
         whole, limit = deep(replica.stages, m, chosen), recipe.inner.in_flight
         split = filled_if_it_pays(whole, there, t - there, forward / rate, latency, limit)
@@ -161,17 +163,17 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
 def steady_pace(
     stage_seconds: tuple[float, ...], link_seconds: float, latency_seconds: float, limit: int = 0
 ) -> float:
-    """Seconds between micro-batches once the pipeline is full, by the event simulation.
+    """Return the seconds between micro-batches with a full pipeline, by the event simulation.
 
-    It is what one more micro-batch adds to a long inner step: the difference of a step of 2 n and one of n
-    micro-batches, over n, in which filling and draining cancel. A run can measure the same with twice the
-    batch in twice the micro-batches. Without a limit it is the slowest of all stages and links.
+    It simulates an inner step of 2 n micro-batches and one of n, and divides the difference by n, so filling
+    and draining cancel. A run can measure the same with twice the batch in twice the micro-batches. Without a
+    limit it is the slowest of all stages and links.
     """
-    # Deep enough for the slower of compute and link and no deeper: beyond, all forwards would come before the
-    # first backward, and the two directions of a slow link would work in turns.
+    # Just deep enough for the slower of compute and link: any deeper, all forwards would precede the first
+    # backward, and the two directions of a slow link would take turns.
     num_stages, t = len(stage_seconds), max(sum(stage_seconds) / len(stage_seconds), link_seconds)
     deepest = depths(num_stages, 128, t, link_seconds, latency_seconds, limit)[0]
-    n = max(32, 2 * deepest)  # long enough that it is full
+    n = max(32, 2 * deepest)  # long enough to fill it
     short, long = (
         _simulated(
             stage_seconds,

@@ -1,8 +1,8 @@
-"""`isthmus plan --suggest`: from a list of machines to a recipe that runs, with the reasons in it.
+"""`isthmus plan --suggest`: turn a list of machines into a working recipe with reasons.
 
-`grouping` makes replicas of the machines; here H, k/d, micro-batches and their limit in flight are chosen,
-with reasons. The order: the grouping with the finest micro-batches (they need the least memory), then the
-coarsest micro-batches that lose little, then H.
+`grouping` makes replicas of the machines; this module chooses H, k/d and micro-batches. The order: the
+grouping with the finest micro-batches (they need the least memory), then the coarsest micro-batches that lose
+little, then H.
 """
 
 from collections import Counter
@@ -16,9 +16,8 @@ from isthmus.planner.grouping import EXCHANGE_SHARE, FULL, INNER_STEPS, OUT, Gro
 from isthmus.planner.machines import Machine, MachineList
 from isthmus.planner.plan import Forecast, predict
 
-SLACK = 0.02  # of speed that larger micro-batches may cost
-LIMITS = (16, 8, 4, 2)  # of micro-batches in flight, where memory needs one
-STRAGGLER = 1.5  # a replica is named whose round takes this many times as long as the next
+SLACK = 0.02  # share of speed that larger micro-batches may cost
+STRAGGLER = 1.5  # name a replica whose round takes this many times as long as the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,20 +31,20 @@ class SuggestedReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A recipe and why it is this one."""
+    """A recipe, and the reasons for it."""
 
     recipe: Recipe
     forecast: Forecast
     replicas: tuple[SuggestedReplica, ...]
-    why: dict[str, str]  # by key of the recipe: "outer.inner_steps" and so on
+    why: dict[str, str]  # by recipe key: "outer.inner_steps" and so on
     left_out: dict[str, str]  # by machine name
 
 
 def suggest(base: Recipe, machines: MachineList, pinned: Collection[str] = ()) -> Suggestion:
-    """The fleet that trains the most tokens a second by the planner's own forecast.
+    """Suggest the fleet that trains the most tokens a second by the planner's own forecast.
 
-    Model, data and optimisers are those of the base; its replicas do not matter. `pinned` keys (of
-    inner.micro_batches, inner.in_flight, outer.inner_steps) keep the base's values.
+    Model, data and optimisers come from the base; its replicas are ignored. `pinned` keys
+    (inner.micro_batches, outer.inner_steps) keep the base's values.
     """
     if base.outer.method == "adamw":
         raise ConfigError('--suggest is about rounds; outer.method is "adamw", which has none')
@@ -73,7 +72,7 @@ def suggest(base: Recipe, machines: MachineList, pinned: Collection[str] = ()) -
 
 
 def _compressing(recipe: Recipe, base: Recipe) -> Recipe:
-    """With the base's settings of compression, which a recipe may have only where something is compressed."""
+    """Copy the base's compression settings, which are allowed only in a recipe that compresses something."""
     if not any(replica.compressed for replica in recipe.replicas):
         return recipe
     steps, turn = recipe.outer.inner_steps, base.subspace.grassmann_every
@@ -87,26 +86,11 @@ def _divisors(number: int) -> list[int]:
 
 
 def _grouped(base: Recipe, machines: MachineList, pinned: Collection[str]) -> tuple[Grouping, list[int]]:
-    """The best grouping at the finest micro-batches; a limit in flight only where it lets more in."""
+    """Return the grouping with the finest micro-batches, which need the least memory."""
     m = base.inner.micro_batches if "inner.micro_batches" in pinned else base.inner.batch
     steps = [base.outer.inner_steps] if "outer.inner_steps" in pinned else INNER_STEPS
-    if "inner.in_flight" in pinned:
-        grouping = Grouping(base, machines, m, base.inner.in_flight, steps)
-        return grouping, grouping.best()
-    free = Grouping(base, machines, m, 0, steps)
-    best = free, free.best()
-    speed = free.speed(best[1])
-    idle = [i for i, number in enumerate(_idle(free, free.groups(best[1]))) if number]
-    for limit in LIMITS:
-        if limit >= m:
-            continue
-        tight = Grouping(base, machines, m, limit, steps)
-        if all(tight.options(i) == free.options(i) for i in idle):
-            continue
-        choices = tight.best()
-        if (found := tight.speed(choices)) > speed * (1 + SLACK):
-            best, speed = (tight, choices), found
-    return best
+    grouping = Grouping(base, machines, m, base.inner.in_flight, steps)
+    return grouping, grouping.best()
 
 
 def _micro_batches(
@@ -116,41 +100,33 @@ def _micro_batches(
     groups: tuple[Group, ...],
     pinned: Collection[str],
 ) -> tuple[Grouping, tuple[Group, ...], dict[str, str]]:
-    """The fewest micro-batches, and then the loosest limit, that fit and are within SLACK of the best."""
-    if all(len(group.stages) == 1 for group in groups):
-        grouping = Grouping(base, machines, base.inner.micro_batches, base.inner.in_flight)
-        return grouping, groups, {}
+    """Choose the fewest micro-batches that fit and are within SLACK of the best."""
     inner = base.inner
-    counts = [inner.micro_batches] if "inner.micro_batches" in pinned else _divisors(inner.batch)
-    limits = [inner.in_flight] if "inner.in_flight" in pinned else [0, *LIMITS]
+    if all(len(group.stages) == 1 for group in groups):
+        return Grouping(base, machines, inner.micro_batches, inner.in_flight), groups, {}
+    if "inner.micro_batches" in pinned:
+        return grouping, groups, {"inner.micro_batches": "kept as it was set"}
     found = []
-    for m in counts:
-        for limit in limits:
-            if limit >= m and limit not in (0, inner.in_flight):
-                continue
-            trial = Grouping(base, machines, m, limit, grouping.inner_steps)
-            ordered = tuple(
-                Group(stages, group.count)
-                for group in groups
-                if (stages := trial.order(group.stages) if len(group.stages) > 1 else group.stages)
-            )
-            if len(ordered) == len(groups):
-                found.append((trial.fleet_speed(ordered), m, limit, trial, ordered))
+    for m in _divisors(inner.batch):
+        trial = Grouping(base, machines, m, inner.in_flight, grouping.inner_steps)
+        ordered = tuple(
+            Group(stages, group.count)
+            for group in groups
+            if (stages := trial.order(group.stages) if len(group.stages) > 1 else group.stages)
+        )
+        if len(ordered) == len(groups):
+            found.append((trial.fleet_speed(ordered), m, trial, ordered))
     best = max(speed for speed, *_ in found)
-    good = [each for each in found if each[0] >= (1 - SLACK) * best]
-    speed, m, limit, trial, ordered = min(good, key=lambda each: (each[1], each[2] != 0, -each[2]))
-    why = {
-        "inner.micro_batches": f"the fewest that fit the memory and reach {1 - SLACK:.0%} of the best speed "
-        f"({speed / best:.1%} of it); {inner.batch // m} of {inner.batch} sequences in each",
-        "inner.in_flight": "more activations would not fit the memory of every stage"
-        if limit
-        else "no limit needed: memory holds what the links ask for",
-    }
-    return trial, ordered, why | dict.fromkeys(why.keys() & set(pinned), "kept as it was set")
+    speed, m, trial, ordered = next(each for each in found if each[0] >= (1 - SLACK) * best)
+    why = (
+        f"the fewest that fit the memory and reach {1 - SLACK:.0%} of the best speed ({speed / best:.1%} of "
+        f"it); {inner.batch // m} of {inner.batch} sequences in each"
+    )
+    return trial, ordered, {"inner.micro_batches": why}
 
 
 def _inner_steps(recipe: Recipe, base: Recipe, pinned: Collection[str]) -> tuple[Recipe, str]:
-    """The smallest H at which the exchange takes a small share of a round; as many inner steps in all."""
+    """Choose the smallest H with a small share of exchange per round, and the same total of inner steps."""
     if recipe.num_replicas == 1:
         return recipe, "one replica has nobody to exchange with"
     if "outer.inner_steps" in pinned:
@@ -167,7 +143,7 @@ def _inner_steps(recipe: Recipe, base: Recipe, pinned: Collection[str]) -> tuple
 
 
 def exchange_share(forecast: Forecast) -> float:
-    """The largest share of a round that any kind of replica spends in upload, closing and download."""
+    """Return the largest share of a round that any kind of replica spends in upload, closing and download."""
     longest = max(kind.exchange.seconds for kind in forecast.kinds)
     return (longest + forecast.close_seconds) / forecast.round_seconds
 
@@ -185,16 +161,10 @@ def _reasons(grouping: Grouping, group: Group) -> list[str]:
     whole = grouping.assigned((first,)).needs[0]
     if len(group.stages) == 1:
         return [f"the whole model on each: it needs {gb(whole)} of {gb(machine.memory_gb * 1e9)}"]
-    lines = []
-    if any(grouping.fits((i,)) for i in group.stages):
-        lines.append(
-            "in stages although the whole model would fit: as full replicas all others would wait longer"
-        )
-    else:
-        lines.append(
-            f"a full replica would need {gb(whole)} on one machine{_smaller_batch(grouping, first)}; "
-            f"of the numbers of stages that fit, {len(group.stages)} trains fastest"
-        )
+    lines = [
+        f"a full replica would need {gb(whole)} on one machine{_smaller_batch(grouping, first)}; "
+        f"{len(group.stages)} stages are the fewest that fit"
+    ]
     needs = grouping.assigned(group.stages).needs
     for s, (i, need) in enumerate(zip(group.stages, needs, strict=True)):
         own = grouping.machines[i]
@@ -203,7 +173,7 @@ def _reasons(grouping: Grouping, group: Group) -> list[str]:
 
 
 def _smaller_batch(grouping: Grouping, i: int) -> str:
-    """The largest batch at which the machine would hold the whole model, as a hint."""
+    """Return a hint: the largest batch at which the machine would hold the whole model."""
     inner = grouping.base.inner
     for batch in reversed(_divisors(inner.batch)[:-1]):
         small = replace(grouping.base, inner=replace(inner, batch=batch, micro_batches=1))
@@ -243,7 +213,7 @@ def _role(stages: int) -> str:
 
 
 def _left_out(grouping: Grouping, choices: list[int], groups: tuple[Group, ...]) -> dict[str, str]:
-    """Every machine that has no part, and why."""
+    """Map every unused machine to the reason."""
     reasons = {}
     for i, (machine, idle) in enumerate(zip(grouping.machines, _idle(grouping, groups), strict=True)):
         if not idle:
@@ -255,7 +225,7 @@ def _left_out(grouping: Grouping, choices: list[int], groups: tuple[Group, ...])
                 f"{gb(grouping.usable(i))} of {gb(machine.memory_gb * 1e9)}"
             )
         elif choices[i] == OUT:
-            text = _too_slow(grouping, choices, i, grouping.options(i)[0])
+            text = _too_slow(grouping, choices, i, grouping.choice(i))
         else:
             text = "no machine is left that is linked to it and makes up a replica with it"
         reasons[machine.name] = (f"{idle} of {machine.count}: " if idle < machine.count else "") + text
@@ -263,7 +233,7 @@ def _left_out(grouping: Grouping, choices: list[int], groups: tuple[Group, ...])
 
 
 def _idle(grouping: Grouping, groups: tuple[Group, ...]) -> list[int]:
-    """How many machines of each table have no part."""
+    """Count the unused machines of each table."""
     used: Counter[int] = Counter()
     for group in groups:
         for i in group.stages:

@@ -1,4 +1,4 @@
-"""A suggestion as a recipe file: what differs from the defaults, and the reasons as comments."""
+"""Write a suggestion as a recipe file: the differences from the defaults, with the reasons as comments."""
 
 import dataclasses
 import textwrap
@@ -6,25 +6,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from isthmus.config import (
-    AUTO,
     PRESETS,
-    FinishConfig,
     LinkConfig,
     Recipe,
     ReplicaConfig,
-    SubspaceConfig,
     toml_line,
 )
-from isthmus.planner.auto import Pick, rungs
 from isthmus.planner.machines import Machine
-from isthmus.planner.plan import Forecast, predict
+from isthmus.planner.plan import Forecast
 from isthmus.planner.suggest import SuggestedReplica, Suggestion
 
-SHOWN = ("micro_batches", "in_flight", "inner_steps", "rounds", "batch")  # even where they are the defaults
+SHOWN = ("micro_batches", "in_flight", "inner_steps", "rounds", "batch")  # shown even at their defaults
 
 
 def recipe_text(suggestion: Suggestion, source: str) -> str:
-    """A recipe that `load_recipe` takes as it is."""
+    """Return a recipe that `load_recipe` accepts unchanged."""
     recipe, forecast = suggestion.recipe, suggestion.forecast
     lines = [
         *_comment(
@@ -44,7 +40,7 @@ def recipe_text(suggestion: Suggestion, source: str) -> str:
         lines.append(toml_line("seed", recipe.seed))
     lines += ["", "[model]", *_model(recipe)]
     for field in dataclasses.fields(recipe):
-        if field.default_factory is not dataclasses.MISSING:  # a section, every key of which has a default
+        if field.default_factory is not dataclasses.MISSING:  # a section whose keys all have defaults
             own = list(_section(field.name, getattr(recipe, field.name), _default(field), suggestion.why))
             lines += ["", f"[{field.name}]", *own] if own else []
     for replica, suggested in zip(recipe.replicas, suggestion.replicas, strict=True):
@@ -83,7 +79,7 @@ def _replica(
         kind = next(kind for kind in forecast.kinds if kind.name == replica.name)
         deep = ", ".join(map(str, kind.step.depths))
         yield from _comment(f"warm-up: stages run {deep} micro-batches forward before their first backward")
-        yield from _ladder(recipe, replica, suggested.pick)
+        yield from _comment(suggested.pick.reason)
     yield "[[replicas]]"
     for field in dataclasses.fields(replica):
         value = getattr(replica, field.name)
@@ -102,35 +98,3 @@ def _link_words(machines: Sequence[Machine]) -> str:
     where = f"inside {sites[0]}" if len(sites) == 1 else f"from {sites[0]} to {sites[1]}"
     text = f"link: {where}, the slowest between two stages"
     return text + ("; tflops: of the slowest of its machines" if len(rates) > 1 else "")
-
-
-def _ladder(recipe: Recipe, replica: ReplicaConfig, pick: Pick) -> Iterator[str]:
-    """The picked wire and k/d, the next that costs less loss and the next that carries less, with what each
-    takes."""
-    open_choice = dataclasses.replace(replica, compression=AUTO, wire=AUTO)
-    lighter = [
-        rung
-        for rung in rungs(recipe, open_choice, replica.tflops)
-        if rung.link_seconds < pick.rung.link_seconds and rung.rank > pick.rung.rank
-    ]
-    shown = [rung for rung in (pick.milder, pick.rung) if rung]
-    # The best of those that save enough to be felt: a tenth of the time on the link.
-    felt = [rung for rung in lighter if rung.link_seconds < 0.9 * pick.rung.link_seconds]
-    shown += [min(felt, key=lambda rung: rung.rank)] if felt else []
-    yield f"#   {'wire':<6}{'k/d':<6}{'link busy':>10}{'inner step':>12}   expected price in loss"
-    for rung in shown:
-        alone = dataclasses.replace(replica, compression=rung.compression, wire=rung.wire, count=1)
-        # Settings of compression go: a recipe may have none where the rung is "none".
-        plain = dataclasses.replace(
-            recipe, replicas=(alone,), subspace=SubspaceConfig(), finish=FinishConfig()
-        )
-        seconds = predict(plain).kinds[0].step.seconds
-        mark = "  <- the least under 95 %" if rung is pick.rung else ""
-        if mark and not pick.rung.enough:
-            mark = "  <- the strongest; the link stays the bottleneck"
-        yield (
-            f"#   {rung.wire:<6}{rung.compression:<6}{rung.busy:>10.0%}{seconds:>10.3g} s   "
-            f"{rung.price.short}{mark}"
-        )
-    if replica.compressed or replica.wire != "bf16":
-        yield from _comment(pick.rung.price.text(recipe.model.num_parameters))

@@ -1,4 +1,4 @@
-"""theta^(t) on its way into the bucket, while the rounds after t train."""
+"""Upload theta^(t) to the bucket while the next rounds train."""
 
 import threading
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from isthmus.protocol.ledger import Ledger
 
 
 class AnchorUpload(threading.Thread):
-    """One process's shards of an anchor. The anchor may change when `read` is set."""
+    """One process's shards of an anchor. Once `read` is set, the caller may change the anchor."""
 
     def __init__(self, ledger: Ledger, round_number: int, shards: Mapping[int, Mapping[str, Tensor]]) -> None:
         super().__init__(daemon=True, name=f"anchor-{round_number}")
         self.ledger, self.round, self.shards = ledger, round_number, shards
-        self.files: dict[int, str] = {}  # by shard, the hash of what was put
+        self.files: dict[int, str] = {}  # shard -> hash of the uploaded bytes
         self.digest = ""  # of the whole anchor, once the replica's processes have agreed on it
         self.read = threading.Event()
         self.fault: BaseException | None = None
@@ -34,7 +34,7 @@ class AnchorUpload(threading.Thread):
             self.read.set()
 
     def upload(self) -> None:
-        # A stream of its own: the training stream must not wait for copies to the host.
+        # A separate stream: the training stream must not wait for copies to the host.
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             here = {
                 i: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}

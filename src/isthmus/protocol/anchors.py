@@ -1,4 +1,4 @@
-"""Whole models in the bucket: written every few rounds, believed for those who have signed their digest."""
+"""Whole models in the bucket: written every few rounds, confirmed by the next round's manifest."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,26 +6,25 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from isthmus.errors import RunError
-from isthmus.protocol.documents import ANCHOR
+from isthmus.protocol.documents import AnchorDocument, decode
 from isthmus.protocol.payloads import Payloads
-from isthmus.protocol.schema import check
-from isthmus.protocol.trust import MAX_DOCUMENT_BYTES, Refused, open_sealed, sha256
+from isthmus.protocol.trust import MAX_DOCUMENT_BYTES, Refused, open_raw, sha256
 from isthmus.store import StoreRefused
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FILES_AT_ONCE = 4  # each may be large
-NEAR = 4  # anchors that are asked for by name before all are listed
+NEAR = 4  # anchors requested by name before listing them all
 
 
 class Anchors(Payloads):
-    """theta^(t) as closers write it, and which of it is believed."""
+    """theta^(t) as closers write it, and the checks that decide which anchors count."""
 
     def put_anchor_shard(self, round_number: int, index: int, tensors: "Mapping[str, Tensor]") -> str:
         from safetensors.torch import save  # loads torch, which `status` does without
@@ -36,18 +35,18 @@ class Anchors(Payloads):
 
     def complete_anchor(self, round_number: int, digest: str, files: Sequence[str]) -> None:
         manifest = self.digest_of(round_number)
-        body = {"round": round_number, "digest": digest, "files": list(files), "manifest": manifest}
+        body = AnchorDocument(round=round_number, digest=digest, files=tuple(files), manifest=manifest)
         sealed = self.signer.seal("anchor", self.run.run_id, body)
         self.store.put(_complete_key(round_number), sealed)
 
     def has_anchor(self, round_number: int) -> bool:
-        """Is there a complete one? Nothing is said about what is in it."""
+        """Whether a complete anchor exists. Its content is not checked."""
         with suppress(StoreRefused):
             return self.store.foreign(lambda: self.store.head(_complete_key(round_number))) is not None
         return False
 
     def anchor_rounds(self) -> list[int]:
-        """Settled rounds with a complete anchor, oldest first; theta^(0) only where run.json names it."""
+        """Settled rounds with a complete anchor, oldest first; theta^(0) only if run.json names it."""
         names = (
             re.fullmatch(r"anchors/([0-9]{6,7})/complete\.json", key) for key in self.store.list("anchors/")
         )
@@ -55,87 +54,84 @@ class Anchors(Payloads):
         return [t for t in rounds if (t or self.run.start) and t <= last]
 
     def anchors_down(self, last: int) -> Iterator[int]:
-        """The same rounds up to `last`, newest first. Closers write an anchor every so many rounds, so the
-        last few are asked for by name; all are listed only for who goes further back."""
+        """Yield the same rounds up to `last`, newest first. Closers write an anchor every few rounds, so it
+        requests the last few by name and lists all of them only to go further back."""
         last = last if last <= self.newest else min(last, self.last_round())
         every = self.run.recipe.bucket.anchor_every
         near = list(islice(range(last - last % every, 0, -every), NEAR))
         yield from (t for t in near if self.has_anchor(t))
         yield from (t for t in reversed(self.anchor_rounds()) if t <= last and t not in near)
 
-    def anchor_header(self, round_number: int) -> tuple[str, dict[str, Any]]:
-        """(writer, body) of an anchor's complete.json; Refused unless a closer signed it for this history."""
+    def anchor_header(self, round_number: int) -> tuple[str, AnchorDocument]:
+        """(writer, complete.json) of an anchor; Refused unless a closer signed it for this history."""
         try:
             sealed = self._theirs(_complete_key(round_number), MAX_DOCUMENT_BYTES)
         except StoreRefused as error:
             raise Refused(str(error)) from None
         if sealed is None:
             raise Refused("it is not complete")
-        # The closer of the round writes it, and may have another key before it is done.
-        runs = [self.at(round_number), self.at(round_number + 1)] if round_number else [self.at(0)]
+        writer, body = open_raw(sealed, "anchor", self.run.run_id, self.at(round_number).keys)
         try:
-            writer, body = open_sealed(sealed, "anchor", self.run.run_id, runs[0].keys)
-        except Refused:
-            writer, body = open_sealed(sealed, "anchor", self.run.run_id, runs[-1].keys)
-        try:
-            self._check_header(writer, body, round_number)
+            document = decode(body, AnchorDocument, "anchor")
+            self._check_header(writer, document, round_number)
         except Refused as reason:
             raise Refused(f"{reason} (it was written by {writer})") from None
-        return writer, body
+        return writer, document
 
-    def _check_header(self, writer: str, body: dict[str, Any], round_number: int) -> None:
+    def _check_header(self, writer: str, anchor: AnchorDocument, round_number: int) -> None:
         if writer not in self.at(round_number).closers:
             raise Refused(f"{writer} may not write it")
-        check(body, ANCHOR)
-        if body["round"] != round_number or len(body["files"]) != len(self.shards):
+        if anchor.round != round_number or len(anchor.files) != len(self.shards):
             raise Refused("it is for another round or another model")
         if round_number and self.manifest(round_number) is None:
             raise Refused("its round is not settled")
-        if body["manifest"] != self.digest_of(round_number):
+        if anchor.manifest != self.digest_of(round_number):
             raise Refused("it belongs to another history")
-        if round_number == 0 and body["digest"] != self.run.start:
+        if round_number == 0 and anchor.digest != self.run.start:
             raise Refused("it is not the theta^(0) that run.json names")
-        if decision := self.repairs.decision(round_number):
-            raise Refused(f"{decision}")
 
     def read_anchor(
-        self, round_number: int, wanted: Sequence[int], witnessed: bool = True
+        self, round_number: int, wanted: Sequence[int], confirmed: bool = True
     ) -> "tuple[str, dict[str, Tensor]]":
         """(digest of the whole, tensors of the wanted shards) of theta^(round), every file checked.
 
-        It is believed only if those who started from it have signed its digest; see `check_witnessed`.
-        Without `witnessed` it is the word of its writer. Whoever has all shards compares the digest.
+        An anchor counts if the next manifest states its digest. Without `confirmed`, the caller must prove
+        that by a replay. A caller that reads all shards compares the digest itself.
         """
         try:
-            writer, body = self.anchor_header(round_number)
-            if witnessed and round_number:
-                self.check_witnessed(round_number, body["digest"], writer)
+            _, anchor = self.anchor_header(round_number)
+            if confirmed and round_number:
+                self.check_confirmed(round_number, anchor.digest)
             tensors: dict[str, Tensor] = {}
             for file in self.store.together(
-                [partial(self._anchor_file, round_number, i, body["files"][i]) for i in wanted], FILES_AT_ONCE
+                [partial(self._anchor_file, round_number, i, anchor.files[i]) for i in wanted], FILES_AT_ONCE
             ):
                 tensors |= file
-            return body["digest"], tensors
+            return anchor.digest, tensors
         except Refused as reason:
             raise RunError(f"the anchor of round {round_number} cannot be used: {reason}") from None
 
+    def is_whole(self, anchor: int) -> bool:
+        """Whether all files of an anchor exist. Their hashes are checked when they are read."""
+        keys = [f"anchors/{anchor:06d}/{i}.safetensors" for i in range(len(self.shards))]
+        return all(self.store.together([partial(self.is_object, key) for key in keys]))
+
     def believed_anchors(self, most: int) -> list[int]:
-        """The newest rounds, at most so many, whose anchors contributors speak for; newest first. Their files
-        are not read."""
+        """The newest rounds, at most `most`, whose anchors the next manifest confirms; newest first. Reads no
+        anchor files."""
         return list(islice(self._believed(), most))
 
     def _believed(self) -> Iterator[int]:
         for t in self.anchors_down(self.last_round()):
             with suppress(Refused):
                 if t:
-                    writer, body = self.anchor_header(t)
-                    self.check_witnessed(t, body["digest"], writer)
+                    self.check_confirmed(t, self.anchor_header(t)[1].digest)
                     yield t
 
     def _anchor_file(self, round_number: int, index: int, digest: str) -> "dict[str, Tensor]":
         from safetensors.torch import load
 
-        shapes = self.run.recipe.model.shapes()
+        shapes = self.shapes
         limit = 8 * sum(prod(shapes[name]) for name in self.shards[index]) * 2 + 2**20
         try:
             data = self._theirs(f"anchors/{round_number:06d}/{index}.safetensors", limit)
@@ -144,7 +140,7 @@ class Anchors(Payloads):
             loaded = load(data)
         except (StoreRefused, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise Refused(str(error)) from None
-        for name, tensor in loaded.items():  # beside each parameter, what the outer method carries of it
+        for name, tensor in loaded.items():  # next to each parameter, the outer method's state for it
             own = name if name in shapes else name.partition("/")[2]
             if own not in self.shards[index] or tuple(tensor.shape) != shapes[own]:
                 raise Refused(

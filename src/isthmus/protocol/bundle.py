@@ -1,7 +1,7 @@
-"""One file for one replica: what a friend needs to take part in a run. It holds a key or a token: a secret.
+"""One file for one replica: what a friend needs to join a run. It holds the replica's key: a secret.
 
-Credentials of the bucket are the store's, not ours. They are in it only where the owner said so. Whoever
-reads such a file has it from somebody else, by mail or from a stick: every value is checked here, once.
+Credentials belong to the store. The file holds them only if the owner asked for that. The file arrives by
+mail or on a stick, so the reader checks every value here, once.
 """
 
 import os
@@ -16,9 +16,9 @@ from isthmus import reading
 from isthmus.config.toml import toml_line
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
-from isthmus.protocol.invitations import TOKEN
-from isthmus.protocol.ledger import read_run
-from isthmus.protocol.trust import Signer, save_secret
+from isthmus.protocol.access import check_not_revoked
+from isthmus.protocol.ledger import Ledger, read_run
+from isthmus.protocol.trust import Signer, load_signer, save_secret
 from isthmus.store import open_store
 from isthmus.store.url import ENDPOINT, ENDPOINT_NAMES, REGION_NAMES, aws_options, parse_url
 
@@ -42,29 +42,27 @@ CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
     url: str
-    run: str  # its name
-    run_sha256: str  # of run.json: nobody can lead the reader to another run
+    run: str  # the run's name
+    run_sha256: str  # of run.json, so that the reader cannot be led to another run
     replica: str
-    key: str = ""  # the replica's private key
-    token: str = ""  # or an invitation: the key is made where it is taken up
+    key: str  # the replica's private key
     corpus: str = ""  # where the text is
     corpus_sha256: str = ""  # of its tokens; run.json has it too
-    store: Mapping[str, str] = field(default_factory=dict)  # how the bucket is reached
+    store: Mapping[str, str] = field(default_factory=dict)  # settings to reach the bucket
 
     @property
     def has_credentials(self) -> bool:
         return "access_key_id" in self.store
 
     def write(self, path: Path, stages: int = 1) -> None:
-        """Readable by its owner alone."""
+        """Write the file so that only its owner can read it."""
         replace_file(path, self.to_text(path.name, stages), mode=0o600)
 
     def to_text(self, file: str, stages: int = 1) -> str:
-        apart = f"; or on {stages} machines, with --stage N and --master HOST:PORT" if stages > 1 else ""
-        once = ", once" if self.token else ""
+        apart = f"; or on {stages} machines, with --stage N on each" if stages > 1 else ""
         head = [
             f'Isthmus: the replica {self.replica} of the run "{self.run}". Keep it to yourself: whoever has',
-            f"this file can train as {self.replica}{once}. With Isthmus installed, in a folder of its own:",
+            f"this file can train as {self.replica}. With Isthmus installed, in a folder of its own:",
             f"  isthmus join {file}{apart}",
         ]
         if "://" in self.url and not self.has_credentials:
@@ -78,8 +76,8 @@ class Bundle:
         return "\n".join(lines) + "\n"
 
     def use_store(self) -> str:
-        """Reach the bucket as the file says, in this process and those that it starts: what the environment
-        says already stays. Returns whose credentials these are, in words."""
+        """Set up access to the bucket for this process and its children, as the file says; existing
+        environment variables win. Return whose credentials are in use, in words."""
         if "endpoint" in self.store and not any(map(os.environ.get, ENDPOINT_NAMES)):
             os.environ["AWS_ENDPOINT_URL"] = self.store["endpoint"]
         if "region" in self.store and not any(map(os.environ.get, REGION_NAMES)):
@@ -92,16 +90,21 @@ class Bundle:
         return "the credentials of the file"
 
     def save_key(self, path: str = "") -> Path:
-        """The file of the replica's key, made from this one if it is not there: it may be replaced later, by
-        `isthmus rotate`. Only for the run that this file names."""
+        """Write the replica's key to its own file unless that exists. Only for the run that this file
+        names."""
         signer = Signer(self.replica, bytes.fromhex(self.key), self.run_sha256)
-        run = read_run(open_store(self.url, create=False), signer)
-        if signer.public_key != run.keys.get(self.replica):  # before it lies where the right one belongs
+        store = open_store(self.url, create=False)
+        ledger = Ledger(store, read_run(store, signer))
+        run = ledger.membership.look().run
+        check_not_revoked(ledger, signer)
+        if signer.public_key != run.keys.get(self.replica):  # checked before the key is written
             raise ConfigError(
                 f"this file does not hold the key of replica {self.replica} in this run; ask the run's owner "
                 "for it again"
             )
         file = Path(path) if path else Path("keys") / run.recipe.name / f"{self.replica}.key"
+        if file.exists() and load_signer(file, self.replica).public_key != signer.public_key:
+            os.replace(file, file.with_name(f"{file.name}.old"))  # we were revoked and invited again
         if not file.exists():
             save_secret(file, bytes.fromhex(self.key), self.run_sha256)
         return file
@@ -119,21 +122,19 @@ def read_bundle(path: Path) -> Bundle:
 
 
 def parse_bundle(text: str) -> Bundle:
-    """ValueError or TypeError where it is none."""
+    """Parse a bundle; ValueError or TypeError if it is not one."""
     found = tomllib.loads(text)
     if (form := found.pop("format", None)) != FORMAT:
         raise ValueError(f"its format is {form!r:.20}; this Isthmus reads {FORMAT}")
     shapes = {
         **{"url": WORDS, "run": RUN_NAME, "run_sha256": HEX, "replica": NAME},
-        **{"key": HEX, "token": TOKEN, "corpus": WORDS, "corpus_sha256": HEX},
+        **{"key": HEX, "corpus": WORDS, "corpus_sha256": HEX},
     }
     store = found.pop("store", {})
-    if missing := [name for name in ("url", "run", "run_sha256", "replica") if name not in found]:
+    if missing := [name for name in ("url", "run", "run_sha256", "replica", "key") if name not in found]:
         raise ValueError(f"it has no {missing[0]}")
     bundle = Bundle(**_checked(found, shapes), store=_checked(store, STORE))
     parse_url(bundle.url)
-    if bool(bundle.key) == bool(bundle.token):
-        raise ValueError("it holds a key or a token, one of the two")
     if bundle.has_credentials != ("secret_access_key" in bundle.store):
         raise ValueError("it holds only half of the credentials")
     return bundle
@@ -151,7 +152,7 @@ def _checked(found: Any, shapes: Mapping[str, re.Pattern[str]]) -> dict[str, str
 
 
 def store_settings(url: str, with_credentials: str | None) -> dict[str, str]:
-    """How this machine reaches the bucket, for others: without credentials, unless somebody asks for them.
+    """The settings with which others reach this bucket, without credentials unless asked for.
 
     `with_credentials`: a profile of the AWS credentials file, or "" for those that this machine uses.
     """

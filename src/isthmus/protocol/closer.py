@@ -1,28 +1,28 @@
 """Closing a round: decide when to stop waiting, and create the manifest.
 
-One closer works at a time: the first in line. The others wait for the manifest as every member does, look
-once in a while, and step in when the first is late. Put-if-absent lets one manifest win.
+One closer works at a time: the first in line. The others wait for the manifest like every member, look now
+and then, and step in if the first is late. Put-if-absent lets one manifest win.
 """
 
 import math
+import statistics
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 
 from isthmus.errors import Diverged
 from isthmus.layout.requests import LONGEST_LOOK_SECONDS, LONGEST_SECONDS, STEP_IN_SECONDS
-from isthmus.protocol.changes import Requests
-from isthmus.protocol.ledger import Entry, Ledger, Manifest
+from isthmus.protocol.clipping import clipped_in
+from isthmus.protocol.documents import Entry, Manifest, Refusal, Skip
+from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.members import Members
 from isthmus.protocol.presence import Presence
-from isthmus.protocol.scores import has_passed, not_counted
 from isthmus.protocol.shards import ShardReader
-from isthmus.protocol.verdicts import ScoreUpdate, Verdicts
+from isthmus.protocol.verdicts import Verdicts
 
-CLOSING_ANSWERS = 9  # one after another, from the last commit to the manifest
-FEW = 8  # an eighth of the members
-NEAR = 2  # so many behind the first in line look whether it is down
+CLOSING_ANSWERS = 9  # sequential store requests from the last commit to the manifest
+FEW = 8  # at most an eighth of the members is few
+NEAR = 2  # places behind the first in line that check whether it is down
 
 
 class Closer:
@@ -35,37 +35,35 @@ class Closer:
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         replayed: Callable[[int], str] = lambda round_number: "",
-        score: ScoreUpdate | None = None,
     ) -> None:
-        """`replayed` gives the digest of theta^(t) from the bucket alone, or "" where that cannot be had.
-        `score` gives an update's score, where this process has what that takes."""
+        """`replayed` gives the digest of theta^(t) from the bucket alone, or "" if it cannot."""
         self.ledger, self.log, self.clock, self.replayed = ledger, log, clock, replayed
         self.recipe = ledger.run.recipe
         self.own = ledger.signer.replica
         self.presence, self.members = Presence(ledger, clock), Members(ledger)
-        self.verdicts, self.requests = Verdicts(ledger, reader, score, log), Requests(ledger, log)
+        self.verdicts = Verdicts(ledger, reader)
         self.names = self.members.names
         self.round = 0
         self.closable_since: float | None = None
         self.looked = self.next_look = -math.inf  # this closer's last look at the round, and its next
-        self.next_question = -math.inf  # when commits are asked for that are not listed
-        self.beaten = False  # another's manifest was there when we had made ours
+        self.next_question = -math.inf  # when to request commits that are not listed
+        self.beaten = False  # another closer's manifest was there first
         self.busy = False  # the last attempt had something to judge
         self.away = 0.0  # seconds of the open round that its deadline does not count
-        self.came = False  # it was open before this closer started
-        self.down: set[str] = set()  # whose workers have ended in this round: it is too late for them
-        self.said = ""  # about the anchors of others, as it was last logged
-        self.found: str | None = None  # digest of the round's start as the bucket gives it, once it was asked
-        self.liars: set[str] = set()  # who signed an anchor that the bucket does not give
+        self.came = False  # the round was open before this closer started
+        self.down: set[str] = set()  # replicas whose workers ended in this round: too late for them
+        self.said = ""  # what `_say` logged last
+        self.found: str | None = None  # digest of the round's start as the bucket gives it; None until asked
+        self.rebuilt = 0  # the round that this process started from the bucket's anchor
 
     def pause(self, usual: float) -> float:
         """Seconds until the next attempt; the first in line looks as often as a member does, or more."""
         if self.busy:
-            return 0.0  # while we judged, more may have come
+            return 0.0  # more may have arrived while we judged
         return max(0.0, self.next_look - self.clock()) or min(LONGEST_SECONDS, usual)
 
     def attempt(self, round_number: int, anchor: str) -> bool:
-        """Close the round if it can be closed now; True when our manifest is the one."""
+        """Close the round if it can be closed now; True if our manifest won."""
         if not self.may_close(round_number):
             return False
         if round_number != self.round:
@@ -73,33 +71,32 @@ class Closer:
         turn, self.busy = self._turn(round_number), False
         if turn and self.clock() < self.next_look:
             return False
-        if 0 < turn <= NEAR:  # who stands before us may have died: then it is our turn at once
+        if 0 < turn <= NEAR:  # if all closers before us are down, it is our turn at once
             self._mark_down(self._line(round_number)[:turn])
             turn = self._turn(round_number)
         previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
         members = self.members.awaited(round_number)
         self.verdicts.look()
-        if turn == 0:  # it reads updates while it waits for the rest
+        if turn == 0:  # the first in line reads updates while it waits for the rest
             self._ask_for_few(members)
             self._judge(anchor)
         if not self._in_time(
-            turn, self._may_close(members, self.verdicts.there, self.verdicts.faults, previous)
+            turn, self._may_close(members, self.verdicts.there, self.verdicts.faults.keys(), previous)
         ):
             return False
-        # A listing may lag: nobody is left out who was not asked for.
+        # A listing may lag: request every missing commit before leaving anyone out.
         self.verdicts.ask(name for name in members if name not in self.verdicts.there)
         self._judge(anchor)
         self.verdicts.check_readable()
-        if not self._holds(anchor, members):
-            return False
+        self._check_anchor(anchor)
         accepted, refused = self.verdicts.compare(previous)
-        refused |= {name: reason for name, reason in self.verdicts.faults.items() if name not in accepted}
-        if not self._may_close(members, accepted, refused, previous):
+        skipped = self.verdicts.skipped()
+        if not self._may_close(members, accepted, {*refused, *skipped}, previous):
             return False
-        return self._settle(anchor, members, accepted, refused)
+        return self._settle(anchor, members, accepted, refused, skipped)
 
     def may_close(self, round_number: int) -> bool:
-        """Are we a closer in this round's epoch?"""
+        """Whether we are a closer in this round's epoch."""
         return self.own in self.ledger.at(round_number).closers
 
     def _begin(self, round_number: int) -> None:
@@ -116,8 +113,8 @@ class Closer:
         self.presence.answers.clear()
 
     def _ask_for_few(self, members: Sequence[str]) -> None:
-        """Where few are missing, they are asked for now and then: what is no object is in no listing, and its
-        author would be waited for."""
+        """When few commits are missing, request them by name now and then. A listing omits what is not an
+        object, so we would wait for its author."""
         missing = [name for name in members if name not in self.verdicts.there]
         if len(missing) <= max(1, len(members) // FEW) and self.clock() >= self.next_question:
             self.next_question = self.clock() + LONGEST_LOOK_SECONDS
@@ -128,8 +125,8 @@ class Closer:
         self.busy = self.verdicts.judge(anchor)
 
     def _in_time(self, turn: int, closable: bool) -> bool:
-        """May we close it now? A closer in line gives each one before it some seconds, from when the round
-        could be closed, and looks no more often than that."""
+        """Whether we may close it now. A closer gives each one before it in line a few seconds, counted from
+        when the round could be closed, and looks no more often than that."""
         now, before, self.looked = self.clock(), self.looked, self.clock()
         if not closable:
             self.closable_since = None
@@ -144,36 +141,44 @@ class Closer:
 
     @property
     def _step_in_seconds(self) -> float:
-        """Of each place in line. With a slow store the first is not late, it waits for its answers; and it
-        scores, which takes it about as long as it took us."""
-        answers = CLOSING_ANSWERS * self.ledger.store.answer_seconds
-        return max(STEP_IN_SECONDS, answers) + 2 * self.verdicts.last_score_seconds
+        """Seconds for each place in line. With a slow store the first is not late; it waits for answers."""
+        return max(STEP_IN_SECONDS, CLOSING_ANSWERS * self.ledger.store.answer_seconds)
 
     def _settle(
-        self, anchor: str, members: Sequence[str], accepted: Mapping[str, Entry], refused: Mapping[str, str]
+        self,
+        anchor: str,
+        members: Sequence[str],
+        accepted: Mapping[str, Entry],
+        refused: Mapping[str, Refusal],
+        skipped: Mapping[str, Skip],
     ) -> bool:
-        """Create the manifest; True when ours is the one."""
-        missing = [name for name in members if name not in accepted and name not in refused]
+        """Create the manifest; True if ours won."""
+        answered = {*accepted, *skipped}
+        missing = [name for name in members if name not in answered and name not in refused]
         alive = self.presence.alive_of(missing, self.round)
-        self.requests.take(self.presence.store_now)
-        passed = {name for name, reason in refused.items() if has_passed(reason)}
-        following = self._next_members({*accepted, *passed}, alive)
+        self._look_for_orders()
+        following = self._next_members(answered, alive)
         seconds = self.presence.store_now() - self.presence.opened(self.round)
+        entries = tuple(accepted[name] for name in self.names if name in accepted)
         manifest = Manifest(
             round=self.round,
             anchor=anchor,
-            entries=tuple(accepted[name] for name in self.names if name in accepted),
-            refused=tuple((name, refused[name]) for name in self.names if name in refused),
+            entries=entries,
+            refusals=tuple(refused[name] for name in self.names if name in refused),
+            skipped=tuple(skipped[name] for name in self.names if name in skipped),
             members=following,
-            deadline_seconds=self.members.next_deadline(self.round, None if alive else seconds),
+            dealt_in=self._dealt_in({*answered, *refused, *following}),
+            deadline_seconds=self.members.next_deadline(
+                self.round, None if alive else seconds, self._usual_seconds(accepted)
+            ),
             seconds=round(seconds, 3),
-            scores=self.verdicts.scores.listed(self.names),
-            probation=self.verdicts.scores.next_probation(refused),
+            clipped=clipped_in(self.ledger, self.round, {entry.replica: entry.norm for entry in entries}),
         )
         if not self.ledger.create_manifest(manifest):
             self.beaten = True
             return False
-        news = [not_counted(name, reason) for name, reason in refused.items()]
+        news = [f"refused {name}: {refusal.words}" for name, refusal in refused.items()]
+        news += [f"{name} gives nothing ({skip.code})" for name, skip in skipped.items()]
         given_up = [name for name in alive if name not in following]
         news += [f"{name} lives and does not deliver; it is no longer awaited" for name in given_up]
         news += [self.verdicts.note] if self.verdicts.note else []
@@ -181,47 +186,43 @@ class Closer:
             self.log(f"round {self.round}: {words}")
         return True
 
+    def _look_for_orders(self) -> None:
+        """Read the owner's changes: the next round belongs to that epoch."""
+        self.ledger.membership.look()
+        if odd := self.ledger.membership.odd:
+            self._say(odd)
+
+    def _usual_seconds(self, accepted: Collection[str]) -> float | None:
+        """Seconds, by the store's clock, until half of the counted replicas had delivered."""
+        listed = [self.verdicts.listed[name] for name in accepted if name in self.verdicts.listed]
+        opened = self.presence.opened(self.round)
+        times = [max(0.0, info.modified_unix_seconds - opened) for info in listed]
+        return statistics.median_low(times) if times else None
+
     # Which anchor
 
-    def _holds(self, anchor: str, members: Sequence[str]) -> bool:
-        """Does the round start from our anchor? False: leave it open and wait. Diverged: it is not ours.
+    def _check_anchor(self, anchor: str) -> None:
+        """Raise Diverged if we may not close the round with our anchor. Asked once the round could close.
 
-        Asked when the round could close, not before: whoever is quick is not the majority. Where as many
-        start from one other anchor as from ours, the bucket decides, which gives theta^(t-1) without
-        anybody's word. Who was wrong then is not believed again. Only where it cannot be replayed do votes
-        decide: more than half of all who are there, those who delivered and the members who still may.
-        Half is not enough, and whoever creates the manifest first settles it.
+        If at least as many updates start from one other anchor as from ours, the bucket decides: a replay
+        gives ours, or we have diverged and rejoin from the bucket. A closer that has just rejoined closes.
         """
-        good, others = self.verdicts.good(), defaultdict[str, set[str]](set)
-        for name, other in self.verdicts.other_anchors().items():
-            if name not in self.liars:
-                others[other].add(name)
-        most = max(map(len, others.values()), default=0)
-        if not most or most < len(good):
-            return True
+        others = Counter(self.verdicts.other_anchors().values())
+        most = max(others.values(), default=0)
+        if not most or most < len(self.verdicts.good()) or self.rebuilt == self.round:
+            return
         if self.found is None:
             self.found = self.replayed(self.round - 1)
-        found = self.found
-        if found == anchor:
-            self.liars |= set.union(*others.values())
+        if self.found == anchor:
             self._say(f"{most} updates start from another anchor, but the bucket gives ours")
-            return True
-        if not found and most == len(good):
-            return True
-        there = self.verdicts.given.keys() | self.verdicts.faults.keys()
-        there |= set(self.presence.alive_of([name for name in members if name not in there], self.round))
-        if found or 2 * most > len(there):
-            raise Diverged(
-                f"replica {self.own} holds another anchor than {most} of those who gave to round "
-                f"{self.round}, and does not close it; it must join anew from the bucket"
-            )
-        self._say(
-            f"{most} updates start from another anchor than ours, {len(good)} from ours; waiting for more"
+            return
+        raise Diverged(
+            f"replica {self.own} holds another anchor than {most} of those who gave to round {self.round}; "
+            "it joins anew from the bucket"
         )
-        return False
 
     def _say(self, words: str) -> None:
-        """Once, however often we come to it."""
+        """Log each message once."""
         if words != self.said:
             self.said = words
             self.log(f"round {self.round}: {words}")
@@ -232,12 +233,13 @@ class Closer:
         self,
         members: Sequence[str],
         accepted: Collection[str],
-        refused: Collection[str],
+        answered: Collection[str],
         previous: Manifest | None,
     ) -> bool:
-        if not accepted:
+        """`answered`: replicas whose update does not count, or that skipped."""
+        if not accepted and not self.verdicts.skipped():
             return False
-        awaited = [name for name in members if name not in accepted and name not in refused]
+        awaited = [name for name in members if name not in accepted and name not in answered]
         if not awaited:
             return True
         self._mark_down(awaited)
@@ -247,44 +249,56 @@ class Closer:
         alive = self.presence.any_alive(awaited, self.round)
         deadlines = self._deadlines_passed(previous) if alive else 0.0
         if deadlines > self.recipe.bucket.missed_rounds:
-            alive = False  # they beat and do not deliver
+            alive = False  # they send heartbeats and do not deliver
         if not alive and not stated:
-            return True  # all who are missing have gone, so waiting would not help
-        return len(accepted) >= quorum and (not alive or deadlines > 1)
+            return True  # all missing replicas have gone, so waiting would not help
+        there = {*accepted, *self.verdicts.skipped()}  # a replica that skips is present all the same
+        return len(there) >= quorum and (not alive or deadlines > 1)
 
     def _mark_down(self, names: Sequence[str]) -> None:
-        """Note whose workers have ended in this round. Of one that was open before we started ourselves, only
-        those who are not back: a fleet that was stopped and started again waits for all its members."""
+        """Note the replicas whose workers have ended in this round. If the round was open before we started,
+        note only those that are not back: a restarted fleet waits for all its members."""
         found = self.presence.ended_of(names) if self.came else self.presence.down_of(names, self.round)
         self.down |= set(found)
 
     def _deadlines_passed(self, previous: Manifest | None) -> float:
-        """For how many of its deadlines the round has been open."""
+        """How many of its deadlines the round has been open."""
         opened = self.presence.opened(self.round) + self.away
-        deadline = self.members.deadline(previous, partial(self.presence.lengths, self.round))
+        deadline = self.members.deadline(previous)
         return (self.presence.store_now() - opened) / max(deadline, 1e-3)
 
-    def _next_members(self, accepted: Collection[str], alive: Collection[str]) -> tuple[str, ...]:
-        """Who gave, unless its worker has ended since; and of the others whoever lives and is in step."""
-        ended = self.presence.ended_of(accepted)
-        if ended:  # the listing may be a moment old, and one of them back since: then it gave after that
+    def _next_members(self, answered: Collection[str], alive: Collection[str]) -> tuple[str, ...]:
+        """Replicas that gave or skipped and still run, plus live replicas that are in step."""
+        ended = self.presence.ended_of(answered)
+        if ended:  # the listing may be old: one that is back since gave after it
             self.presence.look_again()
             ended = self.presence.ended_of(ended)
-        stay = set(accepted) - set(ended)
+        stay = set(answered) - set(ended)
         stay |= {name for name in alive if not self.presence.is_behind(name)}
-        stay |= set(self.presence.in_step_of(name for name in self.names if name not in {*accepted, *alive}))
+        stay |= set(self.presence.in_step_of(name for name in self.names if name not in {*answered, *alive}))
         late = [
-            name for name in stay if name not in accepted and self.members.given_up(name, self.round, False)
+            name for name in stay if name not in answered and self.members.given_up(name, self.round, False)
         ]
         return tuple(name for name in self.names if name in stay and name not in late)
 
+    def _dealt_in(self, seen: Collection[str]) -> tuple[str, ...]:
+        """Replicas of the newest epoch with a share of the next round's data: those seen in this round, those
+        whose heartbeat arrives, and those with a share now that have not been absent for long."""
+        names = [member.name for member in self.ledger.run.recipe.fleet()]
+        here = {*seen, self.own}
+        here |= set(self.presence.here_of(name for name in names if name not in here))
+        before = self.ledger.known(self.round - 1)
+        now = before.dealt_in if before else self.names
+        here |= {name for name in now if name not in here and not self.members.absent(name, self.round)}
+        return tuple(name for name in names if name in here)
+
     def _turn(self, round_number: int) -> int:
-        """Our place in line. Closers take turns, and the next steps in when the one before does not close."""
+        """Our place in line. Closers take turns, and the next steps in if the one before does not close."""
         return self._line(round_number).index(self.own)
 
     def _line(self, round_number: int) -> list[str]:
-        """Full replicas come first: they read every payload anyway, so checking costs them no bytes. Whoever
-        the round does not wait for stands last: a closer that has gone costs the others its turn once."""
+        """Full replicas come first: they read every payload anyway, so checking costs them no bytes. Closers
+        that the round does not wait for come last: a closer that has gone costs the others its turn once."""
         parts = {member.name: member.config.parts for member in self.recipe.fleet()}
         closers = self.ledger.at(round_number).closers
         full = [name for name in closers if parts.get(name) == 1]

@@ -1,9 +1,9 @@
-"""A fault of the store while a run goes on is waited out in place.
+"""Wait out a fault of the store in place while a run goes on.
 
-A worker holds the model, the optimiser and an update that is saved. A bucket that is full or read-only, or
-rights that have expired, would end it, and its next start would restore all of that to meet the same fault
-again. So whatever a round asks of the store goes through a `Patience`: the log has one line when the wait
-begins and one when it is over, and the heartbeat says what is awaited.
+A worker holds the model, the optimiser and a saved update. A full or read-only bucket, or expired rights,
+would end it, and its next start would restore all of that to meet the same fault again. So all store requests
+of a round go through a `Patience`. It logs one line when the wait begins and one when it ends, and the
+heartbeat says what it waits for.
 """
 
 import time
@@ -17,30 +17,30 @@ from isthmus.printing import visible
 from isthmus.runlog.facts import MAX_WORD
 from isthmus.store import StoreError
 
-PAUSE_SECONDS = (1.0, 30.0)  # between two tries: short at first, then longer
-SLICE_SECONDS = 1.0  # so often a wait looks whether it should end
+PAUSE_SECONDS = (1.0, 30.0)  # between two tries, growing
+SLICE_SECONDS = 1.0  # how often a wait checks whether it should end
 
 T = TypeVar("T")
 
 
 class LeftWaiting(Exception):
-    """Somebody has asked the replica to leave while it waited. No fault, so no RunError."""
+    """The replica was asked to leave while it waited. Not a fault, so not a RunError."""
 
 
 class Leave(Protocol):
     def pending(self) -> bool:
-        """Has somebody asked us to leave? It may ask the bucket."""
+        """Whether somebody has asked us to leave. May query the bucket."""
         ...
 
     def here(self) -> bool:
-        """The same, as far as this machine knows."""
+        """Whether this machine knows of such a request. Makes no call to the store."""
         ...
 
 
 class Patience:
-    """Calls of one process to the store, each made again until it succeeds; only the training thread calls.
+    """Repeats one process's calls to the store until they succeed; only the training thread calls it.
 
-    `note` is the file beside the state from which `isthmus train` reads what a replica waits for.
+    `note` is the file next to the state from which `isthmus train` reads what a replica waits for.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Patience:
     ) -> None:
         self.log, self.note, self.leave, self.parting = log, note, leave, parting
         self.clock, self.sleep = clock, sleep
-        self.awaiting = ""  # what the heartbeat says; empty while all is well
+        self.awaiting = ""  # what the heartbeat says; empty if all is well
         self.since, self.pause = 0.0, PAUSE_SECONDS[0]
-        self._write_note()  # a worker that was killed in a wait has left one
+        self._write_note()  # remove the note of a worker killed while it waited
 
     def __call__(self, work: Callable[[], T]) -> T:
-        """What `work` returns. It may be made several times, so it must be one that can be repeated."""
+        """Return the result of `work`, which must be safe to repeat."""
         while True:
             try:
                 result = work()
@@ -74,11 +74,11 @@ class Patience:
         return self.clock() - self.since if self.awaiting else None
 
     def hold(self, error: StoreError) -> None:
-        """Wait after a fault, a little longer each time. One that cannot pass is raised."""
+        """Wait after a fault, a little longer each time. Raise a lasting one."""
         if error.lasting:
             raise error
         if not self.awaiting:
-            self.log(f"{error}; waiting for that to pass, the update is safe on this disk")
+            self.log(f"{error}; waiting for that to pass")
             self.since, self.pause = self.clock(), PAUSE_SECONDS[0]
         if self.awaiting != (brief := visible(error.brief)[:MAX_WORD]):
             self.awaiting = brief
@@ -92,7 +92,7 @@ class Patience:
         self.pause = min(PAUSE_SECONDS[1], 2 * self.pause)
 
     def rest(self, seconds: float) -> None:
-        """Wait where nothing is lost by leaving: all that was made is on disk. `parting` ends it."""
+        """Wait where leaving loses nothing, since everything is on disk. `parting` ends it."""
         until = self.clock() + seconds
         while (left := until - self.clock()) > 0:
             self.sleep(min(left, SLICE_SECONDS))

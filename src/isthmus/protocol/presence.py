@@ -1,10 +1,9 @@
-"""Who is still there: the replicas' heartbeats as one closer hears them."""
+"""The replicas that still run, according to the heartbeats that one closer reads."""
 
 import math
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from isthmus.errors import RunStopped
@@ -14,44 +13,37 @@ from isthmus.protocol.ledger import Ledger
 if TYPE_CHECKING:
     from isthmus.store import Info
 
-STARTING_SECONDS = 60.0  # in round 1, a replica without a heartbeat may still be starting for so long
-CLOCK_ERROR_SECONDS = 2.0  # the store's clock is right to about a second
-SCAN_SECONDS = 1.0  # between two listings of all heartbeats, at least
-OPENING_SECONDS = 30.0  # between two looks at when the open round was opened
-BACK_OFF_SECONDS = 6.0  # the longest that a client waits before it tries the store again, and a little
-LENGTHS = 5  # rounds whose lengths are looked at
-WATCHED = 2  # of a silence, the last so many of the recipe's heartbeat intervals are watched
-MOST_INCARNATIONS = 64  # of a replica that are remembered
+STARTING_SECONDS = 60.0  # how long a replica without a heartbeat may still be starting in round 1
+CLOCK_ERROR_SECONDS = 2.0  # the store's clock is right to within about a second
+SCAN_SECONDS = 1.0  # at least, between two listings of all heartbeats
+OPENING_SECONDS = 30.0  # between two checks of when the open round began
+BACK_OFF_SECONDS = 6.0  # a client's longest pause before it retries the store, plus a margin
+WATCHED = 2  # heartbeat intervals at the end of a silence during which we must have watched
 
 
 class Presence:
-    """Listens to the heartbeats of all replicas; times are the store's, waiting goes by `clock`.
+    """Reads the heartbeats of all replicas. Times are the store's; waiting uses `clock`.
 
-    Who may write to the bucket can put an old heartbeat there again, or give it another date, and needs no
-    key for it. So a heartbeat is a sign of life only once: when its counter has grown since its incarnation
-    was last heard. One from the future is none.
-
-    One listing shows which heartbeats were written since the last one, and only those are read, of replicas
-    that somebody waits for. A listing may lag, so nobody is held for silent without being asked for once.
+    One listing shows which heartbeats are new. It reads only those, and only of replicas that somebody waits
+    for. A listing may lag, so a replica counts as silent only after one direct request.
     """
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
         self.ledger, self.clock = ledger, clock
         self.recipe, self.own = ledger.run.recipe, ledger.signer.replica
-        self.beats: dict[str, dict[str, int]] = {}  # replica -> incarnation -> the highest beat heard
-        self.last: dict[str, tuple[Heartbeat, float]] = {}  # replica -> its last sign of life, when written
-        self.ended: dict[str, str] = {}  # replica -> the incarnation that has ended, as its launcher says
-        self.heard_in: dict[str, dict[str, int]] = {}  # replica -> such an incarnation -> in which round
-        self.answers: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, was it alive)
-        self.silences: dict[str, tuple[float | None, float]] = {}  # replica -> (its last beat, since when)
-        self.asked: dict[str, float] = {}  # replica -> the silence in which it was read all the same
+        self.last: dict[str, tuple[Heartbeat, float]] = {}  # replica -> its last heartbeat, when written
+        self.ended: dict[str, str] = {}  # replica -> the incarnation that ended, by its launcher
+        self.answers: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, whether it was alive)
+        self.silences: dict[str, tuple[float | None, float]] = {}  # replica -> (its last beat, silent since)
+        self.asked: dict[str, float] = {}  # replica -> the silence in which we requested it directly
         self.listed: dict[tuple[str, str], Info] = {}  # (replica, live or waiting) -> as last listed
-        self.read: dict[tuple[str, str], Info | None] = {}  # the same, when it was last read
-        self.scanned = -math.inf  # when it was last listed
+        self.read: dict[tuple[str, str], Info | None] = {}  # the same as of the last read
+        self.scanned = -math.inf  # when heartbeats were last listed
+        self.names: frozenset[str] = frozenset()  # the replicas in the last listing
         self.opening = 0, 0.0, -math.inf  # (round, when it was opened, when we looked)
 
     def look_again(self) -> None:
-        """The next question is put to the store, whatever was heard a moment ago."""
+        """Send the next question to the store instead of using a recent answer."""
         self.answers.clear()
         self.opening = 0, 0.0, -math.inf
         self.scanned = -math.inf
@@ -66,7 +58,7 @@ class Presence:
         return self.ledger.store.now(self.clock_key)
 
     def opened(self, round_number: int) -> float:
-        """When the round before was settled, by the store's clock."""
+        """When the previous round was settled, by the store's clock."""
         known, settled, looked = self.opening
         if known != round_number or self.clock() - looked > OPENING_SECONDS:
             settled = self.ledger.settled_at(round_number - 1)
@@ -75,17 +67,11 @@ class Presence:
             self.opening = round_number, settled, self.clock()
         return settled
 
-    def lengths(self, round_number: int) -> list[float]:
-        """How long the rounds just before this one took, by the store's clock and nobody's word."""
-        times = [self.ledger.settled_at(t) for t in range(max(0, round_number - 1 - LENGTHS), round_number)]
-        known = [time for time in times if time is not None]
-        return [after - before for before, after in pairwise(known)]
-
     def absence(self, round_number: int) -> float:
-        """How long a round was open before we came. The others may have been away for all of that time.
+        """Seconds that a round was open before we came. The others may have been away all that time.
 
-        Counted from the last time that our start before this one read the store's clock: a replica that
-        starts again and again must not put off a round for ever.
+        It counts from when our previous start last read the store's clock: a replica that restarts again and
+        again must not delay a round for ever.
         """
         read, since = self.ledger.store.head(self.clock_key), self.opened(round_number)
         since = max(since, read.modified_unix_seconds) if read else since
@@ -94,43 +80,37 @@ class Presence:
     # Heartbeats
 
     def scan(self) -> None:
-        """List all heartbeats, unless that was done a moment ago."""
-        if self.clock() - self.scanned >= min(SCAN_SECONDS, self.recipe.bucket.heartbeat_seconds):
+        """List all heartbeats, unless the last listing is recent and no replica was admitted since."""
+        every = min(SCAN_SECONDS, self.recipe.bucket.heartbeat_seconds)
+        if self.clock() - self.scanned >= every or self.names != self.ledger.names:
+            self.names = self.ledger.names
             self.listed = self.ledger.scan_heartbeats()
             self.scanned = self.clock()
 
     def hear(self, name: str) -> tuple[Heartbeat, float] | None:
-        """(its last sign of life, when that was written), or None if it never gave one."""
+        """(its last heartbeat, when that was written), or None if it never sent one."""
         self.read[name, "live"] = self.listed.get((name, "live"))
         found = self.ledger.heartbeat(name)
         if found is None:
             return self.last.get(name)
-        (heartbeat, written), known = found, self.beats.setdefault(name, {})
-        before = known.get(heartbeat.incarnation, -1)
-        if heartbeat.beat > before and not self._in_future(written):
-            known.pop(heartbeat.incarnation, None)
-            known[heartbeat.incarnation] = heartbeat.beat  # last: the one heard longest ago comes first
-            if len(known) > MOST_INCARNATIONS:
-                del known[next(iter(known))]
+        if not self._in_future(found[1]):
             self.last[name] = found
-        elif name in self.last and self.last[name][0] == heartbeat:
-            self.last[name] = heartbeat, min(written, self.last[name][1])
         return self.last.get(name)
 
     def _in_future(self, written: float) -> bool:
         if written <= self.store_now() + CLOCK_ERROR_SECONDS:
             return False
-        self.ledger.store.doubt_clock()
+        self.ledger.store.doubt_clock()  # this machine may have slept
         return written > self.store_now() + CLOCK_ERROR_SECONDS
 
     def _is_new(self, name: str, document: str = "live") -> bool:
-        """Was it written since we read it, as far as the listing knows?"""
+        """Whether it was written since we read it, as far as the listing shows."""
         which = name, document
         return which in self.listed and self.read.get(which) != self.listed[which]
 
     def has_ended(self, name: str) -> bool:
-        """Does the replica's launcher say that the worker we last heard of has ended? No times are compared:
-        a heartbeat of another incarnation makes the replica live again."""
+        """Whether the replica's launcher says that the worker we last heard of has ended. It compares no
+        times: a heartbeat of another incarnation makes the replica live again."""
         if self._is_new(name, WAITING):
             self.read[name, WAITING] = self.listed[name, WAITING]
             if found := self.ledger.heartbeat(name, WAITING):
@@ -142,27 +122,18 @@ class Presence:
         return name in self.last and self.last[name][0].incarnation == ended
 
     def was_down(self, name: str, round_number: int) -> bool:
-        """Has a worker of it ended since the round was opened? It may beat again by now, but trains the round
-        late. A launcher's word counts in one round: who may write to the bucket can put it there again."""
+        """Whether a worker of it has ended since the round was opened. It may run again by now, but trains
+        the round late."""
         if self.has_ended(name):
-            self._note_end(name, round_number)
             return True
         said = self.read.get((name, WAITING))
-        if said is None or not self.ended.get(name) or self._note_end(name, round_number) != round_number:
+        if said is None or not self.ended.get(name):
             return False
         return said.modified_unix_seconds >= self.opened(round_number)
 
-    def _note_end(self, name: str, round_number: int) -> int:
-        """The round in which we first heard that this incarnation has ended."""
-        known = self.heard_in.setdefault(name, {})
-        first = known.setdefault(self.ended[name], round_number)
-        if len(known) > MOST_INCARNATIONS:
-            del known[next(iter(known))]
-        return first
-
     def any_alive(self, names: Iterable[str], round_number: int) -> bool:
-        """Is one of them alive? Who was, a moment ago, is asked first, and then nobody else is asked; but of
-        all who have fallen silent it is noted since when."""
+        """Whether one of them is alive. It asks recently live ones first and stops at the first live one. It
+        still notes when each silent replica fell silent."""
         self.scan()
         waiting = sorted(names, key=lambda name: not self.answers.get(name, (0.0, False))[1])
         found = False
@@ -172,50 +143,58 @@ class Presence:
         return found
 
     def in_step_of(self, names: Iterable[str]) -> list[str]:
-        """Who of them said a short while ago that it trains or delivers. Who starts or catches up may give to
-        the next round, but cannot begin it with the others."""
+        """Replicas that recently said that they train or deliver. A replica that starts or catches up may
+        give to the next round, but cannot begin it with the others."""
         self.scan()
         return self._asked(self._in_step, names)
 
     def _in_step(self, name: str) -> bool:
+        return self._is_here(name) and not self.is_behind(name)
+
+    def here_of(self, names: Iterable[str]) -> list[str]:
+        """Replicas with a recent heartbeat, whatever they do."""
+        self.scan()
+        return self._asked(self._is_here, names)
+
+    def _is_here(self, name: str) -> bool:
         if (name, "live") not in self.listed or self.has_ended(name):
             return False
         heard = self.hear(name) if self._is_new(name) else self.last.get(name)
-        return self._is_fresh(heard) and not self.is_behind(name)
+        return heard is not None and self._is_fresh(heard) and not (heard[0].leaving or heard[0].gone)
 
     def is_behind(self, name: str) -> bool:
         heard = self.last.get(name)
         if heard is None:
             return False
-        return heard[0].state in BEHIND or heard[0].leaving or heard[0].gone or heard[0].stuck
+        return heard[0].state in BEHIND or heard[0].leaving or heard[0].gone
 
     def alive_of(self, names: Iterable[str], round_number: int) -> list[str]:
-        """All of them that are alive."""
+        """The live ones among them."""
         self.scan()
         return self._asked(lambda name: self.alive(name, round_number), names)
 
     def ended_of(self, names: Iterable[str]) -> list[str]:
-        """All of them whose workers have ended, as their launchers say."""
+        """Those whose workers have ended, according to their launchers."""
         self.scan()
         return self._asked(self.has_ended, names)
 
     def down_of(self, names: Iterable[str], round_number: int) -> list[str]:
-        """All of them whose workers have ended in this round, be they back or not."""
+        """Those whose workers have ended in this round, whether or not they are back."""
         self.scan()
         return self._asked(lambda name: self.was_down(name, round_number), names)
 
     def _asked(self, question: Callable[[str], bool], names: Iterable[str]) -> list[str]:
-        """Of whom the answer is yes; several are asked at a time."""
+        """Names for which `question` is true; queried in parallel."""
         names = list(names)
         answers = self.ledger.store.together([partial(question, name) for name in names])
         return [name for name, yes in zip(names, answers, strict=True) if yes]
 
     def alive(self, name: str, round_number: int) -> bool:
-        """Does the replica's heartbeat still come? It is read at most once in a heartbeat's time.
+        """Whether the replica still sends heartbeats. Reads at most one per heartbeat interval.
 
-        A replica is silent when no heartbeat came for as long as its last one allows, and the last two
-        intervals of that while we watched. When the store was away nobody's heartbeat came through, and the
-        first to return must not take the others for dead.
+        A replica is silent once no heartbeat came for as long as its last one allows, and we watched the last
+        two intervals of that. While the store is down no heartbeat gets through, and the first replica to
+        return must not take the others for dead.
         """
         self.scan()
         if self.has_ended(name):
@@ -230,7 +209,7 @@ class Presence:
             self.asked[name] = self.silences[name][1]
             heard = self.hear(name)  # the listing may lag
             answer = self._answer(name, heard, round_number)
-        answer = answer and not (heard and (heard[0].leaving or heard[0].stuck))
+        answer = answer and not (heard and heard[0].leaving)
         self.answers[name] = self.clock(), answer
         return answer
 
@@ -247,7 +226,7 @@ class Presence:
         return not watched or self.ledger.store.seconds_since_return < BACK_OFF_SECONDS
 
     def _is_fresh(self, heard: tuple[Heartbeat, float] | None) -> bool:
-        """Is it too early to call it silent, and even to watch whether it is?"""
+        """Whether it is too early even to watch for silence."""
         if heard is None:
             return False
         limit = silent_after(self.recipe, heard[0]) - WATCHED * self.recipe.bucket.heartbeat_seconds

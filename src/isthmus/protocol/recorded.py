@@ -1,15 +1,14 @@
-"""The rows of a run from its bucket alone: what the replicas reported with their updates."""
+"""The rows of a run from its bucket alone: the replicas' reports with their updates."""
 
 from isthmus.protocol.ledger import Ledger
-from isthmus.runlog.clean import clean_row
 from isthmus.runlog.facts import Facts
 from isthmus.runlog.held_out import HeldOutLosses
 from isthmus.runlog.row import Row
 
 
 def bucket_rows(ledger: Ledger) -> list[Row]:
-    """One for each settled round, and row 0, without a replay; with the held-out losses that a member has
-    measured. What a stranger wrote is cleaned, as that of a run directory is."""
+    """Row 0 and one row per settled round, without a replay, with the held-out losses that a member has
+    measured."""
     recipe, last = ledger.run.recipe, ledger.last_round()
     rows, losses = [Row.untrained(recipe, None, 0.0)], HeldOutLosses()
     for manifest in ledger.between(1, last):
@@ -20,10 +19,10 @@ def bucket_rows(ledger: Ledger) -> list[Row]:
         rows[-1].add_farewells(recipe, ended)
         for name, facts in ended.items():
             losses.add_facts(name, facts, last)
-    return [clean_row(losses.filled(row), recipe) for row in rows]
+    return [losses.filled(row) for row in rows]
 
 
 def farewells(ledger: Ledger) -> dict[str, Facts]:
-    """What the replicas that have ended counted after their last commits."""
+    """What ended replicas counted after their last commits."""
     beats = {member.name: ledger.heartbeat(member.name) for member in ledger.run.recipe.fleet()}
     return {name: beat[0].farewell for name, beat in beats.items() if beat and beat[0].gone}

@@ -1,6 +1,6 @@
-"""theta^(t) from the bucket alone, round by round, bit for bit: for joiners, auditors and the run log."""
+"""Rebuild theta^(t) from the bucket alone, bit for bit: for joiners, auditors and the run log."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -9,8 +9,11 @@ from isthmus.errors import RunError, RunStopped
 from isthmus.model.digest import anchor_digest, shard_digests
 from isthmus.model.llama import init_params
 from isthmus.outer import outer_method
+from isthmus.outer.codec import Payloads
 from isthmus.outer.weights import round_weights
-from isthmus.protocol.judge import check_counted, other_start
+from isthmus.protocol.claims import check_claims
+from isthmus.protocol.clipping import clip_factors
+from isthmus.protocol.judge import other_start
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused
@@ -24,8 +27,8 @@ class MissingPayloads(RunError):
 class Replay:
     """The whole anchor after `round`; `step` takes it one round further, as every replica did.
 
-    It has the same bits on every device: see `outer.codec`. Nothing in it is a closer's word: it starts from
-    theta^(0), or from an anchor whose digest contributors have signed, and applies only what passes `judge`.
+    It has the same bits on every device: see `outer.codec`. It starts from theta^(0), or from an anchor that
+    the next manifest confirms.
     """
 
     def __init__(
@@ -36,15 +39,17 @@ class Replay:
         device: torch.device | str = "cpu",
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """From the newest anchor at or before `start` that can be believed, as if `without` had not
-        contributed. `log` is told why a newer one cannot."""
+        """Start from the newest usable anchor at or before `start`, as if `without` had not contributed.
+        `log` receives the reason if a newer anchor is unusable."""
         self.ledger, self.recipe, self.without = ledger, ledger.run.recipe, frozenset(without)
         self.round, self.log, self.passed_over = 0, log, ""
-        dtype = torch.float64 if self.recipe.inner.precision == "fp64" else torch.float32
-        shapes = self.recipe.model.shapes()
-        self.anchor = {n: torch.empty(shape, dtype=dtype, device=device) for n, shape in shapes.items()}
+        # Copies: the tensors read or drawn; on a CPU the anchor too.
+        check_claims(ledger, start, copies=2 if torch.device(device).type == "cpu" else 1)
+        self.dtype = torch.float64 if self.recipe.inner.precision == "fp64" else torch.float32
+        shapes = ledger.shapes
+        self.anchor = {n: torch.empty(shape, dtype=self.dtype, device=device) for n, shape in shapes.items()}
         self.outer = outer_method(self.recipe.outer, self.anchor)
-        self._digest: str | None = None  # of the anchor as it is now, once it is known
+        self._digest: str | None = None  # of the current anchor, once known
         self._start(start)
 
     def _start(self, start: int) -> None:
@@ -53,9 +58,9 @@ class Replay:
             self._begin()
 
     def _begin(self) -> None:
-        """At theta^(0): the anchor that run.json names, or what the recipe's seed draws."""
+        """Start at theta^(0): the anchor that run.json names, or the draw of the recipe's seed."""
         self.round, self._digest = 0, None
-        self.outer = outer_method(self.recipe.outer, self.anchor)  # an anchor may have left its state there
+        self.outer = outer_method(self.recipe.outer, self.anchor)  # an anchor may have left its state in it
         if self.ledger.run.start:
             return self.jump(0)
         first = init_params(self.recipe.model, self.recipe.seed)
@@ -66,7 +71,7 @@ class Replay:
         try:
             self.jump(round_number)
         except (StoreError, RunStopped):
-            raise  # it may be whole, and out of reach; or nothing of this run is to be believed
+            raise  # it may be whole but unreachable; or nothing in this run is to be trusted
         except RunError as error:
             self.passed_over = self.passed_over or str(error)
             self.log(f"{error}; taking the one before")
@@ -74,48 +79,40 @@ class Replay:
         return True
 
     def jump(self, round_number: int) -> None:
-        """Take the anchor that the bucket holds of theta^(round_number), if it can be believed."""
+        """Load the bucket's anchor of theta^(round_number), if it is confirmed."""
         digest, tensors = self.ledger.read_anchor(round_number, range(len(self.ledger.shards)))
         if anchor_digest(shard_digests(tensors, self.ledger.shards)) != digest:
             raise RunError(f"the anchor of round {round_number} does not have the digest it states")
         with torch.no_grad():
-            if round_number:  # theta^(0) comes without a state: the outer method has taken no step
+            if round_number:  # theta^(0) has no state: the outer method has taken no step
                 self.outer.restore(tensors)
             for name, tensor in self.anchor.items():
                 tensor.copy_(tensors[name])
         self.round, self._digest = round_number, digest
 
     def jump_past(self) -> bool:
-        """Take the next later anchor that can be believed; False where there is none."""
+        """Load the next later usable anchor; False if there is none."""
         here = self.round
         return any(self._can_jump(t) for t in self.ledger.anchor_rounds() if t > here)
 
     def digest(self) -> str:
-        """Of the anchor; hashed once a round, however often it is asked for."""
+        """The anchor's digest; hashed once per round."""
         if self._digest is None:
             self._digest = anchor_digest(shard_digests(self.anchor, self.ledger.shards))
         return self._digest
 
     def step(self) -> Manifest | None:
-        """Apply the next round; None while it is open. The manifest's anchor must be the one we hold. Of a
-        round that is void (`repairs`) nothing is applied."""
+        """Apply the next round; None while it is open. Its manifest must name our anchor."""
         manifest = self.ledger.manifest(self.round + 1)
         if manifest is None:
             return None
-        repairs = self.ledger.repairs
-        if repairs.is_void(manifest.round):
-            self.round = manifest.round
-            return manifest
         if not self.without and manifest.anchor != self.digest():
-            repairs.refresh()
-            decision = repairs.decision(self.round)
-            if decision is None or decision.digest == self.digest():
-                raise other_start(manifest, self.digest())
-            self.log(f"{decision}")
-            self._start(decision.first - 1)  # what we applied has been declared void since
-            while self.round < manifest.round - 1 and self.step():
-                pass
-            return self.step()
+            raise other_start(manifest, self.digest())
+        self.apply(manifest, self.updates(manifest))
+        return manifest
+
+    def updates(self, manifest: Manifest) -> dict[str, Payloads]:
+        """The updates that the next round counts, by replica; MissingPayloads if some are gone."""
         updates = {}
         entries = [entry for entry in manifest.entries if entry.replica not in self.without]
         packed = self._packed(manifest, entries)
@@ -124,30 +121,29 @@ class Replay:
                 shards = {shard.index: _or_raise(packed.pop(0)) for shard in entry.shards}
                 updates[entry.replica] = unpack_shards(self.ledger, shards, self.outer.codec.unpack_many)
             except Refused as reason:
-                repairs.refresh()
-                if repairs.is_void(manifest.round):
-                    return self.step()
                 because = f"; {self.passed_over}" if self.passed_over else ""
                 raise MissingPayloads(
                     f"round {manifest.round} counts {entry.replica}, but {reason}; payloads before the "
-                    f"second-newest anchor may have been swept{because}. Where nobody has a copy, `isthmus "
-                    "ledger repair` decides how the run goes on"
+                    f"second-newest anchor may have been swept{because}"
                 ) from None
-        check_counted(manifest, updates)
+        return updates
+
+    def apply(self, manifest: Manifest, updates: Mapping[str, Payloads]) -> None:
+        """Take the anchor one round further."""
         self._digest = None
         if updates:
             weights = round_weights(self.ledger.at(manifest.round).recipe, updates)
-            self.outer.apply(list(updates.values()), weights)
+            factors = clip_factors(self.ledger, manifest.round, updates)
+            self.outer.apply(list(updates.values()), weights, factors)
         self.round = manifest.round
-        return manifest
 
     def _packed(self, manifest: Manifest, entries: Sequence[Entry]) -> list[bytes | Refused]:
-        """Every shard that these entries list, one after another, or why it cannot be had; several requests
-        at a time."""
+        """Every shard of these entries in order, or the reason it is unavailable; several requests at a
+        time."""
 
         def read(replica: str, shard: Shard) -> bytes | Refused:
             try:
-                return self.ledger.counted_shard(manifest, replica, shard)
+                return self.ledger.get_shard(replica, manifest.round, shard)
             except Refused as reason:
                 return reason
 
@@ -162,13 +158,13 @@ def _or_raise(data: bytes | Refused) -> bytes:
 
 
 def digest_from_bucket(ledger: Ledger, round_number: int) -> str:
-    """Of theta^(round_number) by replay; "" where that cannot be had."""
+    """The digest of theta^(round_number) by replay; "" if the bucket cannot give it."""
     try:
         replay = Replay(ledger, round_number)
         while replay.round < round_number and replay.step():
             pass
         return replay.digest() if replay.round == round_number else ""
     except StoreError:
-        raise  # it can be had later
+        raise  # it may succeed later
     except RunError:
         return ""

@@ -1,9 +1,9 @@
-"""`bucket.keep_rounds`: what nobody needs any more is deleted as the run goes, by whoever wrote it.
+"""`bucket.keep_rounds`: each writer deletes what is no longer needed while the run goes on.
 
-The horizon is the newest anchor that can be believed, is older than so many rounds, and is not the newest.
-Of rounds up to it each replica deletes its own payloads, its commit, and its copies of others' payloads; the
-closers delete the anchors before it. So whatever comes after it can be replayed. Manifests stay. Once for
-every anchor, in a thread: no round waits for it.
+The horizon is the newest confirmed anchor that is older than `keep_rounds` rounds and is not the newest. Of
+rounds up to it, each replica deletes its own payloads and commit; the closers delete the anchors before it.
+So everything after it can be replayed. Manifests stay. A thread sweeps once per anchor; no round waits for
+it.
 """
 
 import re
@@ -14,16 +14,15 @@ from functools import partial
 
 from isthmus.errors import RunError
 from isthmus.protocol.ledger import Ledger
-from isthmus.protocol.repairs import has_files
 from isthmus.protocol.trust import Refused
 from isthmus.store import StoreError, StoreRefused
 
 
 class Retention:
-    """One replica's part of it."""
+    """One replica's part of retention."""
 
     def __init__(self, ledger: Ledger, log: Callable[[str], None], background: bool = True) -> None:
-        # A ledger of its own: the thread reads manifests while the round reads others.
+        # A separate ledger: the thread reads manifests while the round reads others.
         self.ledger, self.log, self.background = (
             Ledger(ledger.store, ledger.run, ledger.signer),
             log,
@@ -32,12 +31,12 @@ class Retention:
         self.own, recipe = ledger.signer.replica, ledger.run.recipe
         self.keep, self.every = recipe.bucket.keep_rounds, recipe.bucket.anchor_every
         names = [member.name for member in recipe.fleet()]
-        self.offset = names.index(self.own) if self.own in names else 0  # not all at the same time
+        self.offset = names.index(self.own) if self.own in names else 0  # replicas sweep at different times
         self.worker: threading.Thread | None = None
         self.began, self.said = False, ""
 
     def after(self, round_number: int) -> None:
-        """A round was applied. At a start, and then once for every anchor, sweep what is old; never fails."""
+        """Sweep at the start, and then once per anchor, after a round was applied; never fails."""
         due = not self.began or (round_number + self.offset) % self.every == 0
         if not self.keep or not due or (self.worker is not None and self.worker.is_alive()):
             return
@@ -59,7 +58,7 @@ class Retention:
                 self._say(f"old rounds stay, though bucket.keep_rounds is set: {error}")
             else:
                 self._say(f"old rounds stay for now: {error}")
-        except (RunError, Refused, StoreRefused) as error:  # of another's document
+        except (RunError, Refused, StoreRefused) as error:  # about another replica's document
             self._say(f"old rounds stay for now: {error}")
 
     def _say(self, words: str) -> None:
@@ -68,7 +67,7 @@ class Retention:
             self.log(words)
 
     def sweep(self, round_number: int) -> int:
-        """Delete what is old by now; up to which round, of which the anchor stays."""
+        """Delete old objects; return the last round swept, whose anchor stays."""
         horizon = self._horizon(round_number)
         if horizon:
             sweep_payloads(self.ledger, self.own, horizon)
@@ -77,8 +76,8 @@ class Retention:
         return horizon
 
     def _horizon(self, round_number: int) -> int:
-        """The newest anchor that is old enough: all that comes after it can be replayed from it. 0: none."""
-        newest = [t for t in self.ledger.believed_anchors(2) if has_files(self.ledger, t)]
+        """The newest anchor that is old enough: all later rounds can be replayed from it. 0: none."""
+        newest = [t for t in self.ledger.believed_anchors(2) if self.ledger.is_whole(t)]
         if len(newest) < 2:
             return 0
         older = self.ledger.anchors_down(min(newest[1], round_number - self.keep))
@@ -86,25 +85,24 @@ class Retention:
 
     def _is_good(self, anchor: int) -> bool:
         with suppress(Refused):
-            writer, body = self.ledger.anchor_header(anchor)
-            self.ledger.check_witnessed(anchor, body["digest"], writer)
-            return has_files(self.ledger, anchor)
+            self.ledger.check_confirmed(anchor, self.ledger.anchor_header(anchor)[1].digest)
+            return self.ledger.is_whole(anchor)
         return False
 
     def _sweep_anchors(self, before: int) -> None:
-        """Older ones, but theta^(0). First what makes them whole, so that nobody finds half of one."""
+        """Delete older anchors except theta^(0); `complete.json` first, so that nobody finds half of one."""
         keys = [key for key in self.ledger.store.list("anchors") if 0 < _round_of(key, 1) < before]
         delete(self.ledger, [key for key in keys if key.endswith("/complete.json")])
         delete(self.ledger, [key for key in keys if not key.endswith("/complete.json")])
 
 
 def sweep_payloads(ledger: Ledger, replica: str, horizon: int) -> int:
-    """Delete what a replica has below its own prefixes of rounds up to `horizon`; how many objects."""
+    """Delete a replica's objects of rounds up to `horizon`; return how many."""
     keys = [key for key in ledger.store.list(f"payloads/{replica}") if 0 < _round_of(key, 2) <= horizon]
     rounds = {_round_of(key, 2) for key in keys}
     delete(ledger, [ledger.commit_key(replica, t) for t in sorted(rounds)])
-    delete(ledger, keys)  # after what says that they are there
-    return len(keys) + (len(rounds) if ledger.run.commits_by_round else 0)
+    delete(ledger, keys)  # after the commits, which list them
+    return len(keys) + len(rounds)
 
 
 def delete(ledger: Ledger, keys: Iterable[str]) -> None:
@@ -114,6 +112,6 @@ def delete(ledger: Ledger, keys: Iterable[str]) -> None:
 
 
 def _round_of(key: str, place: int) -> int:
-    """The round in a key; 0 where there is none."""
+    """The round in a key; 0 if there is none."""
     parts = key.split("/")
     return int(parts[place]) if len(parts) > place and re.fullmatch("[0-9]{6,7}", parts[place]) else 0

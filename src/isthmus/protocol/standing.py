@@ -1,14 +1,15 @@
-"""How a replica stands, as the heartbeats of its worker and its launcher tell: for `status` and the page."""
+"""How a replica stands, according to its worker's and launcher's heartbeats: for `status` and the page."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from isthmus.disk import in_words
 from isthmus.protocol.heartbeat import WAITING, Heartbeat
 
 
 def said_by_launcher(last: Heartbeat, waiting: Heartbeat) -> Heartbeat:
-    """The last heartbeat of a worker, with what its launcher says since none runs."""
+    """A worker's last heartbeat, with what its launcher says now that none runs."""
     return replace(
         last,
         state=WAITING,
@@ -20,7 +21,7 @@ def said_by_launcher(last: Heartbeat, waiting: Heartbeat) -> Heartbeat:
 
 
 def missing_in_words(missing: Sequence[int], num_stages: int) -> list[str]:
-    """Which stages are not there, by name; nothing where that is not known."""
+    """The absent stages, by name; empty if unknown."""
     known = [stage for stage in missing if stage < num_stages]
     if not known or num_stages == 1:
         return []

@@ -1,19 +1,20 @@
-"""Keys, signatures, and what is refused and why.
+"""Keys, signatures, and the exceptions for refused documents.
 
-A signed document is `{"body": {...}, "replica": name, "signature": hex}`: Ed25519 over the kind of
-document, the run id and the body in canonical JSON. Kind and run id are part of what is signed, so a commit
-cannot be passed off as a manifest, nor a document of one run as another's.
+A signed document is `{"replica": name, "signature": hex, "body": {...}}`: Ed25519 over the kind of document,
+the run id and the body's exact bytes. The signature covers kind and run id, so a commit cannot pass as a
+manifest, nor a document of one run as another's.
 """
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from isthmus.errors import ConfigError
 from isthmus.reading import read_bytes
@@ -24,27 +25,35 @@ if TYPE_CHECKING:
 
 MAX_DOCUMENT_BYTES = 4 * 2**20
 MAX_KEY_BYTES = 1024
-# Levels of a document. Python's own limit counts the callers too: what one reader could just read, a closer
-# say, another would refuse. A document that holds others' may be deeper than they are.
-MOST_DEPTH, MOST_DEPTH_AROUND = 32, 64
-HOLDS_OTHERS = ("manifest", "membership")
-OWNER, INVITED = "@owner", "@invited"  # who signs, where it is no replica; no replica has such a name
+OWNER = "@owner"  # signs membership documents; no replica has such a name
 
 
 class Refused(ValueError):
-    """Something from the network does not count; the text is the reason, for logs and manifests."""
+    """A document or update from the network does not count: words for people, and a code for programs."""
+
+    def __init__(self, words: str, code: str = "malformed") -> None:
+        super().__init__(words)
+        self.code = code
 
 
 class OtherAnchor(Refused):
-    """An update that starts from another anchor than ours: it or we have diverged."""
+    """An update that starts from another anchor than ours: its author or we have diverged."""
 
     def __init__(self, words: str, anchor: str = "") -> None:
-        super().__init__(words)
+        super().__init__(words, "other_anchor")
         self.anchor = anchor
 
 
+class Sealed(msgspec.Struct, frozen=True):
+    """A signed document as stored; the body is what was signed, byte for byte."""
+
+    replica: Annotated[str, msgspec.Meta(max_length=100)]
+    signature: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{128}\Z")]
+    body: msgspec.Raw
+
+
 def canonical(value: Any) -> bytes:
-    """The same bytes for the same value on every machine."""
+    """Encode a value to the same bytes on every machine."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -52,17 +61,13 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _signed_bytes(kind: str, run_id: str, body: Mapping[str, Any]) -> bytes:
-    return _prefix(kind, run_id) + canonical(body)
-
-
 def _prefix(kind: str, run_id: str) -> bytes:
-    return b"isthmus/1\0" + kind.encode() + b"\0" + run_id.encode() + b"\0"
+    return b"isthmus/2\0" + kind.encode() + b"\0" + run_id.encode() + b"\0"
 
 
 class Signer:
-    """One replica's private key. `pinned` is the sha256 of the run.json that it was made for, as its file
-    says; files up to 0.2 do not."""
+    """One replica's private key. `pinned` is the sha256, from its file, of the run.json that it was made
+    for."""
 
     def __init__(self, replica: str, secret: bytes, pinned: str = "") -> None:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -74,25 +79,21 @@ class Signer:
     def public_key(self) -> str:
         return self._key.public_key().public_bytes_raw().hex()
 
-    @property
-    def secret(self) -> bytes:
-        """For the other machines of this replica, and for nobody else."""
-        return self._key.private_bytes_raw()
-
-    def seal(self, kind: str, run_id: str, body: Mapping[str, Any]) -> bytes:
-        signature = self._key.sign(_signed_bytes(kind, run_id, body)).hex()
-        return canonical({"body": body, "replica": self.replica, "signature": signature})
+    def seal(self, kind: str, run_id: str, body: "Mapping[str, Any] | msgspec.Struct") -> bytes:
+        raw = msgspec.json.encode(body) if isinstance(body, msgspec.Struct) else canonical(body)
+        signature = self._key.sign(_prefix(kind, run_id) + raw).hex()
+        return msgspec.json.encode(Sealed(self.replica, signature, msgspec.Raw(raw)))
 
     def sign(self, kind: str, run_id: str, data: bytes) -> bytes:
-        """64 bytes, for messages of a fixed size that are not documents."""
+        """Return 64 bytes, for fixed-size messages that are not documents."""
         return self._key.sign(_prefix(kind, run_id) + data)
 
     def issue(self, builder: "CertificateBuilder") -> "Certificate":
-        """A certificate by this key, of a key that serves one connection between stages."""
+        """Sign a certificate for a key that serves one connection between stages."""
         return builder.sign(self._key, None)
 
     def signed(self, signature: bytes, kind: str, run_id: str, data: bytes) -> bool:
-        """Is that a signature by this very key?"""
+        """Whether this very key made the signature."""
         from cryptography.exceptions import InvalidSignature
 
         try:
@@ -106,12 +107,12 @@ def new_secret() -> bytes:
     return os.urandom(32)
 
 
-def save_secret(path: Path, secret: bytes, run_digest: str = "") -> None:
-    """Readable by its owner alone, and never over another key. `run_digest` pins the run: see `Signer`."""
+def save_secret(path: Path, secret: bytes, run_digest: str) -> None:
+    """Save a key, readable only by its owner; never overwrite one. `run_digest` pins the run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with open(os.open(path, flags, 0o600), "w", encoding="ascii") as file:
-        file.write(secret.hex() + "\n" + (f"run {run_digest}\n" if run_digest else ""))
+        file.write(f"{secret.hex()}\nrun {run_digest}\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -125,73 +126,59 @@ def load_signer(path: Path, replica: str) -> Signer:
         ) from None
     except (ConfigError, ValueError):
         text = ""
-    found = re.fullmatch(r"\s*([0-9a-f]{64})\s*(?:\nrun ([0-9a-f]{64})\s*)?", text)
+    if re.fullmatch(r"\s*[0-9a-f]{64}\s*", text):
+        raise ConfigError(f"{path} is a key of a run that was made by isthmus 0.2; train or export it there")
+    found = re.fullmatch(r"\s*([0-9a-f]{64})\s*\nrun ([0-9a-f]{64})\s*", text)
     if not found:
         raise ConfigError(
             f"{path} is not a key of `isthmus init` (64 hexadecimal digits, and the run it is for)"
         )
-    return Signer(replica, bytes.fromhex(found[1]), found[2] or "")
+    return Signer(replica, bytes.fromhex(found[1]), found[2])
 
 
-def open_sealed(data: bytes, kind: str, run_id: str, keys: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
-    """(replica, body) of a signed document, or Refused: no byte is trusted before its signature."""
-    return open_document(parse_document(data), kind, run_id, keys)
+def open_raw(data: bytes, kind: str, run_id: str, keys: Mapping[str, str]) -> tuple[str, bytes]:
+    """(replica, body) of a signed document, the body as its bytes; or Refused. It reads nothing before it has
+    checked the signature."""
+    sealed = _sealed(data, kind)
+    _verify(sealed.replica, sealed.signature, bytes(sealed.body), kind, run_id, keys)
+    return sealed.replica, bytes(sealed.body)
 
 
-def parse_document(data: bytes) -> Any:
-    """What lies in a document's place, as JSON. None where it is none, is nested deeper than any of ours, or
-    has a number that JSON has not: it could not be put into another document."""
+def raw_body(data: bytes, kind: str) -> bytes:
+    """The body of a document whose signature is checked afterwards, by keys that the body names."""
+    return bytes(_sealed(data, kind).body)
+
+
+def _sealed(data: bytes, kind: str) -> Sealed:
     try:
-        document = json.loads(data, parse_constant=_no_number, parse_float=_finite)
-    except (ValueError, RecursionError):
-        return None
-    return None if _is_deeper(document, MOST_DEPTH_AROUND) else document
+        return msgspec.json.decode(data, type=Sealed)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise Refused(f"the {kind} is not signed: it is not a document of ours", "unsigned") from None
 
 
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+def _verify(
+    replica: str, signature: str, raw: bytes, kind: str, run_id: str, keys: Mapping[str, str]
+) -> None:
+    from cryptography.exceptions import InvalidSignature
+
+    if replica not in keys:
+        words = f"the {kind} is signed by a stranger ({replica!r:.80}), who is not on the run's list"
+        raise Refused(words, "unsigned")
+    try:
+        _public_key(keys[replica]).verify(bytes.fromhex(signature), _prefix(kind, run_id) + raw)
+    except (InvalidSignature, ValueError):
+        raise Refused(f"the {kind} does not carry {replica}'s signature for this run", "unsigned") from None
 
 
-def _finite(digits: str) -> float:
-    if not math.isfinite(value := float(digits)):
-        raise ValueError(f"{digits[:20]} is too large")
-    return value
-
-
-def _is_deeper(document: Any, most: int) -> bool:
-    level = [document] if isinstance(document, dict | list) else []
-    for _ in range(most):
-        if not level:
-            return False
-        inside = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [value for values in inside for value in values if isinstance(value, dict | list)]
-    return bool(level)
-
-
-def open_document(
-    document: Any, kind: str, run_id: str, keys: Mapping[str, str]
-) -> tuple[str, dict[str, Any]]:
-    """The same of one that was inside another."""
+def signed_by(public_key: str, signature: bytes, kind: str, data: bytes) -> bool:
+    """Whether the holder of this key, whoever that is, signed a message that belongs to no run."""
     from cryptography.exceptions import InvalidSignature
 
     try:
-        body, replica, signature = document["body"], document["replica"], document["signature"]
-        if not isinstance(body, dict) or not isinstance(replica, str):
-            raise TypeError
-        if not re.fullmatch("[0-9a-f]{128}", signature):  # one document has one form
-            raise ValueError
-        if kind not in HOLDS_OTHERS and _is_deeper(document, MOST_DEPTH):
-            raise ValueError
-        signed = _signed_bytes(kind, run_id, body)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise Refused(f"the {kind} is not signed: it is not a document of ours") from None
-    if replica not in keys:
-        raise Refused(f"the {kind} is signed by a stranger ({replica!r:.80}), who is not on the run's list")
-    try:
-        _public_key(keys[replica]).verify(bytes.fromhex(signature), signed)
+        _public_key(public_key).verify(signature, _prefix(kind, "") + data)
     except (InvalidSignature, ValueError):
-        raise Refused(f"the {kind} does not carry {replica}'s signature for this run") from None
-    return replica, body
+        return False
+    return True
 
 
 @lru_cache(4096)
@@ -199,9 +186,3 @@ def _public_key(digits: str) -> "Ed25519PublicKey":
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     return Ed25519PublicKey.from_public_bytes(bytes.fromhex(digits))
-
-
-def without_extras(data: bytes) -> bytes:
-    """A signed document as `seal` writes it: whatever else lay beside its three fields is dropped."""
-    document = json.loads(data)
-    return canonical({name: document[name] for name in ("body", "replica", "signature")})

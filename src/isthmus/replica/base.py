@@ -1,6 +1,7 @@
 """The Replica protocol: one copy of the model, as the outer-round loop of a real fleet drives it."""
 
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Protocol
 
 import torch
@@ -9,50 +10,61 @@ from torch import Tensor
 from isthmus.replica.clock import Clock
 
 
+class Wish(IntEnum):
+    """A process's wish between two inner steps. The largest wish of a replica's processes wins: all save if
+    all can, and stop if one must."""
+
+    SAVE, GO_ON, STOP = 0, 1, 2
+
+
 class Replica(Protocol):
     """This process's part of a replica: all of it, one stage, or one of several that share a batch."""
 
     @property
     def clock(self) -> Clock:
-        """Times the compute of this process."""
+        """A clock for the compute time of this process."""
         ...
 
     @property
     def grad_norm(self) -> float:
-        """Of the whole replica, at the last inner step, before clipping."""
+        """The gradient norm of the whole replica at the last inner step, before clipping."""
         ...
 
     @property
     def round_trip_seconds(self) -> float:
-        """Of the slowest link between stages, at the last inner step; 0 without links."""
+        """The round trip of the slowest link between stages at the last inner step; 0 without links."""
         ...
 
     def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
         """Start from the anchor: the weights take its values, compressed stages its embedding (eqs. 3-4)."""
 
     def go_on(self, anchor: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
-        """Take up a round in its middle: as `begin_round`, and then the weights take these values, bit for
-        bit."""
+        """Continue inside a round: like `begin_round`, then set the weights to these values, bit for bit."""
 
-    def stops(self, wish: bool) -> bool:
-        """Between two inner steps: does the replica stop here? Where its processes can agree on that, all of
-        them do after the same inner step; a wish may be heard after the next one."""
+    @property
+    def wish_delay(self) -> int:
+        """The number of inner steps until a wish takes effect."""
+        ...
+
+    def agree(self, wish: Wish) -> Wish:
+        """After an inner step, return what all processes of the replica do here, from their wishes
+        `wish_delay` steps ago."""
         ...
 
     def inner_step(self, inner_step: int) -> Tensor:
         """One InnerOpt update (eq. 1) on the batch of this inner step, counted over the whole run.
 
-        Returns the loss of the whole replica, the same in every process of it: a float64 scalar that may
+        Return the loss of the whole replica, the same in each of its processes: a float64 scalar that may
         still be on the device.
         """
         ...
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """What this process trains, under full-model names; the tensors themselves, detached."""
+        """The tensors that this process trains, detached but not copied, under full-model names."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """InnerOpt's moments of this process, for a resumed run."""
+        """This process's moments of InnerOpt, for a resumed run."""
         ...
 
     def restore(self, state: Mapping[str, Tensor], step_count: int) -> None:
@@ -60,6 +72,11 @@ class Replica(Protocol):
 
     def pop_counts(self) -> dict[str, int]:
         """Bytes that this process sent to other stages since the last call, by purpose."""
+        ...
+
+    def pop_outside(self) -> int | None:
+        """Tokens sent to other stages since the last call that were outside the range of a few-bit wire; None
+        without one."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The compute time of a process, measured around the work itself."""
+"""A process's compute time, measured around the work itself."""
 
 import time
 from types import TracebackType
@@ -9,7 +9,7 @@ from isthmus import gpu
 
 
 class Clock:
-    """`with clock:` adds the time of its block; on a GPU by events, so that the host does not wait."""
+    """`with clock:` adds the time of its block; on a GPU it uses events, so that the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda, self.device = device.type == "cuda", device

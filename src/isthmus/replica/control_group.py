@@ -1,6 +1,7 @@
-"""The control group of a replica: its processes agree between inner steps, through stage 0's TCPStore."""
+"""A replica's control group: its processes agree between inner steps, through stage 0's TCPStore."""
 
 import json
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -8,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from isthmus.errors import RunError
 
-if TYPE_CHECKING:  # whoever only reads the protocol needs no torch
+if TYPE_CHECKING:  # reading the protocol needs no torch
     from isthmus.replica.process_groups import Store
 
 LEAVE_SECONDS = 20.0
 MAX_SHARED_BYTES = 4 * 2**20
 MAX_TEXT = 1024
+LENGTH = struct.Struct(">I")  # before each part of a message between stages
 
 T = TypeVar("T")
 
@@ -25,7 +27,7 @@ class ControlGroup(Protocol):
     size: int
 
     def share(self, data: bytes) -> list[bytes]:
-        """The bytes of all processes, by rank. All call it, the same number of times."""
+        """The bytes of all processes, by rank. All processes call it equally often."""
         ...
 
     def leave(self) -> None:
@@ -61,7 +63,7 @@ class StageControlGroup:
             keys = [f"share/{self.turn}/{rank}" for rank in range(self.size)]
             self.store.wait(keys, self.timeout)
             shared = [_bytes(self.store.get(key), key) for key in keys]
-            if self.turn > 2:  # all have read what is two turns old
+            if self.turn > 2:  # all have read the values of two turns ago
                 self.store.delete_key(f"share/{self.turn - 2}/{self.rank}")
         except (RuntimeError, ValueError) as error:
             why = str(error).splitlines()[0][:200]
@@ -77,6 +79,75 @@ class StageControlGroup:
             if self.rank == 0:
                 others = [f"parted/{rank}" for rank in range(self.size)]
                 self.store.wait(others, min(self.timeout, timedelta(seconds=LEAVE_SECONDS)))
+
+
+class MessageLink(Protocol):
+    """The methods of a link that a control group uses."""
+
+    def send_message(self, data: bytes) -> None: ...
+
+    def receive_message(self, timeout_seconds: float | None = None) -> bytes: ...
+
+
+class LinkControlGroup:
+    """The stages of one replica, which share bytes over their links: each stage's bytes travel down to stage
+    0, and all of them travel back up."""
+
+    def __init__(
+        self,
+        replica: str,
+        rank: int,
+        size: int,
+        before: MessageLink | None,
+        after: MessageLink | None,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        self.replica, self.rank, self.size = replica, rank, size
+        self.before, self.after, self.timeout_seconds = before, after, timeout_seconds
+
+    def share(self, data: bytes) -> list[bytes]:
+        if len(data) > MAX_SHARED_BYTES:
+            raise ValueError(f"{len(data)} bytes to share; {MAX_SHARED_BYTES} at most are taken")
+        shared = [data]
+        if self.after:
+            shared += self._receive(self.after, self.size - self.rank - 1)
+        if self.before:
+            self.before.send_message(_join(shared))
+            shared = self._receive(self.before, self.size)
+        if self.after:
+            self.after.send_message(_join(shared))
+        return shared
+
+    def _receive(self, link: MessageLink, count: int) -> list[bytes]:
+        try:
+            return _split(link.receive_message(self.timeout_seconds), count)
+        except ValueError as error:
+            raise RunError(
+                f"replica {self.replica}: stage {self.rank} cannot read what its neighbour shared: {error}"
+            ) from None
+
+    def leave(self) -> None:
+        """Do nothing: no stage serves the others, and a link ends when both of its ends close it."""
+
+
+def _join(parts: Sequence[bytes]) -> bytes:
+    return b"".join(LENGTH.pack(len(part)) + part for part in parts)
+
+
+def _split(data: bytes, count: int) -> list[bytes]:
+    """Split data into exactly `count` parts, or raise ValueError."""
+    parts, at = [], 0
+    for _ in range(count):
+        if at + LENGTH.size > len(data):
+            raise ValueError(f"{len(parts)} parts where {count} were due")
+        (size,) = LENGTH.unpack_from(data, at)
+        at += LENGTH.size + size
+        if size > MAX_SHARED_BYTES or at > len(data):
+            raise ValueError(f"a part of {size} bytes, {len(data)} bytes in all")
+        parts.append(data[at - size : at])
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes too many")
+    return parts
 
 
 def _bytes(value: bytes, key: str) -> bytes:
@@ -99,7 +170,7 @@ def all_true(control: ControlGroup, flag: bool) -> bool:
 
 
 def share_json(control: ControlGroup, mine: Any, read: Callable[[Any], T]) -> list[T]:
-    """The values of all processes, by rank, each through `read`, which raises where it is something else."""
+    """The values of all processes, by rank, each through `read`, which raises on an invalid value."""
     found = []
     for rank, data in enumerate(control.share(json.dumps(mine).encode())):
         try:
@@ -138,7 +209,7 @@ def shard_texts(total: int) -> Callable[[Any], dict[int, str]]:
 
 
 def collect(control: ControlGroup, own: Mapping[int, str], total: int) -> Sequence[str]:
-    """One text for each of `total` shards: every process gives those it has, and the lowest rank counts."""
+    """One text for each of `total` shards: every process gives those it has; the lowest rank counts."""
     found: dict[int, str] = {}
     for texts in share_json(control, dict(own), shard_texts(total)):
         for shard, text in texts.items():

@@ -1,5 +1,5 @@
-"""The three held-out losses, full, pipelined and mixed (docs/method.md, Three losses), and the bias that
-compressed boundaries bring in."""
+"""The three held-out losses, full, pipelined and mixed (docs/method.md, Three losses), and the bias of
+compressed boundaries."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from isthmus.runlog.row import Bias, Scores, by_kind
 from isthmus.subspace.bias import drift, energies, share, watched
 from isthmus.subspace.boundaries import BasisSet, boundary_functions, forward_key, projected
 
-LOGIT_BYTES = 1 << 30  # of float32 logits at a time, where a Scorer shares its device with a fleet
+LOGIT_BYTES = 1 << 30  # of float32 logits at a time, if a Scorer shares its device with a fleet
 
 
 class Scorer:
@@ -27,7 +27,7 @@ class Scorer:
     def __init__(
         self,
         recipe: Recipe,
-        corpus: Corpus,
+        text: Corpus | Sequence[Tensor],
         bases: BasisSet,
         device: torch.device,
         dtype: torch.dtype,
@@ -37,20 +37,19 @@ class Scorer:
         compiled: bool = False,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """`recorded`: on a GPU with memory to spare, the forwards are launched as one graph. `rows`: so many
-        sequences at a time instead of whole batches. `compiled`: see `parts`. `check` is called before
-        each layer, and may end the scoring by an exception.
-        """
+        """`text`: a corpus, or held-out batches (B, L + 1). `recorded`: on a GPU with spare memory, launch
+        the forwards as one graph. `rows`: the number of sequences at a time instead of whole batches.
+        `compiled`: see `parts`. `check` is called before each layer, and may end the scoring by an
+        exception."""
         self.recipe, self.bases, self.dtype, self.device = recipe, bases, dtype, device
         self.rows, self.parts = rows, parts(compiled)
         self.run_layer = checked(self.parts.layer, check) if check else self.parts.layer
         self.members = recipe.fleet()
-        batches = validation_batches(
-            corpus, recipe.inner.batch, recipe.model.context, recipe.data.eval_batches
-        )
+        size = recipe.inner.batch, recipe.model.context, recipe.data.eval_batches
+        batches = validation_batches(text, *size) if isinstance(text, Corpus) else text
         self.held_out = [batch.to(device).long() for batch in batches]
         self.rope = rope_table(recipe.model, recipe.model.context, bases.dtype, device)
-        self.frozen: Tensor | None = None  # the table that the round under way trains with
+        self.frozen: Tensor | None = None  # the table of the current round
         self.recorded = recorded
         self.recordings: dict[tuple, gpu.Replayed] = {}
 
@@ -61,10 +60,10 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, anchor: Mapping[str, Tensor], table: Tensor) -> Scores:
-        """`table` is the embedding that compressed boundaries subtract: the anchor's own, unless it is
+        """The losses. `table` is the embedding that compressed boundaries subtract: the anchor's own, unless
         frozen."""
         keys = [forward_key(self.recipe, member, self.bases) for member in self.members]
-        forwards: dict[tuple, Member | None] = {(): None}  # one member for each that differs
+        forwards: dict[tuple, Member | None] = {(): None}  # one member for each distinct forward
         for key, member in zip(keys, self.members, strict=True):
             forwards.setdefault(key, member)
         losses, dropped = (tensor.tolist() for tensor in self._measured(anchor, table, forwards))
@@ -85,6 +84,12 @@ class Scorer:
             "bias": self._bias(anchor[EMBEDDING], shares),
         }
 
+    @torch.no_grad()
+    def loss(self, params: Mapping[str, Tensor], table: Tensor, member: Member | None = None) -> float:
+        """The loss of one forward: the whole model's, or through a member's boundaries."""
+        near = {name: tensor.to(self.dtype) for name, tensor in params.items()} if self.rows else None
+        return self._loss(params, near, table, member, []).item()
+
     def _measured(
         self, anchor: Mapping[str, Tensor], table: Tensor, forwards: Mapping[tuple, Member | None]
     ) -> tuple[Tensor, Tensor]:
@@ -92,7 +97,7 @@ class Scorer:
 
         def work() -> tuple[Tensor, Tensor]:
             shares: list[Tensor] = []
-            # Each weight is read many times below, where a batch is taken in parts.
+            # With batches in parts, each weight is read many times below.
             near = {name: tensor.to(self.dtype) for name, tensor in anchor.items()} if self.rows else None
             losses = [self._loss(anchor, near, table, member, shares) for member in forwards.values()]
             return torch.stack(losses), torch.stack(shares) if shares else losses[0].new_zeros(0)
@@ -106,7 +111,7 @@ class Scorer:
 
     def _bias(self, embedding: Tensor, shares: Mapping[tuple, Sequence[float]]) -> dict[str, Bias]:
         """By compressed kind: the share of energy that each boundary drops, and the embedding's drift out of
-        S in this round, both means over the kind's replicas."""
+        S in this round; both are means over the kind's replicas."""
         groups: dict[str, list[Member]] = {}
         for member in self.members:
             if member.config.compressed:
@@ -136,8 +141,8 @@ class Scorer:
         member: Member | None,
         shares: list[Tensor],
     ) -> Tensor:
-        """Appends to `shares` what each compressed boundary dropped of the first held-out batch. `near` is
-        the anchor in the precision of the stream, if there is such a copy."""
+        """The loss of one forward. Append to `shares` what each compressed boundary dropped of the first
+        batch. `near` is the anchor in the stream's precision, if such a copy exists."""
         weights = dict(near or anchor)
         if member is not None:
             weights |= projected(self.recipe, member, self.bases, anchor)
@@ -159,7 +164,7 @@ class Scorer:
         member: Member | None,
         crossing: list[Tensor] | None,
     ) -> Tensor:
-        """Appends to `crossing` the energies at each compressed boundary."""
+        """The loss of a part. Append the energies at each compressed boundary to `crossing`."""
         model, boundary_fns = self.recipe.model, {}
         if member:
             boundary_fns = boundary_functions(
@@ -171,7 +176,7 @@ class Scorer:
                 measure = energies(self.bases.get(member, boundary), table)
                 boundary_fns[edge] = [(rows, watched(cross, measure, crossing))]
         x = stream(weights, part[:, :-1], model, self.rope, boundary_fns, self.dtype, self.run_layer)
-        return self.parts.head_losses(head_weights(weights), x, part[:, 1:], model)
+        return self.parts.head_losses(head_weights(weights, model), x, part[:, 1:], model)
 
 
 def checked(run_layer: RunLayer, check: Callable[[], None]) -> RunLayer:
@@ -183,7 +188,7 @@ def checked(run_layer: RunLayer, check: Callable[[], None]) -> RunLayer:
 
 
 def rows_that_fit(recipe: Recipe, device: torch.device) -> int:
-    """How many sequences may be scored at a time on a device that a fleet uses too."""
+    """How many sequences to score at a time on a device that a fleet also uses."""
     most = LOGIT_BYTES
     if device.type == "cuda":
         most = min(most, torch.cuda.get_device_properties(device).total_memory // 64)

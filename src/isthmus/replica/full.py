@@ -15,24 +15,24 @@ from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError, RunError
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.llama import init_params
-from isthmus.replica.base import precision_dtypes
+from isthmus.replica.base import Wish, precision_dtypes
 from isthmus.replica.clock import Clock
 from isthmus.replica.process_groups import Store, make_group
 from isthmus.replica.stack import Stack
 from isthmus.subspace.boundaries import BasisSet
 
 LOOPBACK = "127.0.0.1"
-BUCKET_BYTES = 25 * 2**20  # of gradients that travel together
+BUCKET_BYTES = 25 * 2**20  # of gradients per message
 
 
 class FullReplica:
     """A Replica without stages: a stack of one.
 
-    Where several processes share it, each takes its rows of every batch and they average their gradients.
-    All have the same weights, and only process 0 talks to the outside.
+    If several processes share it, each takes its rows of every batch and they average their gradients. All
+    have the same weights, and only process 0 communicates with the outside.
     """
 
-    round_trip_seconds = 0.0
+    round_trip_seconds, wish_delay = 0.0, 0
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class FullReplica:
         compiled: bool = False,
     ) -> None:
         """`process_group` comes from `share_batches`; without it this process is the replica. Without
-        `grad_accum_steps` a batch is cut as the recipe says."""
+        `grad_accum_steps` a batch is split as the recipe says."""
         self.process_group: Any = process_group
         self.rank = process_group.rank() if process_group else 0
         self.num_processes = process_group.size() if process_group else 1
@@ -74,7 +74,7 @@ class FullReplica:
             BasisSet(recipe, self.device, master_dtype),
             dtype=dtype,
             grad_accum_steps=grad_accum_steps,
-            shared=True,  # so its weights have no leading axis, which costs a CPU time
+            shared=True,  # so its weights have no leading axis, which would slow a CPU
             compiled=compiled,
             recorded=compiled and not process_group,
             reduce_grads=self._average if process_group else None,
@@ -86,14 +86,14 @@ class FullReplica:
         return math.nan if self.norms is None else self.norms.item()
 
     def begin_round(self, anchor: Mapping[str, Tensor] | None) -> None:
-        """Process 0 has the anchor; the others receive it from there."""
+        """Start from the anchor: process 0 has it, and the others receive it from there."""
         self._receive(self.named_parameters(), anchor)
         self.stack.opt.refresh_copies()
 
     def go_on(self, anchor: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
         self.begin_round(params)
 
-    def stops(self, wish: bool) -> bool:
+    def agree(self, wish: Wish) -> Wish:
         return wish
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class FullReplica:
 
     @torch.no_grad()
     def _average(self, tensors: Sequence[Tensor]) -> None:
-        """The mean over the processes, in place; the same bits in each of them."""
+        """Average over the processes in place; all get the same bits."""
         for bucket in buckets(tensors):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
             self.process_group.allreduce([flat]).wait()
@@ -142,19 +142,22 @@ class FullReplica:
         return self.stack.opt.state()
 
     def restore(self, state: Mapping[str, Tensor] | None, step_count: int) -> None:
-        """Process 0 has the state; the others receive it from there, and know the count."""
+        """Restore the moments: process 0 has them, and the others receive them; all know the count."""
         self._receive(self.state(), state)
         self.stack.opt.restore(self.state(), step_count)
 
     def pop_counts(self) -> dict[str, int]:
-        return {}  # there are no stages
+        return {}  # no stages
+
+    def pop_outside(self) -> None:
+        return None
 
     def close(self) -> None:
         self.process_group = None
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, together up to BUCKET_BYTES."""
+    """Group the tensors in order, up to BUCKET_BYTES each."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

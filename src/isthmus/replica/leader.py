@@ -7,15 +7,16 @@ from torch import Tensor
 
 from isthmus.data.tokens import Batches
 from isthmus.layout.deal import Deal
+from isthmus.replica.base import Wish
 from isthmus.replica.control_group import ControlGroup
 from isthmus.replica.full import FullReplica
 
 
 class LeaderReplica:
-    """Process 0's FullReplica. It announces every call that all must make, so only this process needs to
-    know of rounds, buckets and state on disk."""
+    """Process 0's FullReplica. It announces every call that all must make, so only this process needs to know
+    about rounds, buckets and state on disk."""
 
-    round_trip_seconds = 0.0
+    round_trip_seconds, wish_delay = 0.0, 0
 
     def __init__(self, replica: FullReplica, control: ControlGroup, batches: Batches | None = None) -> None:
         self.replica, self.control, self.clock = replica, control, replica.clock
@@ -26,7 +27,7 @@ class LeaderReplica:
         return self.replica.grad_norm
 
     def deal(self, deal: Deal) -> None:
-        """Which batches are this replica's in the round that begins."""
+        """Set this replica's batches for the round that begins."""
         self.control.share(f"deal {' '.join(map(str, astuple(deal)))}".encode())
         if self.batches:
             self.batches.deal(deal)
@@ -38,8 +39,8 @@ class LeaderReplica:
     def go_on(self, anchor: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
         self.begin_round(params)
 
-    def stops(self, wish: bool) -> bool:
-        return wish  # the others do what this process does
+    def agree(self, wish: Wish) -> Wish:
+        return wish  # the others follow this process
 
     def inner_step(self, inner_step: int) -> Tensor:
         self.control.share(f"step {inner_step}".encode())
@@ -58,13 +59,16 @@ class LeaderReplica:
     def pop_counts(self) -> dict[str, int]:
         return self.replica.pop_counts()
 
+    def pop_outside(self) -> int | None:
+        return self.replica.pop_outside()
+
     def close(self) -> None:
         self.control.share(b"close")
         self.replica.close()
 
 
 def follow_leader(replica: FullReplica, control: ControlGroup, batches: Batches | None = None) -> None:
-    """What the other processes do: repeat the calls of process 0 until it closes."""
+    """Repeat the calls of process 0 in the other processes until it closes."""
     while True:
         word, _, number = control.share(b"")[0].decode("ascii").partition(" ")
         if word == "begin":

@@ -1,8 +1,8 @@
-"""Links between stages: frames of known size, what both ends promise, and the link inside one process.
+"""Links between stages: frames of known size, the promises of both ends, and the link inside one process.
 
-A link carries frames: a few tensors whose shapes both sides know, laid end to end as bytes. Nothing that
-arrives is unpickled. Between processes there are two: `TlsLink` between machines, and `ProcessLink` (gloo or
-NCCL) on one machine and in networks that are trusted. Whatever keeps the promises of `StageEnd` would do.
+A link carries frames: a few tensors whose shapes both sides know, concatenated as bytes. It never unpickles
+data. Between processes there are two kinds: `SocketLink`, and `ProcessLink` (gloo or NCCL) on one machine and
+in trusted networks. Any class that keeps the promises of `StageEnd` would do.
 """
 
 import time
@@ -24,7 +24,7 @@ TOKEN_TYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.int32}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a frame, and what its bytes are counted as."""
+    """One tensor of a frame, and the purpose under which its bytes are counted."""
 
     purpose: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ Frame = tuple[TensorSpec, ...]
 
 
 class Departure:
-    """When a frame was whole and could leave; on a GPU that is known when the work before it is done."""
+    """When a frame was complete and could leave; on a GPU that is known once the work before it is done."""
 
     at = 0.0
 
@@ -60,11 +60,11 @@ class StageEnd(Protocol):
         ...
 
     def receive(self, timeout_seconds: float | None = None) -> tuple[Tensor, ...]:
-        """Wait for the next expected frame; RunError when the neighbour dies or stalls."""
+        """Wait for the next expected frame; RunError if the neighbour dies or stalls."""
         ...
 
     def ready(self) -> bool:
-        """False where `receive` would wait for something that this very thread has to do first."""
+        """False if `receive` would wait for something that this very thread has to do first."""
         ...
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ def say_goodbye(end: StageEnd, device: torch.device) -> None:
     end.receive()
 
 
-ALIGNED = 16  # bytes; what every kernel is content with
+ALIGNED = 16  # bytes; enough for every kernel
 
 
 def pack(frame: Mapping[str, Tensor], buffer: Tensor) -> None:
@@ -90,13 +90,13 @@ def pack(frame: Mapping[str, Tensor], buffer: Tensor) -> None:
 
 
 def unpack(buffer: Tensor, frame: Frame, device: torch.device) -> tuple[Tensor, ...]:
-    """The tensors of a frame; where they may, they lie in the buffer itself."""
+    """The tensors of a frame; views of the buffer if possible."""
     tensors, at = [], 0
     for spec in frame:
         data, there = buffer[at : at + spec.num_bytes], device
         if spec.dtype == torch.float64 and device.type in gpu.NO_DOUBLE:
             there = torch.device("cpu")  # where such frames are read
-        if data.device != there or data.data_ptr() % ALIGNED:  # a copy of its own is aligned
+        if data.device != there or data.data_ptr() % ALIGNED:  # a copy is aligned
             data = data.to(there, copy=True, non_blocking=there.type == "cuda")
         tensors.append(data.view(spec.dtype).view(spec.shape))
         at += spec.num_bytes
@@ -104,8 +104,8 @@ def unpack(buffer: Tensor, frame: Frame, device: torch.device) -> tuple[Tensor, 
 
 
 class HostCopies:
-    """Frames of a device in host memory; those of a GPU in pinned memory, by copies on streams of their own,
-    so that the stage computes meanwhile."""
+    """Copies a device's frames to host memory; for a GPU to pinned memory, on separate streams, so that the
+    stage computes meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -117,7 +117,7 @@ class HostCopies:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.streams is not None)
 
     def out(self, frame: Mapping[str, Tensor], buffer: Tensor) -> Callable[[], None] | None:
-        """Begin to copy a frame into the buffer. What waits for the end of that; None where it is over."""
+        """Start to copy a frame into the buffer. Return a function that waits for it; None if done."""
         if not self.streams:
             pack(frame, buffer)
             return None
@@ -127,7 +127,7 @@ class HostCopies:
             pack(frame, buffer)
         for tensor in frame.values():
             if tensor.is_cuda:
-                tensor.record_stream(stream)  # it may be freed here, and is still being read there
+                tensor.record_stream(stream)  # the tensor may be freed while the stream still reads it
         copied = torch.cuda.Event(blocking=True)
         copied.record(stream)
         return copied.synchronize
@@ -151,11 +151,11 @@ class LinkPeers:
     replica: str
     stage: int
     neighbour: int
-    address: str  # the neighbour's
+    address: str = ""  # the neighbour's, if known
 
     @property
     def them(self) -> str:
-        return f"stage {self.neighbour} at {self.address}"
+        return f"stage {self.neighbour} at {self.address}" if self.address else f"stage {self.neighbour}"
 
     def silent(self, seconds: float) -> str:
         return f"replica {self.replica}: stage {self.stage} heard nothing from {self.them} for {seconds:g} s"

@@ -1,4 +1,4 @@
-"""What a process measures while it trains: compute seconds, bytes to its neighbours, peak memory."""
+"""Measure a process while it trains: compute seconds, bytes to its neighbours, peak memory."""
 
 from collections.abc import Mapping
 
@@ -8,14 +8,14 @@ from isthmus.replica.base import Replica
 
 
 class Meter:
-    """The figures of this process that a commit states: see `facts` in docs/protocol.md."""
+    """This process's figures in a commit: see `facts` in docs/protocol.md."""
 
     def __init__(self, replica: Replica, device: torch.device) -> None:
         self.replica, self.device = replica, device
         self.round_trips: list[float] = []
 
     def step(self) -> None:
-        """Call this after every inner step: it notes the slowest link's round trip."""
+        """Record the slowest link's round trip after an inner step."""
         if self.replica.round_trip_seconds:
             self.round_trips.append(self.replica.round_trip_seconds)
 
@@ -28,6 +28,8 @@ class Meter:
             "back_bytes": counts.get("gradients", 0),
             "peak_bytes": peak_bytes(self.device),
         }
+        if (outside := self.replica.pop_outside()) is not None:
+            figures["outside_tokens"] = outside
         # A measured round trip is never too short: the stage may have been busy when the gradient came.
         round_trip = round(min(self.round_trips), 5) if self.round_trips else None
         self.round_trips = []
@@ -39,7 +41,7 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
-        # Not ru_maxrss: a process starts with the maximum of the process that started it.
+        # Not ru_maxrss: a process inherits its parent's maximum.
         with open("/proc/self/status", encoding="ascii") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
     except (OSError, StopIteration, ValueError):

@@ -26,27 +26,30 @@ from isthmus.layout.schedule import (
     limited,
     one_f_one_b,
 )
+from isthmus.replica.base import Wish
 from isthmus.replica.clock import Clock
 from isthmus.replica.links import Departure, StageEnd, TensorSpec, local_pair
 from isthmus.replica.stage import Stage
 
-# What stages send each other at the end of an inner step: squared gradient norm, loss, the slowest stage's
+# Values that stages exchange at the end of an inner step: squared gradient norm, loss, the slowest stage's
 # seconds per micro-batch, the slowest link's round trip, the time between micro-batch 0's arrival at the
-# sender and its gradient's departure, and whether one of them wishes to stop.
+# sender and its gradient's departure, and the largest `Wish`.
 CONTROL = (TensorSpec("control", (6,), torch.float64),)
-FIRST_LOOK, LOOK_EVERY = 3, 20  # inner steps until depths are chosen from measured times, and then again
+FIRST_LOOK, LOOK_EVERY = 3, 20  # inner steps until depths are first chosen from measured times; interval
 FORWARD_SHARE = 1 / 3  # of a micro-batch's compute
 SLACK = 1.15  # on measured round trips: an exact fit leaves no room for jitter
 
 
 class PipelinedReplica:
-    """The stages of one replica that live in this process: one of them, or all, joined by local links.
+    """The stages of one replica in this process: one of them, or all, joined by local links.
 
-    The schedule decides only the order of a stage's actions: every stage runs its backwards in the order of
-    the micro-batches, so the weights do not depend on it. After the last backward, shares of the norm and the
-    loss travel down the links to stage 0, right behind the last gradients, and the totals travel back up,
-    ahead of the next step's first activations. So agreeing on the norm costs no round trip of its own.
+    The schedule decides only the order of a stage's actions. Every stage runs its backwards in the order of
+    the micro-batches, so the weights do not depend on the schedule. After the last backward, shares of the
+    norm and the loss travel down the links to stage 0, right behind the last gradients. The totals travel
+    back up, ahead of the next step's first activations. So agreeing on the norm costs no extra round trip.
     """
+
+    wish_delay = 1
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class PipelinedReplica:
     ) -> None:
         """`links` are each stage's ends to the stage before and the stage after. Stage 0 needs `batches`.
 
-        `schedule` is "auto" (depths from measured times), "1f1b" or "gpipe"; all keep to the recipe's
+        `schedule` is "auto" (depths from measured times), "1f1b" or "gpipe"; all respect the recipe's
         inner.in_flight. Between rounds a neighbour may be silent for round_timeout_seconds.
         """
         self.recipe, self.member, self.stages, self.links = recipe, member, tuple(stages), tuple(links)
@@ -86,7 +89,7 @@ class PipelinedReplica:
         self.measured: list[tuple[float, float]] = []  # a micro-batch's compute, the slowest round trip
         self.chosen_for = math.inf  # round trip / compute for which the depths were chosen
         self.num_steps = 0
-        self.wish = self.stopping = False  # of the stages here, and of all of them
+        self.wish = self.agreed = Wish.GO_ON  # of the stages here; of all stages
         self.counted: dict[str, int] = {}
 
     @classmethod
@@ -100,7 +103,7 @@ class PipelinedReplica:
         precision: str = "fp32",
         schedule: str = "1f1b",
     ) -> "PipelinedReplica":
-        """All the stages here, with local links between them."""
+        """Build all stages in this process, with local links between them."""
         num_stages = member.config.stages
         stages = [Stage(recipe, member, s, device=device, precision=precision) for s in range(num_stages)]
         pairs = [local_pair() for _ in range(num_stages - 1)]
@@ -110,7 +113,7 @@ class PipelinedReplica:
         return cls(recipe, member, stages, links, batches, schedule=schedule)
 
     def _first_guess(self) -> Schedule:
-        """From the recipe's figures, until there are measured ones."""
+        """A schedule from the recipe's figures, used until times are measured."""
         config, model, m = self.member.config, self.recipe.model, self.num_micro_batches
         link_seconds = self._link_seconds()
         tokens = self.recipe.batch_of(config) // m * model.context
@@ -121,13 +124,13 @@ class PipelinedReplica:
         return self._deep(t_seconds, link_seconds + latency)
 
     def _link_seconds(self) -> float:
-        """One micro-batch forward at the rate that the recipe states."""
+        """The transfer time of one micro-batch's activations at the recipe's rate."""
         frame_bytes = sum(part.num_bytes for part in self.stages[0].frames()[0])
         return frame_bytes * 8 / (self.member.config.link.mbps * 1e6)
 
     def _deep(self, t_seconds: float, one_way_seconds: float, slack: float = 1.0) -> Schedule:
         s, m = self.num_stages, self.num_micro_batches
-        # A round trip does not separate rate from latency: the recipe states the rate.
+        # A round trip does not separate rate from latency, but the recipe states the rate.
         link_seconds = min(self._link_seconds(), one_way_seconds)
         latency = one_way_seconds * slack - link_seconds
         schedule = deep(s, m, depths(s, m, t_seconds, link_seconds, latency, self.limit))
@@ -154,12 +157,12 @@ class PipelinedReplica:
 
     def _begin(self) -> None:
         self.timeout_seconds = self.round_timeout_seconds
-        self.wish = self.stopping = False
+        self.agreed = Wish.GO_ON
 
-    def stops(self, wish: bool) -> bool:
-        """A wish travels with the norms of the next inner step, after which all stages stop."""
+    def agree(self, wish: Wish) -> Wish:
+        """Record a wish. It travels with the next inner step's norms; then all stages act on it."""
         self.wish = wish
-        return self.stopping
+        return self.agreed
 
     def inner_step(self, inner_step: int) -> Tensor:
         """One InnerOpt update of the whole replica (eq. 1); its loss, the same at every stage."""
@@ -175,8 +178,8 @@ class PipelinedReplica:
             runs[0].micro_batches = tokens.chunk(self.num_micro_batches)  # each (B, L + 1)
         self._execute(runs)
         totals = self._agree(runs)
-        square, loss, compute, self.round_trip_seconds, _, stopping = totals.tolist()
-        self.stopping = stopping != 0
+        square, loss, compute, self.round_trip_seconds, _, agreed = totals.tolist()
+        self.agreed = _wish_in(agreed)
         by_replica = self.recipe.inner.clip_scope == "replica"
         with self.clock:
             for run in runs:
@@ -187,12 +190,12 @@ class PipelinedReplica:
         return torch.tensor(loss, dtype=torch.float64)
 
     def _open_boundaries(self, round_number: int) -> None:
-        """When finishing begins, frames grow to the whole stream: depths are measured and chosen anew."""
+        """When finishing begins, frames grow to the whole stream, so measure and choose depths again."""
         if any([stage.open_boundaries(round_number) for stage in self.stages]):
             self.num_steps, self.measured, self.chosen_for = 0, [], math.inf
 
     def _execute(self, runs: Sequence["_StageStep"]) -> None:
-        """Every stage's actions in its order; stages of one process take turns as their input arrives."""
+        """Run each stage's actions in order; stages in one process take turns as their input arrives."""
         left = [list(reversed(self.schedule[run.stage.index])) for run in runs]
         while any(left):
             moved = False
@@ -204,7 +207,7 @@ class PipelinedReplica:
                 raise RuntimeError(f"replica {self.member.name}: no stage can run its next action")
 
     def _agree(self, runs: Sequence["_StageStep"]) -> Tensor:
-        """Shares down to stage 0, totals back up: the same bits at every stage."""
+        """Send shares down to stage 0 and totals back up: the same bits at every stage."""
         for run in reversed(runs):
             run.send_share()
         for run in runs:
@@ -212,7 +215,7 @@ class PipelinedReplica:
         return runs[0].totals
 
     def _choose_depths(self, compute: float, round_trip: float) -> None:
-        """Choose the depths from agreed times, so that all stages choose alike."""
+        """Choose the depths from agreed times, so that all stages choose the same."""
         self.num_steps += 1
         if not self.automatic or self.num_steps == 1:  # the first step includes the warm-up
             return
@@ -248,9 +251,18 @@ class PipelinedReplica:
         self.counted = total
         return since
 
+    def pop_outside(self) -> int | None:
+        found = [count for stage in self.stages if (count := stage.pop_outside()) is not None]
+        return sum(found) if found else None
+
     def close(self) -> None:
         for end in (end for ends in self.links for end in ends if end):
             end.close()
+
+
+def _wish_in(number: float) -> Wish:
+    """Parse a neighbour's wish; an invalid one must neither save nor stop."""
+    return Wish(int(number)) if number in (Wish.SAVE, Wish.STOP) else Wish.GO_ON
 
 
 class _StageStep:
@@ -263,14 +275,14 @@ class _StageStep:
         after: StageEnd | None,
         clock: Clock,
         timeout_seconds: float | None,
-        wish: bool,
+        wish: Wish,
     ) -> None:
         self.stage, self.before, self.after = stage, before, after
         self.clock, self.timeout_seconds, self.wish = clock, timeout_seconds, wish
         self.micro_batches: Sequence[Tensor] = ()
         self.loss = torch.zeros((), dtype=gpu.wide(stage.device), device=stage.device)
-        self.compute_seconds = 0.0  # with packing and sending, which the clock leaves out
-        # Of micro-batch 0: when its activations arrived and left, when its gradient arrived and left.
+        self.compute_seconds = 0.0  # including packing and sending, which the clock leaves out
+        # For micro-batch 0: when its activations arrived and left, when its gradient arrived and left.
         self.arrived = self.returned = 0.0
         self.left, self.went_back = Departure(), Departure()
 
@@ -334,23 +346,23 @@ class _StageStep:
         self.compute_seconds += time.perf_counter() - started
 
     def send_share(self) -> None:
-        """Add this stage's share to those of the stages after it; the sum goes to the stage before."""
+        """Add this stage's share to those of the later stages; send the sum to the previous stage."""
         with self.clock:
             square = self.stage.squared_norm()
         sides = list(self.stage.sound)
         sound = [self.stage.sound[side].all().to(self.loss.dtype) for side in sides]
         self.square, loss, *sound = torch.stack(
             [square.to(self.loss.dtype).view(()), self.loss, *sound]
-        ).tolist()  # the device is waited for once
+        ).tolist()  # wait for the device once
         for side, fine in zip(sides, sound, strict=True):
             if not fine:
                 raise self.stage.refusal(side, "a number that is not finite, or a code outside the wire's")
-        # On a GPU the host only launches the work, and the clock knows how long it took.
+        # On a GPU the host only launches the work, so the clock has the duration.
         seconds = self.clock.lap() if self.clock.on_cuda else self.compute_seconds
         compute = seconds / self.num_micro_batches
-        # How long micro-batch 0 was here, between arriving from the stage before and returning there.
+        # How long micro-batch 0 was here, from its arrival to its gradient's return.
         stay = (self.went_back.at or time.perf_counter()) - self.arrived
-        share = torch.tensor([self.square, loss, compute, 0.0, stay, self.wish], dtype=torch.float64)
+        share = torch.tensor([self.square, loss, compute, 0.0, stay, float(self.wish)], dtype=torch.float64)
         if self.after:
             later = self.after.receive(self.timeout_seconds)[0].cpu()
             round_trip = self.returned - self.left.at - later[4].item()

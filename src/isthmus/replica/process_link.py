@@ -1,6 +1,6 @@
 """A link between processes by torch.distributed: gloo, or NCCL on GPUs.
 
-It neither encrypts nor authenticates, so it serves stages on one machine, and machines that trust their
+It neither encrypts nor authenticates. Use it for stages on one machine, and for machines that trust their
 network.
 """
 
@@ -29,24 +29,24 @@ from isthmus.replica.links import (
 
 
 class ProcessLink:
-    """A StageEnd between processes. gloo moves host memory: frames of a CUDA stage go through pinned memory,
-    by copies on streams of their own, and a thread hands them to gloo: the stage computes meanwhile.
+    """A StageEnd between processes. gloo moves host memory, so a CUDA stage copies frames to pinned memory on
+    separate streams, and a thread passes them to gloo: the stage computes meanwhile.
 
     Receives are posted ahead, so that the sender's bytes leave as soon as they exist; sends are asynchronous.
-    The two directions have groups of their own, because one gloo group is half duplex for large frames.
+    Each direction has its own group, because one gloo group is half duplex for large frames.
     """
 
     def __init__(
         self, out: Any, into: Any, rank: int, peers: LinkPeers, device: torch.device, timeout_seconds: float
     ) -> None:
-        """out and into are process groups of two; `rank` is the neighbour's in both."""
+        """`out` and `into` are process groups of two; `rank` is the neighbour's in both."""
         self.out: Any = out
         self.into: Any = into
         self.rank, self.peers = rank, peers
         self.device, self.timeout_seconds = device, timeout_seconds
         self.on_device = out.name() == "nccl"
         self.counts: dict[str, int] = dict.fromkeys(LINK_PURPOSES, 0)
-        self.sending: deque[tuple[Any, Tensor]] = deque()  # a gloo work, or the future of one
+        self.sending: deque[tuple[Any, Tensor]] = deque()  # a gloo work, or its future
         self.copies = None if self.on_device else HostCopies(device)
         if self.copies and self.copies.streams:
             self.sender = ThreadPoolExecutor(1, "sender")
@@ -54,7 +54,7 @@ class ProcessLink:
         self.expected: deque[Frame] = deque()
         self.ahead, self.broken = 1, False
         self.store: Any = None  # stage 0's store serves stages that still join, so it stays open
-        self.num_sent = self.num_posted = 0  # the tags, which match a frame to its receive
+        self.num_sent = self.num_posted = 0  # tags that match a frame to its receive
 
     def _buffer(self, num_bytes: int) -> Tensor:
         if self.copies:
@@ -88,7 +88,7 @@ class ProcessLink:
         return departure
 
     def _post_send(self, frame: Mapping[str, Tensor], buffer: Tensor, departure: Departure) -> Any:
-        """A work of gloo, or the future of one."""
+        """Send a frame; return gloo's work, or its future."""
         out, rank, tag = self.out, self.rank, self.num_sent
         copied: Callable[[], None] | None = None
         if self.copies:
@@ -125,7 +125,7 @@ class ProcessLink:
 
     def _wait(self, work: Any, seconds: float, late: str) -> None:
         with self._faults(late):
-            if self.on_device:  # where `wait` only orders streams
+            if self.on_device:  # here `wait` only orders streams
                 deadline = time.monotonic() + seconds
                 while not work.is_completed():
                     if time.monotonic() > deadline:
@@ -154,7 +154,7 @@ class ProcessLink:
         return True
 
     def close(self) -> None:
-        """A link that is closed in the middle of a step is dropped: the neighbour sees that it is closed."""
+        """Close the link. Inside a step it is dropped instead, and the neighbour sees that it is closed."""
         with suppress(RunError):
             if not self.broken and not self.posted:
                 say_goodbye(self, self.device)

@@ -1,8 +1,8 @@
-"""A full replica that no process holds whole: torch's FSDP2 cuts every weight between the processes."""
+"""A full replica that fits in no single process: torch's FSDP2 cuts every weight between the processes."""
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -21,29 +21,30 @@ from isthmus.data.tokens import Batches
 from isthmus.errors import ConfigError, RunError
 from isthmus.layout.stages import EMBEDDING, stage_names
 from isthmus.model.inner import InnerOpt
-from isthmus.model.llama import HEAD_WEIGHTS, LAYER_WEIGHTS, embed, init_tensor, rope_table
+from isthmus.model.llama import embed, head_names, init_tensor, rope_table
 from isthmus.model.parts import parts
-from isthmus.replica.base import precision_dtypes
+from isthmus.replica.base import Wish, precision_dtypes
 from isthmus.replica.clock import Clock
+from isthmus.replica.control_group import ControlGroup, SingleProcess
 from isthmus.replica.full import LOOPBACK
 from isthmus.replica.process_groups import Store, make_group
 
 # Between rounds a process may be uploading while the others already wait for it.
 TIMEOUT_SECONDS = 1800.0
-M_MMAP_THRESHOLD, MMAP_BYTES = -3, 2**18  # of malloc.h; blocks from this size on have a mapping of their own
+M_MMAP_THRESHOLD, MMAP_BYTES = -3, 2**18  # from malloc.h; blocks of this size and more get a separate mapping
 
 
 class ShardedReplica:
     """A Replica without stages, cut between the processes of one machine.
 
     In the inner step (eq. 1) every process has its rows of every weight, gradient and moment; a layer is
-    whole only while it runs. In the outer step (eq. 2) process r answers for the weights that stage r of as
-    many stages would train: it holds their anchor and error feedback and encodes their payload, so the model
-    is never whole in one process there either. `begin_round` and `named_parameters` carry the weights from
-    one cut to the other, one tensor at a time. All processes make every call.
+    whole only while it runs. In the outer step (eq. 2) process r owns the weights that stage r would train if
+    there were as many stages: it holds their anchor and error feedback and encodes their payload. So no
+    process ever holds the whole model there either. `begin_round` and `named_parameters` convert the weights
+    between the two cuts, one tensor at a time. All processes make every call.
     """
 
-    round_trip_seconds = 0.0
+    round_trip_seconds, wish_delay = 0.0, 0
 
     def __init__(
         self,
@@ -55,8 +56,11 @@ class ShardedReplica:
         device: torch.device | str = "cpu",
         precision: str = "fp32",
         compiled: bool = False,
+        control: ControlGroup | None = None,
     ) -> None:
-        """`mesh` comes from `shard_mesh`."""
+        """`mesh` comes from `shard_mesh`. The hosts of its processes agree between inner steps through
+        `control`."""
+        self.control = control or SingleProcess()
         self.recipe, self.member = recipe, member
         self.rank, self.num_processes = mesh.get_local_rank(), mesh.size()
         batch, self.num_parts = recipe.batch_of(member.config), recipe.micro_batches_of(member.config)
@@ -76,7 +80,7 @@ class ShardedReplica:
         with self._faults():
             self.model = _Model(recipe, mesh, self.device, self.master_dtype, dtype, compiled)
         self.params = self.model.weights()
-        # Rows are dealt as torch.chunk does: a short tensor may leave the last processes without any.
+        # Rows are split as by torch.chunk: a short tensor may leave none for the last processes.
         self.local = {n: rows for n, p in self.params.items() if (rows := _rows(p)).numel()}
         self.opt = InnerOpt(self.local, recipe.inner, recipe.num_inner_steps)
         self.norms: Tensor | None = None
@@ -87,7 +91,7 @@ class ShardedReplica:
 
     @torch.no_grad()
     def begin_round(self, anchor: Mapping[str, Tensor]) -> None:
-        """Each process has the anchor of what it answers for; every other receives its rows of it."""
+        """Start from the anchor: each process has the part that it owns; the others receive their rows."""
         with self._faults():
             for name, owner in self.owners.items():
                 whole = self._padded(anchor[name]) if owner == self.rank else None
@@ -99,12 +103,13 @@ class ShardedReplica:
     def go_on(self, anchor: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
         self.begin_round(params)
 
-    def stops(self, wish: bool) -> bool:
-        return False  # at the edge of a round only: nothing that small goes between its processes
+    def agree(self, wish: Wish) -> Wish:
+        """Agree between the hosts; the devices work on meanwhile."""
+        return Wish(max(int(word[0]) for word in self.control.share(bytes([wish]))))
 
     @torch.no_grad()
     def named_parameters(self) -> dict[str, Tensor]:
-        """What this process answers for, whole: gathered now, so later inner steps do not change it."""
+        """The whole weights that this process owns, gathered now: later inner steps do not change them."""
         found = {}
         with self._faults():
             for name, owner in self.owners.items():
@@ -117,7 +122,7 @@ class ShardedReplica:
         return found
 
     def _share(self, name: str) -> int:
-        """Rows of a process; the last ones may have fewer."""
+        """Rows per process; the last ones may have fewer."""
         return -(-self.shapes[name][0] // self.num_processes)
 
     def _empty(self, name: str, shares: int) -> Tensor:
@@ -125,7 +130,7 @@ class ShardedReplica:
         return torch.empty(shape, dtype=self.master_dtype, device=self.device)
 
     def _padded(self, whole: Tensor) -> Tensor:
-        """With rows for every process: itself, where they divide it."""
+        """Pad the tensor to equal rows for every process."""
         num_rows = -(-len(whole) // self.num_processes) * self.num_processes
         return _filled(whole.to(self.device, self.master_dtype), num_rows)
 
@@ -139,7 +144,7 @@ class ShardedReplica:
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
             for part in own.chunk(self.num_parts):
                 mean = self.model(part[:, :-1], part[:, 1:]) / self.num_parts
-                mean.backward()  # each layer's gradients are averaged as they appear, cut, and added up
+                mean.backward()  # each layer's gradients are averaged as they appear, cut, and accumulated
                 loss += mean.detach().double()
             for name, rows in self.local.items():
                 rows.grad = _rows(self.params[name].grad)
@@ -161,7 +166,10 @@ class ShardedReplica:
             self.opt.restore(state, step_count)
 
     def pop_counts(self) -> dict[str, int]:
-        return {}  # there are no stages
+        return {}  # no stages
+
+    def pop_outside(self) -> None:
+        return None
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -179,7 +187,7 @@ class ShardedReplica:
 
 
 class _Unit(nn.Module):
-    """Weights that are gathered together, and the function of them."""
+    """Weights that are gathered together, and the function that uses them."""
 
     def __init__(self, weights: Mapping[str, Tensor], prefix: str, run: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -195,7 +203,7 @@ class _Unit(nn.Module):
 
 
 class _Model(nn.Module):
-    """Embedding, layers and head, each cut as soon as it is drawn: the whole model is never here."""
+    """Embedding, layers and head, each cut as soon as it is drawn: the whole model never exists here."""
 
     def __init__(
         self,
@@ -210,17 +218,19 @@ class _Model(nn.Module):
         model = recipe.model
         shapes, rope = model.shapes(), rope_table(model, model.context, master_dtype, device)
         chosen = parts(compiled, recipe.inner.recompute)
-        # Weights travel as the stream reads them; gradients are averaged in the precision of the weights.
+        # Weights travel in the stream's precision; gradients are averaged in the precision of the weights.
         half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master_dtype, cast_forward_inputs=False)
         policy = half if dtype != master_dtype else MixedPrecisionPolicy(cast_forward_inputs=False)
 
-        def unit(names: Mapping[str, str], prefix: str, run: Callable[..., Tensor], **how: Any) -> _Unit:
+        def unit(
+            names: Collection[str], prefix: str, run: Callable[..., Tensor], cut: bool = True, **how: Any
+        ) -> _Unit:
             drawn = {
-                own: init_tensor(name, shapes[name], model, recipe.seed).to(device, master_dtype)
-                for own, name in names.items()
+                name: init_tensor(prefix + name, shapes[prefix + name], model, recipe.seed) for name in names
             }
-            made = _Unit(drawn, prefix, run)
-            fully_shard(made, mesh=mesh, **how)
+            made = _Unit({n: t.to(device, master_dtype) for n, t in drawn.items()}, prefix, run)
+            if cut:
+                fully_shard(made, mesh=mesh, **how)
             return made
 
         def run_layer(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -229,20 +239,25 @@ class _Model(nn.Module):
         def run_head(weights: Mapping[str, Tensor], x: Tensor, targets: Tensor) -> Tensor:
             return chosen.head_losses(weights, x, targets, model)
 
-        # A row of the table is looked up as it is, and rounded then: its gradients are added up in full.
+        # A row of the table is looked up, then rounded, so its gradients accumulate in full precision.
         whole = MixedPrecisionPolicy(cast_forward_inputs=False)
-        first = unit({EMBEDDING: EMBEDDING}, "", partial(embed, dtype=dtype), mp_policy=whole)
+        tied, embedding = model.tie_embeddings, partial(embed, dtype=dtype)
+        first = unit([EMBEDDING], "", embedding, not tied, mp_policy=whole)
         layers = [
-            unit({n: f"layers.{i}.{n}" for n in LAYER_WEIGHTS}, f"layers.{i}.", run_layer, mp_policy=policy)
+            unit(model.layer_shapes(), f"layers.{i}.", run_layer, mp_policy=policy)
             for i in range(model.layers)
         ]
         # The head's backward follows its forward at once, so it stays whole in between.
-        last = unit({n: n for n in HEAD_WEIGHTS}, "", run_head, mp_policy=policy, reshard_after_forward=False)
+        own = [name for name in head_names(model) if name != EMBEDDING]
+        last = unit(own, "", run_head, not tied, mp_policy=policy, reshard_after_forward=False)
+        if tied:  # the root gathers the table for both of its uses, and adds their gradients
+            for name, parameter in first.named_parameters(recurse=False):
+                last.register_parameter(name, parameter)
         self.units = nn.ModuleList([first, *layers, last])
-        fully_shard(self, mesh=mesh)
+        fully_shard(self, mesh=mesh, mp_policy=whole)
 
     def weights(self) -> dict[str, Tensor]:
-        """All of them, under full-model names."""
+        """All weights, under full-model names."""
         units = [unit for unit in self.units if isinstance(unit, _Unit)]
         return {unit.prefix + name: p for unit in units for name, p in unit.weights().items()}
 
@@ -262,7 +277,7 @@ def _rows(tensor: Tensor | None) -> Tensor:
 
 
 def _filled(rows: Tensor, num_rows: int) -> Tensor:
-    """With zeros below, up to so many rows; itself where it has them."""
+    """Pad with rows of zeros up to `num_rows`; no copy if it has them."""
     if len(rows) == num_rows:
         return rows.contiguous()
     filled = rows.new_zeros(num_rows, *rows.shape[1:])
@@ -281,13 +296,13 @@ def shard_mesh(
 
     FSDP and DTensor look their groups up in torch.distributed, so this is the default group of the process.
     """
-    torch_distributed: Any = dist  # whose stubs lack this
+    torch_distributed: Any = dist  # its stubs lack this
     kind, timeout = torch.device(device).type, timedelta(seconds=timeout_seconds)
     if kind == "cuda":
         torch.cuda.set_device(device)
         backend = "cuda:nccl"
     else:
-        # torch's own gloo would listen on the address that the host's name resolves to.
+        # torch's own gloo would listen on the address of this host's name.
         def loopback(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
             return make_group("gloo", store, rank, size, LOOPBACK, timeout)
 
@@ -299,7 +314,7 @@ def shard_mesh(
 
 
 def _return_freed_memory() -> None:
-    """Ask glibc to give large blocks back to the system when they are freed. Otherwise it keeps the layers
-    that come and go with every step, in each thread's arena: several times what is in use."""
+    """Make glibc return large freed blocks to the system. Otherwise it keeps the layers that come and go with
+    every step in each thread's arena: several times the memory in use."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)

@@ -1,4 +1,4 @@
-"""How fast this machine trains: the inner step of a full replica, timed, and counted as the planner does."""
+"""Time this machine's training: the inner step of a full replica, with the planner's operation counts."""
 
 import statistics
 import time
@@ -17,8 +17,8 @@ from isthmus.planner.rate import FEWEST_STEPS, Cores, TrainingRate, usable_cores
 from isthmus.replica.full import FullReplica
 
 MOST_SEQUENCES = 32  # inner.batch's default
-STEPS = FEWEST_STEPS + 1  # of a batch that is tried, in the time given
-PATIENCE = 3.0  # times that time: then it ends, however few steps there were
+STEPS = FEWEST_STEPS + 1  # per tried batch, in the given time
+PATIENCE = 3.0  # times the given time, after which it ends however few steps were done
 
 
 class _Noise(Batches):
@@ -44,8 +44,8 @@ def training_rate(
     """Train the recipe's model for about `seconds`: forward, backward, clipping and InnerOpt, as a worker of
     a fleet does.
 
-    With `available_bytes` the batch is doubled as long as several inner steps fit into the time, and one into
-    the memory; without, it stays. It ends after `PATIENCE` x `seconds`, a step's end apart.
+    With `available_bytes` the batch doubles while several inner steps fit the time and one fits the memory;
+    without, it stays. It ends after `PATIENCE` x `seconds`, plus the rest of a step.
     """
     one = Recipe(
         name="measured",
@@ -54,7 +54,7 @@ def training_rate(
         replicas=(ReplicaConfig(name="measured"),),
     )
     model, batches = one.model, _Noise(one.model.vocab, one.model.context, one.inner.batch)
-    # The batch grows while the replica stays: what a step takes is asked of `batches`.
+    # The batch grows while the replica stays, since a step reads its tokens from `batches`.
     replica = FullReplica(
         one, Member(0, "measured", one.replicas[0]), batches, device=device, precision=precision
     )
@@ -109,19 +109,19 @@ def _with_batch(recipe: Recipe, batch: int) -> Recipe:
 
 
 def measured_here(recipe: Recipe, seconds: float = 1.0) -> tuple[Recipe, TrainingRate]:
-    """The recipe as it would run on this machine's CPU alone, every process of its fleet here: each machine's
-    tflops is one process's share of what was measured. For a plan of a fleet that `train` starts on one
-    machine, where the recipe's own rates are those of other machines.
+    """The recipe as it would run on this machine's CPU alone, with all processes of its fleet here: each
+    machine's tflops is one process's share of the measured rate. For a plan of a fleet that `train` starts on
+    one machine, where the recipe's own rates are those of other machines.
 
-    Cores are shared evenly while all processes compute. Those with more work go on when the others are done,
-    so that over a round a process has at least its share of the work.
+    Cores are shared evenly while all processes compute. Processes with more work continue when the others are
+    done, so that over a round a process has at least its share of the work.
     """
     parts = {r.name: max(r.stages, r.processes) for r in recipe.replicas}
     processes = sum(r.count * parts[r.name] for r in recipe.replicas)
     work = sum(recipe.batch_of(r) * r.count for r in recipe.replicas)
     cores = usable_cores()
     precision = "fp32" if recipe.inner.precision == "auto" else recipe.inner.precision
-    with _threads(max(1, cores // processes)):  # as the supervisor gives them
+    with _threads(max(1, cores // processes)):  # the supervisor's thread count
         rate = training_rate(recipe, "cpu", precision, seconds)
 
     def share(replica: ReplicaConfig) -> float:

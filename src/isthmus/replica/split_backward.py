@@ -22,7 +22,7 @@ class DeferredGradients:
 
 
 class DeferredWeight:
-    """Stands for a weight: multiplies by it, and notes in `deferred` what its gradient needs."""
+    """A stand-in for a weight: multiplies by it, and notes in `deferred` what its gradient needs."""
 
     def __init__(self, read: Tensor, weight: Tensor, deferred: DeferredGradients) -> None:
         """`read` is the weight, or a copy of it in the stream's type."""

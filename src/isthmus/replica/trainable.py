@@ -1,4 +1,4 @@
-"""An inner step, written once: full replicas, stages and stacks of replicas train their weights with it."""
+"""The inner step, written once: full replicas, stages and stacks of replicas train their weights with it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ from isthmus.subspace.embedding import split
 class Trainable:
     """Named weights with their InnerOpt (eq. 1 of arXiv 2601.02360).
 
-    `stacked` weights carry the replicas of `members` in front, (R, ...). Otherwise there is one set of
+    `stacked` weights have the replicas of `members` as leading axis, (R, ...). Otherwise there is one set of
     weights: a full replica's, a stage's, or the one that all `members` share.
 
     An inner step is `zero_grad`, then gradients into `.grad`, then `advance` and `update`. Its forward reads
@@ -33,12 +33,12 @@ class Trainable:
         stacked: bool = False,
         bf16_copies: bool = False,
     ) -> None:
-        """`bf16_copies` are made where the fused step can keep them (see `adam`)."""
+        """`bf16_copies` are made if the fused step can keep them (see `adam`)."""
         self.recipe, self.members, self.bases, self.stacked = recipe, tuple(members), bases, stacked
         self.params = {name: p.requires_grad_() for name, p in params.items()}
         first = next(iter(self.params.values()))
         self.master_dtype, self.device = first.dtype, first.device
-        self.table: Tensor | None = None  # whose part outside S compressed replicas keep for a round
+        self.table: Tensor | None = None  # compressed replicas keep its part outside S for a round
         modified = self._modified()
         possible = bf16_copies and not modified and FusedAdamW.fits(self.params)
         self.copies = self._bf16_copies() if possible else {}
@@ -54,7 +54,7 @@ class Trainable:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What the forward reads and autograd differentiates: the weights, or their bf16 copies."""
+        """The tensors that the forward reads and autograd differentiates: weights or bf16 copies."""
         return self.params | self.copies
 
     def _bf16_copies(self) -> dict[str, Tensor]:
@@ -67,11 +67,11 @@ class Trainable:
         }
 
     def _clip_groups(self) -> Tensor | None:
-        """(R, T) stage numbers, where every stage clips on its own."""
+        """(R, T) stage numbers, if every stage clips on its own."""
         if self.recipe.inner.clip_scope == "replica" or not self.stacked:
             return None
-        layers = self.recipe.model.layers
-        stages = [[stage_of(name, layers, m.config.stages) for name in self.params] for m in self.members]
+        model = self.recipe.model
+        stages = [[stage_of(name, model, m.config.stages) for name in self.params] for m in self.members]
         return torch.tensor(stages, device=self.device)
 
     def _modified(self) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ class Trainable:
 
     @torch.no_grad()
     def set_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Every replica takes these values, without a leading axis."""
+        """Set every replica to these values, which have no leading axis."""
         for name, param in self.params.items():
             param.copy_(values[name].expand_as(param))
         self.opt.refresh_copies()
@@ -96,13 +96,13 @@ class Trainable:
 
     def advance(self, inner_step: int | None = None) -> None:
         """The host's part of an update: its number and its learning rate, those of this inner step of the
-        run. Without a number, the run's steps are the updates."""
+        run. Without a number, count the updates."""
         self.opt.advance(inner_step)
 
     @torch.no_grad()
     def collect_grads(self) -> None:
-        """Add the copies' gradients to those of their weights, in the precision of the weights: between the
-        parts of a batch whose gradients are added up."""
+        """Add the copies' gradients to those of their weights, in the precision of the weights, between the
+        parts of a batch whose gradients accumulate."""
         for name, copy in self.copies.items():
             if copy.grad is not None:
                 weight = self.params[name]
@@ -111,9 +111,9 @@ class Trainable:
 
     @torch.no_grad()
     def update(self, squared_norm: Tensor | None = None) -> Tensor:
-        """The device's part: clip, AdamW, and the weights back into S where Table 5b asks for it.
+        """The device's part: clip, AdamW, and project the weights into S if Table 5b applies.
 
-        Returns the gradient norms (R,) before clipping. A stage clips by the squared norm (1,) of its whole
+        Return the gradient norms (R,) before clipping. A stage clips by the squared norm (1,) of its whole
         replica.
         """
         keeps_t_perp = self._keeps_t_perp()
@@ -124,8 +124,8 @@ class Trainable:
         return norms
 
     def _keeps_t_perp(self) -> bool:
-        """Weights that full replicas share with compressed ones are full replicas' weights. Where boundaries
-        are wide open, there is no T_perp."""
+        """Whether weight decay leaves T_perp alone. Weights shared by full and compressed replicas count as
+        full replicas' weights. Fully open boundaries have no T_perp."""
         if self.bases.opening and self.recipe.finish.how == "full":
             return False
         compressed = [member.config.compressed for member in self.members]
@@ -133,8 +133,8 @@ class Trainable:
         return some and EMBEDDING in self.params and not self.recipe.subspace.decay_t_perp
 
     def _decay_embedding(self) -> None:
-        """AdamW's weight decay of TE: in compressed replicas of T_S = TE - T_perp alone. There T_S is what is
-        trained, and T_perp a constant of the round (sec. 2.4). As boundaries open, less of it is."""
+        """AdamW's weight decay of TE; in compressed replicas only of T_S = TE - T_perp. There T_S is trained,
+        and T_perp is constant in a round (sec. 2.4). T_perp's exempt part shrinks as boundaries open."""
         rate = self.opt.current_lr * self.recipe.inner.weight_decay
         for rows, member in self._alike():
             embedding = self.params[EMBEDDING].detach()[rows]
@@ -146,7 +146,7 @@ class Trainable:
                 embedding.mul_(1 - rate)
 
     def _project_weights(self) -> None:
-        """Table 5b: W_p1 and W_p2 of compressed replicas return to S."""
+        """Table 5b: project W_p1 and W_p2 of compressed replicas back into S."""
         if not self.recipe.subspace.weight_projection:
             return
         for rows, member in self._alike():
@@ -157,7 +157,7 @@ class Trainable:
                         tensors[name].detach()[rows] = weight.to(tensors[name].dtype)
 
     def _alike(self) -> list[tuple[slice, Member]]:
-        """Neighbours that project the same matrices onto the same U, and one of them."""
+        """Group neighbours that project the same matrices onto the same U, each group with one member."""
         if not self.stacked:
             return [(slice(None), self.members[0])]
         groups: list[tuple[slice, Member]] = []

@@ -1,28 +1,34 @@
-"""What a replica reports with an update. Standard library only: `isthmus status` and `watch` read it."""
+"""A replica's report with its update, read by `isthmus status` and `watch`."""
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 MAX_WORD = 200  # characters of a short text
 MOST_LOSS = 1e6  # nats
-MAX_PROCESSES = 32  # a replica of more processes reports no `measured`: a commit would get too long
+MAX_PROCESSES = 32  # larger replicas report no `measured`: the commit would get too long
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Figure = Annotated[float, Meta(ge=-(2.0**63), le=2.0**63)]
+Loss = Annotated[float, Meta(ge=0.0, lt=MOST_LOSS)]
+Purpose = Annotated[str, Meta(pattern=r"^[a-z_]{1,40}\Z")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
     """The held-out losses of theta^(round), in nats, as one replica measured them; see row.py."""
 
-    round: int
-    full: float
-    pipelined: float | None = None
-    mixed: float
+    round: Count
+    full: Loss
+    pipelined: Loss | None = None
+    mixed: Loss
 
     @classmethod
     def from_dict(cls, body: Any) -> "HeldOut | None":
-        """From a stranger: None unless all of it is as it should be."""
+        """Parse a stranger's report: None unless it is fully valid."""
         if not isinstance(body, dict) or not _is_number(body.get("round"), int) or body["round"] < 0:
             return None
         losses = {name: number(body, name) for name in ("full", "pipelined", "mixed")}
@@ -37,23 +43,25 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """One replica's figures of one outer round. Readers check their types and sizes, not their truth."""
+    """One replica's figures of one outer round. Readers check types and sizes, not whether they are true."""
 
-    loss: float | None = None
-    grad_norm: float | None = None
-    seconds: float | None = None  # of the inner steps
-    trip_seconds: float | None = None  # the slowest link, there and back
-    bytes: Mapping[str, int] = field(default_factory=dict)  # by purpose, since the last commit
-    measured: Mapping[str, Sequence[float]] = field(default_factory=dict)  # one number for each process
-    held_out: HeldOut | None = None  # the last that this replica measured, if it does
+    loss: Figure | None = None
+    grad_norm: Figure | None = None
+    seconds: Figure | None = None  # of the inner steps
+    trip_seconds: Figure | None = None  # slowest link, there and back
+    bytes: Mapping[Purpose, Count] = field(default_factory=dict)  # by purpose, since the last commit
+    measured: Mapping[Purpose, Annotated[Sequence[Figure], Meta(max_length=MAX_PROCESSES)]] = field(
+        default_factory=dict
+    )  # one number per process
+    held_out: HeldOut | None = None  # the last that this replica measured, if it measures
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: what is not known is left out."""
+        """Return the JSON fields, without unknown values."""
         return {name: value for name, value in asdict(self).items() if value is not None and value != {}}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> "Facts":
-        """From a stranger: a value that is not of the right type and size is left out."""
+        """Parse a stranger's report; values of a wrong type or size are left out."""
         return cls(
             loss=number(body, "loss"),
             grad_norm=number(body, "grad_norm"),
@@ -65,13 +73,13 @@ class Facts:
         )
 
     def plus(self, more: "Facts") -> "Facts":
-        """With what another part of the same process has counted."""
+        """Add what another part of the same process counted."""
         total = {key: self.bytes.get(key, 0) + more.bytes.get(key, 0) for key in {**self.bytes, **more.bytes}}
         return replace(self, bytes=total, measured={**self.measured, **more.measured})
 
     @classmethod
     def gather(cls, processes: Sequence["Facts"]) -> "Facts":
-        """A replica's facts: those of its first process, with every process's bytes and figures."""
+        """Combine a replica's facts: those of its first process, with every process's bytes and figures."""
         total: Counter[str] = Counter()
         for facts in processes:
             total.update(facts.bytes)
@@ -83,22 +91,12 @@ class Facts:
 
 
 def number(body: Mapping[str, Any], key: str) -> float | None:
-    """A finite number of reasonable size, or None."""
+    """Return a finite number of reasonable size, or None."""
     return body[key] if _is_number(body.get(key), int | float) else None
 
 
-def count(body: Mapping[str, Any], key: str) -> int:
-    return body[key] if _is_number(body.get(key), int) else 0
-
-
-def word(body: Mapping[str, Any], key: str) -> str:
-    """A short text that can be printed, or an empty one."""
-    value = body.get(key)
-    return value if isinstance(value, str) and len(value) <= MAX_WORD and value.isprintable() else ""
-
-
 def _named(body: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
-    """The entries of a table whose names are plain."""
+    """Yield the entries of a table that have plain names."""
     table = body.get(key)
     for name, value in table.items() if isinstance(table, dict) else ():
         if isinstance(name, str) and re.fullmatch("[a-z_]{1,40}", name):

@@ -1,4 +1,4 @@
-"""Functions that get every round of a run as it ends: `on_round` of the Python API, and loggers."""
+"""Functions that get every round of a run: `on_round` of the Python API, and loggers."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -6,26 +6,26 @@ from copy import deepcopy
 
 from isthmus.runlog.row import Row
 
-OnRound = Callable[[Row], bool | None]  # False: stop the run at this round's edge
+OnRound = Callable[[Row], bool | None]  # False: stop the run at the end of this round
 
 
 class RoundHooks:
-    """Gives each row to every function: once, in the order of the rounds, and when it is whole.
+    """Pass each row to every function: once, in the order of rounds, and when it is complete.
 
-    Rows and their losses may come from two threads; the functions are called in the thread of `deliver`. When
-    one of them returns False or raises, it is not called again, and the run is to leave at the round's edge.
+    Rows and their losses may come from two threads; the functions run in the thread of `deliver`. If one of
+    them returns False or raises, it is not called again, and the run leaves at the end of the round.
     """
 
     def __init__(self, functions: Sequence[OnRound] = ()) -> None:
         self.functions = list(functions)
         self.rows: list[Row] = []  # not delivered yet
-        self.awaited: set[int] = set()  # rounds of those whose losses are still being measured
+        self.awaited: set[int] = set()  # rounds among these whose losses are still being measured
         self.lock = threading.Lock()
         self.stopped = False
         self.error: Exception | None = None
 
     def add(self, row: Row, awaited: bool = False) -> None:
-        """A round has ended; `awaited`: its losses come later, by `fill_in`."""
+        """Add a finished round; `awaited`: its losses come later, by `fill_in`."""
         if not self.functions:
             return
         with self.lock:
@@ -34,21 +34,21 @@ class RoundHooks:
                 self.awaited.add(row.round)
 
     def fill_in(self, row: Row) -> None:
-        """A row that was awaited is whole now, or will not get any further."""
+        """Complete an awaited row, or give up on its losses."""
         with self.lock:
             if row.round in self.awaited:
                 self.awaited.discard(row.round)
                 self.rows = [row if each.round == row.round else each for each in self.rows]
 
     def deliver(self) -> bool:
-        """Call the functions for all rows that are whole; True when the run is to stop."""
+        """Call the functions for all complete rows; return True if the run must stop."""
         while row := self._next():
             self.functions = [function for function in self.functions if self._goes_on(function, row)]
         return self.stopped
 
     def _goes_on(self, function: OnRound, row: Row) -> bool:
         try:
-            # A copy: what a function does to it changes nothing in the run's own.
+            # Pass a copy, so that a function cannot change the run's row.
             goes_on = function(deepcopy(row)) is not False
         except Exception as error:  # the run ends in order first, and then this is raised
             goes_on, self.error = False, error
@@ -61,6 +61,6 @@ class RoundHooks:
             return self.rows.pop(0) if ready else None
 
     def raise_error(self) -> None:
-        """What a function raised, once the run has ended."""
+        """Raise what a function raised, once the run has ended."""
         if self.error is not None:
             raise self.error

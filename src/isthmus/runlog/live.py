@@ -1,4 +1,4 @@
-"""Progress of a run on stderr: a view that redraws itself on a terminal, one line a round anywhere else."""
+"""Progress of a run on stderr: a view that redraws on a terminal, one line per round elsewhere."""
 
 import contextlib
 import os
@@ -16,6 +16,7 @@ from isthmus.runlog.row import Row
 from isthmus.runlog.run_dir import totals
 from isthmus.runlog.words import clock, rate, size
 
+QUIET_SECONDS = 30.0  # how long a log may be silent
 LOSSES = {"loss_mixed": "mixed", "loss_full": "full", "loss_pipelined": "pipelined"}
 
 
@@ -27,7 +28,7 @@ def open_view(
     rows: Iterable[Row] = (),
     quiet: bool = False,
 ) -> "View":
-    """A view for `with`. `rows` are those of a resumed run's finished rounds."""
+    """Return a view for `with`. `rows` are a resumed run's finished rounds."""
     out: TextIO = sys.stderr if stream is None else stream
     progress = Progress(recipe, rounds_done, total_rounds, rows)
     if quiet:
@@ -41,14 +42,14 @@ def open_view(
 
 
 def is_interactive(stream: TextIO) -> bool:
-    """A terminal that can move its cursor, and not a CI log."""
+    """Return whether this is a terminal that can move its cursor, and not a CI log."""
     if not stream.isatty() or os.environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
     return os.environ.get("TERM", "") not in ("dumb", "unknown", "") or os.name == "nt"
 
 
 class Progress:
-    """What both views show: the last row, sums over all of them, and how long the rest will take."""
+    """The figures of both views: the last row, sums over all rows, and the time left."""
 
     def __init__(self, recipe: Recipe, rounds_done: int, total_rounds: int, rows: Iterable[Row] = ()) -> None:
         self.recipe = recipe
@@ -56,7 +57,7 @@ class Progress:
         self.total_rounds = total_rounds
         self.losses = list(LOSSES)
         if not any(replica.kind == "pipelined" for replica in recipe.replicas):
-            self.losses = ["loss_full"]  # all three are the same number
+            self.losses = ["loss_full"]  # all three are equal
         self.last: Row | None = None
         self.measured: dict[str, deque[float]] = {field: deque(maxlen=2) for field in self.losses}
         self.sums = totals(())
@@ -66,7 +67,7 @@ class Progress:
         self.inner_losses: float | Sequence[float] | None = None
         self.awaited: set[int] = set()  # rounds whose losses are still being measured
         self.began = self.round_began = time.monotonic()
-        self.recent: deque[float] = deque(maxlen=8)  # seconds of the last rounds, evaluation included
+        self.recent: deque[float] = deque(maxlen=8)  # of the last rounds, including evaluation
 
     def inner(self, step: int, num_steps: int, losses: float | Sequence[float] | None) -> None:
         self.step, self.num_steps, self.inner_losses = step, num_steps, losses
@@ -81,12 +82,12 @@ class Progress:
         self._count(row)
 
     def fill_in(self, row: Row) -> None:
-        """A row that was added before has its losses now."""
+        """Fill in the losses of an earlier row."""
         self.awaited.discard(row.round)
         self._measure(row)
 
     def _count(self, row: Row) -> None:
-        """Sums are kept, not rows: the last of 3,000 rounds costs no more than the first."""
+        """Add a row to the sums. Rows are not kept, so round 3,000 costs no more than the first."""
         self.last = row
         self._measure(row)
         new = totals([row])
@@ -103,7 +104,7 @@ class Progress:
                 known.append(row[field])
 
     def eta_seconds(self) -> float | None:
-        """The rest at the pace of the last rounds; before the first has ended, at that of its steps."""
+        """Return the time left at the pace of the last rounds; in the first round, at that of its steps."""
         into = time.monotonic() - self.round_began
         if self.recent:
             one = sum(self.recent) / len(self.recent)
@@ -114,7 +115,7 @@ class Progress:
         return max(0.0, one * (self.total_rounds - self.rounds_done) - into)
 
     def train_loss(self) -> float | None:
-        """Of the inner step under way if it is known, else the mean of the last round."""
+        """Return the current inner step's loss if known, else the mean of the last round."""
         if self.step and self.inner_losses is not None:
             if isinstance(self.inner_losses, int | float):
                 return float(self.inner_losses)
@@ -123,13 +124,13 @@ class Progress:
         return self.last.loss_train if self.last else None
 
     def loss_and_change(self, field: str) -> tuple[float | None, float | None]:
-        """The last measured loss, and how far it is from the one before."""
+        """Return the last measured loss, and its change since the one before."""
         known = self.measured[field]
         return (known[-1] if known else None, known[1] - known[0] if len(known) == 2 else None)
 
 
 class View:
-    """Takes what a run reports while it goes on; this one shows nothing. A view never stops a run."""
+    """The interface for a run's reports; this class shows nothing. A view never stops a run."""
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         self.progress = progress
@@ -143,34 +144,46 @@ class View:
         return None
 
     def inner(self, step: int, num_steps: int, losses: float | Sequence[float] | None = None) -> None:
-        """`step` of `num_steps` inner steps of this round are done; `losses` are numbers, not tensors."""
+        """Report `step` of `num_steps` inner steps in this round; `losses` are numbers, not tensors."""
         self.progress.inner(step, num_steps, losses)
 
     def round(self, row: Row, awaited: bool = False) -> None:
-        """An outer round has ended (row 0: the evaluation before the first). `awaited`: its losses come
+        """Report a finished outer round (row 0: the evaluation before the first). `awaited`: its losses come
         later, by `losses`."""
         self.progress.add(row, awaited)
         self.hooks.add(row, awaited)
 
     def losses(self, row: Row) -> None:
-        """The losses of a round that was shown before; None if there will be none."""
+        """Report the losses of an earlier round; None if there will be none."""
         self.progress.fill_in(row)
         self.hooks.fill_in(row)
 
     def note(self, text: str) -> None:
-        """Something worth a line of its own, such as a replica that left."""
+        """Show a message on its own line, such as a replica that left."""
 
 
 class PlainView(View):
-    """One aligned line a round, for logs and pipes. A line waits for its losses until the next round ends."""
+    """One aligned line per round, for logs and pipes. A line waits for losses until the next round ends."""
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         super().__init__(progress, stream)
         self.held: Row | None = None  # its line is not printed yet
+        self.said = time.monotonic()  # time of the last print
         self.lock = threading.RLock()  # rounds and their losses come from two threads
 
     def __exit__(self, *exception: Any) -> None:
         self._print_held()
+
+    def inner(self, step: int, num_steps: int, losses: float | Sequence[float] | None = None) -> None:
+        """In long rounds, print an occasional line with the time per step, even before the first loss."""
+        super().inner(step, num_steps, losses)
+        left = self.progress.eta_seconds()
+        if left is None or time.monotonic() - self.said < QUIET_SECONDS:
+            return
+        train = None if losses is None else self.progress.train_loss()
+        loss = "" if train is None else f"  train {_loss(train)}"
+        at = f"round {self.progress.rounds_done + 1}/{self.progress.total_rounds}"
+        self._write(f"{at}, inner step {step} of {num_steps}{loss}  ETA {clock(left)}")
 
     def round(self, row: Row, awaited: bool = False) -> None:
         with self.lock:
@@ -222,7 +235,8 @@ class PlainView(View):
         return "  ".join(parts).rstrip()
 
     def _write(self, text: str) -> None:
-        # A closed pipe or a terminal that hung up ends the progress lines, not the run.
+        self.said = time.monotonic()
+        # A closed pipe or a lost terminal ends the progress lines, not the run.
         with contextlib.suppress(OSError, ValueError), self.lock:
             print(visible(text), file=self.stream, flush=True)
 

@@ -1,4 +1,4 @@
-"""The result of a run, and its rows as a pandas frame."""
+"""A run's result, and its rows as a pandas frame."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,25 +12,32 @@ if TYPE_CHECKING:
     import pandas as pd  # pyright: ignore[reportMissingImports] - an extra
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Results:
-    """The result of a run: its folder, and a row for each round. Row 0 is the model before training."""
+    """A run's result: its folder, and one row per round. Row 0 is the model before training."""
 
     run_dir: Path
     rows: list[Row]
+
+    def __repr__(self) -> str:
+        number = max(0, len(self.rows) - 1)
+        facts = [str(self.run_dir), f"{number} round{'s' * (number != 1)}"]
+        if self.rows and (loss := self.last.loss_mixed) is not None:
+            facts.append(f"loss_mixed {loss:.4f}")
+        return f"<Results of {', '.join(facts)}>"
 
     @property
     def last(self) -> Row:
         return self.rows[-1]
 
     def to_frame(self) -> "pd.DataFrame":
-        """A row for each round, which is its index; see `to_frame` below."""
+        """Return one row per round, indexed by round; see `to_frame` below."""
         return to_frame(self.rows)
 
 
 def to_frame(rows: Iterable[Row]) -> "pd.DataFrame":
-    """Rows as a pandas frame with the round as its index. A table within a row becomes columns such as
-    `bytes.payload_up`; what was not measured is NaN."""
+    """Return rows as a pandas frame indexed by round. Nested tables become columns such as
+    `bytes.payload_up`; missing measurements are NaN."""
     try:
         import pandas as pd  # pyright: ignore[reportMissingImports] - an extra
     except ImportError:

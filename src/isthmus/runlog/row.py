@@ -1,4 +1,4 @@
-"""One outer round of a run: a line of metrics.jsonl, however the round was run. Standard library only."""
+"""One outer round of a run: a line of metrics.jsonl, simulated or real. Standard library only."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -10,12 +10,12 @@ from isthmus.layout.traffic import PURPOSES, dense_round_bytes
 from isthmus.planner.cost import round_seconds
 from isthmus.runlog.facts import Facts
 
-# These depend on the clock; two runs of one recipe and seed agree in every other field.
+# These depend on the clock; two runs with the same recipe and seed agree in all other fields.
 TIMING_FIELDS = ("seconds", "tokens_per_second", "fleet_seconds", "measured")
-# Of a row's `measured`, lists with one entry for each process; over the replicas of a kind they are
-SUMMED = ("forth_bytes", "back_bytes")
+# Lists of a row's `measured`, with one entry per process; how they combine over a kind's replicas:
+SUMMED = ("forth_bytes", "back_bytes", "outside_tokens")
 AVERAGED = ("compute_seconds", "up_seconds", "down_seconds", "wait_seconds")
-# The edge of a round, in which nothing trains: what it was spent on, and all of it
+# Times of the pause between rounds, in which nothing trains, and its total
 AVERAGED += ("encode_seconds", "save_seconds", "apply_seconds", "edge_seconds")
 LARGEST = ("peak_bytes",)
 
@@ -29,6 +29,7 @@ class Figures(TypedDict):
     trip_seconds: NotRequired[float]
     forth_bytes: NotRequired[list[float]]
     back_bytes: NotRequired[list[float]]
+    outside_tokens: NotRequired[list[float]]  # sent, with values outside the range of a few-bit wire
     compute_seconds: NotRequired[list[float]]
     up_seconds: NotRequired[list[float]]
     down_seconds: NotRequired[list[float]]
@@ -41,7 +42,7 @@ class Figures(TypedDict):
 
 
 class Bias(TypedDict):
-    """What one kind of compressed boundaries costs: see `bias` in the README."""
+    """The cost of one kind's compressed boundaries: see `bias` in docs/watch.md."""
 
     outside: list[float]  # the share of energy that each boundary drops
     drift: float | None
@@ -68,7 +69,7 @@ class EntryOfManifest(Protocol):
 
 
 class SettledManifest(Protocol):
-    """What a row takes from a manifest of the ledger."""
+    """The fields of a ledger's manifest that a row uses."""
 
     @property
     def round(self) -> int: ...
@@ -82,9 +83,9 @@ class SettledManifest(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row(Mapping[str, Any]):
-    """A round. `row.loss_full` and `row["loss_full"]` are the same; None stands for what was not measured.
+    """One round. `row.loss_full` and `row["loss_full"]` are the same; None means not measured.
 
-    As a mapping it has the keys of metrics.jsonl: the last three only where real processes ran the round.
+    As a mapping it has the keys of metrics.jsonl; the last three exist only for real processes.
     """
 
     round: int
@@ -111,7 +112,7 @@ class Row(Mapping[str, Any]):
 
     @classmethod
     def untrained(cls, recipe: Recipe, scores: Scores | None, seconds: float) -> Self:
-        """Row 0: the model before training."""
+        """Return row 0: the model before training."""
         lr = learning_rate(0, recipe.inner, recipe.num_inner_steps)
         return cls(round=0, lr=lr, seconds=seconds, fleet_seconds=0.0, **(scores or NO_SCORES))
 
@@ -127,7 +128,7 @@ class Row(Mapping[str, Any]):
         grad_norm: float,
         seconds: float,
     ) -> Self:
-        """A simulated round, in which every replica took part; `facts` are theirs by name."""
+        """Build a simulated round, in which every replica took part; `facts` are theirs by name."""
         step_seconds = _mean([fact.seconds for fact in facts.values()]) or 0.0
         row = cls._trained(recipe, round, facts, scores, seconds, step_seconds / recipe.outer.inner_steps)
         row.tokens, row.loss_train, row.grad_norm = round * recipe.round_tokens, loss_train, grad_norm
@@ -142,7 +143,7 @@ class Row(Mapping[str, Any]):
         scores: Scores | None = None,
         anchor: str | None = None,
     ) -> Self:
-        """A settled round of real processes, as the replicas reported it with their updates."""
+        """Build a settled round of real processes, from the replicas' reports with their updates."""
         facts = {entry.replica: entry.facts for entry in manifest.entries}
         step_seconds = manifest.seconds / recipe.outer.inner_steps
         row = cls._trained(recipe, manifest.round, facts, scores, manifest.seconds, step_seconds)
@@ -151,7 +152,7 @@ class Row(Mapping[str, Any]):
         row.grad_norm = _mean([fact.grad_norm for fact in facts.values()])
         row.contributors, row.refused, row.anchor = list(facts), dict(manifest.refused), anchor
         if not all(replica.tflops for replica in recipe.replicas):
-            # Of machines whose rate nobody states it is only known how long they took.
+            # For machines without a stated rate only their time is known.
             row.fleet_seconds = None
         return row
 
@@ -198,15 +199,15 @@ class Row(Mapping[str, Any]):
                     kind[key] = [max(pair) if key in LARGEST else sum(pair) for pair in pairs]
 
     def fill_in(self, scores: Scores | None, anchor: str | None) -> None:
-        """What is known later than the rest: held-out losses and bias, and the digest of the weights."""
+        """Add what is known late: held-out losses, bias, and the digest of the weights."""
         for name, value in (scores or {}).items():
             setattr(self, name, value)
         if self.round:
             self.anchor = anchor
 
     def is_filled_in(self, recipe: Recipe) -> bool:
-        """Has all that `fill_in` gives a row of this round. Losses that are not finite are None, but have
-        kinds."""
+        """Return whether this row has all that `fill_in` gives it. Losses that are not finite are None, but
+        have kinds."""
         scored = self.loss_full is not None or bool(self.loss_by_kind) or not recipe.is_scored(self.round)
         return scored and (self.anchor is not None or self.round == 0)
 
@@ -215,12 +216,12 @@ class Row(Mapping[str, Any]):
             self.bytes[purpose] = self.bytes.get(purpose, 0) + number
 
     def to_dict(self) -> dict[str, Any]:
-        """As metrics.jsonl has it, keys in order."""
+        """Return the fields of metrics.jsonl, with keys in order."""
         return {name: getattr(self, name) for name in self}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
-        """From metrics.jsonl: other keys are left out, and what an older version did not write is None."""
+        """Read a row of metrics.jsonl: ignore unknown keys; fields that an older version lacks are None."""
         known: dict[str, Any] = {name: found[name] for name in FIELDS if found.get(name) is not None}
         known["round"] = int(known["round"])
         return cls(**known)
@@ -245,7 +246,7 @@ OPTIONAL = ("contributors", "refused", "anchor")
 
 
 def by_kind(members: Sequence[Member], values: Sequence[float]) -> dict[str, float]:
-    """Mean over the replicas of each [[replicas]] table."""
+    """Return the mean over the replicas of each [[replicas]] table."""
     kinds: dict[str, list[float]] = {}
     for member, value in zip(members, values, strict=True):
         kinds.setdefault(member.config.name, []).append(value)
@@ -253,8 +254,8 @@ def by_kind(members: Sequence[Member], values: Sequence[float]) -> dict[str, flo
 
 
 def measured_by_kind(members: Sequence[Member], facts: Mapping[str, Facts]) -> dict[str, Figures]:
-    """One round's figures of every [[replicas]] table: bytes are sums over its replicas, seconds means, peaks
-    the largest."""
+    """Return one round's figures of every [[replicas]] table: sums of bytes, means of seconds, largest
+    peaks."""
     kinds: dict[str, list[Facts]] = {}
     for member in members:
         if member.name in facts:
@@ -281,8 +282,14 @@ def _together(facts: Sequence[Facts]) -> Figures:
     return figures
 
 
+def outside_tokens(rows: Iterable[Row]) -> int:
+    """Count tokens on stage links with values outside the range of a few-bit wire."""
+    kinds = [kind for row in rows for kind in row.measured.values()]
+    return int(sum(count for kind in kinds for count in kind.get("outside_tokens", ())))
+
+
 def _tokens(recipe: Recipe, took_part: Mapping[str, Any]) -> int:
-    """Of a replica that this recipe does not have, as if its batch were the usual one."""
+    """Count tokens; a replica that this recipe lacks counts with the usual batch."""
     sizes = {member.name: recipe.batch_of(member.config) for member in recipe.fleet()}
     sequences = sum(sizes.get(name, recipe.inner.batch) for name in took_part)
     return recipe.outer.inner_steps * sequences * recipe.model.context

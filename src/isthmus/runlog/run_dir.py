@@ -1,12 +1,12 @@
-"""A run directory: what a run writes down, and what its page reads. Standard library only.
+"""A run directory: what a run records and its page reads. Standard library only.
 
-    recipe.toml      the resolved recipe; written once
+recipe.toml      the resolved recipe; written once
     about.json       facts that hold for the whole run: versions, device, status
     metrics.jsonl    one row per outer round; row 0 is the evaluation before training
     report.html, model.safetensors, state/
 
-A kill at any moment leaves a directory that can be read and resumed: a row is appended with one write and an
-fsync, everything else is replaced as a whole.
+A kill at any moment leaves a readable, resumable directory: each row is appended with one write and an fsync,
+and all other files are replaced whole.
 """
 
 import json
@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypedDict
+from typing import Any, BinaryIO, Self, TypedDict, cast
 
 from isthmus.config import Recipe, dump_recipe, stored_recipe
 from isthmus.errors import ConfigError
@@ -24,27 +24,51 @@ from isthmus.layout.traffic import PURPOSES, REPLICA_PURPOSES, STAGE_PURPOSES
 from isthmus.reading import (
     DOCUMENT_BYTES,
     list_folder,
-    num_values,
     parse_json,
     read_json,
     read_lines,
     read_text,
 )
-from isthmus.runlog.clean import LAST_ROUND, About, clean_about, clean_row
 from isthmus.runlog.row import Row
 
-# What is read of metrics.jsonl: some 100,000 rounds of eight replicas, or 7,000 of a thousand.
-METRICS_BYTES = 256 << 20
-METRICS_LINES = 1_000_000
-METRICS_VALUES = 8_000_000
-LINE_BYTES = 8 << 20
+LINE_BYTES = 64 << 20
 TAIL_BYTES = 1 << 16
 
-REAL = "real processes"  # the mode of a run of `train`; all others were simulated
+REAL = "real processes"  # a run of `train`; all other modes are simulated
+
+
+class About(TypedDict, total=False):
+    """about.json. Other versions may have other keys."""
+
+    isthmus: str
+    torch: str
+    device: str
+    device_type: str  # of a simulation; "cpu" or "cuda"
+    device_used: str  # of real processes; such as "cuda:0"
+    precision: str
+    compiled: bool
+    mode: str
+    group: int  # replicas that a simulator stacks
+    pieces: int  # micro-steps per batch
+    parked: bool
+    predicted_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    parameters: int
+    auto: list[str]
+    corpus: str
+    corpus_sha256: str  # the fingerprint of the text
+    tokenizer_sha256: str
+    start_sha256: str
+    started: str
+    status: str  # running, finished, interrupted or failed
+    error: str | None
+    restarts: int
+    run: str  # a bucket's run_id
 
 
 class Totals(TypedDict):
-    """A run in sums."""
+    """Sums over a run."""
 
     rounds: int
     inner_steps: int
@@ -71,7 +95,7 @@ class RunDir:
         run = cls(path, recipe)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            # "x": of two processes that were given the same folder, one gets it.
+            # "x": if two processes create the same folder, only one succeeds
             with open(run.recipe_path, "x", encoding="utf-8") as file:
                 file.write(dump_recipe(recipe))
                 file.flush()
@@ -124,7 +148,7 @@ class RunDir:
 
     @property
     def about(self) -> About:
-        """Read afresh each time: a run that is still going changes its status."""
+        """Read about.json anew each time: a running run changes its status."""
         try:
             about = read_json(self.about_path, DOCUMENT_BYTES)
         except FileNotFoundError:
@@ -135,18 +159,18 @@ class RunDir:
             raise ConfigError(
                 f"{self.about_path} is not a JSON object; remove it, the run can be read without it"
             )
-        return clean_about(about)
+        return cast(About, about)
 
     def update_about(self, **facts: Any) -> None:
         replace_file(self.about_path, _json({**self.about, **facts}, indent=2) + "\n")
 
     def continue_with(self, recipe: Recipe) -> None:
-        """The run has got more rounds: it can be resumed."""
+        """Replace the recipe by one with more rounds, and make the run resumable."""
         replace_file(self.recipe_path, dump_recipe(recipe))
         self.update_about(status="interrupted")
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one row; when this returns, the row survives a kill and a power cut."""
+        """Append one row; once this returns, the row survives a kill and a power cut."""
         line = _json(dict(row)).encode() + b"\n"
         with open_own(self.metrics_path, append=True) as file:
             _cut_torn_tail(file)
@@ -155,31 +179,24 @@ class RunDir:
             os.fsync(file.fileno())
 
     def rows(self) -> list[Row]:
-        """The rows in the order of their rounds; of a round that was run again, the last."""
-        return [clean_row(found, self.recipe) for found in self._stored()]
+        """Return the rows in the order of rounds; if a round was repeated, its last row."""
+        return [Row.from_dict(found) for found in self._stored()]
 
     def _stored(self) -> list[dict[str, Any]]:
-        """Rows as they were written, with whatever keys they have."""
+        """Return rows as written, with all their keys."""
         rows: dict[int, dict[str, Any]] = {}
-        sizes: dict[int, int] = {}  # JSON values of each row that is held
-        held, bad = 0, 0
+        bad = 0
         for number, line in enumerate(self._lines(), start=1):
-            # A row counts once its newline is written; what follows the last one was cut short by a kill.
+            # A row counts once its newline is written; a kill cut short what follows the last one.
             if not line.endswith(b"\n") or not line.strip():
                 continue
-            if bad:  # a torn last line is not a fault; this one was not the last
+            if bad:  # a torn last line is no fault, but this one was not the last
                 break
             row = self._row(line, number)
             if row is None:
                 bad = number
                 continue
-            at = row["round"]
-            rows[at], size = row, num_values(line)
-            held, sizes[at] = held + size - sizes.get(at, 0), size
-            if held > METRICS_VALUES:
-                raise ConfigError(
-                    f"{self.metrics_path} holds more than {METRICS_VALUES:,} values; so many are not read"
-                )
+            rows[row["round"]] = row
         else:
             bad = 0
         if bad:
@@ -188,36 +205,33 @@ class RunDir:
 
     def _lines(self) -> Iterator[bytes]:
         with suppress(FileNotFoundError):
-            yield from read_lines(
-                self.metrics_path, LINE_BYTES, max_bytes=METRICS_BYTES, max_lines=METRICS_LINES
-            )
+            yield from read_lines(self.metrics_path, LINE_BYTES)
 
     def _row(self, line: bytes, number: int) -> dict[str, Any] | None:
-        """The row in a line; None where there is none."""
+        """Parse the row in a line; None if it holds none."""
         try:
             row = parse_json(line, f"{self.metrics_path}, line {number}")
         except ConfigError:
             return None
         at = row.get("round") if isinstance(row, dict) else None
-        known = isinstance(at, int) and not isinstance(at, bool) and 0 <= at <= LAST_ROUND
-        return row if known else None
+        return row if isinstance(at, int) and not isinstance(at, bool) and at >= 0 else None
 
     def amend(self, row: Mapping[str, Any]) -> None:
-        """Replace the row of the same round, whichever it is, by a line that takes its place.
+        """Replace the row of the same round by appending a new line.
 
-        The old line stays until `tidy`: one line costs the same in round 3,000 as in round 3, a reader that
-        follows the file sees it come, and a kill leaves the old row or the new one.
+        The old line stays until `tidy`. So an amendment in round 3,000 costs no more than in round 3, a
+        reader that follows the file sees it, and a kill leaves the old row or the new one.
         """
         self.append(row)
 
     def tidy(self) -> None:
-        """One line for each round, in their order: what `amend` replaced goes."""
+        """Rewrite the file with one line per round, in order, without replaced lines."""
         stored = self._stored()
         if sum(line.endswith(b"\n") for line in self._lines()) > len(stored):
             self._rewrite(stored)
 
     def truncate(self, round: int) -> None:
-        """Forget what came after `round`, so that a resumed run writes its own."""
+        """Remove the rows after `round`, so that a resumed run writes its own."""
         self._rewrite([row for row in self._stored() if row["round"] <= round])
 
     def _rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -225,7 +239,7 @@ class RunDir:
 
 
 def next_run_dir(base: str | Path, name: str) -> Path:
-    """base/name, base/name-2, base/name-3, ...: the first that does not exist."""
+    """Return the first of base/name, base/name-2, base/name-3, ... that does not exist."""
     path, number = Path(base) / name, 2
     while os.path.lexists(path):
         path, number = Path(base) / f"{name}-{number}", number + 1
@@ -233,7 +247,7 @@ def next_run_dir(base: str | Path, name: str) -> Path:
 
 
 def _refuse_occupied(path: Path) -> None:
-    """ConfigError unless `path` is an empty folder; it says what is there."""
+    """Raise ConfigError unless `path` is an empty folder; the error lists what it contains."""
     if not path.is_dir():
         raise ConfigError(f"{path} is a file; give --run a folder that does not exist yet")
     try:
@@ -266,7 +280,7 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; a diverged loss becomes null, so that the row still parses."""
+    """Replace NaN and infinity by null, because JSON has neither: a diverged loss still parses."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -277,7 +291,7 @@ def finite(value: Any) -> Any:
 
 
 def _cut_torn_tail(file: BinaryIO) -> None:
-    """Drop what follows the last newline, so that no row continues one that a kill cut short."""
+    """Remove what follows the last newline, so that no row continues one that a kill cut short."""
     size = at = file.seek(0, os.SEEK_END)
     while at > 0:
         start = max(0, at - TAIL_BYTES)
@@ -290,7 +304,7 @@ def _cut_torn_tail(file: BinaryIO) -> None:
 
 
 def totals(rows: Iterable[Row]) -> Totals:
-    """A run in sums: bytes by purpose and by kind of link, what dense methods would have sent, and time."""
+    """Sum up a run: bytes by purpose and by kind of link, what dense methods would have sent, and time."""
     rows = list(rows)
     trained = [row for row in rows if row.round > 0]
     sent = {purpose: sum(row.bytes.get(purpose) or 0 for row in rows) for purpose in PURPOSES}

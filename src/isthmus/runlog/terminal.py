@@ -15,7 +15,7 @@ from isthmus.runlog.words import clock, fleet_in_words, rate, rounds_in_words, s
 
 
 class TerminalView(View):
-    """Redraws four times a second from a thread, so that an inner step costs one assignment."""
+    """Redraw four times a second in a thread, so that an inner step costs one assignment."""
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         super().__init__(progress, stream)
@@ -30,7 +30,7 @@ class TerminalView(View):
 
     def __enter__(self) -> Self:
         self.live.start()
-        sys.stderr = guarded(sys.stderr)  # rich has put itself in its place, until `stop`
+        sys.stderr = guarded(sys.stderr)  # guard rich's replacement of stderr, until `stop`
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -65,7 +65,7 @@ class TerminalView(View):
         progress = self.progress
         done = progress.rounds_done + progress.step / max(1, progress.num_steps)
         left = progress.eta_seconds()
-        at = min(progress.rounds_done + 1, progress.total_rounds)  # the round under way
+        at = min(progress.rounds_done + 1, progress.total_rounds)  # the current round
         bar = Table.grid(padding=(0, 2), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)

@@ -1,4 +1,4 @@
-"""A run in words: the sentences that end a run, and how bytes, counts and times are written."""
+"""A run in words: its summary, and the format of bytes, counts and times."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,31 +6,31 @@ from pathlib import Path
 
 from isthmus.config import Recipe, ReplicaConfig
 from isthmus.layout.wire import INT_BITS
-from isthmus.runlog.row import Row
+from isthmus.runlog.row import Row, outside_tokens
 from isthmus.runlog.run_dir import REAL, About, RunDir, Totals, totals
 
 
 def first_and_last(rows: Iterable[Row], field: str) -> tuple[Row, Row] | None:
-    """The first and the last row that measured `field`; None when none did."""
+    """Return the first and the last row that measured `field`; None if none did."""
     measured = [row for row in rows if row[field] is not None]
     return (measured[0], measured[-1]) if measured else None
 
 
 def rounds_in_words(rounds: Sequence[int]) -> str:
-    """`round 7`, `rounds 8 to 12`; rounds between that are not among them are not told apart."""
+    """Return `round 7` or `rounds 8 to 12`; gaps between the rounds are not shown."""
     if len(rounds) == 1:
         return f"round {rounds[0]}"
     return f"rounds {min(rounds)} to {max(rounds)}"
 
 
 def summary(run: RunDir | str | Path) -> list[str]:
-    """The run in plain words, one sentence an entry."""
+    """Return the run in plain words, one sentence per entry."""
     run = run if isinstance(run, RunDir) else RunDir.open(run)
     return sentences(run.recipe, run.about, run.rows())
 
 
 def sentences(recipe: Recipe, about: About, rows: list[Row]) -> list[str]:
-    """The same from rows that were read already."""
+    """Return the sentences of `summary` for rows already read."""
     outer, sums = recipe.outer, totals(rows)
     done, status = sums["rounds"], about.get("status")
     model = f"a model of {count(about.get('parameters') or recipe.model.num_parameters)} parameters"
@@ -47,12 +47,12 @@ def sentences(recipe: Recipe, about: About, rows: list[Row]) -> list[str]:
     spent = f"{count(sums['tokens'])} tokens in {duration(sums['seconds'])}"
     said = [f"{fleet_in_words(recipe)} trained {model} for {how} on {spent}."]
     said += [*([ending] if ending else []), *_finish(done, recipe)]
-    said += [*_losses(rows, recipe), *_traffic(sums, recipe)]
+    said += [*_losses(rows, recipe), *_traffic(sums, recipe, rows)]
     return said + _virtual(sums, recipe, about)
 
 
 def _virtual(sums: Totals, recipe: Recipe, about: About) -> list[str]:
-    """The virtual clock, where it says something that the run itself did not: of other machines, or links."""
+    """Describe the virtual clock, if it says more than the run itself: about other machines, or links."""
     stated = all(replica.tflops for replica in recipe.replicas)
     if sums["fleet_seconds"] is None or (about.get("mode") == REAL and not stated):
         return []
@@ -63,7 +63,7 @@ def _virtual(sums: Totals, recipe: Recipe, about: About) -> list[str]:
 
 
 def fleet_in_words(recipe: Recipe) -> str:
-    """`4 replicas (2 full; 2 pipelined in 2 stages at k/d = 1/8)`."""
+    """Return `4 replicas (2 full; 2 pipelined in 2 stages at k/d = 1/8)`."""
     shapes: dict[str, int] = {}
     for replica in recipe.replicas:
         shapes[_shape(replica)] = shapes.get(_shape(replica), 0) + replica.count
@@ -85,7 +85,7 @@ def _shape(replica: ReplicaConfig) -> str:
 
 
 def _finish(done: int, recipe: Recipe) -> list[str]:
-    """What became of the rounds that open boundaries."""
+    """Say how far the rounds that open boundaries got."""
     if not (rounds := recipe.finish.rounds):
         return []
     so_far = done - (recipe.outer.rounds - rounds)
@@ -120,7 +120,7 @@ def _losses(rows: list[Row], recipe: Recipe) -> list[str]:
     return sentences
 
 
-def _traffic(sums: Totals, recipe: Recipe) -> list[str]:
+def _traffic(sums: Totals, recipe: Recipe, rows: list[Row]) -> list[str]:
     sent, links, dense = sums["bytes"], sums["link_bytes"], sums["dense_bytes"]
     sentences = []
     if links["stages"]:
@@ -130,6 +130,11 @@ def _traffic(sums: Totals, recipe: Recipe) -> list[str]:
         if dense["stages"]:
             text += f"; uncompressed they would have sent {versus(links['stages'], dense['stages'])}"
         sentences.append(f"{text}.")
+    if outside := outside_tokens(rows):
+        sentences.append(
+            f"{outside:,} tokens on stage links had values outside the range of a few-bit wire, "
+            'which cuts them off: train with wire = "bf16" and look for what makes them so large or small.'
+        )
     if recipe.num_replicas == 1:
         sentences.append("With one replica there was nothing to exchange between replicas.")
     elif links["replicas"]:
@@ -170,7 +175,7 @@ def _scale(value: float, names: tuple[str, ...]) -> tuple[float, str]:
 
 
 def _figure(value: float) -> str:
-    """One decimal below 100 where it says something: 7.6, 8.0, 93, 1,700."""
+    """Format a number with one decimal below 100 if it matters: 7.6, 8.0, 93, 1,700."""
     text = f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
     return text.removesuffix(".0") if value >= 9.95 or value == 0 else text
 
@@ -179,7 +184,7 @@ _BYTE_NAMES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size(num_bytes: float, like: float | None = None) -> str:
-    """`12.3 MB`; with `like`, the bare figure in the unit in which `like` is written."""
+    """Return `12.3 MB`; with `like`, only the figure in the unit of `like`."""
     if like is None:
         value, name = _scale(num_bytes, _BYTE_NAMES)
         return f"{_figure(value)} {name}" if name != "B" else f"{value:.0f} B"
@@ -188,7 +193,7 @@ def size(num_bytes: float, like: float | None = None) -> str:
 
 
 def versus(num_bytes: float, dense_bytes: float) -> str:
-    """`93 MB (7.6 times as much)`."""
+    """Return `93 MB (7.6 times as much)`."""
     return f"{size(dense_bytes)} ({times(dense_bytes / num_bytes)})"
 
 
@@ -198,19 +203,19 @@ SAME = "the same"
 def times(ratio: float) -> str:
     if 0.95 <= ratio < 1.05:
         return SAME
-    if ratio >= 100:  # two digits say all that is known
+    if ratio >= 100:  # only two digits are significant
         ratio = round(ratio, 1 - math.floor(math.log10(ratio)))
     return f"{_figure(ratio)} times as much" if ratio >= 1.05 else f"{ratio:.2f} times as much"
 
 
 def count(number: float) -> str:
-    """`1.2 M`."""
+    """Return `1.2 M`."""
     value, name = _scale(number, ("", " k", " M", " B", " T"))
     return f"{_figure(value)}{name}" if name else f"{value:g}"
 
 
 def duration(seconds: float) -> str:
-    """`58 s`, `4 min 10 s`, `3 h 05 min`, `5 d 4 h`."""
+    """Return `58 s`, `4 min 10 s`, `3 h 05 min` or `5 d 4 h`."""
     if seconds < 9.95:
         return f"{_figure(seconds)} s" if seconds >= 0.05 else "under 0.1 s"
     whole = round(seconds)
@@ -225,7 +230,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`1m10s`: a duration where room is short."""
+    """Return `1m10s`: a short duration."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -237,6 +242,6 @@ def clock(seconds: float) -> str:
 
 
 def rate(tokens_per_second: float) -> str:
-    """`48.1k tok/s`."""
+    """Return `48.1k tok/s`."""
     value, name = _scale(tokens_per_second, ("", "k", "M", "G"))
     return f"{value:.1f}{name} tok/s" if value < 99.95 else f"{value:.0f}{name} tok/s"

@@ -1,4 +1,4 @@
-"""What a worker does when a round has ended: note it, measure the held-out loss if that is its task, tell."""
+"""A worker's tasks after each round: record it, measure the held-out loss if assigned, log it."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from isthmus.runtime.trainer import Trainer
 
 
 class AfterRound:
-    """Called by the outer-round loop; `lines` and `loss` where this process tells and measures."""
+    """Called by the outer-round loop; `lines` and `loss` are set if this process logs and measures."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class AfterRound:
         self.trainer, self.settled, self.lines, self.loss, self.clock = trainer, settled, lines, loss, clock
 
     def begin(self, done: int) -> None:
-        """Before the first round: theta^(0) is where the curve starts."""
+        """Before the first round, measure theta^(0), where the curve starts."""
         if done == 0:
             self.measure(0)
 
@@ -40,7 +40,7 @@ class AfterRound:
         self.trainer.exchange.told = None
 
     def measure(self, round_number: int) -> None:
-        """A loss that cannot be measured ends the losses, not the replica."""
+        """Measure the held-out loss. A failure ends the measurements, not the replica."""
         if self.loss is None:
             return
         try:
@@ -48,7 +48,7 @@ class AfterRound:
                 self.trainer.measured.held_out = found
         except RunError:
             raise
-        except RuntimeError as error:  # no memory, most likely
+        except RuntimeError as error:  # most likely out of memory
             words = (str(error).splitlines() or [type(error).__name__])[0]
             self.trainer.log(f"no more held-out losses are measured here: {words}")
             self.loss = None

@@ -1,4 +1,4 @@
-"""Anchors into the bucket: a round's closer writes theta^(t), each of its processes what it trains."""
+"""Write anchors to the bucket: each process of a round's closer uploads the part that it trains."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,12 +7,12 @@ from torch import Tensor
 from isthmus.protocol.anchor_upload import AnchorUpload
 from isthmus.protocol.exchange import LedgerExchange
 from isthmus.protocol.ledger import Ledger
-from isthmus.replica.control_group import ControlGroup, agree, all_true, collect
+from isthmus.replica.control_group import ControlGroup, all_true, collect
 from isthmus.store import StoreError
 
 
 class AnchorWriter:
-    """One process's part. All processes of a replica make the same calls, in the same rounds."""
+    """One process's part. All processes of a replica make the same calls in the same rounds."""
 
     def __init__(
         self,
@@ -22,18 +22,17 @@ class AnchorWriter:
         log: Callable[[str], None],
         background: bool = True,
     ) -> None:
-        """Without `background` an upload happens in the calling thread."""
+        """Without `background` the calling thread uploads."""
         self.ledger, self.control, self.exchange, self.log = ledger, control, exchange, log
         self.background = background
-        self.upload: AnchorUpload | None = None  # the one that is under way
+        self.upload: AnchorUpload | None = None  # the one in progress
 
     def due(self, round_number: int) -> bool:
-        """Every so many rounds, and where somebody asks who cannot get past payloads that are lost."""
-        wanted = agree(self.control, self.exchange.rescue.wants_anchor(round_number))
-        return wanted or round_number % self.ledger.run.recipe.bucket.anchor_every == 0
+        """Whether this round's anchor is written."""
+        return round_number % self.ledger.run.recipe.bucket.anchor_every == 0
 
     def write(self, round_number: int, shards: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Begin to put theta^(t): tensors by shard."""
+        """Start to upload theta^(t): tensors by shard."""
         if self.upload:
             self.log(
                 f"the anchor of round {round_number} is not written: {self.upload.round}'s still goes up"
@@ -47,7 +46,7 @@ class AnchorWriter:
             self.go_on(round_number)
 
     def go_on(self, round_number: int) -> None:
-        """The anchor of `round_number` may change. Complete an upload that all processes have done."""
+        """Let the anchor of `round_number` change. Complete an upload that all processes have finished."""
         upload = self.upload
         if upload is None:
             return
@@ -71,7 +70,7 @@ class AnchorWriter:
                 self._left_out(upload, error)
 
     def finish(self, round_number: int) -> None:
-        """After the last round."""
+        """Complete the last upload after the last round."""
         if self.upload:
             self.upload.join()
             self.go_on(round_number)

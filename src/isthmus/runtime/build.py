@@ -1,42 +1,48 @@
-"""What one process of a replica trains: the whole model, or one stage or shard of it, with its links."""
+"""Build one process's part of a replica: the whole model, or one stage or shard, with its links."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isthmus.runtime.process import LauncherConfig
+from isthmus.runtime.addresses import LOOPBACK, Address
+from isthmus.runtime.process import LauncherConfig, Log
 
 if TYPE_CHECKING:
     import torch
 
     from isthmus.config import Member
     from isthmus.data.tokens import Batches
-    from isthmus.protocol.ledger import RunInfo
+    from isthmus.protocol.ledger import Ledger
     from isthmus.replica.base import Replica
     from isthmus.replica.control_group import ControlGroup
-
-# Of a link's time-out: between inner steps a stage may be uploading, so the others wait longer for it.
-CONTROL_TIMEOUT_FACTOR = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What the elastic agent assigns to a worker, by environment variables; nothing else reads them."""
+    """A worker's place in its replica, from the environment variables of torchrun or our launcher."""
 
     rank: int
     size: int
-    master: str
+    master: Address  # where the processes of one machine meet
+    local_rank: int
+    local_size: int
+    hosted: str  # the prefix in the store at `master`, if the store is torchrun's
 
     @classmethod
     def from_environment(cls) -> "Assignment":
         get = os.environ.get
-        master = f"{get('MASTER_ADDR', '127.0.0.1')}:{get('MASTER_PORT', '0')}"
-        return cls(int(get("RANK", "0")), int(get("WORLD_SIZE", "1")), master)
+        master = Address(get("MASTER_ADDR", LOOPBACK), int(get("MASTER_PORT", "0")))
+        hosted = ""
+        if get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            hosted = f"isthmus/{get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        rank, size = int(get("RANK", "0")), int(get("WORLD_SIZE", "1"))
+        local = int(get("LOCAL_RANK", "0")), int(get("LOCAL_WORLD_SIZE", str(size)))
+        return cls(rank, size, master, *local, hosted)
 
 
 def compiles(config: LauncherConfig, device: "torch.device") -> bool:
-    """Is this process's part of the model compiled? On a GPU, unless told otherwise."""
+    """Whether this process compiles its part of the model: on a GPU, unless the config says otherwise."""
     from isthmus import gpu
 
     return gpu.usable(device) if config.compiled is None else config.compiled
@@ -44,12 +50,13 @@ def compiles(config: LauncherConfig, device: "torch.device") -> bool:
 
 def build_replica(
     config: LauncherConfig,
-    run: "RunInfo",
+    ledger: "Ledger",
     member: "Member",
     at: Assignment,
     batches: "Batches | None",
     device: "torch.device",
     precision: str,
+    log: Log,
 ) -> tuple["Replica", "ControlGroup"]:
     """This process's part of the replica (the whole model, or one stage or shard of it) and its control
     group.
@@ -58,16 +65,16 @@ def build_replica(
     """
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - it is public
 
-    from isthmus.protocol.trust import load_signer
     from isthmus.replica.control_group import SingleProcess, StageControlGroup
     from isthmus.replica.full import FullReplica, share_batches
     from isthmus.replica.leader import LeaderReplica
     from isthmus.replica.pipelined import PipelinedReplica
-    from isthmus.replica.process_groups import connect, open_store, own_address
+    from isthmus.replica.process_groups import open_store
     from isthmus.replica.stage import Stage
-    from isthmus.runtime.handshake import Credentials
-    from isthmus.runtime.link_proof import prove_link
+    from isthmus.runtime.crashes import Crashes
+    from isthmus.runtime.stage_links import CONTROL_TIMEOUT_FACTOR, StageLinks
 
+    run = ledger.run
     recipe, whole = run.recipe.trained_by(member), member.config.kind == "full"
     compiled = compiles(config, device)
     if whole and device.type == "cuda":
@@ -90,8 +97,16 @@ def build_replica(
 
     if whole and at.size == 1:
         return full_replica(), SingleProcess()
-    store, address = open_store(
-        replica=member.name, stage=at.rank, master=at.master, session=f"{run.run_id}/{member.name}"
+    if not whole:
+        last_error = Crashes.read(Path(config.work_dir)).error
+        links = StageLinks(config, ledger, member, at.rank, device, log, last_error)
+        ends, control = links.make(at.master, at.hosted)
+        stage = Stage(recipe, member, at.rank, device=device, precision=precision, compiled=compiled)
+        return PipelinedReplica(recipe, member, [stage], [ends], batches), control
+    session = f"{run.run_id}/{member.name}"
+    host, port = at.master.host, at.master.port
+    store = open_store(
+        replica=member.name, rank=at.rank, host=host, port=port, session=session, hosted=at.hosted
     )
     timeout_seconds = CONTROL_TIMEOUT_FACTOR * config.link_timeout_seconds
     control = StageControlGroup(member.name, at.rank, at.size, PrefixStore("control", store), timeout_seconds)
@@ -100,36 +115,9 @@ def build_replica(
 
         assert batches is not None
         mesh = shard_mesh(PrefixStore("shards", store), at.rank, at.size, device)
-        how = {"device": device, "precision": precision, "compiled": compiled}
-        return ShardedReplica(recipe, member, batches, mesh, **how), control
-    if whole:
-        replica = full_replica(share_batches(PrefixStore("batches", store), at.rank, at.size, device))
-        return (
-            (LeaderReplica(replica, control, batches), SingleProcess())
-            if at.rank == 0
-            else (replica, control)
-        )
-    if config.master:
-        address = own_address(config.master, at.rank)
-    credentials = Credentials(run.run_id, load_signer(Path(config.key), member.name), Path(config.key))
-    common: dict[str, Any] = {
-        "stage": at.rank,
-        "num_stages": at.size,
-        "store": PrefixStore("links", store),
-        "address": address,
-        "device": device,
-        "timeout_seconds": config.link_timeout_seconds,
-    }
-    if config.secured:
-        from isthmus.runtime.stage_links import connect_as_told
-
-        before, after = connect_as_told(config, credentials, **common)
-    else:
-        before, after = connect(
-            replica=member.name,
-            backend=member.config.backend,
-            prove=lambda link: prove_link(link, credentials),
-            **common,
-        )
-    stage = Stage(recipe, member, at.rank, device=device, precision=precision, compiled=compiled)
-    return PipelinedReplica(recipe, member, [stage], [(before, after)], batches), control
+        how: dict[str, Any] = {"device": device, "precision": precision, "compiled": compiled}
+        return ShardedReplica(recipe, member, batches, mesh, control=control, **how), control
+    replica = full_replica(share_batches(PrefixStore("batches", store), at.rank, at.size, device))
+    if at.rank == 0:
+        return LeaderReplica(replica, control, batches), SingleProcess()
+    return replica, control

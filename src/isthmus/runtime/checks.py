@@ -1,4 +1,4 @@
-"""What a machine checks before it takes part in a run."""
+"""Checks on a machine before it takes part in a run."""
 
 import contextlib
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from isthmus.config import Recipe
+from isthmus.data.fingerprint import check_text
 from isthmus.data.manifest import MANIFEST
 from isthmus.errors import ConfigError
 from isthmus.protocol.heartbeat import silent_after
@@ -26,7 +27,7 @@ def check_trainable(recipe: Recipe) -> None:
 
 
 def check_start(ledger: Ledger) -> None:
-    """A run that starts from a folder has theta^(0) in its bucket, unless its `init` was cut short."""
+    """Check that theta^(0) is there if the run starts from a folder: `init` may have been cut short."""
     if ledger.run.start and not ledger.has_anchor(0):
         raise ConfigError(
             "theta^(0) of this run is not in its bucket: its `isthmus init` was cut short; init again at "
@@ -35,20 +36,17 @@ def check_start(ledger: Ledger) -> None:
 
 
 def check_corpus(run: RunInfo, elsewhere: str = "") -> None:
-    """The text on this machine fits the model, and is the text of the run. One at a URL is fetched."""
+    """Check that this machine's text fits the model and is the run's text. Fetch one at a URL."""
     spec = elsewhere or run.recipe.data.corpus
-    known = f" of sha256 {run.corpus}" if run.corpus else ""
+    known = f" of fingerprint {run.corpus}" if run.corpus else ""
     if not is_url(spec) and not spec.startswith("builtin:") and not Path(spec, MANIFEST).exists():
         raise ConfigError(
             f"there is no corpus in {spec} on this machine; this run's is the one{known}: copy its folder "
             "here, or give --corpus the folder or URL where it is"
         )
     corpus = checked_corpus(run.recipe, elsewhere)
-    if run.corpus and corpus.sha256 != run.corpus:
-        raise ConfigError(
-            f"the corpus {spec} here is not the one this run began with,{known}; copy that one, or "
-            "prepare it again from the same files with the same options"
-        )
+    if run.corpus:
+        check_text(corpus, spec, run.corpus)
 
 
 class Taken(ConfigError):
@@ -56,10 +54,10 @@ class Taken(ConfigError):
 
 
 def check_not_taken(ledger: Ledger, replica: str, work: Path | None = None) -> None:
-    """A name belongs to one machine at a time; ages are by the store's clock, not by ours.
+    """Check that no other machine uses this replica's name; ages are by the store's clock.
 
-    After a crash the same command may be typed at once: the last heartbeat is then that of the incarnation
-    that `work` remembers, and the lock there tells whether it still runs.
+    After a crash the same command may be typed at once. Then the last heartbeat is that of the incarnation
+    recorded in `work`, and the lock there shows whether it still runs.
     """
     found = ledger.heartbeat(replica)
     if found is None or found[0].gone:
@@ -88,8 +86,8 @@ def wait_until_free(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """For who was started by a scheduler: a job that was killed on another machine may still seem to be
-    alive, and nobody is there to type the command again."""
+    """Wait until the name is free, for jobs started by a scheduler: a job killed on another machine may still
+    look alive, and no person is there to type the command again."""
     until, told = clock() + MOST_WAIT_SECONDS, False
     while True:
         try:

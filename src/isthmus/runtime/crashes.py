@@ -1,7 +1,7 @@
-"""How often a replica's workers were started again on this machine, and why the last time.
+"""How often a replica's workers were restarted on this machine, and the last reason.
 
-A note in the work folder: it outlives workers and launchers. A launcher that ends as it should says so in it,
-and the next one begins at zero. Standard library only, but for what the notes of a heartbeat are.
+A note in the work folder survives workers and launchers. A launcher that ends normally records that, and the
+next one counts from zero. Uses only the standard library, except for a heartbeat's types.
 """
 
 import json
@@ -26,12 +26,12 @@ MAX_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Crashes:
-    """What the note says."""
+    """The content of the note."""
 
     restarts: int = 0
     error: str = ""  # one line
-    unix: float = 0.0  # when that was, by this machine's clock
-    ended_well: bool = True  # no launcher of this folder has ended otherwise
+    unix: float = 0.0  # time of the error, by this machine's clock
+    ended_well: bool = True  # whether every launcher of this folder ended normally
 
     @classmethod
     def read(cls, work: Path) -> "Crashes":
@@ -43,11 +43,11 @@ class Crashes:
             return cls()
 
     def write(self, work: Path) -> None:
-        with suppress(OSError, ConfigError):  # a full disk: what counts it goes on
+        with suppress(OSError, ConfigError):  # a full disk must not stop what it counts
             replace_file(work / NOTE, json.dumps(asdict(self)), sync=False)
 
     def vitals(self, work: Path, needed: int | None, wall: Callable[[], float] = time.time) -> Vitals:
-        """As a heartbeat says it, with the room on the disk; `needed` is what the next save takes."""
+        """The vitals of a heartbeat, with the free disk space; `needed` is the size of the next save."""
         return Vitals(
             restarts=self.restarts,
             last_error=self.error,
@@ -58,7 +58,7 @@ class Crashes:
 
 
 def count_start(work: Path) -> None:
-    """A launcher begins in this folder. If the one before it ended without a word, this is a restart."""
+    """Record that a launcher starts in this folder. If the last one ended silently, this is a restart."""
     before = Crashes.read(work)
     if before.ended_well:
         Crashes(ended_well=False).write(work)
@@ -67,17 +67,17 @@ def count_start(work: Path) -> None:
 
 
 def count_restart(work: Path, error: str = "") -> None:
-    """Workers are started again. Without an `error` they only follow another machine of the replica."""
+    """Count a restart of the workers. Without an `error` they only follow another machine of the replica."""
     _again(Crashes.read(work), work, error)
 
 
 def count_end(work: Path) -> None:
-    """The launcher ends as it should."""
+    """Record that the launcher ends normally."""
     replace(Crashes.read(work), ended_well=True).write(work)
 
 
 def note_error(work: Path, error: str) -> None:
-    """The last one: nothing is started again after it."""
+    """Record the final error; no restart follows it."""
     replace(Crashes.read(work), error=one_line(error), unix=time.time(), ended_well=False).write(work)
 
 
@@ -89,6 +89,6 @@ def _again(before: Crashes, work: Path, error: str) -> None:
 
 
 def one_line(error: str) -> str:
-    """As a heartbeat may carry it: short, visible, and without what nobody else may know."""
+    """Shorten an error for a heartbeat: one visible line without secrets."""
     line = visible(redacted((error.strip().splitlines() or [""])[0]))
     return line if len(line) <= MAX_WORD else line[: MAX_WORD - 3] + "..."

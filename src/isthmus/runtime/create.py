@@ -1,4 +1,4 @@
-"""A new run in a bucket, and the keys of its replicas."""
+"""Create a new run in a bucket, and the keys of its replicas."""
 
 import contextlib
 import glob
@@ -14,6 +14,7 @@ from torch import Tensor
 from isthmus.config import Recipe
 from isthmus.config.checks import object_name
 from isthmus.data.corpus import open_corpus
+from isthmus.data.fingerprint import check_text
 from isthmus.errors import ConfigError
 from isthmus.files import sync_folder
 from isthmus.layout.traffic import shards
@@ -29,8 +30,8 @@ from isthmus.store import Store, StoreError
 from isthmus.store.objects import open_store
 from isthmus.store.url import is_url, parse_url
 
-HandOut = Callable[[RunInfo, Path, Mapping[str, bytes]], None]  # the keys' folder; replica -> its key
-DEFAULT_CLOSERS = 2  # one may be away; with each more, one more must not have gone bad
+HandOut = Callable[[RunInfo, Path, Mapping[str, bytes]], None]  # (run, key folder, replica -> its key)
+DEFAULT_CLOSERS = 2  # one may be away; each further closer is one more to trust
 
 
 def create(
@@ -42,17 +43,17 @@ def create(
     room: Sequence[int] = (),
     hand_out: HandOut | None = None,
 ) -> RunInfo:
-    """Write run.json into the bucket, and one private key per replica and the owner's to this disk.
+    """Write run.json to the bucket, and one private key per replica and the owner's to this disk.
 
-    Where the recipe starts from a folder, theta^(0) goes into the bucket and its digest into run.json: a
-    machine that joins needs no folder, and cannot start from other weights. `first` has these weights where
-    the caller has read them already. `room`: numbers of stages that replicas which come later may have.
-    `hand_out` writes more files beside the keys.
+    If the recipe starts from a folder, theta^(0) goes into the bucket and its digest into run.json: a machine
+    that joins needs no folder, and cannot start from other weights. `first` holds these weights if the caller
+    has read them already. `room`: numbers of stages that later replicas may have. `hand_out` writes more
+    files next to the keys.
 
-    run.json comes last, and makes the run: a kill before it leaves no run, and after it all is there but for
-    the name of the keys' folder, which the next `init` sets right.
+    run.json comes last and makes the run. A kill before it leaves no run. After it everything is there except
+    the name of the keys' folder, which the next `init` sets.
     """
-    recipe, _ = resolve(recipe)  # every machine that joins must find the same k/d
+    recipe, _ = resolve(recipe, room=room)  # every machine that joins must find the same k/d
     check_trainable(recipe)
     names = [member.name for member in recipe.fleet()]
     for name in names:
@@ -67,10 +68,12 @@ def create(
         raise ConfigError(f"{keys_dir} already holds keys; give --keys another folder")
     try:
         text = open_corpus(recipe.data.corpus)
-    except ConfigError:  # a folder need not be where `init` runs
+    except ConfigError:  # `init` need not run where the folder is
         if is_url(recipe.data.corpus):
             raise
         text = None
+    if text and not is_url(recipe.data.corpus):  # a machine that fetches a text compares it
+        check_text(text, recipe.data.corpus)
     recipe = with_pin(recipe, text) if text else recipe
     first = first or checked_first(recipe, text)
     store = empty_store(url)
@@ -87,7 +90,13 @@ def create(
         start = anchor_digest([shard_digest(anchor, names) for names in shards(recipe, room)])
     owner = new_secret()
     document = run_document(
-        recipe, public, closers, text.sha256 if text else "", start, Signer(OWNER, owner).public_key, room
+        recipe,
+        public,
+        closers,
+        text.sha256 if text else "",
+        start,
+        owner=Signer(OWNER, owner).public_key,
+        room=room,
     )
     run = parse_run(document)
     there = _fresh_folder(keys_dir)
@@ -101,7 +110,7 @@ def create(
             _put_first(Ledger(store, run, signers[closers[0]]), anchor)
         create_run(store, document)
     except StoreError:
-        raise  # run.json may be there after all: then these are its keys
+        raise  # run.json may exist after all: then these are its keys
     except BaseException:
         shutil.rmtree(there)
         raise
@@ -111,8 +120,8 @@ def create(
 
 
 def empty_store(url: str) -> Store:
-    """A store that rounds can be closed in; ConfigError for a folder of other things. Of a run only run.json
-    lies at the top."""
+    """A store for a new run; ConfigError for a folder with other files. A run has only run.json at its
+    top."""
     _, folder = parse_url(url)
     if folder is not None and folder.is_dir():
         with os.scandir(folder) as entries:
@@ -129,7 +138,7 @@ def empty_store(url: str) -> Store:
 
 
 def check_free(url: str) -> None:
-    """Before a run directory is made for it: ConfigError where no run can be created there."""
+    """Check, before making a run directory for it, that a run can be created there; else ConfigError."""
     if empty_store(url).head("run.json") is not None:
         raise ConfigError(f"{url} already holds a run; give bucket.url another place")
 
@@ -146,7 +155,7 @@ def _fresh_folder(keys_dir: Path) -> Path:
 
 
 def _unfinished(store: Store, keys_dir: Path) -> RunInfo | None:
-    """The run that an `init` with these arguments has made here before it was killed, with its keys."""
+    """The run, with its keys, that a killed `init` with these arguments has created here."""
     if store.head("run.json") is None:
         return None
     run = read_run(store)
@@ -163,7 +172,7 @@ def _unfinished(store: Store, keys_dir: Path) -> RunInfo | None:
 
 
 def _put_first(ledger: Ledger, anchor: Mapping[str, Tensor]) -> None:
-    """theta^(0), signed by the first closer."""
+    """Upload theta^(0), signed by the first closer."""
     files = [
         ledger.put_anchor_shard(0, i, {name: anchor[name] for name in names})
         for i, names in enumerate(ledger.shards)

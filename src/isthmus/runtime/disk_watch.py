@@ -1,4 +1,4 @@
-"""`isthmus train` looks after its disk: a fleet that cannot write any more is not left to try for ever."""
+"""Watch the disk of `isthmus train`, so that a fleet that can no longer write does not retry for ever."""
 
 import time
 from collections.abc import Callable
@@ -6,18 +6,18 @@ from pathlib import Path
 
 from isthmus.disk import DiskFull, shortage
 
-LASTING_SECONDS = 20.0  # after which a lack of room is taken for lasting
+LASTING_SECONDS = 20.0  # after which a full disk counts as lasting
 
 
 class DiskWatch:
-    """Looks now and then whether the next round's updates still fit."""
+    """Checks now and then whether the next round's updates still fit."""
 
     def __init__(self, folder: Path, needed: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self.needed, self.clock = folder, needed, clock
-        self.since: float | None = None  # when it was first found short
+        self.since: float | None = None  # when the disk was first too full
 
     def look(self) -> str:
-        """A line when the disk has just become too full to go on; DiskFull when it stays so."""
+        """Return a line when the disk has just become too full; raise DiskFull if it stays so."""
         words = shortage(self.folder, self.needed, "the next round")
         if not words:
             self.since = None

@@ -1,4 +1,4 @@
-"""The end of a round that a replica has come late to: it stops there, and starts the next with the others."""
+"""Detect the end of a round that a replica joined late, so that it starts the next with the others."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,12 +8,12 @@ from isthmus.errors import RunError
 from isthmus.protocol.ledger import Ledger
 from isthmus.replica.control_group import ControlGroup, agree
 
-LOOK_SECONDS = (0.5, 30.0)  # between looks at the manifest, in the one round after a start: least, most
-MOST_LOOKS = 60  # in a round that lasts as long as the one before it
+LOOK_SECONDS = (0.5, 30.0)  # least and most time between looks, in the first round after a start
+MOST_LOOKS = 60  # in a round as long as the previous one
 
 
 class Edge(threading.Thread):
-    """Looks whether a round was settled while this process trains it. The inner steps do not wait for it."""
+    """Checks whether a round was settled while this process trains it, without delaying inner steps."""
 
     def __init__(self, ledger: Ledger, round_number: int, usual_seconds: float = 0.0) -> None:
         super().__init__(daemon=True, name="edge")
@@ -27,7 +27,7 @@ class Edge(threading.Thread):
             self.look()
 
     def look(self) -> None:
-        with suppress(RunError):  # a store that is away settles nothing
+        with suppress(RunError):  # a round cannot be settled while the store is down
             if self.ledger.settled_at(self.round) is not None:
                 self.passed.set()
 
@@ -36,7 +36,7 @@ class Edge(threading.Thread):
 def watched_edge(
     ledger: Ledger, round_number: int, control: ControlGroup, background: bool
 ) -> Iterator[Callable[[], bool]]:
-    """Gives a function that says, in all processes of a replica alike, whether the round was settled.
+    """Yield a function that returns, in all processes of a replica, whether the round was settled.
 
     All call it after each inner step. Without `background` the leader looks in the calling thread.
     """

@@ -1,8 +1,8 @@
-"""Why a process of the fleet ended, and whether starting it again can help.
+"""Why a process of the fleet ended, and whether a restart can help.
 
-A worker that fails leaves a note in its work folder. The launcher reads it, or, where a worker died without
-a word, its exit status. A fault that can pass is waited out. Any other ends the launcher when it comes for
-the second time without a settled round in between. Standard library only.
+A worker that fails leaves a note in its work folder. The launcher reads it or, if there is none, the exit
+status. It waits out faults that can pass. Any other fault ends the launcher when it occurs a second time
+without a settled round in between. Standard library only.
 """
 
 import json
@@ -19,12 +19,12 @@ from isthmus.files import overwrite_own, replace_file
 from isthmus.reading import read_json
 from isthmus.runtime.versions import torch_range
 
-PASSING_STATUS = 75  # EX_TEMPFAIL of sysexits.h: of a process whose fault can pass
+PASSING_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the fault can pass
 LONGEST_PAUSE_SECONDS = 30.0
-QUICK_SECONDS = 20.0  # a process that ends sooner than this was not helped by the restart
+QUICK_SECONDS = 20.0  # the restart did not help a process that ends sooner than this
 MAX_NOTE_BYTES = 2**16
 
-# A crash of native code. Other signals come from outside, and what sent them may not send them again.
+# A crash of native code. Other signals come from outside, and their sender may not repeat them.
 CRASHES = {getattr(signal, name) for name in ("SIGSEGV", "SIGABRT", "SIGILL", "SIGBUS", "SIGFPE", "SIGSYS")}
 NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
 SMALLER = (
@@ -35,14 +35,14 @@ OUR_FAULT = (ImportError, AttributeError, TypeError, NameError, NotImplementedEr
 
 
 class Final(RunError):
-    """A fault that cannot pass, in one line with its cure: no restart would help."""
+    """A fault that cannot pass, in one line with its cure: a restart would not help."""
 
     passes = False
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One fault in one line, with its cure; `kind` is the same when the same happens again."""
+    """One fault in one line, with its cure; `kind` is equal for repeated faults."""
 
     kind: str
     text: str
@@ -56,9 +56,9 @@ class Failure:
         if isinstance(error, ConfigError | RunError):
             return cls(kind, str(error), passes(error))
         if isinstance(error, OSError) and is_full(error):
-            return cls("no room", full_line(error), False)  # somebody has to make some
+            return cls("no room", full_line(error), False)  # a person has to free some
         text = f"{kind}: {why}" if why else kind
-        if kind.startswith("Rendezvous"):  # in words of ours
+        if kind.startswith("Rendezvous"):  # in our words
             text = why
         if _no_memory_behind(error):
             kind, text = "no memory", f"out of memory ({text}); {SMALLER}"
@@ -72,7 +72,7 @@ class Failure:
 
     @classmethod
     def of_exit(cls, status: int, note: Path | None = None) -> "Failure":
-        """Of a process that has ended: what it noted, or what its exit status tells."""
+        """The failure of an ended process, from its note or its exit status."""
         if note and (found := cls.read(note)):
             return found
         if status == PASSING_STATUS:
@@ -91,7 +91,7 @@ class Failure:
         return cls("killed", f"killed by signal {-status}", True)
 
     def write(self, note: Path) -> None:
-        with suppress(OSError):  # a full disk: the exit status says the most important
+        with suppress(OSError):  # a full disk: the exit status gives the main fact
             replace_file(note, json.dumps(asdict(self)), sync=False)
 
     @classmethod
@@ -104,7 +104,7 @@ class Failure:
 
 
 def _no_memory_behind(error: BaseException) -> BaseException | None:
-    """The lack of memory that an error is, or that was caught on the way to it."""
+    """The out-of-memory error that an error is or that it was raised from."""
     found: BaseException | None = error
     for _ in range(8):
         if found is None:
@@ -117,7 +117,7 @@ def _no_memory_behind(error: BaseException) -> BaseException | None:
 
 
 class Failures:
-    """What has failed since the last settled round, and how long to wait before the next start."""
+    """The failures since the last settled round, and the pause before the next start."""
 
     def __init__(self) -> None:
         self.kinds: set[str] = set()
@@ -128,7 +128,7 @@ class Failures:
         self.in_a_row = 0
 
     def final(self, found: Collection[Failure]) -> Failure | None:
-        """Count the failures of one start; the one, if any, that has come before and cannot pass."""
+        """Count the failures of one start; return a repeated one that cannot pass, if any."""
         self.in_a_row += 1
         lasting = {failure.kind: failure for failure in found if not failure.passes}
         again = [failure for kind, failure in lasting.items() if kind in self.kinds]
@@ -136,13 +136,13 @@ class Failures:
         return again[0] if again else None
 
     def pause_seconds(self) -> float:
-        """None after the first failure, which is most often a kill; then 1, 2, 4 ... 30 s."""
+        """0 after the first failure, which is most often a kill; then 1, 2, 4 ... 30 s."""
         return min(LONGEST_PAUSE_SECONDS, 2.0 ** (self.in_a_row - 2)) if self.in_a_row > 1 else 0.0
 
 
 @contextmanager
 def told_in_one_line(who: str = "") -> Iterator[None]:
-    """A missing module, a torch that is not what it says: one line with the cure instead of a traceback."""
+    """Report an error, such as a missing module or an unsuitable torch, in one line with its cure."""
     try:
         yield
     except (ConfigError, RunError):

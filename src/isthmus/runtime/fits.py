@@ -1,4 +1,4 @@
-"""Whether replicas fit on their GPU, by the planner's memory model, before anything is started."""
+"""Check with the planner's memory model that replicas fit on their GPU, before starting them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,17 +10,17 @@ from isthmus.errors import ConfigError
 from isthmus.planner.fit import cures, fewest_parts, in_flight_of
 from isthmus.planner.memory import ProcessMemory, replica_memory
 
-SURE_SHARE = 0.75  # of the predicted activations that a replica has at least
+SURE_SHARE = 0.75  # the share of the predicted activations that is certain
 
 
 def check_fits(
     recipe: Recipe, members: Sequence[Member], device_bytes: int, device: str, stage: int | None = None
 ) -> str:
-    """ConfigError where weights, optimiser, anchor and feedback alone are more than the device holds, or with
-    most of the activations on top: a prediction errs by less.
+    """ConfigError if the device cannot hold weights, optimiser, anchor and feedback, alone or with most of
+    the activations on top: the prediction's error is smaller than that.
 
-    Otherwise a warning where the predicted peak is more, or nothing. `members` share the device, each with
-    all of its stages, or with `stage` only; the processes of a full replica have a device each.
+    Otherwise return a warning if the predicted peak is too large, or "". `members` share the device, each
+    with all of its stages, or with `stage` only; the processes of a full replica have a device each.
     """
     if len(members) == 1:
         members = [cut_to_fit(recipe, members[0], device_bytes)]
@@ -50,9 +50,9 @@ def check_fits(
 
 
 def cut_to_fit(recipe: Recipe, member: Member, device_bytes: int) -> Member:
-    """A full replica whose batch is more than the device holds adds its gradients up over parts of it: the
-    fewest that fit. It is this machine's own affair, since the sums stay the same but for rounding. What its
-    table states is kept."""
+    """A full replica whose batch exceeds the device accumulates gradients over parts of it: the fewest that
+    fit. Each machine may choose this, since only rounding changes. Settings in the replica's table are
+    kept."""
     config = replace(member.config, memory_gb=device_bytes / 1e9)
     parts = fewest_parts(recipe, config, on_gpu=True)
     if parts == recipe.micro_batches_of(config):
@@ -61,7 +61,7 @@ def cut_to_fit(recipe: Recipe, member: Member, device_bytes: int) -> Member:
 
 
 def told_parts(recipe: Recipe, member: Member, device_bytes: int, device: str) -> str:
-    """The line that says so, or nothing."""
+    """The log line about `cut_to_fit`, or ""."""
     parts = cut_to_fit(recipe, member, device_bytes).config.micro_batches
     if parts == member.config.micro_batches:
         return ""
@@ -72,18 +72,18 @@ def told_parts(recipe: Recipe, member: Member, device_bytes: int, device: str) -
 
 
 def device_memory(device: torch.device) -> tuple[int, str]:
-    """Bytes of a GPU, all of them, and what it is called."""
+    """A GPU's total bytes and its name."""
     found = torch.cuda.get_device_properties(device)
     return found.total_memory, found.name
 
 
 def resting_bytes(part: ProcessMemory) -> int:
-    """What a process holds between two steps, whatever its batch is."""
+    """Bytes that a process holds between two steps, whatever its batch."""
     return part.weights + part.moments + part.feedback + part.anchor + part.outer
 
 
 def _parts(recipe: Recipe, member: Member, stage: int | None) -> Sequence[ProcessMemory]:
-    """The processes of a replica that are on the device."""
+    """The processes of a replica on this device."""
     config = member.config
     found = replica_memory(recipe, config, in_flight_of(recipe, config), on_gpu=True)
     if config.kind == "full":

@@ -1,8 +1,8 @@
-"""The held-out loss of a run that no machine records: one member measures it, and tells it with its update.
+"""Measure the held-out loss of a run that no machine records: one member reports it with its update.
 
-It needs the whole model and the corpus, so a full replica does it, between two rounds and on its own device.
-Where the recipe does not name who, it is the first full replica that gave to the round: everybody knows who
-that is, and when it goes away the next one takes over.
+It needs the whole model and the corpus, so a full replica measures it, between two rounds and on its own
+device. Unless the recipe names the replica, it is the first full replica that gave to the round. All know
+which that is, and if it goes away the next one takes over.
 """
 
 import math
@@ -21,11 +21,11 @@ from isthmus.replica.evaluate import Scorer, rows_that_fit
 from isthmus.runlog.facts import HeldOut
 from isthmus.subspace.boundaries import BasisSet
 
-SHARE = 20  # it takes at most one part in so many of the time, unless somebody named this replica for it
+SHARE = 20  # it takes at most 1/SHARE of the time, unless this replica was named for it
 
 
 class HeldOutLoss:
-    """Measures the anchor of this process, which holds all of the model."""
+    """Measures the anchor of this process, which holds the whole model."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class HeldOutLoss:
         asked: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`asked`: what `join --score` says; None: what the recipe says. `dtype` is that of the stream."""
+        """`asked`: the value of `join --score`; None: use the recipe's. `dtype` is that of the stream."""
         self.recipe, self.member, self.ledger, self.corpus = recipe, member, ledger, corpus
         self.anchor, self.dtype, self.asked, self.clock = anchor, dtype, asked, clock
         self.scorer: Scorer | None = None
@@ -46,7 +46,7 @@ class HeldOutLoss:
         self.not_before = -math.inf
 
     def is_ours(self, round_number: int) -> bool:
-        """Are we the one who measures theta^(t)?"""
+        """Whether this replica measures theta^(t)."""
         if self.asked is not None:
             return self.asked
         by = self.recipe.data.eval_by
@@ -59,7 +59,7 @@ class HeldOutLoss:
         return bool(there) and there[0] == self.member.name
 
     def after(self, round_number: int) -> HeldOut | None:
-        """The loss of theta^(t), where it is wanted and ours to measure."""
+        """The loss of theta^(t), if it is wanted and ours to measure."""
         wanted = self.recipe.is_scored(round_number) and self.is_ours(round_number)
         named = self.asked or self.recipe.data.eval_by == self.member.name
         spared = named or round_number in (0, self.recipe.outer.rounds)
@@ -84,7 +84,7 @@ class HeldOutLoss:
         return HeldOut(round=round_number, full=full, pipelined=scores["loss_pipelined"], mixed=mixed)
 
     def _give_back(self) -> None:
-        """Where a GPU's memory is scarce, the inner steps need what the forwards needed."""
+        """Free cached memory if the GPU's is scarce: the inner steps need what the forwards used."""
         device = self.anchor[EMBEDDING].device
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)

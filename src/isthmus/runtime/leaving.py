@@ -1,4 +1,4 @@
-"""Has somebody asked this replica to leave?"""
+"""Detect requests that this replica leave."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +13,14 @@ from isthmus.store.retry import StoreError
 if TYPE_CHECKING:
     from isthmus.protocol.ledger import Ledger
 
-STAY, LEAVE, PART = 0, 1, 2  # what a process is asked: PART is to come back
+STAY, LEAVE, PART = 0, 1, 2  # answers for a process: PART leaves and comes back
 
 
 class LeaveRequest:
-    """Has somebody asked this replica to leave: by a file beside its state, or by an object in the bucket?
+    """Detects a request to leave: a file next to the replica's state, or an object in the bucket.
 
-    The object names an incarnation, so it does not ask a later one, and is signed with the replica's key. A
-    worker that was restarted after the request still finds it under the incarnation before.
+    The object names an incarnation, so later ones ignore it, and is signed with the replica's key. A worker
+    that was restarted after the request still finds it under the previous incarnation.
     """
 
     def __init__(self, work: Path, ledger: "Ledger", incarnation: str, log: Log, leader: bool) -> None:
@@ -39,14 +39,14 @@ class LeaveRequest:
             if self.ledger.asked_to_leave(incarnation):
                 overwrite_own(self.file)
         except StoreError:
-            pass  # whoever needs the bucket finds out; the next round asks again
+            pass  # whatever needs the bucket will report it; the next round asks again
         except Refused as reason:
             if self.ignored != incarnation:
                 self.ignored = incarnation
                 self.log(f"somebody asks this replica to leave, but {reason}; going on")
 
     def asked(self) -> int:
-        """STAY, LEAVE or PART."""
+        """Return STAY, LEAVE or PART."""
         if self.parting.asked():
             return PART
         if self.leader and not self.file.exists():
@@ -57,5 +57,5 @@ class LeaveRequest:
         return self.asked() != STAY
 
     def here(self) -> bool:
-        """As far as this machine knows."""
+        """Whether this machine knows of a request."""
         return self.file.exists() or self.parting.asked()

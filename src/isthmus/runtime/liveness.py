@@ -1,5 +1,4 @@
-"""Telling a stopped process from a busy one: a process touches a file while it runs, and a watchdog reads
-it."""
+"""Tell a stopped process from a busy one: each touches a file while it runs, and a watchdog reads it."""
 
 import os
 import threading
@@ -13,7 +12,7 @@ from isthmus.reading import read_note
 
 
 class AliveFile(threading.Thread):
-    """Writes this process's id to a file again and again, while the process runs."""
+    """Writes this process's id to a file again and again while the process runs."""
 
     def __init__(self, path: Path, every_seconds: float = 1.0) -> None:
         super().__init__(daemon=True, name="alive-file")
@@ -30,10 +29,10 @@ class AliveFile(threading.Thread):
 
 
 class Watchdog:
-    """How long watched processes have made no progress, by this process's own clock.
+    """Measures how long watched processes have made no progress, by this process's own clock.
 
-    Not by the age of the file: clocks are set, machines sleep, and a watchdog that was itself stopped must
-    not conclude that everybody else was.
+    The file's age would mislead: clocks are set, machines sleep, and a watchdog that was itself stopped must
+    not conclude that all others were.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,7 +51,7 @@ class Watchdog:
             process, before, since = self.seen.get(path, (0, 0, now))
             if process != pid or stamp != before:
                 since = now
-            elif asleep > 5:  # we were stopped ourselves
+            elif asleep > 5:  # this process was stopped itself
                 since += asleep
             self.seen[path] = (pid, stamp, since)
             silent[path] = now - since
@@ -63,7 +62,7 @@ class Watchdog:
 
 
 def alive_stamp(path: Path, pid: int) -> int:
-    """A number that changes with every write of this very process; 0 before its first."""
+    """A number that changes with every write of this process; 0 before its first."""
     try:
         return path.stat().st_mtime_ns if read_note(path) in ("", str(pid)) else 0
     except OSError:

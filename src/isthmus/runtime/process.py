@@ -1,4 +1,4 @@
-"""What every process of a fleet needs before torch is imported: its config, its parent, its log, its lock.
+"""What each process of a fleet needs before it imports torch: its config, its parent, its log, its lock.
 
 Standard library only.
 """
@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -27,7 +28,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherConfig:
-    """One machine's part of a replica; a launcher hands it on to its workers."""
+    """One machine's part of a replica; a launcher passes it to its workers."""
 
     url: str
     replica: str
@@ -35,26 +36,23 @@ class LauncherConfig:
     work_dir: str = ""  # default: work/RUN/NAME
     corpus: str = ""  # the run's text, if not where its recipe says
     device: str = "auto"
-    num_threads: int = 0  # 0: as many as torch takes
+    num_threads: int = 0  # 0: torch's default
     compiled: bool | None = None  # None: on a GPU
-    save_seconds: float = 60.0  # state on disk is at most so old, and the time of a write older
+    save_seconds: float = 60.0  # the most that state on disk lags, apart from the duration of a write
     stage: int | None = None  # None: all stages are on this machine
-    master: str = ""  # HOST:PORT of stage 0, where stages are on several machines
-    wait_seconds: float = 60.0  # for the master
+    advertise: str = ""  # HOST:PORT at which other machines reach this stage; "none": unreachable
     link_timeout_seconds: float = 60.0
-    stall_seconds: float = 30.0  # a worker that makes no progress for so long is killed
-    relay: str = ""  # HOST:PORT of a relay through which stages meet, in place of the master
-    grace_seconds: float = 0.0  # after SIGTERM, until the machine is taken; 0: SIGTERM is as Ctrl-C
+    stall_seconds: float = 30.0  # without progress, after which a worker is killed
+    relay: str = ""  # HOST:PORT of a relay for stages that cannot reach each other
+    grace_seconds: float = 0.0  # from SIGTERM until the machine is taken; 0: SIGTERM acts as Ctrl-C
     scores: bool | None = None  # measure the held-out loss here; None: as the recipe says
-    trust_network: bool = False  # links by gloo or NCCL between machines, too
-    secured: bool = False  # links are made over TLS; the launcher finds out
-    handover: str = ""  # where the launcher hands connections over to its worker
-    started: float = field(default_factory=time.time)  # by the wall clock; the log says how long it took
-    parent: int = 0  # the process that starts this one, and restarts it; 0: a person does
+    trust_network: bool = False  # links by gloo or NCCL, even between machines
+    started: float = field(default_factory=time.time)  # wall clock; the log reports the duration
+    parent: int = 0  # the process that starts and restarts this one; 0: a person
 
     @property
     def launcher_name(self) -> str:
-        """Of the launcher's own files in the work folder."""
+        """The name of the launcher's own files in the work folder."""
         return "launcher" if self.stage is None else f"launcher-{self.stage}"
 
     @property
@@ -72,7 +70,7 @@ class LauncherConfig:
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies (Linux).
 
-    The parent may have died before the kernel was asked, so this looks whether it is still there.
+    The parent may have died before that call, so check afterwards whether it still runs.
     """
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -82,14 +80,19 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def logger(name: str, kept: Callable[[str], None] = lambda line: None) -> Log:
-    """To stderr; `kept` gets each line, too."""
+def name_process(name: str) -> None:
+    """Set the name in `ps` and `top`: forked processes share a command line (Linux; 15 characters)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(15, name.encode()[:15] + b"\0")  # PR_SET_NAME
+
+
+def logger(name: str) -> Log:
+    """Write lines to stderr, with the time and a name."""
 
     def log(text: str) -> None:
-        line = f"{time.strftime('%H:%M:%S')} [{name}] {visible(text)}"
-        sys.stderr.write(f"{line}\n")  # in one write: several processes share the file
+        # A single write, since several processes share the file.
+        sys.stderr.write(f"{time.strftime('%H:%M:%S')} [{name}] {visible(text)}\n")
         sys.stderr.flush()
-        kept(line)
 
     return log
 
@@ -99,9 +102,9 @@ def describe_exit(status: int) -> str:
 
 
 def lock_file(path: Path) -> BinaryIO:
-    """Lock a file until this process ends; ConfigError when another process has locked it."""
+    """Lock a file until this process ends; ConfigError if another process has locked it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open_own(path, append=True)  # as long as the process lives
+    file = open_own(path, append=True)  # open as long as the process lives
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -117,13 +120,13 @@ def lock_file(path: Path) -> BinaryIO:
 
 
 def lock_owner(path: Path) -> str:
-    """The process that has locked a file, as it noted itself there."""
+    """The process that has locked a file, by its own note there."""
     pid = (read_note(path) or "").strip()
     return pid if pid.isdigit() and len(pid) < 20 else "unknown"
 
 
 def is_running(work: Path) -> bool:
-    """Does a launcher run in this folder?"""
+    """Whether a launcher runs in this folder."""
     names = list_folder(work) if work.is_dir() else ()
     for name in names:
         if not (name.startswith("launcher") and name.endswith(".lock")):

@@ -1,4 +1,4 @@
-"""Log lines that strangers cause: as many as they come, few are written."""
+"""Log lines that strangers cause: few are written, however many strangers come."""
 
 import threading
 import time

@@ -1,13 +1,13 @@
-"""Records a run from its bucket alone: a row when a round is settled, its losses when they are known."""
+"""Record a run from its bucket alone: a row when a round is settled, its losses once they are known."""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import torch
+from msgspec.structs import replace
 
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
@@ -21,16 +21,16 @@ from isthmus.runlog.words import rounds_in_words
 from isthmus.runtime.scoring import ScoredAnchor, ScoringDevice, Stopped
 from isthmus.store.retry import StoreError
 
-ANSWER_SECONDS = 5.0  # that a store may take to say whether a round is settled
+ANSWER_SECONDS = 5.0  # the most a store may take to say whether a round is settled
 
 
 class Recorder:
-    """A reader of the ledger. `advance` adds a row as soon as a round is settled, from its manifest alone.
-    `fill_in` replays the rounds as the replicas did, scores them, and amends their rows.
+    """Reads the ledger. `advance` adds a row as soon as a round is settled, from its manifest alone.
+    `fill_in` replays the rounds as the replicas did, scores them, and updates their rows.
 
-    `Scoring` calls the second from a thread of its own: it may be rounds behind, and holds up neither the
-    rows nor the fleet. In a run directory that has rows already, both go on after what is there. `pause` is
-    (a round, the seconds of it in which the run was stopped).
+    `Scoring` calls `fill_in` in a separate thread: it may lag by rounds without delaying the rows or the
+    fleet. In a run directory with rows, both continue after those. `pause` is (a round, the seconds during
+    which the run was stopped in it).
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Recorder:
         self.stopped = threading.Event()
         self.anchor = ScoredAnchor(ledger, corpus, list(where), view.note, self.stopped)
         self.changed = threading.Condition()  # guards rows, on disk and here
-        self.fault = ""  # why there are no more losses
+        self.fault = ""  # why losses are no longer measured
         rows = run.rows()
-        # Of what was recorded, the rows that are not whole yet; the file has all of them.
+        # The recorded rows that still lack losses; the file has all rows.
         self.waiting = {row.round: row for row in rows if not row.is_filled_in(self.recipe)}
         for row in self.waiting.values():
             view.hooks.add(row, awaited=True)
@@ -60,7 +60,7 @@ class Recorder:
 
     @property
     def replay(self) -> Replay:
-        """At the newest round that was replayed."""
+        """The replay at the newest replayed round."""
         return self.anchor.replay
 
     # Rows
@@ -84,12 +84,12 @@ class Recorder:
         return manifest
 
     def record(self, stop: Callable[[], bool], poll_seconds: float = 0.1) -> None:
-        """Record until the last round is settled, or `stop` says so and no settled round is left."""
+        """Record until the last round is settled, or `stop` returns True and no settled round is left."""
         away = False
         while self.last.round < self.recipe.outer.rounds:
             over, settled = stop(), None
             try:
-                # Not for long: meanwhile nobody looks after the replicas.
+                # Briefly: the replicas are not supervised meanwhile.
                 if self.ledger.settled_at(self.last.round + 1, time.monotonic() + ANSWER_SECONDS) is not None:
                     settled = self.advance()
                 away = False
@@ -105,7 +105,7 @@ class Recorder:
                 time.sleep(poll_seconds)
 
     def add_farewells(self, ended: Callable[[], bool], timeout_seconds: float = 20.0) -> None:
-        """Add to the last row what the replicas counted after their last commits: the sums are exact."""
+        """Add the replicas' counts after their last commits to the last row, so that the sums are exact."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             over = ended() or time.monotonic() > deadline
@@ -121,7 +121,7 @@ class Recorder:
     # Losses
 
     def fill_in(self) -> bool:
-        """Replay and score the oldest round whose row is not whole; False when there is none."""
+        """Replay and score the oldest round whose row lacks losses; False if there is none."""
         with self.changed:
             if not self.waiting:
                 return False
@@ -147,7 +147,7 @@ class Recorder:
         return reached, *self.anchor.with_digest(self._scores_or_none if scored else lambda: None)
 
     def _scores_or_none(self) -> Scores | None:
-        """Losses that cannot be measured end the losses, not the run; the anchor goes on."""
+        """The scores, or None. A failure ends the losses, not the run; the anchor goes on."""
         try:
             return self._scores()
         except Stopped:
@@ -162,7 +162,7 @@ class Recorder:
         return self.anchor.scores()
 
     def fail(self, error: Exception) -> None:
-        """There will be no more losses."""
+        """Stop measuring losses."""
         self.fault = (str(error).splitlines() or [""])[0] or type(error).__name__
         self.view.note(f"no more held-out losses: {self.fault}; the fleet goes on")
         with self.changed:
@@ -170,11 +170,11 @@ class Recorder:
                 self.view.losses(row)
 
     def has_last_anchor(self) -> bool:
-        """Is `replay` at the last recorded round?"""
+        """Whether `replay` is at the last recorded round."""
         return self.anchor.held is not None and self.anchor.held.round == self.last.round
 
     def problem(self) -> str:
-        """Which rounds have no losses because measuring them failed, and why; empty if none did."""
+        """The rounds that could not be scored, and why; empty if there are none."""
         if not self.fault:
             return ""
         unscored = [row.round for row in self.run.rows() if not row.is_filled_in(self.recipe)]
@@ -183,9 +183,9 @@ class Recorder:
 
 
 class Scoring(threading.Thread):
-    """Fills in the rows of a recorder while it records; for `with`."""
+    """Fills in a recorder's rows while it records; a context manager."""
 
-    RETRY_SECONDS = 1.0  # while the store is away
+    RETRY_SECONDS = 1.0  # while the store is down
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(daemon=True, name="scoring")
@@ -207,7 +207,7 @@ class Scoring(threading.Thread):
             with recorder.changed:
                 recorder.changed.wait_for(lambda: recorder.waiting or self.ended)
             try:
-                if not recorder.fill_in():  # then the last round is recorded, and its anchor is the model
+                if not recorder.fill_in():  # the last round is recorded, and its anchor is the model
                     recorder.anchor.somewhere(lambda: recorder.anchor.reach(recorder.last.round))
                     return
             except Stopped:
@@ -220,14 +220,14 @@ class Scoring(threading.Thread):
                 return recorder.fail(error)
 
     def finish(self) -> None:
-        """Wait until every recorded round is scored; says so where it takes a while."""
+        """Wait until every recorded round is scored; log a note if that takes a while."""
         self._end()
         self.join(timeout=1.0)
         with self.recorder.changed:
             rounds = [t for t in sorted(self.recorder.waiting) if self.recorder.recipe.is_scored(t)]
         if self.is_alive() and rounds:
             self.recorder.view.note(f"scoring {rounds_in_words(rounds)}")
-        while self.is_alive():  # Ctrl-C is heard
+        while self.is_alive():  # so that Ctrl-C works
             self.join(timeout=0.5)
 
     def _end(self) -> None:
@@ -237,8 +237,8 @@ class Scoring(threading.Thread):
 
 
 def write_from_bucket(ledger: Ledger, path: str | Path) -> RunDir:
-    """A run directory from a bucket alone, for a run that was joined and that no machine records: what the
-    replicas reported, without a replay; held-out losses as far as one of them measured any."""
+    """Write a run directory from a bucket alone, for a joined run that no machine records: the replicas'
+    reports, without a replay; held-out losses if one of them measured any."""
     recipe, rows = ledger.run.recipe, bucket_rows(ledger)
     about = About(
         mode=REAL,

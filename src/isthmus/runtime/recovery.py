@@ -1,6 +1,8 @@
-"""A process that starts: it restores its private state, or begins from the bucket."""
+"""Start a process: restore the newest checkpoint that all processes of its replica have, or begin from the
+bucket. The ordinary loop then repeats what comes after the checkpoint."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -9,64 +11,55 @@ from torch import Tensor
 
 from isthmus.errors import ConfigError, RunError, RunStopped
 from isthmus.model.digest import shard_digest
-from isthmus.outer.exchange import Contribution
-from isthmus.protocol.rescue import LedPast
+from isthmus.protocol.missing import LedPast
 from isthmus.protocol.trust import Refused
 from isthmus.replica.control_group import agree, all_true, share_json, whole_number, whole_numbers
-from isthmus.runtime.middle import PARAMS, Middle
-from isthmus.runtime.private_state import Files, Update
+from isthmus.runtime.checkpoint import Files, Place
 from isthmus.runtime.trainer import Trainer
 from isthmus.store import StoreError
+from isthmus.store.together import together
+
+AT_ONCE = 64  # manifests that one batch requests
+
+
+class Way(IntEnum):
+    """How a process with a restored checkpoint reaches the others' anchor."""
+
+    ROUNDS = 0  # round by round
+    LATER_ANCHOR = 1  # from a later anchor; the feedback stays
+    EMPTIED = 2
 
 
 class Recovery:
-    """Brings a trainer to where its replica was (docs/protocol.md, Crash points). All processes of a replica
+    """Restores a trainer's position in the run (docs/protocol.md, Crash points). All processes of a replica
     take the same steps together."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
     def resume(self) -> int:
-        """Restore what is on this disk, or start from the bucket; how many rounds are done."""
-        try:
-            return self._resume()
-        except LedPast as gap:
-            return self.pass_over(gap)
+        """Restore the state on this disk, or start from the bucket; return how many rounds are done."""
+        trainer = self.trainer
+        found = self._newest()
+        if found is None:
+            return self._join()
+        place, files = found
+        trainer.restore(place, files)
+        at = f"after {place.num_steps} of its inner steps" if place.num_steps else "at its start"
+        trainer.log(f"back in round {place.round}, {at}")
+        leads, way = trainer.control.rank == 0, Way.ROUNDS
+        if leads:
+            way = trainer.patience(partial(self._way_on, place.round))
+        way = Way(trainer.control.share(bytes([way]))[0][0])
+        if way is not Way.ROUNDS:
+            trainer.log(f"going on from a later anchor than that of round {place.round}")
+            return self._past(way is Way.EMPTIED)
+        trainer.hold(place.round - 1)
+        return place.round - 1
 
-    def pass_over(self, gap: LedPast) -> int:
-        """Payloads on our way are lost, and a later anchor is there: take it, and keep what is ours."""
-        trainer, t = self.trainer, gap.round
-        updates = [number for number in trainer.state.updates() if number >= t]
-        if trainer.pending is not None:
-            trainer.settle_pending(t)
-            updates = [number for number in updates if number > t]
-        if trainer.middle:
-            trainer.carry_middle()
-        if updates:  # what the feedback held went out with updates that cannot be trained again
-            trainer.outer.drop_feedback()
-        trainer.log(str(gap))
-        return self._from_bucket(self._agreed_last_round(), gap.anchor)
-
-    def _resume(self) -> int:
-        states, updates = self._common()
-        if (middle := self._middle(max(states, default=0))) is not None:
-            return self._restore_middle(*middle, {t for t in updates if t >= middle[0].round})
-        for round_number in sorted(states, reverse=True):
-            files, why = self._readable(round_number)
-            if not all_true(self.trainer.control, files is not None) or files is None:
-                before = [t for t in states if t < round_number]
-                instead = f"that of round {max(before)} is taken" if before else "and there is none before it"
-                why = why or "another process of this replica cannot read its part"
-                self.trainer.log(f"{why}; the state of round {round_number} is lost, {instead}")
-                continue
-            self.trainer.state.drop_after(round_number)
-            newer = {number for number in updates if number > round_number}
-            self.trainer.state.drop_updates(newer.__contains__)
-            self.trainer.record.came_back(round_number, newer)
-            return self._train_again(self._restore(round_number, files, newer), newer)
-        if updates and self._began_at(min(updates)):
-            return self._train_again(self._from_bucket(min(updates) - 1), updates)
-        self.trainer.state.drop_updates(lambda number: False)
+    def _join(self) -> int:
+        self.trainer.checkpoint.forget_starts()
+        self.trainer.exchange.starts.clear()
         last = self._agreed_last_round()
         start = self._from_bucket(last)
         if last:
@@ -76,169 +69,138 @@ class Recovery:
             )
         return start
 
-    def _common(self) -> tuple[set[int], set[int]]:
-        """Rounds whose states, and rounds whose updates, all processes of the replica have."""
-        updates = [t for t in self.trainer.state.updates() if self._whole_update(t)]
-        mine = [self.trainer.state.rounds(), sorted(updates)]
-        states, updates = zip(*share_json(self.trainer.control, mine, _two_sets), strict=True)
-        return set.intersection(*states), set.intersection(*updates)
+    # The checkpoint
 
-    def _whole_update(self, round_number: int) -> bool:
-        """Is the update of a round on this disk, as it was sent?"""
+    def _newest(self) -> tuple[Place, Files] | None:
+        """The newest checkpoint that all processes have complete. Others are removed, so that they cannot
+        clash with what the replica saves from now on."""
+        checkpoint, control = self.trainer.checkpoint, self.trainer.control
+        own: list[Any] = [sorted(checkpoint.numbers()), checkpoint.starts()]
+        theirs = share_json(control, own, _numbers_and_starts)
+        common = set.intersection(*(numbers for numbers, _ in theirs))
+        self.trainer.exchange.starts = set.intersection(*(starts for _, starts in theirs))
+        checkpoint.drop(lambda number: number not in common)
+        for number in sorted(common, reverse=True):
+            found, why = self._load(number)
+            if all_true(control, found is not None) and found is not None:
+                self._check_processes(found[0])
+                return found
+            why = why or "another process of this replica cannot read its part"
+            self.trainer.log(f"a checkpoint is lost: {why}")
+            checkpoint.drop(lambda other, lost=number: other == lost)
+        return None
+
+    def _load(self, number: int) -> tuple[tuple[Place, Files] | None, str]:
+        trainer = self.trainer
+        wanted, params = trainer.state_files(), trainer.replica.named_parameters()
         try:
-            update = self.trainer.saved_update(round_number)
-            if update is not None:  # files of 0.2 and before have no hash that would tell
-                self.trainer.outer.unpack(update.shards)
-            return update is not None
-        except (ConfigError, Refused) as reason:
-            self.trainer.log(f"{reason}; the saved update of round {round_number} is lost")
-            return False
-
-    def _began_at(self, round_number: int) -> bool:
-        """Was this the first round of a replica that came without state, and can it be trained again?"""
-        update = self.trainer.saved_update(round_number)
-        first = update is not None and update.step_count == self.trainer.recipe.outer.inner_steps
-        return all_true(self.trainer.control, first) and not self._swept(round_number)
-
-    def _train_again(self, done: int, updates: Collection[int]) -> int:
-        """Rounds whose update was saved and whose state was not: train them once more from the state before.
-
-        The update stays as it was sent, and may have been counted since. What training gives anew is the
-        optimiser and the error feedback: e <- beta e + Delta - what was sent.
-        """
-        for round_number in range(done + 1, max(updates, default=done) + 1):
-            counted, own = self.trainer.exchange.closed(round_number), []
-            if round_number in updates:
-                self.trainer.log(f"training round {round_number} again, from which only the update was saved")
-                update = self.trainer.saved_update(round_number)
-                own = self.trainer.train_round(round_number - 1, lambda h: None, update)
-            if counted is None and not own:
-                break  # it is still open, and ours to train
-            self.trainer.apply(
-                round_number, self.trainer.exchange.close(round_number, own) if counted is None else counted
-            )
-            done = round_number
-        return done
-
-    def _readable(self, round_number: int) -> tuple[dict[str, dict[str, Tensor]] | None, str]:
-        """A saved round's files, or None and which of them is damaged."""
-        path = self.trainer.state.folder / f"round-{round_number:06d}"
-        try:
-            files = self.trainer.state.load(round_number)
-            for file, named in self.trainer.state_files().items():
-                there = files.get(file, {})
-                odd = [name for name, t in named.items() if name not in there or there[name].shape != t.shape]
-                if odd:
-                    return (
-                        None,
-                        f"{path / file}.safetensors is damaged: it does not hold {odd[0]} in its shape",
-                    )
+            return trainer.checkpoint.load(number, wanted, params), ""
         except ConfigError as reason:
             return None, str(reason)
-        try:
-            update = Update.from_tensors(files.get("pending", {}))
-            if set(update.shards) != set(self.trainer.outer.writes):
-                raise Refused("it holds other shards than this process sends")
-            self.trainer.outer.unpack(update.shards)
-        except (ConfigError, Refused) as reason:
-            return None, f"{path / 'pending'}.safetensors is damaged: {reason}"
-        return files, ""
 
-    def _restore(self, round_number: int, files: dict[str, dict[str, Tensor]], newer: Collection[int]) -> int:
-        """Our own optimiser, error feedback and unsettled update; then the round they wait for."""
-        self.trainer.outer.restore(files)
-        update = Update.from_tensors(files["pending"])
-        self.trainer.step_count = update.step_count
-        self.trainer.replica.restore(files["optimiser"], self.trainer.step_count)
-        self.trainer.status.restore(update.told)
-        self.trainer.pending = Contribution(self.trainer.member.name, update.shards, self.trainer.pop_facts())
-        if self._swept(round_number):
-            self.trainer.settle_pending(round_number)
-            return self._past_a_sweep(round_number, newer)
-        self.trainer.hold(round_number - 1)
-        self.trainer.log(f"back with the state of round {round_number}")
-        counted = self.trainer.exchange.closed(round_number)
-        if counted is None:
-            counted = self.trainer.exchange.close(round_number, [self.trainer.pending])
-        self.trainer.apply(round_number, counted)
-        return round_number
+    def _check_processes(self, place: Place) -> None:
+        if place.processes != self.trainer.control.size:
+            raise ConfigError(
+                f"{self.trainer.checkpoint.folder} was saved by a replica of {place.processes} processes, "
+                f"and this one has {self.trainer.control.size}; put their number back, or remove the folder "
+                "to join from the bucket"
+            )
 
-    def _past_a_sweep(self, round_number: int, newer: Collection[int]) -> int:
-        """The payloads that lead on from our anchor are gone: take a later one, and keep what is ours."""
-        if newer:  # what the feedback held went out with updates that cannot be trained again
-            self.trainer.outer.drop_feedback()
-        self.trainer.record.skipped(newer)
-        last = self._agreed_last_round()
-        self.trainer.log(f"back with the state of round {round_number}, and with the anchor of a later one")
-        return self._from_bucket(last)
+    # Jumps over rounds
 
-    def _middle(self, newest: int) -> tuple[Middle, Files] | None:
-        """The middle of a round after the newest state, if all processes of the replica have it whole."""
-        found = self._readable_middle(newest)
-        mine = [found[0].round, found[0].num_steps] if found else []
-        theirs = share_json(self.trainer.control, mine, whole_numbers)
-        if found and any(each != mine for each in theirs):
-            self.trainer.log("the processes of this replica have saved different middles; none is taken")
-            self.trainer.state.drop_middle()
-            return None
-        return found
-
-    def _readable_middle(self, newest: int) -> tuple[Middle, Files] | None:
-        try:
-            found = self.trainer.state.load_middle()
-            if found is None or found[0].round <= newest:
-                return None
-            about, files = found
-            if about.num_steps >= self.trainer.recipe.outer.inner_steps:
-                raise ConfigError("it has all inner steps of its round")
-            wanted = {**self.trainer.state_files(), PARAMS: self.trainer.replica.named_parameters()}
-            for file, named in wanted.items():
-                there = files.get(file, {})
-                for name, tensor in named.items():
-                    if name not in there or there[name].shape != tensor.shape:
-                        raise ConfigError(f"{file} does not hold {name} in its shape")
-        except ConfigError as reason:
-            self.trainer.log(f"the saved middle of a round is lost: {reason}")
-            return None
-        return found
-
-    def _restore_middle(self, about: Middle, files: Files, updates: Collection[int]) -> int:
-        """An open round goes on after the inner steps that it had. One that was settled meanwhile does not:
-        `apply` gives them to the error feedback."""
-        trainer, t = self.trainer, about.round
-        trainer.outer.restore(files)
-        trainer.step_count, trainer.measured.fresh_steps = about.step_count, about.carried
-        trainer.replica.restore(files["optimiser"], about.step_count + about.num_steps)
-        trainer.middle = about, {name: p.to(trainer.device) for name, p in files[PARAMS].items()}
-        trainer.record.came_back(t - 1, updates)
-        trainer.log(f"back in round {t}, after {about.num_steps} of its inner steps")
-        if self._swept(t):
-            trainer.carry_middle()
-            return self._past_a_sweep(t, updates)
-        trainer.hold(t - 1)
-        return self._train_again(t - 1, updates)
-
-    def _swept(self, round_number: int) -> bool:
-        """May the round's payloads be gone? Those up to the second-newest anchor are swept."""
-        look = partial(self._looks_swept, round_number)
-        return agree(self.trainer.control, self.trainer.control.rank == 0 and self.trainer.patience(look))
-
-    def _looks_swept(self, round_number: int) -> bool:
-        anchors = self.trainer.ledger.believed_anchors(2)
+    def _way_on(self, round_number: int) -> "Way":
+        """Continue from our anchor, round by round, or from a later one: if our round's payloads are gone, or
+        if we are far behind and no update of ours counts meanwhile."""
+        ledger = self.trainer.ledger
+        anchors = ledger.believed_anchors(2)
         if not anchors or round_number > anchors[0]:
-            return False
-        return round_number <= min(anchors[1:], default=0) or not self.trainer.ledger.has_payloads(
-            round_number
-        )
+            return Way.ROUNDS
+        swept, far = self._is_swept(round_number), round_number <= min(anchors[1:], default=0)
+        if not swept and not far:
+            return Way.ROUNDS
+        if self._is_lost(round_number, ledger.last_round()):
+            return Way.EMPTIED if swept else Way.ROUNDS
+        return Way.LATER_ANCHOR
+
+    def _is_swept(self, round_number: int) -> bool:
+        """Whether payloads of a settled round are gone. Each replica sweeps its own."""
+        ledger, name = self.trainer.ledger, self.trainer.member.name
+        manifest = ledger.manifest(round_number)
+        others = [entry for entry in manifest.entries if entry.replica != name] if manifest else []
+        some = [(entry, entry.shards[0]) for entry in (others[:1] + others[-1:])]
+        return not all(ledger.is_object(ledger.shard_key(e.replica, round_number, s)) for e, s in some)
+
+    def _is_lost(self, first: int, last: int) -> bool:
+        """Whether the feedback must be emptied to continue from an anchor after these rounds. What our open
+        round counted can be subtracted if we have its c and its payload exists."""
+        ledger, name = self.trainer.ledger, self.trainer.member.name
+        manifest = ledger.manifest(first)
+        entry = manifest.entry(name) if manifest else None
+        if entry and not (
+            self.trainer.session.carried and ledger.is_object(ledger.shard_key(name, first, entry.shards[0]))
+        ):
+            return True
+        return self._counts_us(first + 1, last)
+
+    def pass_over(self, gap: LedPast) -> int:
+        """Take a later anchor past lost payloads, and keep our feedback if possible."""
+        trainer, leads = self.trainer, self.trainer.control.rank == 0
+        trainer.log(str(gap))
+        lost = leads and trainer.patience(partial(self._is_lost, gap.round, gap.anchor))
+        return self._past(agree(trainer.control, lost), gap.anchor)
+
+    def _past(self, emptied: bool, anchor: int = 0) -> int:
+        """Continue from a later anchor. The feedback stays if no update of ours counts in the rounds between.
+        Otherwise unknown parts of it were sent."""
+        trainer = self.trainer
+        if emptied:
+            trainer.outer.drop_feedback()
+            trainer.checkpoint.forget_starts()
+            trainer.exchange.starts.clear()
+            trainer.log(
+                f"rounds from {trainer.open} on count updates of ours, and cannot be trained again because "
+                "payloads are gone: the error feedback is emptied"
+            )
+        elif trainer.session.carried:
+            self._settle_open()
+        elif trainer.losses:
+            trainer.fold_open()
+        trainer.session.unsaved = True
+        trainer.session.pending, trainer.params, trainer.session.carried = None, None, False
+        return self._from_bucket(self._agreed_last_round(), anchor, fresh=False)
+
+    def _settle_open(self) -> None:
+        """c -> e of the open round, by our own counted update alone."""
+        trainer, t = self.trainer, self.trainer.open
+        manifest = trainer.ledger.manifest(t)
+        if entry := manifest.entry(trainer.member.name) if manifest else None:
+            read = partial(trainer.ledger.get_shard, entry.replica, t)
+            try:
+                shards = {i: trainer.patience(partial(read, entry.shards[i])) for i in trainer.outer.writes}
+                listed, known = trainer.outer.unpack(shards), entry.incarnation in trainer.exchange.starts
+                trainer.outer.settle(listed, known)
+            except Refused as reason:
+                trainer.outer.drop_feedback()
+                trainer.log(f"round {t}: our update cannot be read ({reason}); the error feedback is emptied")
+
+    def _counts_us(self, first: int, last: int) -> bool:
+        """Whether one of these rounds counts an update of ours. Manifests are never deleted."""
+        ledger, name = self.trainer.ledger, self.trainer.member.name
+        for start in range(first, last + 1, AT_ONCE):
+            calls = [partial(ledger.manifest, t) for t in range(start, min(start + AT_ONCE, last + 1))]
+            found = together(calls)
+            if any(manifest and manifest.entry(name) for manifest in found):
+                return True
+        return False
 
     def _agreed_last_round(self) -> int:
         leads = self.trainer.control.rank == 0
         mine = self.trainer.patience(self.trainer.ledger.last_round) if leads else 0
         return share_json(self.trainer.control, mine, whole_number)[0]
 
-    def _from_bucket(self, last: int, first: int = 0) -> int:
-        """The newest anchor that can be believed, or that of round `first`; the loop then replays the rounds
-        after it."""
+    def _from_bucket(self, last: int, first: int = 0, *, fresh: bool = True) -> int:
+        """Take the newest usable anchor, or that of round `first`; the loop then replays the rounds after it.
+        Only a `fresh` process, which has restored no state, still holds the theta^(0) that it drew."""
         self.trainer.exchange.from_bucket = True
         for start in chain([first] if first else [], self._agreed_anchors(last)):
             digest, tensors = self._read_anchor(start)
@@ -247,21 +209,22 @@ class Recovery:
                 continue
             self.trainer.outer.restore_anchor(tensors, tensors if start else None)
             self.trainer.hold(start)
+            self.trainer.losses = []
             return start
-        if self.trainer.ledger.run.start:
-            raise RunError("theta^(0) of this run cannot be read from its bucket; trying again")
+        if self.trainer.ledger.run.start or not fresh:
+            raise RunError("no anchor of this run can be read from its bucket now; trying again")
         self.trainer.hold(0)
         return 0
 
     def _agreed_anchors(self, last: int) -> Iterator[int]:
-        """Rounds with an anchor, newest first: the leader looks for the next one only when it is needed."""
+        """Rounds with an anchor, newest first; the leader looks for the next one only when needed."""
         leads = self.trainer.control.rank == 0
         anchors = self.trainer.ledger.anchors_down(last) if leads else iter(())
         while (start := share_json(self.trainer.control, next(anchors, -1), _round_or_none)[0]) >= 0:
             yield start
 
     def _has_digest(self, round_number: int, tensors: Mapping[str, Tensor], digest: str) -> bool:
-        """Whoever wrote an anchor states its digest, and contributors signed it: are these the tensors?"""
+        """Whether these tensors have the digest that the anchor's writer states and contributors signed."""
         names = self.trainer.ledger.shards
         parts = {i: shard_digest(tensors, names[i]) for i in self.trainer.outer.reads}
         if self.trainer.exchange.hold_anchor(round_number, parts) == digest:
@@ -274,7 +237,7 @@ class Recovery:
             read = partial(self.trainer.ledger.read_anchor, round_number, self.trainer.outer.reads)
             return self.trainer.patience(read)
         except (StoreError, RunStopped):
-            raise  # it may be whole, and only out of reach; or nothing of this run is to be believed
+            raise  # it may be whole but unreachable; or nothing in this run is to be trusted
         except RunError as error:
             self.trainer.log(f"{error}; trying the one before")
             return "", {}
@@ -284,6 +247,6 @@ def _round_or_none(value: Any) -> int:
     return -1 if value == -1 else whole_number(value)
 
 
-def _two_sets(value: Any) -> tuple[set[int], set[int]]:
-    states, updates = value
-    return set(whole_numbers(states)), set(whole_numbers(updates))
+def _numbers_and_starts(value: Any) -> tuple[set[int], set[str]]:
+    numbers, starts = value
+    return set(whole_numbers(numbers)), {str(start) for start in starts}

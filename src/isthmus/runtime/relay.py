@@ -1,15 +1,13 @@
-"""A relay between stages that cannot reach each other: it pairs connections, and cannot read what they say.
+"""A relay between stages that cannot reach each other: it pairs connections, and cannot read their data.
 
-A stage's gate waits here under 32 bytes that only holders of its replica's key know, and its guest asks for
-the same ones (`runtime.addresses`). Whatever they say then, handshake and TLS, passes through. One
-thread serves all: who has said nothing yet, or waits, costs a socket, and a pair costs two buffers. Standard
-library only.
+An end greets it with its replica's key (`runtime.greeting`), and waits until the other end has come. Then the
+two ends use TLS with each other. One thread serves all: an idle or waiting connection costs a socket, and a
+pair costs two buffers.
 """
 
-import resource
+import os
 import selectors
 import socket
-import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -17,36 +15,32 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from isthmus.crowd import Crowd, party
-from isthmus.errors import ConfigError
+from isthmus.runtime.addresses import keep_alive, listen
+from isthmus.runtime.greeting import GREETING_BYTES, GUEST, HOST, MAGIC, NONCE_BYTES, PAIRED, understood
 from isthmus.runtime.rare_notes import Log, RareNotes
-from isthmus.runtime.splice import prepare
 
-MAGIC = b"isthmus-relay/1\0"
-HELLO = struct.Struct(">16sc32s")
-HOST, GUEST = b"H", b"G"
-PAIRED = b"+"
 PORT = 29520
-BUFFER_BYTES = 2**18  # of one direction of a pair
-MOST_WAITING, MOST_WAITING_OF_ONE = 1024, 64  # connections that are not paired; of one address
+BUFFER_BYTES = 2**18  # for one direction of a pair
+MOST_WAITING, MOST_WAITING_OF_ONE = 1024, 64  # unpaired connections; from one address
 MOST_PAIRS, MOST_PAIRS_OF_ONE = 512, 64
-MOST_FILES = MOST_WAITING + 2 * MOST_PAIRS + 64  # that a process has open for all that, and for itself
-GUEST_SECONDS = 5.0  # for its gate to appear
+MOST_FILES = MOST_WAITING + 2 * MOST_PAIRS + 64  # files that all this needs, with a margin
+GUEST_SECONDS = 5.0  # a guest's wait for its host
 HOST_SECONDS = 24 * 3600.0
-IDLE_SECONDS = 2 * 3600.0  # of a pair; stages are silent between rounds
+IDLE_SECONDS = 120.0  # of a pair: a link sends a heartbeat every second
 SWEEP_SECONDS = 0.5
-BACKLOG = 512
 
 
 @dataclass(eq=False, slots=True)
 class Connection:
     link: socket.socket
     address: str
+    nonce: bytes
     said: bytes = b""
-    meeting: bytes = b""  # once it has said all
-    role: bytes = b""
+    meeting: bytes = b""  # once its greeting is complete
+    role: bytes = b""  # HOST waits for GUEST
     other: "Connection | None" = None  # once it is paired
-    waiting: bytearray = field(default_factory=bytearray)  # came from `other`, and goes here
-    ended: bool = False  # no more comes from here
+    waiting: bytearray = field(default_factory=bytearray)  # data from `other` to be sent here
+    ended: bool = False  # its end sends no more
     last: float = 0.0
 
 
@@ -61,15 +55,16 @@ class Relay:
         clock: Callable[[], float] = time.monotonic,
         files: int = MOST_FILES,
     ) -> None:
-        """`files` is how many this process may have open. With fewer, all bounds are smaller: where the
-        system refuses a connection, nobody is asked to make room for it."""
+        """`files` is how many files this process may open. With fewer, all limits shrink: if the system
+        refuses a connection, the relay cannot make room for it."""
         self.notes, self.clock = RareNotes(log, clock), clock
         self.scale = min(1.0, files / MOST_FILES)
-        self.listener = _bind(host, port)
+        self.listener = listen(host, port, "give an address of this machine and a free port")
+        self.listener.setblocking(False)
         self.port = self.listener.getsockname()[1]
         self.crowd = Crowd(self._scaled(MOST_WAITING), self._scaled(MOST_WAITING_OF_ONE), clock)
         self.connections: set[Connection] = set()
-        self.meetings: dict[tuple[bytes, bytes], deque[Connection]] = {}  # meeting, role -> who waits
+        self.meetings: dict[tuple[bytes, bytes], deque[Connection]] = {}  # (meeting, role) -> those waiting
         self.pairs: Counter[str] = Counter()  # by the guest's address
         self.carried = 0
         self.selector = selectors.DefaultSelector()
@@ -90,11 +85,11 @@ class Relay:
         self.listener.close()
 
     def turn(self, seconds: float) -> None:
-        """Whatever can be done now, or within these seconds."""
+        """Do everything that is possible now or within these seconds."""
         for key, events in self.selector.select(seconds):
             if key.data is None:
                 self._accept()
-            elif key.data in self.connections:  # and not dropped in this very turn
+            elif key.data in self.connections:  # not dropped in this turn
                 try:
                     self._serve(key.data, events)
                 except BlockingIOError:
@@ -109,8 +104,11 @@ class Relay:
     def _accept(self) -> None:
         with suppress(OSError):
             link, address = self.listener.accept()
-            prepare(link, 0.0)
-            connection = Connection(link, party(str(address[0])), last=self.clock())
+            link.setblocking(False)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(link)
+            connection = Connection(link, party(str(address[0])), os.urandom(NONCE_BYTES), last=self.clock())
+            link.send(connection.nonce)  # a new connection has buffer space for it
             visit = self.crowd.enter(link, str(address[0]))
             if visit is None:
                 link.close()
@@ -129,15 +127,15 @@ class Relay:
             self._hear(connection)
 
     def _hear(self, connection: Connection) -> None:
-        """The greeting; whoever says anything else, or more before it is paired, is dropped."""
-        data = connection.link.recv(HELLO.size + 1 - len(connection.said))
+        """Read the greeting; drop a connection that sends anything else, or more before it is paired."""
+        data = connection.link.recv(GREETING_BYTES + 1 - len(connection.said))
         connection.said += data
         said = connection.said
-        if not data or len(said) > HELLO.size or not MAGIC.startswith(said[: len(MAGIC)]):
+        if not data or len(said) > GREETING_BYTES or not MAGIC.startswith(said[: len(MAGIC)]):
             self._drop(connection)
-        elif len(said) == HELLO.size and not connection.meeting:
-            _, connection.role, connection.meeting = HELLO.unpack(said)
-            if connection.role in (HOST, GUEST):
+        elif len(said) == GREETING_BYTES and not connection.meeting:
+            if found := understood(said, connection.nonce):
+                connection.role, connection.meeting = found
                 self._meet(connection)
             else:
                 self._drop(connection)
@@ -171,8 +169,8 @@ class Relay:
             self._watch(one)
 
     def _has_room(self, address: str) -> bool:
-        """For one more pair of a guest from there. Where all are taken, the address that has the most gives
-        up the one that has been silent longest; not one that has hardly more than the newcomer."""
+        """Whether there is room for a guest's pair. If all places are taken, drop the longest-silent pair of
+        the address with the most, if that has at least two more than the newcomer's."""
         if self.pairs[address] >= self._scaled(MOST_PAIRS_OF_ONE):
             return False
         if self.pairs.total() < self._scaled(MOST_PAIRS):
@@ -194,7 +192,7 @@ class Relay:
         self._watch(source)
 
     def _flush(self, sink: Connection) -> None:
-        """Most often it goes at once, and nothing is kept."""
+        """Send what waits; most often it is sent at once and no data is kept."""
         if sink.waiting:
             with suppress(BlockingIOError):
                 sent = sink.link.send(sink.waiting)
@@ -202,16 +200,13 @@ class Relay:
         source = sink.other
         assert source
         if source.ended and not sink.waiting:
-            if sink.ended:
-                self._drop(sink)
-                return
-            with suppress(OSError):
-                sink.link.shutdown(socket.SHUT_WR)
+            self._drop(sink)  # drops both: a stage hangs up once it has seen the other's end
+            return
         self._watch(sink)
         self._watch(source)
 
     def _watch(self, connection: Connection) -> None:
-        """A side is read while there is room at the other one, and written to while something waits."""
+        """Read from a side while the other has buffer space, and write to it while data waits."""
         if connection not in self.connections:
             return
         other = connection.other
@@ -227,7 +222,7 @@ class Relay:
             self.selector.unregister(connection.link)
 
     def _drop(self, connection: Connection) -> None:
-        """It, and the one it is paired with."""
+        """Drop a connection and its partner."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
@@ -235,43 +230,12 @@ class Relay:
         if connection.link.fileno() in self.selector.get_map():
             self.selector.unregister(connection.link)
         connection.link.close()
-        waiting = self.meetings.get((connection.meeting, connection.role))
-        if waiting and connection in waiting:
+        waiting = self.meetings.get((connection.meeting, connection.role), deque())
+        with suppress(ValueError):  # it may not be waiting any more
             waiting.remove(connection)
             if not waiting:
                 del self.meetings[connection.meeting, connection.role]
         if connection.other:
             if connection.role == GUEST:
-                self.pairs -= Counter([connection.address])  # and no zeros are kept
+                self.pairs -= Counter([connection.address])  # keeps no zeros
             self._drop(connection.other)
-
-
-def allowed_files() -> int:
-    """How many files this process may have open, after it has asked for as many as a relay can use."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A server on one address, or on all there are, IPv4 and IPv6."""
-    try:
-        if host:
-            (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        elif socket.has_dualstack_ipv6():
-            family = socket.AF_INET6
-            listener = socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=True)
-        else:
-            listener = socket.create_server(("", port), backlog=BACKLOG)
-    except (OSError, UnicodeError) as error:
-        why = (getattr(error, "strerror", "") or str(error)).lower()
-        raise ConfigError(
-            f"cannot listen on {host or '*'}:{port}: {why}; give an address of this machine and a free port"
-        ) from None
-    listener.setblocking(False)
-    return listener

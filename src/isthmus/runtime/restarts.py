@@ -1,4 +1,4 @@
-"""Between two starts of a machine's workers: judge why they ended, say it, wait."""
+"""Between two starts of a machine's workers: judge why they ended, log it, wait."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from isthmus.files import overwrite_own
 from isthmus.runtime.crashes import count_restart, note_error
 from isthmus.runtime.failure import QUICK_SECONDS, Failure, Failures, Final, failure_note, settled_note
 from isthmus.runtime.process import LauncherConfig, Log, describe_exit
-from isthmus.runtime.waiting import WaitingNotes
+from isthmus.runtime.waiting import LinkNote, WaitingNotes
 
 
 class Restarts:
@@ -26,18 +26,19 @@ class Restarts:
         self.leaving = threading.Event()
 
     def starting(self) -> None:
-        """Forget what the workers before these have noted."""
+        """Remove the notes of the previous workers."""
         self.started_at = time.monotonic()
         for rank in self.ranks:
             failure_note(self.work, rank).unlink(missing_ok=True)
             settled_note(self.work, rank).unlink(missing_ok=True)
+            LinkNote(self.work, rank).over()
 
     def ended(self, statuses: dict[int, int]) -> None:
         """Some workers (rank -> exit status) have failed: wait until the next start, or raise Final."""
         how = ", ".join(sorted({describe_exit(status) for status in statuses.values()}))
         notes = {rank: failure_note(self.work, rank) for rank in self.ranks}
         found = {rank: Failure.of_exit(status, notes[rank]) for rank, status in statuses.items()}
-        for rank in notes.keys() - found:  # whoever failed first may still be ending; its note is there
+        for rank in notes.keys() - found:  # a worker that failed first may still be ending; its note exists
             if noted := Failure.read(notes[rank]):
                 found[rank] = noted
         rank = min(found, key=lambda rank: _blame(found[rank]))
@@ -55,20 +56,20 @@ class Restarts:
         self.pause(found[rank], seconds, self.missing(rank))
 
     def named(self, rank: int, failure: Failure) -> str:
-        """Why it ended, with the stage that did."""
+        """Why a worker ended, with its stage."""
         text = failure.text.removeprefix(f"replica {self.replica}: ")
         return text if self.num_workers == 1 else f"stage {rank}: {text.removeprefix(f'stage {rank} ')}"
 
     def missing(self, rank: int) -> tuple[int, ...]:
-        """The stage that failed: the others were stopped with it, and have nothing wrong."""
+        """The failed stage: the others were stopped with it and are healthy."""
         return () if self.num_workers == 1 else (rank,)
 
     def judge(self, found: Collection[Failure]) -> float:
-        """Seconds until the next start."""
+        """Return the seconds until the next start; raise Final for a repeated fault that cannot pass."""
         for rank in self.ranks:
             if settled_note(self.work, rank).exists():
                 self.failures.progress()
-                settled_note(self.work, rank).unlink()  # it counts once, also where no worker starts now
+                settled_note(self.work, rank).unlink()  # it counts once, even if no worker starts now
         if final := self.failures.final(found):
             raise Final(
                 f"replica {self.replica} failed twice in the same way: {final.text}{self._kept(final)}"
@@ -78,7 +79,7 @@ class Restarts:
         return self.failures.pause_seconds()
 
     def _kept(self, final: Failure) -> str:
-        """Where a person finds the traceback, if there is one."""
+        """Save the traceback, if there is one, and say where."""
         with suppress(OSError, ConfigError):
             if final.trace:
                 overwrite_own(self.work / "failed.txt", final.trace)
@@ -86,7 +87,7 @@ class Restarts:
         return ""
 
     def pause(self, failure: Failure, seconds: float, missing: tuple[int, ...] = ()) -> None:
-        """Wait, and say what for. A request to leave ends the first wait; later ones are short."""
+        """Wait, and report what for. A request to leave ends the first wait; later ones are short."""
         if seconds:
             self.waiting.wait_for(failure.text.removeprefix(f"replica {self.replica}: "), seconds, missing)
             if self.leaving.is_set():
@@ -98,5 +99,5 @@ class Restarts:
 
 
 def _blame(failure: Failure) -> tuple[bool, bool]:
-    """The smallest is the cause: a fault that cannot pass; then a kill; last whoever lost a neighbour."""
+    """A sort key; the smallest is the cause: a fault that cannot pass, then a kill, last a lost neighbour."""
     return failure.passes, failure.kind != "killed"

@@ -1,5 +1,5 @@
-"""A run of `isthmus train` that ended before its last round: may it go on, and how its replicas find each
-other when it does."""
+"""Resume a run of `isthmus train` that ended before its last round: whether it may, and how its replicas find
+each other."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ from isthmus.runtime.supervisor import LocalLauncher, LocalSupervisor
 from isthmus.runtime.waiting import STARTING
 from isthmus.store.retry import StoreError
 
-TIMEOUT_SECONDS = 120.0  # a replica may take so long to start; then the others go on without it
+TIMEOUT_SECONDS = 120.0  # a replica's time to start, after which the others continue without it
 
 
 def keys_of(run: RunDir) -> Path:
@@ -33,7 +33,7 @@ def keys_of(run: RunDir) -> Path:
 
 
 def lock_run(run: RunDir) -> BinaryIO:
-    """Only one process supervises a run's replicas."""
+    """Lock a run, so that only one process supervises its replicas."""
     path = run.path / "work" / "train.lock"
     try:
         return lock_file(path)
@@ -45,7 +45,7 @@ def lock_run(run: RunDir) -> BinaryIO:
 
 
 def check_resumable(run: RunDir) -> None:
-    """By the run directory alone."""
+    """Check, by the run directory alone, that the run can be resumed."""
     about, rounds = run.about, run.recipe.outer.rounds
     if about.get("mode") != REAL:
         hint = f"; go on with `isthmus simulate --resume {run.path}`" if run.state_path.exists() else ""
@@ -56,14 +56,14 @@ def check_resumable(run: RunDir) -> None:
 
 
 def checked_ledger(run: RunDir, supervisor: LocalSupervisor) -> Ledger:
-    """The run's ledger, once bucket, keys and text are this run's and none of its replicas runs."""
+    """The run's ledger, after checking that bucket, keys and text are this run's and no replica runs."""
     try:
         ledger = open_ledger(supervisor.url)
     except ConfigError as error:
         raise ConfigError(f"{run.path} cannot be resumed: {error}") from None
     for name in dict.fromkeys(launcher.member.name for launcher in supervisor.launchers):
         check_key(ledger.run, name, keys_of(run) / f"{name}.key")
-    there = ledger.run.first or ledger.run  # others may have come since, on machines of their own
+    there = ledger.run.first or ledger.run  # others may have joined since, on their own machines
     if dump_recipe(replace(ledger.run.recipe, replicas=there.recipe.replicas)) != dump_recipe(run.recipe):
         raise ConfigError(
             f"{run.recipe_path} is not the recipe that {supervisor.url} has of this run; "
@@ -83,9 +83,9 @@ def checked_ledger(run: RunDir, supervisor: LocalSupervisor) -> Ledger:
 class StartingHeartbeats(threading.Thread):
     """Heartbeats in the name of replicas that are still starting, signed with their own keys.
 
-    Their last heartbeats say that they left, or are as old as the kill: the first replica that is up would
-    take the others for gone, and settle the open round without them. A replica that writes its incarnation
-    sends its own heartbeats from then on. A replica that left before it was up gets none.
+    Their last heartbeats say that they left, or are as old as the kill: the first replica to start would take
+    the others for gone, and settle the open round without them. A replica that writes its incarnation sends
+    its own heartbeats from then on. A replica that left before that gets none.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class StartingHeartbeats(threading.Thread):
     def __enter__(self) -> Self:
         for launcher in self.supervisor.launchers:
             launcher.work.mkdir(parents=True, exist_ok=True)
-            for note in NOTES:  # a request to leave was for the last start
+            for note in NOTES:  # a leave request concerned the last start
                 (launcher.work / note).unlink(missing_ok=True)
         for launcher in self.starting:
             overwrite_own(launcher.work / "incarnation", self.incarnation)
@@ -124,7 +124,7 @@ class StartingHeartbeats(threading.Thread):
 
     def run(self) -> None:
         while self.starting and self.clock() < self.deadline and not self.ended.wait(self.every):
-            with contextlib.suppress(StoreError, OSError):  # the next one may pass
+            with contextlib.suppress(StoreError, OSError):  # the next one may succeed
                 self.send()
 
     def send(self) -> None:

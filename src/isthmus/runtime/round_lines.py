@@ -1,4 +1,4 @@
-"""One line for each round that this machine took part in: what it learnt, what it cost, how long the rest
+"""One log line for each round that this machine took part in: what it learnt, what it cost, how long the rest
 takes."""
 
 import time
@@ -11,18 +11,18 @@ from isthmus.runlog.words import clock as short
 from isthmus.runlog.words import rate, size
 from isthmus.runtime.process import Log
 
-REPLAYED_SECONDS = 5.0  # between two lines about rounds that were read from the bucket and not trained
+REPLAYED_SECONDS = 5.0  # between two lines about rounds replayed from the bucket
 
 
 class RoundLines:
-    """Hears of every round's end."""
+    """Logs every round's end."""
 
     def __init__(self, log: Log, num_rounds: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.log, self.num_rounds, self.clock = log, num_rounds, clock
-        self.began = clock()  # of the round under way
-        self.recent: deque[float] = deque(maxlen=8)  # seconds of the last rounds that were trained
+        self.began = clock()  # start of the current round
+        self.recent: deque[float] = deque(maxlen=8)  # durations of the last trained rounds
         self.next_replayed = 0.0
-        self.said = -1  # the round whose held-out loss was told last
+        self.said = -1  # the round of the last logged held-out loss
 
     def round(
         self,
@@ -35,7 +35,7 @@ class RoundLines:
         facts: Facts | None,
         held_out: HeldOut | None,
     ) -> None:
-        """`compute_seconds` is None of a round that was settled without us, and only applied."""
+        """`compute_seconds` is None for a round that was settled without us and only applied."""
         now = self.clock()
         seconds, self.began = now - self.began, now
         digits = len(str(self.num_rounds))
@@ -45,7 +45,7 @@ class RoundLines:
                 self.next_replayed = now + REPLAYED_SECONDS
                 self.log("  ".join([*parts, "read from the bucket, not trained here"]))
             return
-        if facts or not self.recent:  # one that was cut off, since it was settled without us, says little
+        if facts or not self.recent:  # a cut-off round says little about the usual duration
             self.recent.append(seconds)
         parts.append(f"loss {loss:.3f}" if loss is not None else "loss -")
         if held_out and held_out.round > self.said:
@@ -60,6 +60,6 @@ class RoundLines:
         exchange = max(0.0, seconds - compute_seconds - scoring_seconds)
         scoring = f", {scoring_seconds:.1f} scoring" if scoring_seconds >= 0.05 else ""
         parts.append(f"{seconds:.1f} s ({compute_seconds:.1f} compute, {exchange:.1f} exchange{scoring})")
-        left = (self.num_rounds - number) * median(self.recent)  # one round of waiting is not the rule
+        left = (self.num_rounds - number) * median(self.recent)  # the median, since one long wait is unusual
         parts.append(f"ETA {short(left)}" if number < self.num_rounds else "the last one")
         self.log("  ".join(parts))

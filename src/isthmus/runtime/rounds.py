@@ -1,4 +1,4 @@
-"""The rounds of one worker: from what is on its disk to the end of the run, or until it leaves."""
+"""The rounds of one worker: from its state on disk to the end of the run, or until it leaves."""
 
 import sys
 from contextlib import suppress
@@ -8,8 +8,9 @@ import torch
 
 from isthmus.errors import Diverged, RunError, RunStopped
 from isthmus.outer.rounds import run_rounds
+from isthmus.protocol.exchange import Standing
+from isthmus.protocol.missing import LedPast
 from isthmus.protocol.patience import LeftWaiting
-from isthmus.protocol.rescue import LedPast
 from isthmus.replica.control_group import agree
 from isthmus.runtime.after_round import AfterRound
 from isthmus.runtime.failure import Settled
@@ -20,12 +21,11 @@ from isthmus.runtime.parting import Parted
 from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.round_lines import RoundLines
 from isthmus.runtime.start_up import StartUp
-from isthmus.runtime.stopping import save_delivered, save_edge
 from isthmus.runtime.trainer import Trainer
 
 
 class WorkerRounds:
-    """Runs a trainer. `lines` and `loss` where this process prints rounds and measures the held-out loss."""
+    """Runs a trainer. `lines` and `loss` are set if this process logs rounds and measures losses."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class WorkerRounds:
         trainer.exchange.tells_anchors = not sys.stderr.isatty()
 
     def run(self) -> None:
-        """Returns when the run is finished, or this process has left it. A fault is raised."""
+        """Return when the run is finished or this process has left it; raise a fault."""
         trainer = self.trainer
         if self.leads:
             self.heartbeats.start()
@@ -56,16 +56,16 @@ class WorkerRounds:
             self.wanted = PART
             self._left(str(stop))
         except LeftWaiting as stop:
-            save_delivered(trainer)
+            trainer.save_now()
             self._left(str(stop))
             return
         except Diverged:
-            with suppress(Exception):  # what is still written must not appear where the state was
-                trainer.state.finish()
+            with suppress(Exception):  # a late write must not appear where the state was
+                trainer.checkpoint.finish()
             raise
         except RunStopped:
             raise
-        except RunError as error:  # the leader has left in the middle of a round: so do the other stages
+        except RunError as error:  # the leader has left inside a round: so do the other stages
             if self.leads or not self.request.here():
                 raise
             trainer.log(f"left: {error}")
@@ -82,26 +82,24 @@ class WorkerRounds:
         done = recovery.resume()
         self.after.begin(done)
         self.start.mark("resume")
-        trainer.admission.admitted = lambda: self.start.mark("admission")
         to_the_end = self._rounds_after(done, recovery)
         trainer.finish()
         if to_the_end and extended(trainer):
             rounds = trainer.recipe.outer.rounds
+            trainer.save_now()
             raise RunError(f"the run goes on after round {rounds}; starting again for that")
         if to_the_end:
             parting.unneeded()
         else:
-            save_edge(trainer)
+            trainer.save_now()
         trainer.status.state = "finished" if to_the_end else "left"
         trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
-        if trainer.ledger.membership.expected:
-            trainer.log(f"replica {trainer.member.name} was not admitted before the run ended")
         trainer.log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
 
     def _close(self) -> None:
-        """All processes of the replica stop here. A machine of theirs that is not taken back starts again."""
+        """Stop all processes of the replica. If a machine of theirs is not taken back, it starts again."""
         trainer = self.trainer
-        if self.wanted == PART:  # none ends before all have saved: a start of one would end the others
+        if self.wanted == PART:  # end only after all have saved: a restart of one would end the others
             trainer.control.share(b"saved")
         trainer.replica.close()
         trainer.control.leave()
@@ -112,7 +110,7 @@ class WorkerRounds:
             )
 
     def _rounds_after(self, done: int, recovery: Recovery) -> bool:
-        """The outer-round loop; False when we left before the last round."""
+        """The outer-round loop; False if we left before the last round."""
         trainer = self.trainer
         while True:
             rounds = range(done + 1, trainer.recipe.outer.rounds + 1)
@@ -122,16 +120,17 @@ class WorkerRounds:
                 done = recovery.pass_over(gap)
 
     def _progress(self, h: int) -> None:
-        """After each inner step."""
+        """Called after each inner step."""
         if not self.start.told:
             if self.trainer.device.type == "cuda":
                 torch.cuda.synchronize(self.trainer.device)
             self.start.tell()
             self.heartbeats.soon()
-        self.settled.step()
+        if self.trainer.exchange.standing is not Standing.AGAIN:  # training again is not progress
+            self.settled.step()
 
     def _leaves(self) -> bool:
-        """One process may have been asked to leave, and one to part: all do the same."""
+        """Whether to leave. If any process was asked to leave or part, all do the same."""
         words = self.trainer.control.share(bytes([self.request.asked()]))
         self.wanted = next((word for word in (LEAVE, PART) if bytes([word]) in words), STAY)
         if self.wanted == STAY:
@@ -152,7 +151,7 @@ class WorkerRounds:
 
 
 def extended(trainer: Trainer) -> bool:
-    """Has the run got more rounds since this process was started? All processes take the leader's answer."""
+    """Whether the run got more rounds since this process started. All processes take the leader's answer."""
     membership, leads = trainer.ledger.membership, trainer.control.rank == 0
     rounds = trainer.recipe.outer.rounds
     return agree(

@@ -1,4 +1,4 @@
-"""The anchor of every settled round, replayed and scored where there is power: on the run's GPU, or a CPU."""
+"""Replay and score the anchor of every settled round on the run's GPU or a CPU."""
 
 import contextlib
 import gc
@@ -30,21 +30,21 @@ CPU = torch.device("cpu")
 
 
 class Stopped(Exception):
-    """Nobody waits for the losses any more."""
+    """The losses are no longer wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringDevice:
-    """Where scoring runs, and how."""
+    """The device and settings for scoring."""
 
     device: torch.device = CPU
-    dtype: torch.dtype | None = None  # of the stream; None: that of the weights
+    dtype: torch.dtype | None = None  # of the stream; None: the dtype of the weights
     compiled: bool = False
-    shared: bool = False  # with replicas that need its memory: a few sequences at a time
+    shared: bool = False  # with replicas that need its memory: score a few sequences at a time
 
 
 def scoring_devices(device: torch.device, precision: str) -> list[ScoringDevice]:
-    """From the fastest to the one that always works. A fleet on CPUs is scored as it always was."""
+    """Devices from the fastest to one that always works. A fleet on CPUs is scored on the CPU."""
     if device.type != "cuda":
         return [ScoringDevice()]
     on_gpu = ScoringDevice(device, precision_dtypes(precision)[1], shared=True)
@@ -55,10 +55,10 @@ def scoring_devices(device: torch.device, precision: str) -> list[ScoringDevice]
 
 
 class ScoredAnchor:
-    """One anchor, which follows the settled rounds at its own pace, and its held-out losses.
+    """One anchor that follows the settled rounds at its own pace, and its held-out losses.
 
-    Memory does not grow with the rounds that it is behind. What fails on one device is done again on the next
-    of `where`, from the bucket.
+    Memory does not grow with the rounds that it lags. If one device of `where` fails, the next repeats the
+    work from the bucket.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class ScoredAnchor:
         note: Note,
         stopped: threading.Event | None = None,
     ) -> None:
-        # A ledger of its own: the thread that records reads from the other.
+        # A separate ledger: the recording thread reads from the other.
         self.ledger, self.corpus, self.note = Ledger(ledger.store, ledger.run), corpus, note
         self.recipe: Recipe = ledger.run.recipe
         self.where, self.stopped = list(where), stopped or threading.Event()
         self.held: Replay | None = None
         self.scorer: Scorer | None = None
         self.first_table: Tensor | None = None
-        self.began_with: Tensor | None = None  # the table that the last replayed round began with
+        self.began_with: Tensor | None = None  # the table at the start of the last replayed round
         self.compressed = any(member.config.compressed for member in self.recipe.fleet())
         self.hasher = ThreadPoolExecutor(1, thread_name_prefix="digest")  # its thread starts with a task
 
@@ -90,7 +90,7 @@ class ScoredAnchor:
             raise Stopped
 
     def somewhere(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which calls `reach` first; of the next device, if this one cannot do it."""
+        """The result of `work`, which calls `reach` first; on the next device if this one fails."""
         while True:
             try:
                 return work()
@@ -99,20 +99,20 @@ class ScoredAnchor:
                     raise
                 words = (str(fault).splitlines() or [type(fault).__name__])[0]
                 full = isinstance(fault, torch.OutOfMemoryError) or "out of memory" in words
-            self._leave_place(words, full)  # here: the exception has held what it was about
+            self._leave_place(words, full)  # here, since the exception kept the tensors alive
 
     def may_move(self, fault: Exception) -> bool:
-        """No room, no compiler, a kernel that does not run: another device may do it."""
+        """Whether another device may succeed: no room, no compiler, a kernel that does not run."""
         return len(self.where) > 1 and not isinstance(fault, RunError | ConfigError | Stopped)
 
     def _leave_place(self, words: str, full: bool) -> None:
         left = self.where.pop(0)
         while full and len(self.where) > 1 and self.where[0].device == left.device:
             self.where.pop(0)
-        self.held = self.scorer = self.first_table = self.began_with = None  # half a step may be taken
+        self.held = self.scorer = self.first_table = self.began_with = None  # a step may be half done
         gc.collect()
         if left.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # a GPU that has failed does not do this either
+            with contextlib.suppress(RuntimeError):  # a failed GPU cannot do this either
                 torch.cuda.empty_cache()
         if self.where[0].device == left.device:
             self.note(f"scoring goes on without compiling: {words}")
@@ -121,8 +121,8 @@ class ScoredAnchor:
             self.note(f"scoring goes on on the CPU, and takes longer: {why}")
 
     def reach(self, round_number: int) -> int:
-        """Replay up to a settled round; the round reached. It is a later one where payloads were swept and
-        only an anchor leads further."""
+        """Replay up to a settled round; return the round reached. It is later if payloads were swept and only
+        an anchor leads further."""
         if self.held is None:
             device = self.where[0].device
             if device.type == "cuda" and device.index is not None:
@@ -139,11 +139,11 @@ class ScoredAnchor:
             except MissingPayloads:
                 if not self.held.jump_past():
                     raise
-                self.began_with = None  # it is not known
+                self.began_with = None  # unknown
         return self.held.round
 
     def scores(self) -> Scores:
-        """Of the anchor as it is now."""
+        """The scores of the current anchor."""
         scorer = self.scorer = self.scorer or self._make_scorer()
         scorer.frozen = self.began_with
         scorer.bases.begin_round(self.replay.round)
@@ -152,7 +152,7 @@ class ScoredAnchor:
         return scores
 
     def _give_back(self) -> None:
-        """Where a GPU's memory is scarce, its replicas need what the forwards needed."""
+        """Free cached memory if the GPU's is scarce: its replicas need what the forwards used."""
         if self.where[0].device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.where[0].device)
             if free < total // 4:
@@ -182,14 +182,14 @@ class ScoredAnchor:
         return self.first_table
 
     def with_digest(self, scores: Callable[[], Scores | None]) -> tuple[Scores | None, str]:
-        """Scores, and the anchor's digest, which the host makes while a GPU scores."""
+        """Scores and the anchor's digest, which the host computes while a GPU scores."""
         if self.where[0].device.type != "cuda":
             return scores(), self.replay.digest()
-        torch.cuda.synchronize(self.where[0].device)  # the step is done
+        torch.cuda.synchronize(self.where[0].device)  # wait for the step
         digest = self.hasher.submit(self._digest_beside)
         return scores(), digest.result()
 
     def _digest_beside(self) -> str:
-        """On a stream of its own, so that it does not queue behind the forwards."""
+        """The digest on a separate stream, so that it does not queue behind the forwards."""
         with torch.cuda.stream(torch.cuda.Stream(self.where[0].device)):
             return self.replay.digest()

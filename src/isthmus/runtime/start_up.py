@@ -1,22 +1,22 @@
-"""How long a worker's start takes, by what it waits for. Standard library only."""
+"""How long a worker's start takes, by phase. Standard library only."""
 
 import os
 import time
 from collections.abc import Callable
 
-BEGAN = time.time()  # before the long imports
-
 
 class StartUp:
-    """From `join` to the first inner step, and what took it; of a worker started again, from that start."""
+    """Times the phases from `join`, or from a restarted worker's start, to the first inner step."""
 
-    def __init__(self, started: float, log: Callable[[str], None]) -> None:
+    def __init__(self, started: float, log: Callable[[str], None], began: float | None = None) -> None:
+        """`started`: when the launcher started; `began`: when this worker did."""
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # the launcher ran all the while
-        self.started, self.log, self.told = BEGAN if again else started, log, False
-        self.last, self.parts = BEGAN, {} if again else {"launcher": BEGAN - started}
+        began = time.time() if began is None else began
+        self.started, self.log, self.told = began if again else started, log, False
+        self.last, self.parts = began, {} if again else {"launcher": began - started}
 
     def mark(self, name: str) -> None:
-        """What ends now."""
+        """Record the end of a phase."""
         now = time.time()
         self.parts[name], self.last = now - self.last, now
 

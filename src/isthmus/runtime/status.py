@@ -1,4 +1,4 @@
-"""What a process knows of itself, and measures while it trains: heartbeats and commits are made of it."""
+"""A process's state and its measurements while it trains, from which heartbeats and commits are made."""
 
 import time
 from collections import defaultdict
@@ -14,14 +14,14 @@ from isthmus.runlog import finite
 from isthmus.runlog.facts import Facts, HeldOut
 
 SAVED = ("loss", "grad_norm", "seconds")  # saved with the round's update
-INNER_STEPS = "inner_steps"  # those behind an update, with what the feedback carried of rounds that it missed
-# Of the edge of a round, in which nothing trains: what it was spent on, and all of it.
+INNER_STEPS = "inner_steps"  # steps in an update, with those carried by the feedback from missed rounds
+# The time between rounds, in which nothing trains: by activity, and in total.
 EDGE_SECONDS = ("encode_seconds", "save_seconds", "apply_seconds", "edge_seconds")
 
 
 @dataclass
 class WorkerStatus:
-    """How this process stands."""
+    """The state of this process."""
 
     state: str = "starting"
     round: int = 0
@@ -41,17 +41,17 @@ class WorkerStatus:
 
 
 class Measured:
-    """What a process measures from one update to the next."""
+    """A process's measurements between two updates."""
 
     def __init__(self, replica: Replica, device: torch.device) -> None:
         self.replica, self.meter = replica, Meter(replica, device)
         self.fresh_steps = 0  # inner steps that no update of ours has carried yet
-        self.held_out: HeldOut | None = None  # the newest one that this process measured; it stays
-        self.seconds: dict[str, float] = defaultdict(float)  # at the edge of a round, by what it was spent on
+        self.held_out: HeldOut | None = None  # the newest that this process measured; it stays
+        self.seconds: dict[str, float] = defaultdict(float)  # time at the end of a round, by activity
         self.edge_began: float | None = None
 
     def edge_begins(self) -> None:
-        """The last inner step of a round is done."""
+        """Record that a round's last inner step is done."""
         self.edge_began = time.monotonic()
 
     def edge_ends(self) -> None:
@@ -65,7 +65,7 @@ class Measured:
         self.seconds[name] += time.monotonic() - began
 
     def pop(self, status: WorkerStatus) -> Facts:
-        """As the facts of an update, or of a farewell."""
+        """Return the measurements as the facts of an update or a farewell."""
         counts = self.replica.pop_counts()
         trip, figures = self.meter.pop(counts)
         figures |= {name: round(self.seconds.pop(name, 0.0), 4) for name in EDGE_SECONDS}
@@ -80,10 +80,6 @@ class Measured:
             held_out=self.held_out,
         )
 
-    def forget(self) -> None:
-        """Of a step that counts for nothing."""
-        self.meter.pop(self.replica.pop_counts())
-
     def take_back(self, facts: Facts) -> None:
-        """An update with these facts did not count: its steps go out with the next."""
+        """Take back the steps of an update that did not count: the next update carries them."""
         self.fresh_steps += int(facts.measured.get(INNER_STEPS, [0])[0])

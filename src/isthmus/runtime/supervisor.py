@@ -21,18 +21,17 @@ from isthmus.runtime.disk_watch import DiskWatch
 from isthmus.runtime.failure import QUICK_SECONDS, Failure, Failures
 from isthmus.runtime.liveness import Watchdog, alive_stamp
 from isthmus.runtime.process import LauncherConfig, describe_exit
-from isthmus.runtime.rendezvous import free_port
 
-LAST_BYTES = 1 << 20  # of a log, in which its last line is looked for
-START_SECONDS = 30.0  # for a launcher that has not written its alive file yet: Python itself is starting
-OURS = "isthmus: "  # begins the last line of a launcher that ended on purpose
+LAST_BYTES = 1 << 20  # at the end of a log, searched for its last line
+START_SECONDS = 30.0  # for a launcher without an alive file yet, while Python starts
+OURS = "isthmus: "  # starts the last line of a launcher that ended on purpose
 
 
 class LocalLauncher:
     """One launcher on this machine: for a whole replica, or for one stage of it."""
 
     def __init__(
-        self, member: Member, common: LauncherConfig, folder: Path, stage: int | None = None, master: str = ""
+        self, member: Member, common: LauncherConfig, folder: Path, stage: int | None = None
     ) -> None:
         self.member = member
         self.name = member.name if stage is None else f"{member.name}.{stage}"
@@ -43,29 +42,28 @@ class LocalLauncher:
             key=str(folder / "keys" / f"{member.name}.key"),
             work_dir=str(self.work),
             stage=stage,
-            master=master,
             parent=os.getpid(),
         )
         self.process: subprocess.Popen[bytes] | None = None
         self.failures = Failures()
-        self.judged, self.lost = False, False  # its last end was judged; it will not be started again
+        self.judged, self.lost = False, False  # its last end was judged; it will not be restarted
         self.started_at, self.not_before, self.log_from = 0.0, 0.0, 0
         self.waits_for, self.num_again = "", 0
 
     @property
     def leads(self) -> bool:
-        """Does the leader of its replica run here?"""
+        """Whether it runs the leader of its replica."""
         return self.config.stage in (None, 0)
 
     def start(self) -> None:
         self.judged, self.waits_for, self.started_at = False, "", time.monotonic()
-        if self.process is None:  # of this `train`: what was before it is counted already
+        if self.process is None:  # first start of this `train`; earlier crashes are counted already
             (self.work / crashes.NOTE).unlink(missing_ok=True)
         else:
             self.num_again += 1
         for note in self.work.glob("settled-*"):
             note.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "isthmus.runtime.launcher", self.config.to_json()]
+        command = [sys.executable, "-P", "-m", "isthmus.runtime.launcher", self.config.to_json()]
         with open_own(self.log, append=True) as log:
             self.log_from = log.seek(0, os.SEEK_END)
             self.process = subprocess.Popen(
@@ -82,9 +80,9 @@ class LocalLauncher:
             self.process.wait()
 
     def judge(self, status: int) -> None:
-        """It ended with this status: say when to start it again, or raise where that would be useless.
+        """Set the time of the next start after this exit status, or raise if a restart is useless.
 
-        A launcher says so itself when its fault cannot pass. One that crashed is given a second start.
+        A launcher reports a fault that cannot pass itself. One that crashed gets a second start.
         """
         last = self.last_line()
         ours, reason = last.startswith(OURS), last.removeprefix(OURS)
@@ -108,13 +106,13 @@ class LocalLauncher:
         self.note(f"its launcher ended ({describe_exit(status)}); starting it again{soon}")
 
     def waiting(self) -> str:
-        """What it waits for, if it waits."""
+        """What it waits for, or ""."""
         if self.waits_for:
             return self.waits_for
         return read_note(self.work / waiting.NOTE) or ""
 
     def crashes(self) -> crashes.Crashes:
-        """Of its workers and of itself. One that ends before it has workers counts nothing."""
+        """The crashes of its workers and of itself. A launcher that ends before its workers counts none."""
         found = crashes.Crashes.read(self.work)
         return replace(found, restarts=max(found.restarts, self.num_again))
 
@@ -123,7 +121,7 @@ class LocalLauncher:
             log.write(f"{time.strftime('%H:%M:%S')} [{self.name}] {visible(text)}\n".encode())
 
     def last_line(self) -> str:
-        """What this start said last, and rather why it ended than what a library added."""
+        """This start's last log line, preferably the reason for its end rather than a library's output."""
         with contextlib.suppress(OSError, ConfigError):
             start = max(self.log_from, stat_regular(self.log).st_size - LAST_BYTES)
             lines = read_bytes(self.log, LAST_BYTES, start=start).decode(errors="replace").splitlines()
@@ -132,10 +130,10 @@ class LocalLauncher:
 
 
 class LocalSupervisor:
-    """All launchers of a fleet, on this machine; a launcher that dies or hangs is started again.
+    """All launchers of a fleet on this machine; it restarts a launcher that dies or hangs.
 
-    `common` is what their configs share. A replica in `apart` has a launcher for every stage, as if each
-    stage were on a machine of its own.
+    `common` is the shared part of their configs. A replica in `apart` has a launcher for every stage, as if
+    each stage were on its own machine.
     """
 
     def __init__(
@@ -143,8 +141,8 @@ class LocalSupervisor:
     ) -> None:
         self.url, self.stall_seconds = common.url, common.stall_seconds
         self.leaving = False
-        self.told: dict[str, str] = {}  # launcher -> what it was last known to wait for
-        self.seen_restarts: dict[str, int] = {}  # launcher -> how many of them were told
+        self.told: dict[str, str] = {}  # launcher -> what it last waited for
+        self.seen_restarts: dict[str, int] = {}  # launcher -> restarts reported so far
         here = "://" not in common.url
         self.disk = DiskWatch(folder, fleet_room(recipe, recipe.fleet(), here).round)
         self.watchdog = Watchdog()
@@ -155,8 +153,8 @@ class LocalSupervisor:
         self.launchers: list[LocalLauncher] = []
         for member in recipe.fleet():
             if member.name in apart:
-                master, stages = f"127.0.0.1:{free_port('127.0.0.1')}", range(member.config.stages)
-                self.launchers += [LocalLauncher(member, common, folder, s, master) for s in stages]
+                stages = range(member.config.stages)
+                self.launchers += [LocalLauncher(member, common, folder, stage) for stage in stages]
             else:
                 self.launchers.append(LocalLauncher(member, common, folder))
 
@@ -165,9 +163,9 @@ class LocalSupervisor:
             launcher.start()
 
     def restart_dead(self) -> None:
-        """Start again every launcher that died; kill those that hang, and start them again.
+        """Restart every launcher that died; kill and restart those that hang.
 
-        A fault that cannot pass raises ConfigError or RunError. One that can is waited out, with growing
+        A fault that cannot pass raises ConfigError or RunError. One that can is waited out with growing
         pauses.
         """
         self.kill_hung()
@@ -181,18 +179,18 @@ class LocalSupervisor:
                 launcher.start()
 
     def news(self) -> list[tuple[str, str]]:
-        """(launcher, what it waits for), of those that have begun to wait, or for something else."""
+        """(launcher, what it waits for) for launchers that started to wait, or wait for something else."""
         now = {launcher.name: text for launcher in self.launchers if (text := launcher.waiting())}
         before, self.told = self.told, now
         return [(name, text) for name, text in now.items() if before.get(name) != text]
 
     @property
     def restarts(self) -> int:
-        """Of workers and launchers, since this `train` began."""
+        """The restarts of workers and launchers since this `train` began."""
         return sum(launcher.crashes().restarts for launcher in self.launchers)
 
     def crash_news(self) -> list[str]:
-        """Who was started again since the last look, how often, and why."""
+        """Lines on the launchers restarted since the last look: how often and why."""
         said = []
         for launcher in self.launchers:
             found, before = launcher.crashes(), self.seen_restarts.get(launcher.name, 0)
@@ -206,7 +204,7 @@ class LocalSupervisor:
         return said
 
     def kill_hung(self) -> None:
-        """A launcher that was stopped (SIGSTOP) does not watch its workers, and would never end."""
+        """Kill stopped launchers (SIGSTOP), which do not watch their workers and would never end."""
         running = {
             launcher.config.alive_file: (launcher, launcher.process.pid)
             for launcher in self.launchers
@@ -219,7 +217,7 @@ class LocalSupervisor:
                 launcher.kill()
 
     def has_left(self, launcher: LocalLauncher) -> bool:
-        """It ended and will not be started again. One that was killed has not left."""
+        """Whether it ended and will not be restarted. One that was killed has not left."""
         status = launcher.status()
         return status is not None and (self.leaving or launcher.lost or status in (0, 130))
 
@@ -230,19 +228,19 @@ class LocalSupervisor:
         return all(launcher.process is None or launcher.status() is not None for launcher in self.launchers)
 
     def leave(self) -> None:
-        """Ask all replicas to leave at the end of the round. From here on, an exit counts as leaving."""
+        """Ask all replicas to leave at the end of the round. From then on, an exit counts as leaving."""
         self.leaving = True
         for launcher in self.launchers:
             launcher.work.mkdir(parents=True, exist_ok=True)
             overwrite_own(launcher.work / "leave")
 
     def finish(self, timeout_seconds: float = 60.0) -> None:
-        """After the last round: wait for replicas that fell behind, and restart those that die even now."""
+        """After the last round, wait for replicas that fell behind, and restart those that still die."""
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             if self.all_left():
                 return
-            with contextlib.suppress(ConfigError, RunError):  # the rounds are done, with it or without it
+            with contextlib.suppress(ConfigError, RunError):  # the rounds are done, with or without it
                 self.restart_dead()
             time.sleep(0.2)
 

@@ -15,6 +15,7 @@ import torch
 
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus, open_corpus
+from isthmus.data.fingerprint import check_text
 from isthmus.errors import ConfigError, RunError
 from isthmus.model import checkpoint
 from isthmus.model.initial import checked_first
@@ -22,8 +23,9 @@ from isthmus.page.ending import Ending, ending
 from isthmus.page.loggers import check_loggers, following
 from isthmus.planner.auto import resolve
 from isthmus.planner.room import check_disk, fleet_room
-from isthmus.protocol.access import bucket_of
 from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.place import bucket_of
+from isthmus.replica.ahead import announce
 from isthmus.replica.picks import (
     as_picked,
     checked_corpus,
@@ -73,11 +75,12 @@ def train(
         if warning := check_fits(counted, recipe.fleet(), *device_memory(used)):
             print(f"isthmus: {warning}", file=sys.stderr)
     corpus = checked_corpus(recipe)
+    check_text(corpus, recipe.data.corpus)
     recipe = with_pin(recipe, corpus)
     first = checked_first(recipe, corpus)
     about = about_run(recipe, picks, corpus, first, used, pick_precision(recipe, used)) | About(
         mode=REAL,
-        device_used=str(used),  # for a resume: another one could mean another precision
+        device_used=str(used),  # for a resume: another device could mean another precision
     )
     path = Path(run_dir or next_run_dir("runs", recipe.name))
     if warning := check_disk(path, fleet_room(recipe, recipe.fleet(), not recipe.bucket.url), "this run"):
@@ -88,7 +91,7 @@ def train(
     supervisor = _supervisor(run, device, apart, **launcher)
 
     def begin() -> Ledger:
-        # All keys lie on this machine, so that nobody is safer with fewer closers; any of them may go away.
+        # All keys are on this machine, so fewer closers add no safety; any of them may go away.
         closers = [member.name for member in recipe.fleet()]
         made = create(recipe, supervisor.url, keys_of(run), closers, first)
         return Ledger(open_store(supervisor.url), made)
@@ -105,7 +108,7 @@ def resume(
     on_round: OnRound | None = None,
     log: Sequence[str] = (),
 ) -> Results:
-    """Go on with a run that was stopped or killed: every replica from its own state and the bucket."""
+    """Resume a run that was stopped or killed: every replica from its own state and the bucket."""
     check_loggers(log)
     run = RunDir.open(run_dir)
     check_resumable(run)
@@ -129,7 +132,7 @@ def resume(
 
 
 def _supervisor(run: RunDir, device: str, apart: Collection[str] = (), **launcher: Any) -> LocalSupervisor:
-    # This process records the run, and measures its held-out losses.
+    # This process records the run and measures its held-out losses.
     common = LauncherConfig(url=bucket_of(run), replica="", device=device, scores=False, **launcher)
     return LocalSupervisor(run.recipe, run.path.resolve(), common, apart)
 
@@ -146,8 +149,10 @@ def _run(
 ) -> Results:
     recipe, about, rows = run.recipe, run.about, run.rows()
     done = rows[-1].round if rows else 0
+    if not quiet:
+        announce(recipe, device, done, f" and the start of {supervisor.num_workers} processes")
     with ending(run, how_to_go_on(run)) as end, _stopped(supervisor, run, end):
-        end.resumable = False  # before there is a ledger
+        end.resumable = False  # before the ledger exists
         ledger = begin()
         end.resumable = True
         torch.set_num_threads(1)  # the replicas need the cores more
@@ -198,10 +203,9 @@ def how_to_go_on(run: RunDir) -> str:
 
 
 def _record(recorder: Recorder, supervisor: LocalSupervisor, view: View) -> bool:
-    """Record rounds until the last one; True when Ctrl-C or a hook asked the fleet to leave before it.
+    """Record rounds until the last one; True if Ctrl-C or a hook asked the fleet to leave earlier.
 
-    The first Ctrl-C takes effect between two rounds: a round that is half applied and not yet a row must not
-    be lost.
+    The first Ctrl-C takes effect between two rounds, so that a half-applied round without a row is not lost.
     """
     asked = noted = False
     checked = time.monotonic()
@@ -230,10 +234,10 @@ def _record(recorder: Recorder, supervisor: LocalSupervisor, view: View) -> bool
             checked = time.monotonic()
         return supervisor.all_left()
 
-    in_main = threading.current_thread() is threading.main_thread()  # no other thread gets signals
+    in_main = threading.current_thread() is threading.main_thread()  # other threads get no signals
     before = signal.signal(signal.SIGINT, interrupted) if in_main else None
     try:
-        recorder.record(stop, 0.5 if "://" in supervisor.url else 0.1)  # a folder is asked more often
+        recorder.record(stop, 0.5 if "://" in supervisor.url else 0.1)  # poll a folder more often
     finally:
         if in_main:
             signal.signal(signal.SIGINT, before)

@@ -1,10 +1,8 @@
 """One process of a real fleet, with a full replica or a part of one: train, deliver, apply, save."""
 
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,32 +11,23 @@ from torch import Tensor
 
 from isthmus import gpu
 from isthmus.config import Member, Recipe
-from isthmus.data.corpus import TokenView
-from isthmus.errors import ConfigError
+from isthmus.disk import DiskFull
+from isthmus.layout.stages import EMBEDDING
+from isthmus.model.llama import init_tensor
 from isthmus.outer.exchange import Contribution
-from isthmus.protocol.closer import Closer
-from isthmus.protocol.exchange import LedgerExchange
-from isthmus.protocol.ledger import Ledger, Manifest
+from isthmus.protocol.heartbeat import READY
+from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.patience import Patience
-from isthmus.protocol.replay import digest_from_bucket
-from isthmus.protocol.retention import Retention
-from isthmus.protocol.scores import has_passed, is_spent
-from isthmus.protocol.shards import ShardReader
-from isthmus.replica.base import Replica
-from isthmus.replica.control_group import ControlGroup
+from isthmus.replica.base import Replica, Wish
+from isthmus.replica.control_group import ControlGroup, all_true
 from isthmus.runlog.facts import Facts
-from isthmus.runtime.admission import Admission
-from isthmus.runtime.anchor_writer import AnchorWriter
-from isthmus.runtime.edge import watched_edge
-from isthmus.runtime.middle import Middle
-from isthmus.runtime.outer_part import OuterPart
-from isthmus.runtime.own_record import REFUSALS, OwnRecord
-from isthmus.runtime.parting import Parting
-from isthmus.runtime.private_state import Files, PrivateState, Update
-from isthmus.runtime.rehearsal import forget, rehearse
-from isthmus.runtime.status import Measured, WorkerStatus
-from isthmus.runtime.stopping import doubles, part_if_asked, save_middle
-from isthmus.runtime.update_scores import UpdateScores
+from isthmus.runtime.admission import NO_SHARE, Admission
+from isthmus.runtime.checkpoint import PARAMS, Checkpoint, Place
+from isthmus.runtime.outer_step import Files
+from isthmus.runtime.parting import Parted, Parting
+from isthmus.runtime.session import Session
+from isthmus.runtime.status import INNER_STEPS, Measured, WorkerStatus
+from isthmus.subspace.boundaries import BasisSet, as_sent
 
 Log = Callable[[str], None]
 
@@ -63,300 +52,285 @@ class Trainer:
         patience: Patience | None = None,
         admission: Admission | None = None,
         parting: Parting | None = None,
-        held_out: TokenView | None = None,
-        stream_dtype: torch.dtype | None = None,
     ) -> None:
-        """`save_seconds` as in PrivateState. Without `background` everything happens in the calling thread,
-        for tests that put a kill exactly where it hurts. With `held_out` a closer that has the whole model
-        scores updates, in `stream_dtype`."""
+        """`save_seconds` as in Checkpoint. Without `background` all work happens in the calling thread, for
+        tests that kill at an exact point."""
         self.recipe, self.member, self.replica, self.ledger = recipe, member, replica, ledger
         self.control, self.device, self.log = control, device, log
-        self.background = background
-        self.state = PrivateState(work_dir / "state", device, log, save_seconds, at_once=not background)
+        self.checkpoint = Checkpoint(
+            work_dir / "state",
+            device,
+            recipe.outer.inner_steps,
+            log,
+            processes=control.size,
+            save_seconds=save_seconds,
+            at_once=not background,
+        )
         self.status, self.measured = WorkerStatus(), Measured(replica, device)
-        own = replica.named_parameters()
-        self.outer = OuterPart(recipe, member, ledger, own, device)
-        self.anchor, self.feedback = self.outer.anchor, self.outer.feedback
         self.admission, self.parting = admission or Admission(ledger, log), parting or Parting()
         self.patience = patience or Patience(log)
-        self.record = OwnRecord(ledger, member.name, log)
-        reader = ShardReader(ledger, self.outer.reads)
-        closer = self._closer(reader, held_out, stream_dtype or self.outer.dtype)
-        self.exchange = LedgerExchange(
-            ledger, control, self.outer.writes, reader, closer, incarnation, log, self.patience
-        )
-        self.exchange.rescue.saved = self._saved_shards
-        self.retention = Retention(ledger, log, background)
-        self.anchors = AnchorWriter(ledger, control, self.exchange, log, background)
-        self.pending: Contribution | None = None
-        self.update: tuple[int, Update] | None = None  # the last one, with its round
-        self.step_count = 0  # inner steps that the optimiser has taken
-        # Of a round that a start before this one has begun, with its weights.
-        self.middle: tuple[Middle, Mapping[str, Tensor]] | None = None
-        self.saves_middle = member.config.kind == "full" and max(1, member.config.processes) == 1
-        self.rehearsed = False  # an inner step, before our first round
-        self.behind = True  # until this start has trained a round: the others may have begun it long ago
+        own, where = replica.named_parameters(), gpu.outer_device(device)
+        self.bases = BasisSet(recipe, where, next(iter(own.values())).dtype)
+        anchor = first_anchor(recipe, member, own, where)
+        self.session = Session(ledger, anchor, own, control, incarnation, log, self.patience, background)
+        self.outer, self.exchange = self.session.outer, self.session.exchange
+        self.anchor, self.feedback = self.session.anchor, self.session.feedback
+        # In the open round, the losses of the inner steps done.
+        self.losses, self.step_count = list[Tensor](), 0
+        self.params: Mapping[str, Tensor] | None = None  # a checkpoint's, until `_take_up`
+        files = [*self.state_files().values(), own]
+        self.checkpoint.reserve(sum(gpu.aligned(t.nbytes) for named in files for t in named.values()))
 
-        threading.Thread(target=self.outer.warm, daemon=True, name="warm").start()
-        files = [*self.state_files().values(), *([own] if self.saves_middle else ())]
-        self.state.reserve(sum(gpu.aligned(t.nbytes) for named in files for t in named.values()))
-
-    def _closer(self, reader: ShardReader, held_out: TokenView | None, dtype: torch.dtype) -> Closer | None:
-        ledger = self.ledger
-        # Where the membership may change, so may who closes.
-        closes = bool(ledger.run.owner) or self.member.name in ledger.run.closers
-        if self.control.rank > 0 or not closes:
-            return None
-        # A pipelined replica may have no room for the whole model.
-        replayed = partial(digest_from_bucket, ledger) if self.member.config.parts == 1 else lambda t: ""
-        score = None
-        if held_out is not None and self.outer.has_model and self.recipe.score.batches:
-            score = UpdateScores(self.recipe, ledger, self.anchor, self.outer.codec, held_out, dtype)
-        return Closer(ledger, reader, self.log, replayed=replayed, score=score)
+    @property
+    def open(self) -> int:
+        """The open round."""
+        return self.session.open
 
     # What the loop calls: train, apply
 
-    def train_round(
-        self, round_index: int, progress: Callable[[int], None], again: Update | None = None
-    ) -> list[Contribution]:
-        """H inner steps, then this replica's update on disk before any of it is sent.
+    def train_round(self, round_index: int, progress: Callable[[int], None]) -> list[Contribution]:
+        """H inner steps, then error feedback and payload.
 
-        `again` is the update of this round from a start that was killed: it stays as it was sent. A replica
-        that has just started may have come late. If the others settle the round without it, it stops there,
-        so that they need not wait for it in the next one. One that is not a member yet trains nothing.
+        A replica that has just started may be late. If the others settle the round without it, it stops
+        training it, so that they need not wait for it in the next one. A replica without a share of the data
+        trains nothing.
         """
         round_number = round_index + 1
         if not self.patience(partial(self.admission.enter, round_number)):
-            self._get_ready(round_index)
+            self.status.state = READY
+            if self.admission.member:  # we are a member, and perhaps the only one there
+                self.session.skip(NO_SHARE)
             return []
-        num_steps, loss = self._inner_steps(round_number, progress, again)
-        if not math.isfinite(loss):  # the same at every stage
-            self._roll_back(round_number)
-            return []
-        self.step_count += num_steps
-        self.measured.fresh_steps += num_steps
-        if num_steps < self.recipe.outer.inner_steps:
-            self._carry(round_number, num_steps, self.replica.named_parameters())
-            return []
+        word = Wish.GO_ON
+        if not self.session.carried:
+            word = self._inner_steps(round_number, progress)
+            if not self._is_finite():
+                self._skip(round_number)
+                return []
+            if len(self.losses) < self.recipe.outer.inner_steps:
+                self._fold(round_number, self.replica.named_parameters())
+                return []
         with self.measured.timed("encode_seconds"):
-            update = self._encode(again)
-        if again is None:
-            with self.measured.timed("save_seconds"):
-                self.state.save_update(round_number, update)
-        self._begin_save(round_number, update)
-        self.pending = Contribution(self.member.name, update.shards, self.pop_facts())
-        self.update = round_number, update
+            shards = self.session.propose(self._as_sent(self.replica.named_parameters()))
+        with self.measured.timed("save_seconds"):
+            self._save_proposed(word)
         self.status.state = "delivering"
-        return [self.pending]
+        return [self.session.deliver(shards, self.pop_facts())]
 
-    def _inner_steps(
-        self, round_number: int, progress: Callable[[int], None], again: Update | None
-    ) -> tuple[int, float]:
-        """Train the round as far as it goes: how many of its inner steps are done, and their mean loss."""
-        steps, status = self.recipe.outer.inner_steps, self.status
+    def _as_sent(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Apply `as_sent` on the anchor's device."""
+        here = {name: p.detach().to(self.anchor[name].device) for name, p in params.items()}
+        return as_sent(self.recipe, self.member, self.bases, here, self.anchor)
+
+    def _inner_steps(self, round_number: int, progress: Callable[[int], None]) -> Wish:
+        """Train the round as far as it goes; return the common decision after the last step."""
+        steps, status, word = self.recipe.outer.inner_steps, self.status, Wish.GO_ON
         status.state, status.round = "training", round_number
-        losses = self._take_up(round_number)
-        first, before, pace = len(losses), (round_number - 1) * steps, gpu.Pace(self.device)
+        self._take_up()
+        first, before, pace = len(self.losses), (round_number - 1) * steps, gpu.Pace(self.device)
         self.measured.edge_ends()
         started = time.monotonic()
-        with self._edge(round_number, again) as passed:
-            for h in range(first, steps):
-                losses.append(self.replica.inner_step(before + h))
+        with self.session.watch() as overtaken:
+            for h in range(first + 1, steps + 1):
+                self.losses.append(self.replica.inner_step(before + h - 1))
+                self.step_count += 1
+                self.measured.fresh_steps += 1
                 self.measured.meter.step()
                 pace.launched()
-                status.inner_step = before + h + 1
+                status.inner_step = before + h
                 if self.device.type == "cpu":
-                    status.loss = float(losses[-1])
-                progress(h + 1)
-                if h + 1 < steps:
-                    if passed():
-                        break
-                    step_seconds = (time.monotonic() - started) / (h + 1 - first)
-                    part_if_asked(self, round_number, losses, step_seconds * (steps - h - 1))
-                    self._save_middle(round_number, losses)
-        status.loss = loss = float(doubles(losses).mean())
+                    status.loss = float(self.losses[-1])
+                progress(h)
+                if h < steps and overtaken():
+                    break
+                left = (time.monotonic() - started) / (h - first) * (steps - h)
+                word = self.replica.agree(self._wish(h, left))
+                if h < steps:
+                    self._heed(word)
         self.measured.edge_begins()
-        status.seconds = time.monotonic() - started
-        sequences = (len(losses) - first) * self.recipe.batch_of(self.member.config)
-        status.tokens_per_second = sequences * self.recipe.model.context / status.seconds
-        status.grad_norm = float(self.replica.grad_norm)
-        return len(losses), loss
+        status.loss = float(doubles(self.losses).mean())
+        if (trained := len(self.losses) - first) > 0:
+            status.seconds = time.monotonic() - started
+            sequences = trained * self.recipe.batch_of(self.member.config)
+            status.tokens_per_second = sequences * self.recipe.model.context / status.seconds
+            status.grad_norm = float(self.replica.grad_norm)
+        return word
 
-    def _get_ready(self, round_index: int) -> None:
-        """We have caught up and are no member yet: ask to be one, when nothing is left that takes long."""
-        self.pending = None
-        if round_index and not self.rehearsed and not self.step_count:
-            self.rehearsed = True
-            rehearse(self.replica, self.anchor, round_index * self.recipe.outer.inner_steps - 1)
-            self.measured.forget()
-        if self.control.rank == 0:
-            self.patience(self.admission.ask)
+    def _is_finite(self) -> bool:
+        """Whether loss and gradient, and so the weights, are finite. All stages get the same result."""
+        return math.isfinite(self.status.loss or 0.0) and math.isfinite(self.status.grad_norm or 0.0)
 
-    def _edge(self, round_number: int, again: Update | None) -> AbstractContextManager[Callable[[], bool]]:
-        """Says between inner steps whether we stop. Only a start's first round is asked about, and not round
-        1, which all begin when they come."""
-        late, self.behind = self.behind and round_number > 1, self.behind and again is not None
-        if late and again is None:
-            return watched_edge(self.ledger, round_number, self.control, self.background)
-        return nullcontext(lambda: False)
+    def _wish(self, h: int, seconds_left: float) -> Wish:
+        """This process's wish after inner step h. A machine that is taken back stops unless the rest of the
+        round fits into its time. Between the processes of one replica a wish takes a moment to arrive."""
+        steps, ahead = self.recipe.outer.inner_steps, h + self.replica.wish_delay
+        if h < steps and self.parting.asked() and not self.parting.fits(seconds_left):
+            return Wish.STOP
+        return Wish.SAVE if self.checkpoint.is_due(edge=ahead % steps == 0) else Wish.GO_ON
 
-    def _take_up(self, round_number: int) -> list[Tensor]:
-        """Begin a round, or go on with one whose middle was saved: the losses so far."""
-        middle, self.middle = self.middle, None
-        if middle is None or middle[0].round != round_number:
-            self.replica.begin_round(self.anchor)
-            return []
-        about, params = middle
-        if about.num_steps:
+    def _heed(self, word: Wish) -> None:
+        """Carry out the common decision of all processes between two inner steps."""
+        if word is Wish.STOP:
+            self.save_now()
+            steps = self.recipe.outer.inner_steps
+            raise Parted(f"stopped in round {self.open}, after {len(self.losses)} of its {steps} inner steps")
+        if self.parting.asked() and not self.parting.saved and self.control.size == 1:
+            self.parting.saved = self.save_now()
+        elif word is Wish.SAVE:
+            self.checkpoint.save(self.place(), self.files())
+            self.checkpoint.protect()
+
+    def _take_up(self) -> None:
+        """Start a round, or continue the one inside which we were restored."""
+        params, self.params = self.params, None
+        if params is not None:
             self.replica.go_on(self.anchor, params)
-        else:  # it stopped at the edge
-            self.replica.begin_round(self.anchor)
-        return list(about.losses)
+            return
+        self.replica.begin_round(self.anchor)
+        self.losses = []
+        if self.session.unsaved:
+            self.checkpoint.save(self.place(), self.files())
+            self.checkpoint.protect()
 
-    def _save_middle(self, round_number: int, losses: Sequence[Tensor]) -> None:
-        """Stages would have to save at the same inner step, and a whole model in parts too: they do not."""
-        if self.saves_middle and self.state.middle_due():
-            save_middle(self, round_number, losses)
-
-    def _encode(self, again: Update | None) -> Update:
-        """Anchor - params to error feedback and payload (eq. 2)."""
-        params = self.replica.named_parameters()
-        if again is not None:
-            self.outer.account(params, again.shards)
-            self.status.restore(again.told)
-            return again
-        self.record.tell()
-        return Update(self.outer.encode(params), self.step_count, self.status.to_save())
+    def _save_proposed(self, word: Wish) -> None:
+        """Save the state with a round's update, copied before the PUT and written after it. After a round
+        that was trained but not committed, one must be on disk before the first commit."""
+        if word is not Wish.GO_ON or self.parting.asked():
+            self.checkpoint.save(self.place(), self.files())
+        if self.session.unsaved:
+            self.checkpoint.finish()
+            first = Place(self.open).number(self.recipe.outer.inner_steps)
+            saved = any(number >= first for number in self.checkpoint.numbers())
+            if not all_true(self.control, saved):
+                raise DiskFull(self.checkpoint.short or "another process of this replica could not save")
+            self.checkpoint.drop(lambda number: number < first)
+            self.session.unsaved = False
+        self.checkpoint.add_start(self.session.incarnation)
 
     def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
-        """theta^(t-1) -> theta^(t); an update of ours that does not count returns to the feedback."""
-        if self.middle and self.middle[0].round == round_number:  # it was settled while we were away
-            self.carry_middle()
+        """theta^(t-1) -> theta^(t), and c -> e by our own counted update."""
+        if self.params is not None and self.open == round_number:  # it was settled while we were away
+            self.fold_open()
         with self.measured.timed("apply_seconds"):
-            manifest = self._manifest(round_number)
-            updates = self.outer.unpack_counted(manifest, contributions)
-            self.state.protect()
-            self.anchors.go_on(round_number - 1)
-            if updates:  # none, where the round is void
-                self.outer.apply(round_number, updates)
-            self.settle_pending(round_number)
-            self.hold(round_number)
-            if updates and manifest.closer == self.member.name and self.anchors.due(round_number):
-                self.anchors.write(round_number, self.outer.anchor_shards())
-            if self.control.rank == 0:
-                self.retention.after(round_number)
-
-    def _manifest(self, round_number: int) -> Manifest:
-        manifest = self.ledger.manifest(round_number)
-        assert manifest is not None, "only a settled round is applied"
-        return manifest
-
-    def settle_pending(self, round_number: int) -> None:
-        """Only the manifest says whether our update counted, by the hashes of its shards."""
-        pending, self.pending = self.pending, None
-        manifest = self._manifest(round_number)
-        if pending is None:
-            self.record.applied(manifest)
-        if pending is None or self.exchange.counts_in(manifest, pending):
-            return
-        reason = dict(manifest.refused).get(self.member.name, "")
-        if has_passed(reason):
-            self.log(f"round {round_number}: our update was measured, and does not count yet: {reason}")
-            return
-        if is_spent(reason):
-            self.log(f"round {round_number}: our update was refused, and is not sent again: {reason}")
-            return
-        self.outer.take_back(pending.shards)
-        self.measured.take_back(pending.facts)
-        self.log(f"round {round_number} was settled without our update; it returned to the error feedback")
-        if self.record.refused_too_often(round_number):
-            self.outer.drop_feedback()
-            self.log(
-                f"round {round_number}: {REFUSALS} updates in a row were refused for their norm; the error "
-                "feedback is dropped, with what they held"
-            )
+            self.checkpoint.protect()
+            settled = self.session.apply(round_number, contributions)
+        if settled.returned:
+            self.measured.take_back(settled.returned)
+        self.status.round, self.losses = round_number, []
 
     def hold(self, round_number: int) -> None:
-        """From here on the anchor is that of this round; its digest is stated with our next commit."""
-        self.exchange.hold_later(round_number, self.outer.digests_later())
+        """Set the anchor's round."""
+        self.session.hold(round_number)
         self.status.round = round_number
-        if not self.background:
-            self.exchange.settle_anchor()
 
     def finish(self) -> None:
-        """After the last round: what still goes on in the background."""
-        self.exchange.settle_anchor()
-        self.anchors.finish(self.status.round)
-        self.state.finish()
+        """Finish the background work after the last round."""
+        self.session.finish()
+        self.checkpoint.finish()
 
-    # A round that is not trained to its end
+    # A round that is not finished
 
-    def _carry(self, round_number: int, num_steps: int, params: Mapping[str, Tensor]) -> None:
-        """The round was settled in the middle of our inner steps: what they gave goes to the feedback."""
-        self.outer.carry(params)
-        self.state.hurry()
-        self.pending = None
+    def _fold(self, round_number: int, params: Mapping[str, Tensor]) -> None:
+        """Move our inner steps to the feedback: the round was settled before we finished them."""
+        self.session.fold(self._as_sent(params))
+        num_steps, self.losses = len(self.losses), []
         self.log(
             f"round {round_number} was settled without us; our first {num_steps} inner steps of it go to the "
             "error feedback, and the next round begins with the others"
         )
 
-    def carry_middle(self) -> None:
-        """The same of a round whose middle a start before this one has saved."""
-        assert self.middle, "a middle was restored"
-        (about, params), self.middle = self.middle, None
-        if not about.num_steps:  # it stopped at the edge of a round
-            return
-        self.step_count += about.num_steps
-        self.measured.fresh_steps += about.num_steps
-        self._carry(about.round, about.num_steps, params)
+    def fold_open(self) -> None:
+        """Fold the open round's steps from the current weights or from a restored checkpoint's."""
+        params, self.params = self.params, None
+        self.status.loss = float(doubles(self.losses).mean())
+        if self._is_finite():
+            self._fold(self.open, self.replica.named_parameters() if params is None else params)
+        else:
+            self._roll_back()
 
-    def _roll_back(self, round_number: int) -> None:
-        """A loss that is not finite: we skip this round, and the optimiser returns to what was saved last."""
+    def _skip(self, round_number: int) -> None:
+        """Skip the round because the loss is not finite, and announce it."""
         self.log(
             f"round {round_number}: the loss is {self.status.loss}; rolled back to the round's start, no "
             "update of ours. If it happens again, lower inner.lr"
         )
-        saved = self.state.last_optimiser()
-        if saved:
-            number, self.step_count, moments = saved
-            if number < round_number - 1:
-                self.log(f"the optimiser's moments are those after round {number}")
+        self._roll_back()
+        self.session.skip("not_finite")
+
+    def _roll_back(self) -> None:
+        """Reset the optimiser to the last checkpoint at a round's edge, and the weights to the anchor."""
+        edge = self.checkpoint.last_edge()
+        if edge:
+            place, moments = edge
+            self.step_count = place.step_count
+            if place.round < self.open - place.carried:
+                self.log(f"the optimiser's moments are those of round {place.round}")
             self.replica.restore(moments, self.step_count)
         else:
             self.step_count = 0
-            forget(self.replica)
-        self.pending = None
+            zeros = {key: torch.zeros_like(tensor) for key, tensor in self.replica.state().items()}
+            self.replica.restore(zeros, 0)
+        self.measured.fresh_steps = max(0, self.measured.fresh_steps - len(self.losses))
+        self.losses = []
 
     # Saving
 
-    def _begin_save(self, round_number: int, update: Update) -> None:
-        """All of the state with a round's update in it, copied before the PUT and written after it."""
-        with self.measured.timed("save_seconds"):
-            if self.parting.asked():  # this state is the last one here
-                self.state.finish()
-                self.state.hurry()
-            self.state.save(round_number, self.state_files(), update)
+    def place(self) -> Place:
+        """The current position."""
+        pending = self.session.pending
+        sent = pending.facts.measured.get(INNER_STEPS, [0])[0] if pending else 0
+        return Place(
+            self.open,
+            doubles(self.losses),
+            self.step_count,
+            self.measured.fresh_steps + int(sent),
+            self.session.carried and bool(self.feedback),
+            self.control.size,
+            self.status.to_save(),
+        )
 
-    def state_files(self) -> Files:
-        return {
-            "anchor": self.anchor,
-            "optimiser": self.replica.state(),
-            "feedback": self.feedback,
-            "outer": self.outer.method.state(),
-        }
+    def files(self) -> Files:
+        """The current state, with the weights if inside a round."""
+        inside = self.losses and not (self.session.carried and self.feedback)
+        return {**self.state_files(), **({PARAMS: self.replica.named_parameters()} if inside else {})}
 
-    def saved_update(self, round_number: int) -> Update | None:
-        """What this process sent to a round, if it is on this disk; ConfigError where it is damaged."""
-        return self.state.load_update(round_number, tuple(sorted(self.outer.writes)))
+    def state_files(self) -> dict[str, Mapping[str, Tensor]]:
+        return {**self.session.save(), "optimiser": self.replica.state()}
 
-    def _saved_shards(self, round_number: int) -> Mapping[int, bytes]:
-        """What this replica sent to a round, if this disk or this process still has it."""
-        with suppress(ConfigError):
-            if update := self.saved_update(round_number):
-                return update.shards
-        return self.pending.shards if self.pending else {}
+    def save_now(self) -> bool:
+        """Save to disk, so that the next start continues from here; False if there is no room."""
+        if self.params is not None:  # it was restored and not changed: it is on disk
+            return True
+        return self.checkpoint.save_now(self.place(), self.files())
+
+    def restore(self, place: Place, files: Files) -> None:
+        """Restore the state at a checkpoint's position."""
+        self.session.restore(files, place.carried)
+        self.losses, self.session.open = list(place.losses), place.round
+        self.step_count, self.measured.fresh_steps = place.step_count, place.fresh_steps
+        self.replica.restore(files["optimiser"], place.step_count)
+        self.status.restore(place.told)
+        self.params = None
+        if PARAMS in files:
+            self.params = {name: p.to(self.device) for name, p in files[PARAMS].items()}
 
     def pop_facts(self) -> Facts:
-        """What this process has measured since the last call."""
+        """This process's measurements since the last call."""
         return self.measured.pop(self.status)
+
+
+def first_anchor(
+    recipe: Recipe, member: Member, own: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """The part of theta^(0) that this process keeps: what it trains, with its current values. Every stage of
+    a compressed replica also keeps the embedding, and applies its update as stage 0 does."""
+    anchor = {name: p.to(device, copy=True) for name, p in own.items()}
+    if member.config.compressed and EMBEDDING not in own:
+        shape, dtype = recipe.model.shapes()[EMBEDDING], next(iter(own.values())).dtype
+        anchor[EMBEDDING] = init_tensor(EMBEDDING, shape, recipe.model, recipe.seed).to(device, dtype)
+    return anchor
+
+
+def doubles(losses: Sequence[Tensor]) -> Tensor:
+    """(h,) on the CPU: some may come from a file, and some devices lack float64."""
+    return torch.stack([loss.cpu().double() for loss in losses]) if losses else torch.zeros(0).double()

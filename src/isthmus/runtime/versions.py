@@ -1,4 +1,4 @@
-"""Which torch this package was tested with; asked before torch is imported. Standard library only."""
+"""The oldest supported torch, checked before torch is imported. Standard library only."""
 
 import importlib.metadata
 import importlib.util
@@ -7,20 +7,19 @@ import re
 from isthmus import __version__
 from isthmus.errors import ConfigError
 
-# As in pyproject.toml, which a test compares. A source tree that is not installed has no metadata to ask.
+# As in pyproject.toml, checked by a test. A source tree that is not installed has no metadata.
 TORCH_FROM = (2, 11)
-TORCH_BELOW = (2, 16)
 
 
 def torch_range() -> str:
-    """As pip writes it."""
-    return f"torch>={_dotted(TORCH_FROM)},<{_dotted(TORCH_BELOW)}"
+    """The supported torch versions in pip's syntax."""
+    return f"torch>={_dotted(TORCH_FROM)}"
 
 
 def torch_version() -> str:
-    """Of the torch that an import would find; empty where there is none.
+    """The version of the torch that an import would find; "" if there is none.
 
-    By its metadata: the import takes seconds, and may fail in a way that says nothing of versions.
+    Reads its metadata: an import takes seconds, and may fail without naming a version.
     """
     if importlib.util.find_spec("torch") is None:
         return ""
@@ -33,15 +32,14 @@ def torch_version() -> str:
 
 
 def check_torch() -> None:
-    """ConfigError unless the installed torch is one that this Isthmus was tested with."""
+    """Raise ConfigError unless torch is new enough. CONTRIBUTING.md lists the tested versions."""
     found = torch_version()
     numbers = re.match(r"(\d+)\.(\d+)", found)
-    if numbers and TORCH_FROM <= (int(numbers[1]), int(numbers[2])) < TORCH_BELOW:
+    if numbers and (int(numbers[1]), int(numbers[2])) >= TORCH_FROM:
         return
-    last = _dotted((TORCH_BELOW[0], TORCH_BELOW[1] - 1))
     raise ConfigError(
         f"{f'torch {found}' if found else 'no torch'} is installed; Isthmus {__version__} runs with torch "
-        f"{_dotted(TORCH_FROM)} to {last}: pip install '{torch_range()}'"
+        f"{_dotted(TORCH_FROM)} or newer: pip install '{torch_range()}'"
     )
 
 

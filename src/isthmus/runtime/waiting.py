@@ -1,8 +1,8 @@
-"""What a machine waits for while none of its workers runs: for closers, `status`, the page, `isthmus train`.
+"""What a machine without running workers waits for: for closers, `status`, the page, `isthmus train`.
 
-It lies in the bucket beside the heartbeat and not in its place: nobody waits longer for a replica that waits
-itself. It names the incarnation that has ended, and is there at once: closers stop waiting for that one. The
-first heartbeat of the next worker, which has another incarnation, ends it.
+The note is a separate object next to the heartbeat, so it prolongs no wait for this replica. It names the
+incarnation that has ended and is written at once: closers stop waiting for that one. The first heartbeat of
+the next worker, which has another incarnation, ends it.
 """
 
 import contextlib
@@ -21,11 +21,32 @@ from isthmus.runlog.facts import MAX_WORD
 from isthmus.runtime.crashes import Crashes
 
 NOTE = "waiting"  # the same text in the work folder
-STARTING = "starting"  # begins the incarnation under which `train --resume` speaks for who is not up yet
+STARTING = "starting"  # prefix of the incarnation of `train --resume` for replicas that still start
+
+
+class LinkNote:
+    """What a stage without links waits for, from the worker to its launcher."""
+
+    def __init__(self, work: Path, stage: int) -> None:
+        self.path, self.said = work / f"links-{stage}", ""
+
+    def wait(self, neighbour: int, why: str) -> None:
+        if (text := f"{neighbour} {why}") != self.said:
+            self.said = text
+            with contextlib.suppress(OSError):
+                replace_file(self.path, text, sync=False)
+
+    def over(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def read(self) -> tuple[int, str] | None:
+        """(neighbour, why), or None if it waits for none."""
+        number, _, why = (read_note(self.path) or "").partition(" ")
+        return (int(number), why) if number.isdecimal() else None
 
 
 class WaitingNotes(threading.Thread):
-    """Repeats what is waited for, until a worker says its own incarnation. Any thread may call."""
+    """Repeats what is awaited until a worker writes its own incarnation. Any thread may call."""
 
     def __init__(
         self,
@@ -34,7 +55,7 @@ class WaitingNotes(threading.Thread):
         every_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`say` puts it into the bucket; None where another machine of the replica does."""
+        """`say` writes the note to the bucket; None if another machine of the replica does."""
         super().__init__(daemon=True, name="waiting")
         self.work, self.say, self.every, self.clock = work, say, every_seconds, clock
         self.what, self.since, self.next_start = "", 0.0, 0.0
@@ -44,12 +65,12 @@ class WaitingNotes(threading.Thread):
         self.over()
 
     def wait_for(self, what: str, next_start_seconds: float = 0.0, missing: Sequence[int] = ()) -> None:
-        """`missing`: the stages that are not there; those of this machine are, and wait."""
+        """`missing`: the absent stages; those of this machine are present and wait."""
         self._begin(what, next_start_seconds, missing)
         self._write()
 
     def ended(self, what: str, missing: Sequence[int] = ()) -> None:
-        """No worker runs now. The bucket is told at once; nobody needs to read of it on a terminal."""
+        """Report to the bucket at once that no worker runs, without a note for the terminal."""
         if (incarnation := self._incarnation()) and not incarnation.startswith(STARTING):
             self._begin(what, missing=missing)
 
@@ -70,7 +91,7 @@ class WaitingNotes(threading.Thread):
         (self.work / NOTE).unlink(missing_ok=True)
 
     def flush(self, timeout_seconds: float) -> None:
-        """Before this process ends: what was begun last is in the bucket, if that answers in time."""
+        """Before this process ends, give the bucket time to receive the last report."""
         if self.is_alive() and self.say is not None:
             self.told.wait(timeout_seconds)
 
@@ -88,7 +109,7 @@ class WaitingNotes(threading.Thread):
                 self.told.set()
 
     def tell(self) -> None:
-        """Say it once more, unless there is nothing to wait for any longer."""
+        """Report once more, unless the wait is over."""
         with self.lock:
             if not self.what:
                 return
@@ -106,7 +127,7 @@ class WaitingNotes(threading.Thread):
             return
         if self.say is None:
             return
-        with contextlib.suppress(RunError, OSError):  # the store itself may be what is away
+        with contextlib.suppress(RunError, OSError):  # the store itself may be down
             self.say(heartbeat)
 
     def _write(self) -> None:

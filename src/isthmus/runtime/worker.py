@@ -1,22 +1,22 @@
-"""The process that trains: `python -m isthmus.runtime.worker JSON`, started and restarted by the elastic
-agent."""
+"""The process that trains: forked by `runtime.workers`, or started by others as `isthmus-worker`."""
 
 import os
 import signal
 import sys
 import threading
-from functools import partial
+import time
+from multiprocessing import parent_process
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable
-from isthmus.files import replace_file
+from isthmus.files import overwrite_own, replace_file
 from isthmus.printing import guard_streams
 from isthmus.runtime.build import Assignment, build_replica, compiles
 from isthmus.runtime.failure import PASSING_STATUS, Failure, failure_note
 from isthmus.runtime.liveness import AliveFile
-from isthmus.runtime.process import LauncherConfig, Log, die_with_parent, logger
-from isthmus.runtime.recent import keep, recent_file
+from isthmus.runtime.parting import Parting
+from isthmus.runtime.process import LauncherConfig, Log, die_with_parent, logger, name_process
 from isthmus.runtime.start_up import StartUp
 from isthmus.runtime.waiting import NOTE
 
@@ -24,34 +24,63 @@ if TYPE_CHECKING:
     import torch
 
 
-def main(argv: list[str]) -> int:
+def begin(config: str, environment: dict[str, str]) -> None:
+    """Run in a process that the launcher has forked or spawned; it ends when the launcher does."""
+    os.environ.update(environment)
+    launcher = parent_process()
+    assert launcher, "multiprocessing has started us"
+    if sys.platform == "linux":
+        die_with_parent(os.getppid())  # the server that forked us dies with the launcher
+        if not launcher.is_alive():
+            os._exit(1)
+    else:
+        threading.Thread(target=_end_with, args=(launcher,), daemon=True, name="parent").start()
+    sys.exit(work(LauncherConfig.from_json(config)))
+
+
+def _end_with(launcher: Any) -> None:
+    launcher.join()
+    os._exit(1)
+
+
+def work(config: LauncherConfig, supervised: bool = True) -> int:
+    """Run the worker; return the exit status. Without a launcher of ours, handle signals and the last line
+    here."""
+    began = time.time()
     guard_streams()
-    config = LauncherConfig.from_json(argv[0])
-    die_with_parent(config.parent)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the launcher handles both, and asks us to leave
-        signal.signal(number, signal.SIG_IGN)
-    at, work = Assignment.from_environment(), Path(config.work_dir)
-    kept = partial(keep, recent_file(work, str(at.rank)))
-    log = logger(config.replica if at.size == 1 else f"{config.replica}/{at.rank}", kept)
-    AliveFile(work / f"alive-{at.rank}").start()
+    at, folder = Assignment.from_environment(), Path(config.work_dir)
+
+    def leave(number: int, frame: object) -> None:
+        if number == signal.SIGTERM and config.grace_seconds:
+            Parting(folder).begin(config.grace_seconds)
+        else:
+            overwrite_own(folder / "leave")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN if supervised else leave)
+    name_process(f"worker-{at.rank}/{at.size}")
+    log = logger(config.replica if at.size == 1 else f"{config.replica}/{at.rank}")
+    AliveFile(folder / f"alive-{at.rank}").start()
     try:
-        return run_worker(config, at, log)
+        return run_worker(config, at, log, began)
     except Exception as error:
         failure = Failure.of(error)
         if isinstance(error, ConfigError | RunStopped) and not failure.passes:
-            # No restart would help, not even a second one: the launcher reads this and ends.
-            replace_file(work / "fatal", f"{2 if isinstance(error, ConfigError) else 1} {error}")
+            # A restart would not help, not even a second one: the launcher reads this and ends.
+            if not supervised:
+                raise
+            replace_file(folder / "fatal", f"{2 if isinstance(error, ConfigError) else 1} {error}")
             return 3
-        failure.write(failure_note(work, at.rank))  # first: a neighbour that loses us ends too
+        failure.write(failure_note(folder, at.rank))  # first, since a neighbour that loses us ends too
         log(failure.text)
         if isinstance(error, Diverged):
-            from isthmus.runtime.private_state import put_aside
+            from isthmus.runtime.checkpoint import put_aside
 
-            put_aside(work, log)
+            put_aside(folder, log)
         return PASSING_STATUS if failure.passes else 1
 
 
-def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
+def run_worker(config: LauncherConfig, at: Assignment, log: Log, began: float) -> int:
     """Build this process's part of the replica and its trainer, and run rounds to the end."""
     import torch
 
@@ -76,15 +105,15 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
     from isthmus.runtime.trainer import Trainer
     from isthmus.store.objects import open_store
 
-    start = StartUp(config.started, log)
+    start = StartUp(config.started, log, began)
     start.mark("imports")
     pick_threads(config.num_threads)
     try:
         store = open_store(config.url, create=False)
-        ledger, key = open_as(store, config.replica, config.key)
-    except Unreachable as error:  # the launcher found both: the store is away for now
+        ledger, _ = open_as(store, config.replica, config.key)
+    except Unreachable as error:  # the launcher found both: the store is down for now
         raise RunError(str(error)) from None
-    run, recipe, member = ledger.run, ledger.run.recipe, find_member(ledger.run, config.replica)
+    recipe, member = ledger.run.recipe, find_member(ledger.run, config.replica)
     whole = member.config.kind == "full"
     if whole and at.size > 1 and device.type == "cuda" and device.index is None:
         device = torch.device("cuda", at.rank)
@@ -94,8 +123,8 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
         batches = Batches.of(recipe, corpus.train)
         held_out = corpus.validation if num_windows(corpus.validation, recipe.model.context) else None
     try:
-        replica, control = build_replica(config, run, member, at, batches, device, precision)
-    except Unreachable as error:  # neighbours that are not there yet, a port in use: worth another start
+        replica, control = build_replica(config, ledger, member, at, batches, device, precision, log)
+    except Unreachable as error:  # neighbours are not there yet, or a port is in use: worth another start
         raise RunError(str(error)) from None
     if whole and at.rank > 0 and not member.config.sharded:
         assert isinstance(replica, FullReplica)
@@ -124,9 +153,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
             log, work / NOTE, request, parting=lambda: control.size == 1 and request.parting.asked()
         ),
         parting=request.parting,
-        admission=Admission(ledger, log, key, deal, control),
-        held_out=held_out,
-        stream_dtype=stream_dtype,
+        admission=Admission(ledger, log, deal),
     )
     prints = at.rank == 0 or config.stage is not None
     lines = RoundLines(log, recipe.outer.rounds) if prints else None
@@ -138,17 +165,13 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log) -> int:
 
 
 def warm_up(device: "torch.device", compiled: bool) -> None:
-    """What the first inner step would wait for. Most of a start is not Python: a thread has time for it."""
+    """Load what the first inner step would wait for. Most of a start is not Python, so a thread has time."""
     import torch
 
     try:
-        torch.zeros(1, device=device)  # makes the context
+        torch.zeros(1, device=device)  # creates the context
     except RuntimeError:
-        return  # the training thread meets the same fault, and its line names the cure
+        return  # the training thread meets the same fault and names the cure
     if compiled:
         import torch._dynamo
         import torch._inductor.compile_fx
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

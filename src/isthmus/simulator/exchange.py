@@ -27,7 +27,7 @@ class LocalExchange:
                 sizes = [len(shard) for shard in contribution.shards.values()]
                 self.sent[contribution.replica]["payload_up"] += sum(sizes)
                 for name, readers in self.readers.items():
-                    mine = name == contribution.replica  # one of its machines has it already
+                    mine = name == contribution.replica  # one of its machines already has it
                     self.sent[name]["payload_down"] += sum(
                         size * (count - mine) for size, count in zip(sizes, readers, strict=True)
                     )

@@ -1,5 +1,6 @@
 """M replicas on one device, stacked or in turns."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -17,6 +18,7 @@ from isthmus.layout.stages import EMBEDDING
 from isthmus.layout.traffic import shards
 from isthmus.model.llama import forward, init_params, token_losses
 from isthmus.outer import outer_method
+from isthmus.outer.clip import EARLIER, history_clips, history_factor, update_norm
 from isthmus.outer.exchange import Contribution
 from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.outer.weights import round_weights
@@ -25,6 +27,7 @@ from isthmus.replica.base import precision_dtypes
 from isthmus.replica.evaluate import Scorer
 from isthmus.replica.stack import Stack
 from isthmus.runlog.row import Scores
+from isthmus.sparse import Bundle
 from isthmus.subspace import grassmann_step
 from isthmus.subspace.boundaries import BasisSet, boundary_functions
 
@@ -32,7 +35,7 @@ Progress = Callable[[int], None]  # called with the inner steps done in this rou
 
 
 class SimulatedFleet:
-    """Every replica of a recipe in this process: a Fleet, which the loop of outer rounds drives."""
+    """Every replica of a recipe in this process: a Fleet for the outer-round loop."""
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class SimulatedFleet:
         master_dtype, self.dtype = precision_dtypes(precision)
         self.batches = Batches.of(recipe, corpus.train)
         self.bases = BasisSet(recipe, device, master_dtype)
-        # Recorded work keeps its memory: only a single stack is recorded, and only in half of what is free.
+        # Recorded work keeps its memory: record only a single stack, and only in half of the free memory.
         self.recorded = (
             compiled
             and gpu.usable(device)
@@ -91,8 +94,11 @@ class SimulatedFleet:
             for stack in self.stacks:
                 stack.move("cpu")
         self.shards = shards(recipe)
+        # The norms of each replica's last updates, for rounds without a median.
+        self.sent_norms = {member.name: deque[float](maxlen=EARLIER) for member in self.members}
         self.tokens = [ReadAhead(partial(self._read, stack), device) for stack in self.stacks]
-        self.losses = self.norms = torch.zeros(0)  # of the last round, (H, M); of its last inner step, (M,)
+        self.losses = self.norms = torch.zeros(0)  # the last round's (H, M); its last inner step's (M,)
+        self.outside: dict[str, int | None] = {}  # of the last round, see Stack.pop_outside
 
     def train_round(self, round_index: int, progress: Progress) -> list[Contribution]:
         """H inner steps of every replica, then their contributions."""
@@ -116,17 +122,19 @@ class SimulatedFleet:
             stack.zero_grad()  # frees memory for the end of the round and for the other stacks
             try:
                 contributions += self._contribute(stack, self.outer) if self.outer else []
-            finally:  # a GPU's losses are checked only now: one that is not finite explains what else fails
+            finally:  # check a GPU's losses even after a failure, which a loss that is not finite may explain
                 losses.append(torch.stack(taken).cpu())  # (H, R)
                 self._check_finite(losses[-1], stack.members, round_index, 0)
             norms.append(step_norms.detach().cpu().double().expand(len(stack.members)))
             if self.plan.parked:
                 stack.move("cpu")
         self.losses, self.norms = torch.cat(losses, dim=1), torch.cat(norms)
+        counts = [count for stack in self.stacks for count in stack.pop_outside()]
+        self.outside = {member.name: count for member, count in zip(self.members, counts, strict=True)}
         return contributions
 
     def _read(self, stack: Stack, inner_step: int) -> Tensor:
-        """(R, B, L + 1)."""
+        """The tokens of a stack: (R, B, L + 1)."""
         first = stack.members[0].index
         return self.batches.stacked(inner_step, range(first, first + len(stack.members)))
 
@@ -157,11 +165,31 @@ class SimulatedFleet:
         """Decode what the exchange returned and take the anchor to theta^(t)."""
         if self.outer:
             weights = round_weights(self.recipe, [one.replica for one in contributions])
-            # Shard by shard, as the machines of a pipelined replica do: each sums its own.
-            for i in range(len(self.shards)):
-                packed = [one.shards[i] for one in contributions]
-                self.outer.apply(self.outer.codec.unpack_all(packed), weights)
+            # Shard by shard, as in a pipelined replica, where each machine sums its own.
+            sent = (self._unpacked(contributions, i) for i in range(len(self.shards)))
+            factors = None
+            if history_clips(self.recipe.outer, len(contributions)):
+                sent = list(sent)  # at most two updates
+                factors = self._history_factors(contributions, sent)
+            for shard in sent:
+                self.outer.apply(shard, weights, factors)
         self._turn_basis(round_number * self.recipe.outer.inner_steps - 1)
+
+    def _unpacked(self, contributions: Sequence[Contribution], shard: int) -> list[Bundle]:
+        assert self.outer
+        return self.outer.codec.unpack_all([one.shards[shard] for one in contributions])
+
+    def _history_factors(
+        self, contributions: Sequence[Contribution], sent: Sequence[Sequence[Bundle]]
+    ) -> list[float]:
+        """The factors that `clip_factors` computes in a real fleet from the norms in manifests."""
+        factors = []
+        for r, one in enumerate(contributions):
+            norm, earlier = update_norm([shard[r] for shard in sent]), self.sent_norms[one.replica]
+            factors.append(history_factor(norm, earlier))
+            if factors[-1] == 1.0:  # a replica that stays too large must not become its own measure
+                earlier.append(norm)
+        return factors
 
     def _turn_basis(self, inner_step: int) -> None:
         """Table 5c: every `grassmann_every` inner steps, turn each U toward the activation gradients."""
@@ -220,14 +248,19 @@ class SimulatedFleet:
         )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Everything that a resumed run needs, by file: the anchor, the outer method, each stack."""
+        """All that a resumed run needs, by file: the anchor, the outer method, each stack."""
         extra = {f"basis/{key}": basis for key, basis in self.bases.bases.items()}
         extra |= self.outer.state() if self.outer else {}
+        extra |= {
+            f"norms/{name}": torch.tensor(norms, dtype=torch.float64)
+            for name, norms in self.sent_norms.items()
+            if norms
+        }
         files = {"anchor": dict(self.anchor), "outer": extra}
         return files | {f"stack-{i}": stack.state() for i, stack in enumerate(self.stacks)}
 
     def restore(self, files: dict[str, dict[str, Tensor]], rounds: int) -> None:
-        extra = files.get("outer", {})  # SparseLoCo without boundaries has none
+        extra = files.get("outer", {})  # SparseLoCo without boundaries has no extra state
         with torch.no_grad():
             for name, tensor in self.anchor.items():
                 tensor.copy_(files["anchor"][name])
@@ -235,6 +268,8 @@ class SimulatedFleet:
                 basis.copy_(extra[f"basis/{key}"])
             if self.outer:
                 self.outer.restore(extra)
+        for name, norms in self.sent_norms.items():
+            norms.extend(extra[key].tolist() if (key := f"norms/{name}") in extra else ())
         for i, stack in enumerate(self.stacks):
             stack.restore(files[f"stack-{i}"], rounds * self.recipe.outer.inner_steps)
         self.bases.begin_round(rounds)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from isthmus.config import Recipe
-from isthmus.disk import told_when_full
+from isthmus.disk import explain_disk_full
 from isthmus.layout.traffic import PURPOSES, inner_step_bytes, outer_bytes
 from isthmus.model import checkpoint
 from isthmus.outer.rounds import run_rounds
@@ -15,11 +15,11 @@ from isthmus.runlog.live import View
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
 
-SAVE_SHARE = 0.05  # of the time may go into saving state
+SAVE_SHARE = 0.05  # of the time that saving state may take
 
 
 class RowSink(Protocol):
-    """Where rows go: a run directory, or whatever else takes them."""
+    """A receiver of rows: a run directory, or any other."""
 
     def append(self, row: Row, /) -> None: ...
 
@@ -34,8 +34,8 @@ def simulate_rounds(
     saver: "Saver | None" = None,
     leave: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Run the rounds after `done`. After each: evaluate, write one row, save where there is a saver. False
-    when `leave` or one of the view's hooks ended it at a round's edge."""
+    """Run the rounds after `done`. After each: evaluate, write one row, save if there is a saver. Return
+    False if `leave` or one of the view's hooks ended it between two rounds."""
     rounds, steps = recipe.outer.rounds, recipe.outer.inner_steps
     clock = time.perf_counter()
     if done == 0:
@@ -54,18 +54,23 @@ def simulate_rounds(
         sent = counted_bytes(recipe.in_round(round_number), exchange.pop_counts())
         each = trained_seconds / recipe.step_sequences
         spent = {m.name: each * recipe.batch_of(m.config) for m in fleet.members}
-        losses = zip(fleet.members, fleet.losses.mean(0).tolist(), strict=True)
+        facts = {
+            m.name: Facts(
+                loss=loss, seconds=spent[m.name], bytes=sent[m.name], measured=_outside(fleet, m.name)
+            )
+            for m, loss in zip(fleet.members, fleet.losses.mean(0).tolist(), strict=True)
+        }
         row = Row.from_simulation(
             recipe,
             round_number,
-            {m.name: Facts(loss=loss, seconds=spent[m.name], bytes=sent[m.name]) for m, loss in losses},
+            facts,
             scores,
             loss_train=fleet.losses.mean().item(),
             grad_norm=fleet.norms.mean().item(),
             seconds=seconds,
         )
-        # The row is written before the state: a row without its state is cut off and run again, a state
-        # without its row would lose it.
+        # Write the row before the state: a row without its state is cut off and its round runs again, but a
+        # state without its row would lose the row.
         run.append(row)
         if saver:
             saver.save(round_number, force=round_number == rounds)
@@ -80,6 +85,11 @@ def simulate_rounds(
 
     left_over = range(done + 1, rounds + 1)
     return run_rounds(fleet, exchange, left_over, lambda h: view.inner(h, steps, None), after, stops)
+
+
+def _outside(fleet: SimulatedFleet, name: str) -> dict[str, list[float]]:
+    count = fleet.outside[name]
+    return {} if count is None else {"outside_tokens": [count]}
 
 
 def counted_bytes(recipe: Recipe, payloads: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
@@ -98,14 +108,14 @@ def counted_bytes(recipe: Recipe, payloads: dict[str, dict[str, int]]) -> dict[s
 
 
 class Saver:
-    """Saves at round edges, as often as it may without taking more than its share of the time."""
+    """Saves between rounds, as often as its share of the time allows."""
 
     def __init__(
         self, run: RunDir, fleet: SimulatedFleet, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.run, self.fleet, self.clock = run, fleet, clock
         self.cost, self.last = 0.0, -float("inf")
-        self.saved = 0  # the newest round that was
+        self.saved = 0  # the newest saved round
 
     def save(self, rounds: int, force: bool) -> None:
         now = self.clock()
@@ -114,7 +124,7 @@ class Saver:
             return
         state = self.fleet.state()
         needed = sum(tensor.nbytes for named in state.values() for tensor in named.values())
-        with told_when_full(self.run.path, needed, f"the state after round {rounds}"):
+        with explain_disk_full(self.run.path, needed, f"the state after round {rounds}"):
             checkpoint.save(self.run.state_path, rounds, state)
         self.last, self.saved = self.clock(), rounds
         self.cost = self.last - now

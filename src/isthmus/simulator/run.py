@@ -14,15 +14,17 @@ import torch
 from isthmus import __version__
 from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
+from isthmus.data.fingerprint import check_text
 from isthmus.errors import ConfigError
 from isthmus.model import checkpoint
 from isthmus.model.initial import checked_first, first_params, start_digest
 from isthmus.page.ending import Ending, ending
 from isthmus.page.loggers import check_loggers, following
-from isthmus.planner.auto import Pick, resolve
+from isthmus.planner.auto import Pick, Untied, resolve
 from isthmus.planner.fit import MemoryPick
 from isthmus.planner.memory import SimulatorPlan, plan_simulator
 from isthmus.planner.room import check_disk, simulator_room
+from isthmus.replica.ahead import announce
 from isthmus.replica.meter import peak_bytes
 from isthmus.replica.picks import (
     checked_corpus,
@@ -43,13 +45,13 @@ from isthmus.simulator.rounds import Saver, simulate_rounds
 
 
 class Setup(TypedDict):
-    """The part of about.json that makes a resumed simulation go on as it was."""
+    """The part of about.json with which a resumed simulation continues unchanged."""
 
     device: str
     device_type: str
     precision: str
     compiled: bool
-    group: int  # replicas that are stacked at once
+    group: int  # replicas stacked together
     pieces: int  # grad_accum_steps
     parked: bool
 
@@ -65,12 +67,13 @@ def simulate(
     on_round: OnRound | None = None,
     log: Sequence[str] = (),
 ) -> Results:
-    """Train the whole fleet of a recipe on one device; run_dir is the first free runs/NAME when not given.
+    """Train the whole fleet of a recipe on one device; the default run_dir is the first free runs/NAME.
     `on_round` and the loggers of `log` get every row as its round ends."""
     check_loggers(log)
     recipe, picks = resolve(recipe)
     where, precision = pick_device(device), pick_precision(recipe, pick_device(device))
     corpus = checked_corpus(recipe)
+    check_text(corpus, recipe.data.corpus)
     recipe = with_pin(recipe, corpus)
     first = checked_first(recipe, corpus)
     compiled = where.type == "cuda" if compiled is None else compiled
@@ -94,13 +97,13 @@ def simulate(
 
 def about_run(
     recipe: Recipe,
-    picks: Sequence[Pick | MemoryPick],
+    picks: Sequence[Untied | Pick | MemoryPick],
     corpus: Corpus,
     first: Mapping[str, torch.Tensor] | None,
     device: torch.device,
     precision: str,
 ) -> About:
-    """What about.json says of every run, simulated or real, when it starts."""
+    """The fields of about.json for every run, simulated or real, when it starts."""
     return About(
         isthmus=__version__,
         torch=torch.__version__,
@@ -109,6 +112,7 @@ def about_run(
         parameters=recipe.model.num_parameters,
         auto=[*(pick.reason for pick in picks), *filter(None, [precision_note(recipe, device)])],
         corpus=recipe.data.corpus,
+        corpus_sha256=corpus.sha256,
         tokenizer_sha256=corpus.tokenizer_sha256,
         start_sha256=start_digest(first) if first else "",
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -124,7 +128,7 @@ def resume(
     on_round: OnRound | None = None,
     log: Sequence[str] = (),
 ) -> Results:
-    """Go on from the last saved round, exactly as the run would have gone on by itself."""
+    """Continue from the last saved round, exactly as the run would have continued without a stop."""
     check_loggers(log)
     run = RunDir.open(run_dir)
     recipe, about = run.recipe, run.about
@@ -144,11 +148,13 @@ def resume(
             f"the corpus {recipe.data.corpus} has another tokenizer than when {run.path} began; "
             "put the old one back"
         )
+    if stated := about.get("corpus_sha256"):  # older runs lack it
+        check_text(corpus, recipe.data.corpus, stated)
     plan = SimulatorPlan(setup["group"], setup["pieces"], setup["parked"], about.get("predicted_bytes", 0))
     found = checkpoint.load(run.state_path)
     done, state = found or (0, None)
     run.truncate(done if found else -1)
-    # The first weights are needed where nothing was saved, and where T_perp stays at its first value.
+    # The first weights are needed if no state was saved, and if T_perp stays at its first value.
     needed = recipe.model.start and (state is None or not recipe.subspace.adaptation)
     first = first_params(recipe, about.get("start_sha256")) if needed else None
     run.update_about(status="running", error=None)
@@ -182,6 +188,8 @@ def _run(
     about, setup = run.about, cast(Setup, run.about)
     threads = pick_threads()
     go_on = f"go on with: isthmus simulate --resume {shlex.quote(str(run.path))}"
+    if not quiet:
+        announce(recipe, device, done)
     with ending(run, go_on) as end, _measured(device, end):
         fleet = SimulatedFleet(recipe, corpus, device, setup["precision"], plan, setup["compiled"], first)
         if state:
@@ -211,19 +219,19 @@ def _run(
 
 @contextlib.contextmanager
 def _measured(device: torch.device, end: Ending) -> Iterator[None]:
-    """Note the memory that was taken, however the run ends."""
+    """Record the memory used, however the run ends."""
     try:
         yield
     finally:
         end.facts["peak_bytes"] = peak_bytes(device)
-        if device.type == "cuda":  # with what its allocator keeps between tensors
+        if device.type == "cuda":  # including what its allocator keeps between tensors
             end.facts["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
 
 
 def pick_plan(
     recipe: Recipe, device: torch.device, precision: str, compiled: bool, mode: str = "auto"
 ) -> SimulatorPlan:
-    """How the simulator fits this fleet into the memory that is free on the device now."""
+    """How the simulator fits this fleet into the device's free memory."""
     if device.type == "cuda":
         available = int(torch.cuda.mem_get_info(device)[0] * 0.92)
     else:

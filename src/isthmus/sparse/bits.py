@@ -1,9 +1,9 @@
-"""The bit string of each chunk: where its kept entries lie and, for 2bit, their signs and magnitudes.
+"""The bit string of each chunk: the positions of its kept entries and, for 2bit, signs and magnitudes.
 
 Positions are in Elias-Fano code: with l = floor(log2(P / J)), the upper parts i >> l of a chunk's ascending
-positions set bit (i >> l) + j of J + ceil(P / 2^l) - 1, and the l lower bits follow bit by bit. Where a
-bitmap of P bits is shorter, it is used instead. A bit string of n bytes has its bit b in byte b mod n, so
-that eight slices make the bytes.
+positions set bit (i >> l) + j of J + ceil(P / 2^l) - 1, and the l lower bits follow bit by bit. If a bitmap
+of P bits is shorter, it is used instead. A bit string of n bytes has its bit b in byte b mod n, so that eight
+slices make the bytes.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def from_bytes(data: Tensor) -> Tensor:
 
 
 def write_bits(bits: Tensor, group: Group, levels: Levels | None, layout: Layout) -> None:
-    """Write chunks into zeroed bits (C, 8 n), one byte for each bit."""
+    """Write chunks into zeroed bits (C, 8 n), one byte per bit."""
     code, count = index_code(layout.entries, layout.kept), layout.kept
     _write_index(bits, group.index, code)
     if levels is not None:
@@ -43,9 +43,9 @@ def write_bits(bits: Tensor, group: Group, levels: Levels | None, layout: Layout
 def read_bits(
     data: Tensor, values: Tensor | None, levels: Levels | None, layouts: Sequence[Layout], rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions and values (R C, J) of the bit strings (R C, n) of R replicas; (R,) which are well formed.
+    """Positions and values (R C, J) of R replicas' bit strings (R C, n); (R,) which are well formed.
 
-    The values are given, or for 2bit the levels that they are read with.
+    The values are given, or for 2bit their levels.
     """
     code, count = index_code(layouts[0].entries, layouts[0].kept), layouts[0].kept
     bits, at = from_bytes(data), code.bits(count)
@@ -94,7 +94,7 @@ def _read_index(bits: Tensor, code: IndexCode, count: int) -> Tensor:
 
 
 def _well_formed(index: Tensor, values: Tensor, layouts: Sequence[Layout], rows: int) -> Tensor:
-    """(R,): positions ascend, inside their chunk and outside padding, and values are finite."""
+    """(R,) whether positions ascend, inside their chunk and outside padding, and values are finite."""
     valid = _each(values.isfinite(), rows) & _each(index < layouts[0].entries, rows)
     valid = valid & _each(index[:, 1:] > index[:, :-1], rows)
     if any(layout.padded for layout in layouts):
@@ -107,5 +107,5 @@ def _well_formed(index: Tensor, values: Tensor, layouts: Sequence[Layout], rows:
 
 
 def _each(test: Tensor, rows: int) -> Tensor:
-    """Whether all of each replica's part is true: (R,)."""
+    """(R,) whether each replica's part is all true."""
     return test.reshape(rows, test.numel() // rows).all(1)

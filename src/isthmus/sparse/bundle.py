@@ -1,7 +1,7 @@
 """Payloads as types: of one tensor, and of many together.
 
-Tensors whose chunks agree in shape and in entries kept are a group, and a group is a few tensors however many
-names it has, so that a model of hundreds of weights costs few operations.
+Tensors whose chunks have the same shape and number of kept entries form a group. A group is a few tensors
+however many names it has, so a model of hundreds of weights needs few operations.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseChunks:
-    """What one parameter puts on the wire in one outer round."""
+    """One parameter's payload in one outer round."""
 
     values: Tensor  # (C, J) as the receiver will see them: fp32, fp64 for kind "fp64"
     index: Tensor  # (C, J) int16, position inside the chunk, ascending
@@ -30,7 +30,7 @@ class SparseChunks:
     keep: int = 32
     kind: str = "fp32"
     scale: Tensor | None = None  # (C,) int32, only for 2bit: the codes of the chunk's two levels
-    base: Tensor | None = None  # () fp32, only for 2bit: what the levels are relative to
+    base: Tensor | None = None  # () fp32, only for 2bit: the levels are relative to it
 
     @property
     def layout(self) -> Layout:
@@ -38,7 +38,7 @@ class SparseChunks:
 
 
 class Group(NamedTuple):
-    """What a group's tensors send, one after the other."""
+    """The payloads of a group's tensors, one after the other."""
 
     index: Tensor  # (C, J) int16
     values: Tensor  # (C, J)
@@ -47,7 +47,7 @@ class Group(NamedTuple):
 
     @staticmethod
     def join(groups: Sequence["Group"]) -> "Group":
-        """Groups of the same chunks, one after the other; `row` takes one out again."""
+        """Concatenate groups of the same chunks; `row` extracts one again."""
         if len(groups) == 1:
             return groups[0]
         scales = [group.scale for group in groups if group.scale is not None]
@@ -60,14 +60,14 @@ class Group(NamedTuple):
         )
 
     def row(self, r: int, rows: int) -> "Group":
-        """The part of replica r where `rows` replicas' groups lie one after the other."""
+        """The part of replica r in the concatenated groups of `rows` replicas."""
         scale = None if self.scale is None else self.scale.chunk(rows)[r]
         base = None if self.base is None else self.base.chunk(rows)[r]
         return Group(self.index.chunk(rows)[r], self.values.chunk(rows)[r], scale, base)
 
 
 class Location(NamedTuple):
-    """Where a tensor is found: its group, its number there, and its chunks."""
+    """A tensor's location: its group, its number there, and its chunks."""
 
     group: int
     number: int
@@ -83,7 +83,7 @@ class Arrangement(NamedTuple):
 
 @lru_cache(maxsize=512)
 def arrange(shapes: Shapes, side: int, keep: int) -> Arrangement:
-    """How tensors of these names and shapes fall into groups."""
+    """Arrange tensors of these names and shapes in groups."""
     layouts = {name: layout_of(tuple(shape), side, keep) for name, shape in shapes}
     groups: dict[tuple[int, int, int], list[str]] = {}
     for name, layout in layouts.items():
@@ -99,12 +99,12 @@ def arrange(shapes: Shapes, side: int, keep: int) -> Arrangement:
 
 @lru_cache(maxsize=256)
 def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """The tensor's number (C,) for each chunk of a group whose tensors have so many chunks."""
+    """The tensor's number (C,) for each chunk of a group whose tensors have these chunk counts."""
     return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
 
 
 class Bundle(Mapping[str, SparseChunks]):
-    """Payloads by name; one tensor's own is cut out when it is asked for."""
+    """Payloads by name; a single tensor's payload is sliced out on access."""
 
     def __init__(
         self, shapes: Mapping[str, Sequence[int]], side: int, keep: int, kind: str, groups: Sequence[Group]
@@ -114,7 +114,7 @@ class Bundle(Mapping[str, SparseChunks]):
 
     @property
     def key(self) -> tuple[Shapes, int, int]:
-        """What `arrange` takes; equal for bundles that can be added up."""
+        """The arguments of `arrange`; equal for bundles that can be added up."""
         return tuple(self.shapes.items()), self.side, self.keep
 
     def __getitem__(self, name: str) -> SparseChunks:
@@ -158,7 +158,7 @@ class Bundle(Mapping[str, SparseChunks]):
 
     @staticmethod
     def of(payloads: Mapping[str, SparseChunks]) -> "Bundle":
-        """Payloads encoded alike, as a bundle; ValueError if they are not, or do not fit their shapes."""
+        """A bundle of payloads with the same codec; ValueError if codecs differ or shapes do not fit."""
         if isinstance(payloads, Bundle):
             return payloads
         if not payloads:

@@ -1,7 +1,7 @@
-"""CRC-32 as arithmetic on polynomials over GF(2), so that a device can sum up the bytes that it holds.
+"""CRC-32 as arithmetic on polynomials over GF(2), so that a device can checksum the bytes that it holds.
 
 A polynomial is 32 bits, the lowest bit its highest power. `launch.crc_shares` computes the share that a body
-adds to the checksum; `expected_share` says what it must be.
+adds to the checksum; `expected_share` computes what it must be.
 """
 
 import zlib
@@ -46,11 +46,11 @@ def byte_table() -> list[int]:
 
 
 def crc_of(before: bytes | memoryview, share: int, num_bytes: int) -> int:
-    """zlib.crc32 of `before`, followed by `num_bytes` bytes that have this share."""
+    """zlib.crc32 of `before`, followed by `num_bytes` bytes with this share."""
     register = zlib.crc32(before) ^ INVERTED
     return times(register, shift(num_bytes)) ^ (share & 0xFFFFFFFF) ^ INVERTED
 
 
 def expected_share(before: bytes | memoryview, crc: int, num_bytes: int) -> int:
     """The share of `num_bytes` bytes for which zlib.crc32 of `before` and these bytes is `crc`."""
-    return crc_of(before, crc, num_bytes)  # an exclusive or: share and checksum change sides
+    return crc_of(before, crc, num_bytes)  # an exclusive or: share and checksum are interchangeable

@@ -1,4 +1,4 @@
-"""The front of a payload's bytes: which tensors, encoded how. `wire` has the layout."""
+"""The header of a payload's bytes: its tensors and their encoding. `wire` documents the layout."""
 
 import struct
 from functools import lru_cache
@@ -16,7 +16,7 @@ from isthmus.sparse.bundle import Shapes
 
 MAGIC, VERSION = b"ISP", 1
 HEADER = struct.Struct("<3sBBBHI")
-Found = tuple[Shapes, int, int, str, int]  # names and shapes, side, keep and kind, and where the body starts
+Found = tuple[Shapes, int, int, str, int]  # names and shapes, side, keep, kind, start of the body
 MAX_REMEMBERED_BYTES = 2**16
 _recent: dict[bytes, Found] = {}
 
@@ -40,8 +40,8 @@ def write_header(shapes: Shapes, side: int, keep: int, kind: str) -> bytes:
 
 
 def read_header(view: memoryview) -> Found:
-    """ValueError unless the bytes begin with a header. A run's payloads begin with the same few, which are
-    remembered if they are of a usual size."""
+    """Parse a header; ValueError if the bytes begin with none. A run's payloads share a few headers, which
+    are cached unless they are unusually large."""
     for header, found in list(_recent.items()):
         if view[: len(header)] == header:
             return found

@@ -1,10 +1,9 @@
 """The inner loops of eq. 2 as Triton kernels, started by `launch`.
 
-The plain torch form (topk, quantize, bits, outer.aggregate) is the reference that they are tested against.
-
-One chunk of up to 64 x 64 entries lives in the registers of one program, so that anchor, parameters and
-feedback are read once and the feedback is written once. Kernels run with fused multiply-add off: what is
-decoded and summed must come out the same on every device.
+The plain torch form (topk, quantize, bits, outer.aggregate) is the reference in their tests. One chunk of up
+to 64 x 64 entries stays in the registers of one program, so that anchor, parameters and feedback are read
+once and the feedback is written once. Kernels run with fused multiply-add off: decoded values and sums must
+be the same on every device.
 """
 
 import triton
@@ -15,12 +14,13 @@ import triton.language as tl
 def select_kernel(
     pointers, owner, origin, cols, index_out, values_out, odd, decay, scale,
     KEEP: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
+    SUBTRACT: tl.constexpr,
 ):  # fmt: skip
     """e <- decay e + scale (anchor - params), and its KEEP largest magnitudes of one chunk (eq. 2).
 
     The KEEP-th largest is found by bisection on the bits of |e|, which order as the numbers do. It starts
-    within three octaves of the largest, where it nearly always is, and ends when KEEP entries are above.
-    What is sent as fp32 or bf16 (KIND) leaves the feedback at once.
+    within three octaves of the largest, which nearly always contain it, and ends when KEEP entries are above.
+    With SUBTRACT, what is sent as fp32 or bf16 (KIND) leaves the feedback at once.
     """
     chunk = tl.program_id(0).to(tl.int64)
     tensor = tl.load(owner + chunk).to(tl.int64)
@@ -45,21 +45,21 @@ def select_kernel(
         high = tl.where(above >= KEEP, high, middle)
         high = tl.where(above == KEEP, middle + 1, high)
         low = tl.where(above >= KEEP, middle, low)
-    # Of entries that equal the last one kept, the first are taken: one running count of both in 2 x 16 bits.
+    # Among entries equal to the last one kept, take the first: one running count of both in 2 x 16 bits.
     larger = (key > low).to(tl.int32)
     equal = (key == low).to(tl.int32)
     wanted = KEEP - tl.sum(larger, 0)
     running = tl.cumsum(larger + (equal << 16), 0)
     kept = (larger == 1) | ((equal == 1) & ((running >> 16) <= wanted))
     rank = (running & 0xFFFF) + tl.minimum(running >> 16, wanted) - 1
-    if KIND == "bf16":  # what its range cannot hold is sent as its largest
+    if KIND == "bf16":  # values beyond its range are sent as its largest
         sent = tl.minimum(tl.maximum(carried, -3.3895313892515355e38), 3.3895313892515355e38)
         sent = sent.to(tl.bfloat16).to(tl.float32)
     else:
         sent = carried
     tl.store(index_out + chunk * KEEP + rank, position.to(tl.int16), mask=kept)
     tl.store(values_out + chunk * KEEP + rank, sent, mask=kept)
-    if KIND == "2bit":  # rounded later, when the levels are known
+    if KIND == "2bit" or not SUBTRACT:  # 2bit values are rounded later, when the levels are known
         tl.store(feedback + at, carried)
     else:
         tl.store(feedback + at, tl.where(kept, carried - sent, carried))
@@ -70,7 +70,7 @@ def levels_kernel(
     values, low_out, high_out, zeros_out, num_chunks,
     KEEP: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
-    """`quantize.two_levels` of chunks' values in any order: each is tried as the last above the cut."""
+    """`quantize.two_levels` of chunks' values in any order: it tries each as the last above the cut."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     j = tl.arange(0, POW2)
     there = (chunk < num_chunks)[:, None] & (j < KEEP)[None, :]
@@ -114,7 +114,7 @@ def many_levels_kernel(
     j = tl.arange(0, POW2)
     there = j < KEEP
     size = tl.where(there, tl.abs(tl.load(values + chunk * KEEP + j, mask=there, other=0.0)), -1.0)
-    size = tl.sort(size, descending=True)  # what is not there comes last
+    size = tl.sort(size, descending=True)  # missing values come last
     peak = tl.max(size, 0)
     safe = tl.where(peak > 0, peak, 1.0)
     unit = tl.where(there, tl.div_rn(size, tl.zeros((POW2,), tl.float32) + safe), 0.0)
@@ -142,9 +142,10 @@ def many_levels_kernel(
 @triton.jit
 def round_kernel(
     pointers, owner, origin, cols, index, values, scale, low, high, num_chunks,
-    KEEP: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    KEEP: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SUBTRACT: tl.constexpr,
 ):  # fmt: skip
-    """Round every kept value to its chunk's low or high level as decoded, and take it out of the feedback."""
+    """Round every kept value to its chunk's low or high level as decoded; with SUBTRACT it leaves the
+    feedback."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mine = chunk < num_chunks
     j = tl.arange(0, POW2)
@@ -159,13 +160,14 @@ def round_kernel(
     level = tl.where(large, high_level, low_level)
     sent = tl.where(value.to(tl.int32, bitcast=True) < 0, -level, level)
     tl.store(values + at, sent, mask=there)
-    tensor = tl.load(owner + chunk, mask=mine, other=0).to(tl.int64)
-    feedback = tl.load(pointers + 3 * tensor + 2, mask=mine, other=0).to(tl.pointer_type(tl.float32))
-    position = tl.load(index + at, mask=there, other=0).to(tl.int64)
-    step = tl.load(cols + tensor, mask=mine, other=0)[:, None]
-    start = tl.load(origin + chunk, mask=mine, other=0)[:, None]
-    slot = feedback[:, None] + (start + (position // WIDTH) * step + position % WIDTH)
-    tl.store(slot, value - sent, mask=there)
+    if SUBTRACT:
+        tensor = tl.load(owner + chunk, mask=mine, other=0).to(tl.int64)
+        feedback = tl.load(pointers + 3 * tensor + 2, mask=mine, other=0).to(tl.pointer_type(tl.float32))
+        position = tl.load(index + at, mask=there, other=0).to(tl.int64)
+        step = tl.load(cols + tensor, mask=mine, other=0)[:, None]
+        start = tl.load(origin + chunk, mask=mine, other=0)[:, None]
+        slot = feedback[:, None] + (start + (position // WIDTH) * step + position % WIDTH)
+        tl.store(slot, value - sent, mask=there)
 
 
 @triton.jit
@@ -174,15 +176,20 @@ def write_bits_kernel(
     MARKS: tl.constexpr, LOW: tl.constexpr, BITMAP: tl.constexpr, KEEP: tl.constexpr, POW2: tl.constexpr,
     BLOCK: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Positions (`bits`), signs and magnitudes of chunks, a byte for each bit, into zeroed `bits`."""
+    """Write positions (`bits`), signs and magnitudes of chunks into zeroed `bits`, one byte per bit."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     j = tl.arange(0, POW2)
     there = (chunk < num_chunks)[:, None] & (j < KEEP)[None, :]
     at = chunk[:, None] * KEEP + j[None, :]
     position = tl.load(index + at, mask=there, other=0).to(tl.int32)
     row = bits + chunk[:, None] * width
-    mark = position if BITMAP else (position >> LOW) + j[None, :]
-    tl.store(row + mark, tl.full((BLOCK, POW2), 1, tl.uint8), mask=there)
+    one = tl.full((BLOCK, POW2), 1, tl.uint8)
+    if BITMAP:
+        tl.store(row + position, one, mask=there)
+    else:
+        # Two additions to the pointer. Triton 3.6 compiles `row + ((position >> LOW) + j)` wrongly for some
+        # KEEP that are not a power of two: marks from the 64th on are written 64 places too early.
+        tl.store(row + (position >> LOW) + j[None, :], one, mask=there)
     for bit in tl.static_range(LOW):
         tl.store(row + MARKS + bit * KEEP + j[None, :], ((position >> bit) & 1).to(tl.uint8), mask=there)
     if SIGNED:
@@ -195,7 +202,7 @@ def write_bits_kernel(
 
 @triton.jit
 def _bit(row, at, WIDTH: tl.constexpr, there):
-    """Bit `at` of a bit string of WIDTH bytes, whose bit b lies in byte b mod WIDTH."""
+    """Bit `at` of a bit string of WIDTH bytes, whose bit b is in byte b mod WIDTH."""
     return (tl.load(row + at % WIDTH, mask=there, other=0).to(tl.int32) >> (at // WIDTH)) & 1
 
 
@@ -205,7 +212,7 @@ def read_kernel(
     WIDTH: tl.constexpr, MARKS: tl.constexpr, POW2: tl.constexpr, LOW: tl.constexpr, BITMAP: tl.constexpr,
     KEEP: tl.constexpr, BLOCK: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Positions and, for 2bit, values of packed chunks; `odd` is set where a bit string is malformed."""
+    """Positions and, for 2bit, values of packed chunks; sets `odd` if a bit string is malformed."""
     chunk = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mine = chunk < num_chunks
     b = tl.arange(0, POW2)
@@ -215,7 +222,7 @@ def read_kernel(
     j = tl.cumsum(mark, 1) - 1
     number = tl.sum(mark, 1)
     bad = mine & (number != KEEP)
-    for at in tl.static_range(MARKS + (LOW + 2 * SIGNED) * KEEP, 8 * WIDTH):  # what fills bytes up is zero
+    for at in tl.static_range(MARKS + (LOW + 2 * SIGNED) * KEEP, 8 * WIDTH):  # padding bits are zero
         bad = bad | (_bit(data + chunk * WIDTH, at, WIDTH, mine) == 1)
     if tl.max(bad.to(tl.int32), 0) > 0:
         tl.atomic_or(odd, 1)
@@ -236,7 +243,7 @@ def read_kernel(
 
 @triton.jit
 def check_kernel(index, values, odd, size, entries, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    """`odd` is set where a chunk's positions do not ascend below `entries`, or a value is not finite."""
+    """Set `odd` if a chunk's positions do not ascend below `entries`, or a value is not finite."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
     position = tl.load(index + at, mask=there, other=0)
@@ -274,7 +281,7 @@ def apply_kernel(
     pointers, owner, first, start, total, count, number, step_size,
     COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """anchor -= step_size * (total / count), rounded three times; nothing is touched where nobody sent."""
+    """anchor -= step_size * (total / count), rounded three times; skips entries that nobody sent."""
     block = tl.program_id(0).to(tl.int64)
     tensor = tl.load(owner + block).to(tl.int64)
     anchor = tl.load(pointers + tensor).to(tl.pointer_type(tl.float32))
@@ -297,11 +304,11 @@ def step_kernel(
     KEEP: tl.constexpr, POW2: tl.constexpr, LOG: tl.constexpr, REPLICAS: tl.constexpr, WIDTH: tl.constexpr,
     COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """anchor -= step_size * mean for one chunk, straight from the payloads of some replicas.
+    """anchor -= step_size * mean for one chunk, directly from the payloads of some replicas.
 
-    `pointers` are those of each replica's positions and values. Every entry looks its position up in the
-    ascending positions of all replicas, in order, and adds what was sent there; the first of those that share
-    a position moves the anchor. The roundings are those of adding payload after payload into an accumulator.
+    `pointers` point to each replica's positions and values. Every entry looks up its position in the
+    ascending positions of all replicas, in order, and adds what was sent there; the first entry at a position
+    moves the anchor. It rounds as if the payloads were added one after another into an accumulator.
     """
     chunk = tl.program_id(0).to(tl.int64)
     tensor = tl.load(owner + chunk).to(tl.int64)
@@ -315,7 +322,7 @@ def step_kernel(
     for r in range(num_replicas):
         indices = tl.load(pointers + 2 * r).to(tl.pointer_type(tl.int16)) + chunk * KEEP
         values = tl.load(pointers + 2 * r + 1).to(tl.pointer_type(tl.float32)) + chunk * KEEP
-        at = tl.zeros((REPLICAS * POW2,), tl.int32)  # of the last entry that is not past the position
+        at = tl.zeros((REPLICAS * POW2,), tl.int32)  # index of the last entry up to the position
         for bit in tl.static_range(LOG):
             further = at + (POW2 >> (bit + 1))
             there_too = tl.load(indices + further, mask=further < KEEP, other=32767).to(tl.int32)
@@ -342,11 +349,10 @@ def crc_kernel(
     data, size, stride, table, inside, between, out,
     BYTES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Adds (xor) one block's share of the CRC-32 of a row of `data`, with register and result not inverted.
+    """Add (xor) one block's share of the CRC-32 of a row of `data`, with register and result not inverted.
 
-    A CRC is linear over GF(2) and leading zeros do not change it, so blocks are laid out from the end and
-    each lane's remainder is multiplied by x to the number of bits after it: `inside` its block, `between`
-    blocks.
+    A CRC is linear over GF(2) and leading zeros do not change it, so blocks are laid out from the end. Each
+    lane's remainder is multiplied by x to the number of bits after it: `inside` its block, `between` blocks.
     """
     block = tl.program_id(0)
     data += tl.program_id(1).to(tl.int64) * stride

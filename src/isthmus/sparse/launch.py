@@ -1,6 +1,6 @@
-"""Starts the kernels: each function does for one group of chunks what a plain torch form does elsewhere.
+"""Start the kernels: each function does for one group of chunks what a plain torch form does elsewhere.
 
-What is decoded and summed has the same bits either way. Only `outer.fused` imports this module, because it
+Decoded values and sums have the same bits either way. Only `outer.fused` imports this module, because it
 needs Triton.
 """
 
@@ -17,20 +17,20 @@ from isthmus.sparse.bundle import Group, owners
 from isthmus.sparse.quantize import RATIO_OCTAVES, levels, scales
 from isthmus.sparse.topk import origins
 
-ENTRIES = {2**i for i in range(4, 13)}  # that one program holds
-MAX_KEEP = 2048  # of a chunk
-FEW = 128  # so few of a chunk's values are compared with each other; more are sorted
+ENTRIES = {2**i for i in range(4, 13)}  # sizes that one program holds
+MAX_KEEP = 2048  # per chunk
+FEW = 128  # up to this many values are compared pairwise; more are sorted
 MAX_REPLICAS = 32  # every entry of a chunk is looked up in all of them
 APPLY_BLOCK = 4096
 CHECK_BLOCK = 2048
-CRC_BYTES, CRC_LANES = 64, 512  # of one lane, of one block
-# Enough chunks in flight at once: a program that took more registers would leave too few.
+CRC_BYTES, CRC_LANES = 64, 512  # per lane; lanes per block
+# Keeps enough chunks in flight: a program with more registers would leave too few.
 SELECT = {True: {"num_warps": 4, "maxnreg": 128}, False: {"num_warps": 1}}
 
 
 def fits(layout: Layout) -> bool:
-    """Whether kernels take chunks of this layout: a power of two of entries, none of them padding, not all of
-    them kept."""
+    """Whether kernels accept chunks of this layout: a power of two of entries, none of them padding, and not
+    all of them kept."""
     return (
         layout.entries in ENTRIES and not layout.padded and layout.chunks > 0
         and 0 < layout.kept <= min(MAX_KEEP, layout.entries - 1)
@@ -43,7 +43,7 @@ def contiguous_fp32(tensors: Sequence[Tensor]) -> bool:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    # A multiply-add that is rounded once would differ from a CPU's.
+    # A fused multiply-add, rounded once, would differ from a CPU's.
     kernel[grid](*args, enable_fp_fusion=False, **constants)
 
 
@@ -56,7 +56,7 @@ def _blocks(number: int, block: int) -> tuple[int]:
 
 
 def _together(most: int, columns: int) -> int:
-    """How many chunks one program takes: at most so many, and 2048 of their numbers."""
+    """How many chunks one program takes: at most `most`, with at most 2048 numbers."""
     return max(1, min(most, 2048 // columns))
 
 
@@ -80,10 +80,12 @@ def feed_back(
     decay: float,
     scale: float,
     kind: str,
+    subtract: bool = True,
 ) -> tuple[Group, Tensor]:
-    """e <- decay e + scale (anchor - params); select what is sent; e <- e - what is sent. All in place.
+    """e <- decay e + scale (anchor - params); select what is sent; with `subtract`, subtract that from e. All
+    in place.
 
-    Returns the group's payload and a flag that is not zero where an entry is not finite.
+    Return the group's payload and a flag that is nonzero if an entry is not finite.
     """
     device, layout, keep = params[0].device, layouts[0], layouts[0].kept
     owner, origin, cols = _chunk_table(tuple(layouts), device)
@@ -95,7 +97,8 @@ def feed_back(
     _launch(
         kernels.select_kernel, (num_chunks,),
         pointers, owner, origin, cols, index, values, odd, decay, scale,
-        KEEP=keep, HEIGHT=layout.height, WIDTH=layout.width, KIND=kind, **SELECT[layout.entries > 1024],
+        KEEP=keep, HEIGHT=layout.height, WIDTH=layout.width, KIND=kind, SUBTRACT=subtract,
+        **SELECT[layout.entries > 1024],
     )  # fmt: skip
     if kind != "2bit":
         return Group(index, values), odd
@@ -107,7 +110,7 @@ def feed_back(
     _launch(
         kernels.round_kernel, _blocks(num_chunks, block),
         pointers, owner, origin, cols, index, values, codes, low, high, num_chunks,
-        KEEP=keep, POW2=pow2, BLOCK=block, WIDTH=layout.width,
+        KEEP=keep, POW2=pow2, BLOCK=block, WIDTH=layout.width, SUBTRACT=subtract,
     )  # fmt: skip
     return Group(index, values, codes, base), odd
 
@@ -148,7 +151,7 @@ def write_bits(bits: Tensor, index: Tensor, values: Tensor, low: Tensor | None, 
 def read_bits(
     data: Tensor, values: Tensor | None, pair: tuple[Tensor, Tensor] | None, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions and values (C, J) of bit strings (C, n), and a flag that is not zero if one is malformed.
+    """Positions and values (C, J) of bit strings (C, n), and a flag that is nonzero if one is malformed.
 
     The values are given, or for 2bit the chunks' low and high levels (C,).
     """
@@ -182,7 +185,7 @@ def add(
     index: Tensor,
     values: Tensor,
 ) -> None:
-    """What `RunningMean` does with one payload's chunks."""
+    """Add one payload's chunks, as `RunningMean` does."""
     num_chunks, keep = index.shape
     pow2 = _power_of_two(keep)
     block = _together(16, pow2)
@@ -206,7 +209,7 @@ def _block_table(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
 def apply(
     anchor: Sequence[Tensor], total: Tensor, count: Tensor | None, number: int, step_size: float
 ) -> None:
-    """anchor -= step_size * mean, where `total` holds the sums of all the tensors one after the other."""
+    """anchor -= step_size * mean; `total` holds the sums of all tensors, one after the other."""
     owner, first, start = _block_table(tuple(tensor.numel() for tensor in anchor), total.device)
     _launch(
         kernels.apply_kernel, (len(owner),), _pointers(anchor, total.device), owner, first, start,
@@ -237,7 +240,7 @@ def step(
 
 
 def signed(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Unsigned numbers of 32 bits as int32 of the same bits."""
+    """Unsigned 32-bit numbers as int32 with the same bits."""
     return torch.tensor(numbers, dtype=torch.int64).to(torch.int32).to(device)
 
 
@@ -254,7 +257,7 @@ def crc_shares(data: Tensor) -> Tensor:
     """The shares of rows (R, n) of uint8 data in their checksums, as (R,) int32; see `crc`."""
     rows, size = data.shape
     (num_blocks,) = _blocks(size, CRC_BYTES * CRC_LANES)
-    # Tables grow by doubling, so that a run asks for few different ones.
+    # Tables grow by doubling, so that a run needs few different ones.
     table, inside, between = _crc_tables(_power_of_two(max(1, num_blocks)), data.device)
     out = torch.zeros(rows, dtype=torch.int32, device=data.device)
     if num_blocks:

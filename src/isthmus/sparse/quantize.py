@@ -6,7 +6,7 @@ levels, 1 to 1024, in steps that widen with the ratio; the last code marks a chu
 other values, whose levels are 0 and one other. So a value that is not zero never loses its sign, and a zero
 stays zero.
 
-Decoding looks levels up in constant tables and multiplies twice, so every device reaches the same bits.
+Decoding looks levels up in constant tables and multiplies twice, so every device computes the same bits.
 """
 
 from functools import lru_cache
@@ -25,7 +25,7 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 
 @lru_cache(maxsize=16)
 def _tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What a code multiplies the base by (1024,), and a ratio code the level, for low and for high (64,)."""
+    """The base's factor by code (1024,), and the level's by ratio code, for low and for high (64,)."""
     code = torch.arange(TOP_CODE + 1, dtype=torch.float64)
     level = torch.exp2((code - TOP_CODE) * OCTAVES / (TOP_CODE - 1))
     level[0] = 0
@@ -41,7 +41,7 @@ def levels(scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
     level_table, low_table, high_table = _tables(scale.device)
     level = base * level_table[scale >> 6]  # (C,)
     ratio = scale & 63
-    # The clamp: a ratio rounded up must not carry a level near the end of fp32 to infinity.
+    # The clamp: a ratio rounded up must not turn a level near the end of fp32 into infinity.
     return (level * low_table[ratio])[:, None], (level * high_table[ratio]).clamp(max=FLOAT_MAX)[:, None]
 
 
@@ -53,7 +53,7 @@ def dequantize(negative: Tensor, large: Tensor, scale: Tensor, base: Tensor) -> 
 
 
 def _running_sum(rows: Tensor) -> Tensor:
-    """cumsum(1) in log2(J) additions: CUDA has no deterministic one, and refuses where one is asked for."""
+    """cumsum(1) in log2(J) additions: CUDA has no deterministic one, and fails if that is required."""
     step = 1
     while step < rows.shape[1]:
         rows = torch.cat([rows[:, :step], rows[:, step:] + rows[:, :-step]], 1)
@@ -64,13 +64,13 @@ def _running_sum(rows: Tensor) -> Tensor:
 def two_levels(magnitude: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The two levels (C,) with the least squared error, for magnitudes (C, J) in descending order.
 
-    For sorted values the best assignment is a cut, and the error of a cut after j of J values is the sum of
-    squares less S1^2 / j + S2^2 / (J - j), with S1 and S2 the sums on either side: all J cuts are compared.
-    Third: whether the chunk keeps zeros beside other values; its only level is then the mean of the others.
+    For sorted values the best assignment is a cut. The error of a cut after j of J values is the sum of
+    squares less S1^2 / j + S2^2 / (J - j), with S1 and S2 the sums on either side: it compares all J cuts.
+    Third: whether the chunk keeps zeros among other values, whose mean is then its only level.
     """
     count = magnitude.shape[1]
     peak = magnitude[:, :1]  # (C, 1)
-    unit = magnitude / torch.where(peak > 0, peak, 1)  # so that squares stay in range
+    unit = magnitude / torch.where(peak > 0, peak, 1)  # keeps squares in range
     above = torch.arange(1, count + 1, dtype=unit.dtype, device=unit.device)  # (J,)
     below = (count - above).clamp(min=1)
     upper = _running_sum(unit)  # (C, J)
@@ -79,7 +79,7 @@ def two_levels(magnitude: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     cut = (upper.square() / above + lower.square() / below).argmax(1, keepdim=True)  # (C, 1)
     high = upper.gather(1, cut) / above[cut]
     low = torch.where(cut == count - 1, high, lower.gather(1, cut) / below[cut])
-    # A ratio beyond the last code would cost the high level, which matters more.
+    # A ratio beyond the last code would lower the high level, which matters more.
     low = torch.minimum(torch.maximum(low, high * 2.0**-RATIO_OCTAVES), high)
     zeros = (magnitude[:, -1:] == 0) & (peak > 0)
     single = upper[:, -1:] / (unit > 0).sum(1, keepdim=True).clamp(min=1)
@@ -110,7 +110,7 @@ def scales(
 ) -> tuple[Tensor, Tensor]:
     """The codes (C,) of chunks with these two levels, and the bases (T,) of their tensors.
 
-    `zeros` marks chunks that keep zeros beside other values, `nothing` those that keep zeros only.
+    `zeros` marks chunks that keep zeros among other values, `nothing` those that keep only zeros.
     """
     base = low.new_zeros(num_tensors).scatter_reduce_(0, owner, low, "amax")  # (T,)
     base = base.clamp(MIN_BASE, FLOAT_MAX).float()
@@ -118,7 +118,7 @@ def scales(
     code = TOP_CODE + torch.log2(low / base_of) * ((TOP_CODE - 1) / OCTAVES)
     code = code.nan_to_num(1).round().clamp(1, TOP_CODE).int()
     code = torch.where(nothing, 0, code)
-    # The ratio is taken to the level as coded, so that its rounding does not reach the high level.
+    # The ratio is relative to the coded level, so that its rounding does not reach the high level.
     coded = levels(code << 6, base_of)[0][:, 0]
     octaves = torch.log2(high / coded).clamp(0, RATIO_OCTAVES)
     ratio = ((octaves / RATIO_OCTAVES).sqrt() * TOP_RATIO).nan_to_num(0).round().int()
@@ -126,6 +126,6 @@ def scales(
 
 
 def bits_of(values: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-    """The sign and magnitude bits (C, J) of values that `dequantize` gave."""
+    """The sign and magnitude bits (C, J) of values from `dequantize`."""
     low, _ = levels(scale, base)
     return torch.signbit(values), values.abs() > low

@@ -10,13 +10,13 @@ from isthmus.layout.chunks import layout as layout_of
 from isthmus.sparse.bundle import Bundle, Group, SparseChunks, arrange, owners
 from isthmus.sparse.quantize import quantize
 
-# Entries copied out and searched at a time: few enough to stay in the cache of a CPU's core, enough to fill a
-# GPU, and on both a bound on the memory that encoding takes beside the tensors themselves.
+# Entries copied and searched at a time: few enough for the cache of a CPU core, enough to fill a GPU. On both
+# this bounds the memory that encoding takes in addition to the tensors.
 ENTRIES_PER_THREAD, ENTRIES_PER_GPU = 2**19, 2**26
 
 
 def _stretch(matrix: Tensor, dim: int, size: int, whole: int) -> Tensor:
-    """End every block after the first `whole` in a line of zeros, so that all are `size` long."""
+    """Append a line of zeros to every block after the first `whole`, so that all are `size` long."""
     head = matrix.narrow(dim, 0, whole * size)
     tail = matrix.narrow(dim, whole * size, matrix.shape[dim] - whole * size).unflatten(dim, (-1, size - 1))
     tail = torch.cat([tail, torch.zeros_like(tail.narrow(dim + 1, 0, 1))], dim + 1)
@@ -31,7 +31,7 @@ def _shrink(matrix: Tensor, dim: int, size: int, whole: int) -> Tensor:
 
 
 def to_grid(dense: Tensor, layout: Layout) -> Tensor:
-    """The chunks as a view where there is no padding: (Y, X, h, w)."""
+    """The chunks (Y, X, h, w); a view if there is no padding."""
     matrix = dense.reshape(layout.rows, layout.cols)
     if layout.whole_down < layout.down:
         matrix = _stretch(matrix, 0, layout.height, layout.whole_down)
@@ -45,13 +45,13 @@ def to_grid(dense: Tensor, layout: Layout) -> Tensor:
 
 
 def to_chunks(dense: Tensor, side: int) -> Tensor:
-    """All chunks of a tensor, one a row (C, P), in the order (y, x) of blocks and (h, w) inside them."""
+    """All chunks of a tensor, one per row (C, P), in the order (y, x) of blocks and (h, w) inside them."""
     layout = layout_of(tuple(dense.shape), side, keep=0)
     return to_grid(dense, layout).reshape(layout.chunks, layout.entries)
 
 
 def from_chunks(chunks: Tensor, shape: torch.Size | tuple[int, ...], side: int) -> Tensor:
-    """The inverse of `to_chunks`; what lies in padding is dropped."""
+    """The inverse of `to_chunks`; drops the padding."""
     layout = layout_of(tuple(shape), side, keep=0)
     grid = chunks.reshape(layout.down, layout.across, layout.height, layout.width)
     matrix = grid.transpose(1, 2).reshape(layout.down * layout.height, layout.across * layout.width)
@@ -63,7 +63,7 @@ def from_chunks(chunks: Tensor, shape: torch.Size | tuple[int, ...], side: int) 
 
 
 def in_padding(index: Tensor, layout: Layout) -> Tensor:
-    """Which positions (C, J) lie in padding: the last row or column of a block past the whole ones."""
+    """Whether positions (C, J) are padding: the last row or column of a block past the whole ones."""
     chunk = torch.arange(layout.chunks, device=index.device)[:, None]  # (C, 1)
     short_down = chunk // layout.across >= layout.whole_down
     short_across = chunk % layout.across >= layout.whole_across
@@ -73,7 +73,7 @@ def in_padding(index: Tensor, layout: Layout) -> Tensor:
 
 
 def origins(layout: Layout, device: torch.device) -> Tensor:
-    """Where the first entry of each chunk lies in the flattened tensor: (C,)."""
+    """The position of each chunk's first entry in the flattened tensor: (C,)."""
     y = torch.arange(layout.down, device=device)
     x = torch.arange(layout.across, device=device)
     row = y * layout.height - (y - layout.whole_down).clamp(min=0)
@@ -90,15 +90,15 @@ def flat_positions(index: Tensor, width: int, origin: Tensor, skip: Tensor | int
 def add_at(flat: Tensor, position: Tensor, values: Tensor) -> None:
     """flat[position] += values for positions that do not repeat.
 
-    Read, add and write rather than a scatter-add: CUDA's atomic add flushes subnormals, and the sum must come
-    out the same everywhere.
+    It reads, adds and writes instead of a scatter-add: CUDA's atomic add flushes subnormals, and the sum must
+    be the same everywhere.
     """
     position, values = position.reshape(-1), values.reshape(-1)
     flat.index_put_((position,), flat[position] + values.to(flat.dtype))
 
 
 def add_payload(dense: Tensor, payload: SparseChunks, sign: int = 1) -> None:
-    """Add (or, with sign -1, subtract) what a payload decodes to, touching only the entries it holds."""
+    """Add (or, with sign -1, subtract) a decoded payload, changing only the entries it holds."""
     layout = payload.layout
     position = flat_positions(
         payload.index, layout.width, origins(layout, payload.index.device), layout.cols - layout.width
@@ -106,19 +106,28 @@ def add_payload(dense: Tensor, payload: SparseChunks, sign: int = 1) -> None:
     add_at(dense.view(-1), position, payload.values if sign > 0 else -payload.values)
 
 
+def clear_payload(dense: Tensor, payload: SparseChunks) -> None:
+    """Set the entries that a payload holds to zero."""
+    layout = payload.layout
+    position = flat_positions(
+        payload.index, layout.width, origins(layout, payload.index.device), layout.cols - layout.width
+    )
+    dense.view(-1).index_fill_(0, position[payload.values != 0], 0.0)  # padding is never sent
+
+
 def decode(payload: SparseChunks) -> Tensor:
-    """The tensor that a payload stands for, zero where nothing was kept."""
+    """The decoded tensor, zero where no entry was kept."""
     dense = payload.values.new_zeros(payload.shape)
     add_payload(dense, payload)
     return dense
 
 
 def largest(magnitude: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row of (C, P), in descending order, and where; NaN counts as largest.
+    """The `count` largest of each row of (C, P), descending, and where; NaN counts as largest.
 
     A row is cut into lists of `fold` entries. The `count` lists with the largest maxima hold the `count`
-    largest entries: were one of these in another list, each of those lists would have an entry at least as
-    large. So most of a row is read once, by a maximum, and P / fold + fold * count entries are ranked.
+    largest entries: if another list held one, each of those lists would have an entry at least as large. So
+    most of a row is read once, by a maximum, and P / fold + fold * count entries are ranked.
     """
     entries = magnitude.shape[1]
     fold = 1
@@ -138,8 +147,8 @@ def largest(magnitude: Tensor, count: int) -> tuple[Tensor, Tensor]:
 class TopK:
     """Keep the `keep` largest magnitudes of each side x side chunk (TOP-kappa in eq. 2 of arXiv 2601.02360).
 
-    Smaller chunks keep in proportion, at least one. `values` says how they are sent: "fp32", "bf16", "2bit"
-    (see `quantize`), or "fp64", which is lossless for float64 tensors.
+    Smaller chunks keep in proportion, at least one. `values` is their format: "fp32", "bf16", "2bit" (see
+    `quantize`), or "fp64", which is lossless for float64 tensors.
     """
 
     def __init__(self, side: int = 64, keep: int = 32, values: str = "fp32") -> None:
@@ -154,12 +163,12 @@ class TopK:
         return self.encode_many({"": dense})[""]
 
     def decode(self, payload: SparseChunks) -> Tensor:
-        """The tensor that a payload stands for, zero where nothing was kept."""
+        """The decoded tensor, zero where no entry was kept."""
         return decode(payload)
 
     @torch.no_grad()
     def encode_many(self, dense: Mapping[str, Tensor]) -> Bundle:
-        """The payloads of many tensors, each as `encode` gives it, in a few passes over all together."""
+        """The payloads of many tensors, each as from `encode`, in a few passes over all together."""
         for tensor in dense.values():
             check_shape(tensor.shape)
         if len({(tensor.dtype, tensor.device) for tensor in dense.values()}) > 1:
@@ -195,7 +204,7 @@ class TopK:
 
 
 def refuse_not_finite(dense: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError that names the tensor with an entry that is not finite, if there is one."""
+    """Raise a ValueError that names a tensor with an entry that is not finite, if there is one."""
     name = next((name for name, tensor in dense.items() if not tensor.isfinite().all()), None)
     if name is None:
         return
@@ -203,7 +212,7 @@ def refuse_not_finite(dense: Mapping[str, Tensor]) -> None:
 
 
 def as_sent(values: Tensor, kind: str) -> Tensor:
-    """Round to the kind on the wire. A value out of range is sent as the largest; the rest is feedback."""
+    """Round to the wire's kind. A value out of range is sent as the largest; the rest is feedback."""
     if kind == "fp64":
         return values.double()
     if kind == "bf16":
@@ -218,7 +227,7 @@ def as_sent(values: Tensor, kind: str) -> Tensor:
 def _slabs(
     names: Sequence[str], dense: Mapping[str, Tensor], layouts: Mapping[str, Layout]
 ) -> Iterator[tuple[Tensor, list[tuple[slice, Layout, int]]]]:
-    """A group's chunks in order, some (C, P) at a time, and which rows have padding, from which y on."""
+    """Yield a group's chunks in order, some (C, P) at a time, with the padded rows and their first y."""
     device = dense[names[0]].device
     limit = ENTRIES_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else ENTRIES_PER_GPU
     entries = layouts[names[0]].entries
@@ -253,8 +262,8 @@ def _slabs(
 def _select(
     chunks: Tensor, pads: list[tuple[slice, Layout, int]], layout: Layout, ranked: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions kept (C, J) int16, ascending; the values there; and their magnitudes, descending if `ranked`:
-    where all are kept and no levels are sought (DiLoCo), ranking them would take most of the time."""
+    """Positions kept (C, J) int16, ascending; the values there; and their magnitudes, descending if `ranked`.
+    If all are kept and no levels are needed (DiLoCo), ranking would take most of the time."""
     magnitude = chunks.abs()  # (C, P)
     for at, padded, y in pads:
         grid = magnitude[at].view(-1, padded.across, padded.height, padded.width)

@@ -1,4 +1,4 @@
-"""Payloads <-> bytes, without loss. What comes from outside is checked to the last bit before it is believed.
+"""Payloads <-> bytes, without loss. Bytes from outside are checked to the last bit before they are used.
 
     magic "ISP", version, kind, side (u8 each), keep (u16), number of tensors (u32)
     per tensor: name length (u16), name in utf-8, number of dimensions (u8), dimensions (u32 each)
@@ -7,7 +7,7 @@
         a bit string per chunk (`bits`): positions, then for 2bit signs and magnitudes
         2bit only: a scale per chunk (u16)
         else: values (fp32, bf16 or fp64)
-    crc32 of all before (u32)
+    crc32 of all bytes before (u32)
 
 Everything is little-endian.
 """
@@ -40,7 +40,7 @@ BAD_CHUNKS = "the payload has positions out of order or out of range, or values 
 BAD_CHECKSUM = "the payload's checksum does not match its contents"
 VALUE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
-# The parts of packing and unpacking that kernels can take over.
+# The parts of packing and unpacking that kernels can replace.
 WriteBits = Callable[[Tensor, Group, Levels | None, Layout], None]
 ReadBits = Callable[
     [Tensor, Tensor | None, Levels | None, Sequence[Layout], int], tuple[Tensor, Tensor, Tensor]
@@ -55,7 +55,7 @@ def pack(payload: SparseChunks) -> bytes:
 
 
 def unpack(data: bytes, device: torch.device | str | None = None) -> SparseChunks:
-    """The payload that `pack` made into bytes; ValueError on anything else."""
+    """The payload that `pack` turned into bytes; ValueError for anything else."""
     payloads = unpack_many(data, device)
     if list(payloads) != [""]:
         raise ValueError(f"expected the payload of one tensor without a name, found {len(payloads)} tensors")
@@ -63,17 +63,17 @@ def unpack(data: bytes, device: torch.device | str | None = None) -> SparseChunk
 
 
 def pack_many(payloads: Mapping[str, SparseChunks]) -> bytes:
-    """The payloads of many parameters, encoded alike, as one string of bytes."""
+    """The payloads of many parameters with the same codec, as one string of bytes."""
     return pack_all([payloads])[0]
 
 
 def unpack_many(data: bytes, device: torch.device | str | None = None) -> Bundle:
-    """The payloads that `pack_many` made into bytes; ValueError on anything else."""
+    """The payloads that `pack_many` turned into bytes; ValueError for anything else."""
     return unpack_all([data], device)[0]
 
 
 def seal(header: bytes, body: Tensor) -> list[bytes]:
-    """The header, each row of the body (R, n), and their checksum, by one copy from the device."""
+    """The header, each row of the body (R, n), and their checksum, with one copy from the device."""
     start, views = zlib.crc32(header), [row.numpy().data for row in body.cpu()]
     return [b"".join([header, view, struct.pack("<I", zlib.crc32(view, start))]) for view in views]
 
@@ -82,7 +82,7 @@ def seal(header: bytes, body: Tensor) -> list[bytes]:
 def pack_all(
     replicas: Sequence[Mapping[str, SparseChunks]], write_bits: WriteBits = write_bits, seal: Seal = seal
 ) -> list[bytes]:
-    """`pack_many` of what several replicas send, all in one go where they send the same tensors."""
+    """`pack_many` for several replicas, all at once if they send the same tensors."""
     bundles = [Bundle.of(payloads) for payloads in replicas]
     key, kind = bundles[0].key, bundles[0].kind
     if any(bundle.key != key or bundle.kind != kind for bundle in bundles):
@@ -115,7 +115,7 @@ def pack_all(
 
 @lru_cache(maxsize=256)
 def _wire_order(shapes: Shapes, side: int, keep: int, device: torch.device) -> Tensor:
-    """Where each tensor, in the order of names, is found in the order of groups: (T,)."""
+    """The index of each tensor, in the order of names, in the order of groups: (T,)."""
     grouped = [name for names in arrange(shapes, side, keep).groups for name in names]
     number = {name: i for i, name in enumerate(grouped)}
     return torch.tensor([number[name] for name, _ in shapes], device=device)
@@ -126,10 +126,10 @@ def _owners(layouts: Sequence[Layout], device: torch.device) -> Tensor:
 
 
 def unpack_all(strings: Sequence[bytes], device: torch.device | str | None = None) -> list[Bundle]:
-    """`unpack_many` of what several replicas sent. Where they sent the same tensors, all in one go.
+    """`unpack_many` for several replicas, all at once if they sent the same tensors.
 
-    Lengths are compared with the header before anything is allocated, and what is allocated grows with the
-    length of the strings alone.
+    Lengths are compared with the header before any allocation, and allocations grow only with the length of
+    the strings.
     """
     views = [viewed(data) for data in strings]
     for view in views:
@@ -160,7 +160,7 @@ def unpack_views(
     read_bits: ReadBits = read_bits,
     check_sums: CheckSums | None = None,
 ) -> list[Bundle]:
-    """Payloads from bytes whose checksums have been compared, or are by `check_sums` on the device."""
+    """Payloads from bytes whose checksums were compared, or that `check_sums` compares on the device."""
     found = [read_header(view[:-CRC_BYTES]) for view in views]
     if any(header != found[0] for header in found):
         return [unpack_views([view], device, read_bits, check_sums)[0] for view in views]
@@ -173,7 +173,7 @@ def unpack_views(
             )
 
     body = _Body(_to_device([view[at:-CRC_BYTES] for view in views], device))
-    checks: list[tuple[Tensor, str]] = []  # (R,) each, zero where one fails; asked of the device in the end
+    checks: list[tuple[Tensor, str]] = []  # (R,) each, zero if one fails; read from the device at the end
     if check_sums is not None:
         checks.append((check_sums(views, at, body.data), BAD_CHECKSUM))
     layouts, groups, _ = arrange(shapes, side, keep)
@@ -225,17 +225,17 @@ def _unpack_group(
 
 
 def _to_device(views: list[memoryview], device: torch.device) -> Tensor:
-    """Strings of the same length as rows (R, n)."""
+    """Strings of equal length as rows (R, n)."""
     rows = torch.empty(len(views), len(views[0]), dtype=torch.uint8, device=device)
     if not rows.numel():
         return rows
     pinned = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # bytes are read-only, and only read from
+        warnings.simplefilter("ignore")  # bytes are read-only, and are only read
         for r, view in enumerate(views):
             data = torch.frombuffer(view, dtype=torch.uint8)
             if pinned is not None:
-                data = pinned[r].copy_(data)  # by several threads, while the one before it travels
+                data = pinned[r].copy_(data)  # copied by several threads while the previous one transfers
             rows[r].copy_(data, non_blocking=True)
     return rows
 

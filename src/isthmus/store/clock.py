@@ -1,4 +1,4 @@
-"""The store's clock: what all replicas share, whatever their own clocks say."""
+"""The store's clock, which all replicas share whatever their own clocks say."""
 
 import threading
 import time
@@ -6,24 +6,28 @@ from collections.abc import Callable
 
 from isthmus.store.retry import StoreError
 
-CLOCK_SECONDS = 300.0  # a reading of the store's clock is good for so long
+CLOCK_SECONDS = 300.0  # after which the store's clock is read again
 
 
 class StoreClock:
-    """Read from the date of a small object that is written for it, and carried on by the monotonic clock:
-    right to about a second."""
+    """Reads the date of a small object written for this purpose, then extrapolates with the monotonic clock:
+    accurate to about a second."""
 
-    def __init__(self, stamp: Callable[[str], tuple[float, float] | None]) -> None:
-        """`stamp` writes an object under a key: (its date in Unix seconds, when it was written by the
-        monotonic clock), or None where somebody has deleted it."""
-        self.stamp = stamp
+    def __init__(
+        self,
+        stamp: Callable[[str], tuple[float, float] | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`stamp` writes an object under a key and returns (its date in Unix seconds, when it was written by
+        `clock`), or None if somebody has deleted it."""
+        self.stamp, self.clock = stamp, clock
         self.offset: float | None = None
         self._read_at = 0.0
         self._lock = threading.Lock()
 
     def now(self, key: str) -> float:
-        """Unix seconds. An unreachable store leaves the older reading in use."""
-        asked = time.monotonic()
+        """Unix seconds. If the store is unreachable, it uses the older reading."""
+        asked = self.clock()
         with self._lock:
             offset, read_at = self.offset, self._read_at
         if offset is None or asked - read_at > CLOCK_SECONDS:
@@ -32,7 +36,7 @@ class StoreClock:
             except StoreError:
                 if offset is None:
                     raise
-                return time.monotonic() + offset
+                return self.clock() + offset
             if found is not None:
                 date, written = found
                 offset = date - (asked + written) / 2
@@ -40,9 +44,9 @@ class StoreClock:
                     self.offset, self._read_at = offset, written
         if offset is None:
             raise StoreError(f"{key} was deleted while its time was read", "absent")
-        return time.monotonic() + offset
+        return self.clock() + offset
 
     def doubt(self) -> None:
-        """The next `now` reads it again: a machine that slept has carried it on too slowly."""
+        """Make the next `now` read the store's clock again: a machine that slept has fallen behind."""
         with self._lock:
             self._read_at = float("-inf")

@@ -1,7 +1,7 @@
 """A folder as a store: objects are regular files, read and written below one folder.
 
-Whoever shares the folder may put a pipe, a link or a folder where an object belongs. Such a thing is no
-object: reading it is refused at once, and a listing leaves it out. Links are not followed to a file.
+Others with access to the folder may put a pipe, a link or a folder where an object belongs. None of these is
+an object: reads refuse them at once, and listings leave them out. Links to files are not followed.
 """
 
 import errno
@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from isthmus.errors import ConfigError
@@ -19,11 +20,11 @@ from isthmus.reading import read_bytes, stat_regular
 from isthmus.store.retry import StoreRefused
 
 STALE_SECONDS = 3600.0  # the writer of a temporary file this old is dead
-_TEMPORARY = re.compile(r"#\d+$")  # no key ends so
+_TEMPORARY = re.compile(r"#\d+$")  # keys never end like this
 
 
 def read_file(root: Path, key: str, max_bytes: int) -> bytes:
-    """An object; StoreRefused where it is none or too large. Faults of the disk are OSErrors."""
+    """Read an object; StoreRefused if it is not one or is too large. Disk faults are OSErrors."""
     size = stat_file(root, key).st_size
     if size > max_bytes:
         raise StoreRefused(f"{root}: {key} holds {size} bytes; at most {max_bytes} are accepted")
@@ -41,29 +42,29 @@ def stat_file(root: Path, key: str) -> os.stat_result:
 
 
 def _fault(error: ConfigError, key: str) -> Exception:
-    """The system's own error where there was one: some of them pass. Else it is no object of ours."""
+    """Return the system's own error if there was one, since some pass; else StoreRefused."""
     if isinstance(error.__context__, OSError) and error.__context__.errno != errno.ELOOP:
         return error.__context__
     return StoreRefused(f"{key} is not an object: {error}")
 
 
-def list_files(root: Path, prefix: str | None) -> list[str]:
-    """The keys of all objects below `prefix`. What cannot be looked into holds none."""
+def list_files(root: Path, prefix: str | None, most: int) -> list[str]:
+    """The keys of all objects below `prefix`; at most `most` + 1. Skips unreadable folders."""
     cut = len(os.path.join(root, ""))
-    return [path[cut:] for path in _files(root / prefix if prefix else root)]
+    return [path[cut:] for path in islice(_files(root / prefix if prefix else root), most + 1)]
 
 
-def scan_files(root: Path, prefix: str | None) -> dict[str, os.stat_result]:
-    """The same with what the system says of each. One that goes while it is looked at is left out."""
+def scan_files(root: Path, prefix: str | None, most: int) -> dict[str, os.stat_result]:
+    """Like `list_files`, with each file's stat result. Skips files that vanish meanwhile."""
     found: dict[str, os.stat_result] = {}
-    for key in list_files(root, prefix):
+    for key in list_files(root, prefix, most):
         with suppress(OSError):
             found[key] = os.lstat(root / key)
     return found
 
 
 def _files(top: Path) -> Iterator[str]:
-    folders = [str(top)]  # as text: a Path of each of a million entries takes ten times as long
+    folders = [str(top)]  # text: a million Path objects take ten times as long
     while folders:
         with suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
@@ -74,7 +75,7 @@ def _files(top: Path) -> Iterator[str]:
 
 
 def link(aside: Path, path: Path) -> None:
-    """Give a file its second name, unless that is taken."""
+    """Give a file its second name, unless that exists."""
     try:
         os.link(aside, path)
     except OSError as error:
@@ -85,15 +86,15 @@ def link(aside: Path, path: Path) -> None:
 
 
 def write_file(root: Path, key: str, data: bytes, *, create: bool, sync: bool, keep: bool = True) -> None:
-    """Write below `root`: aside, then under its name by rename or (to create) by link, which has one winner.
+    """Write below `root`: to a temporary file, then rename it or (to create) link it, which has one winner.
 
-    Not by obstore, which gives a file its name before its bytes are on the disk: after a power cut an empty
-    manifest could then hold its key for ever. Nor by `isthmus.files`, whose temporary names would be listed.
+    Not with obstore, which names a file before its bytes are on the disk: after a power cut an empty manifest
+    could hold its key for ever. Nor with `isthmus.files`, whose temporary names would be listed.
     """
     path = root / key
     try:
         inside = path.parent.resolve().is_relative_to(root.resolve())
-    except RuntimeError:  # a loop
+    except RuntimeError:  # a loop of links
         inside = False
     if not inside:
         raise StoreRefused(f"{key} leads out of {root} by a symbolic link")
@@ -115,8 +116,8 @@ def write_file(root: Path, key: str, data: bytes, *, create: bool, sync: bool, k
             elif keep:
                 os.replace(aside, path)
         finally:
-            # Also of a name that was taken: who gave it may have died before this. All the way up, since who
-            # made the folders may be another; one that has not changed costs nothing.
+            # Even if the name exists: its writer may have died before this. Every parent too, since another
+            # process may have made them; syncing an unchanged folder costs nothing.
             for above in path.parents if sync else ():
                 if above.is_relative_to(root):
                     sync_folder(above)
@@ -128,21 +129,21 @@ def _open_new(path: Path) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
         return os.open(path, flags, 0o644)
-    except FileNotFoundError:  # somebody has removed the folder, which was empty until now
+    except FileNotFoundError:  # somebody removed the folder while it was empty
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, flags, 0o644)
 
 
 def remove_empty(root: Path, prefix: str) -> None:
-    """Remove a folder without objects; one that is in use stays."""
+    """Remove a folder without objects; leave one that is in use."""
     with suppress(OSError):
         os.rmdir(root / prefix)
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove temporary files that killed writers left."""
+    """Remove the temporary files of killed writers."""
     for base, _, names in os.walk(folder):
         for path in (Path(base, name) for name in names if _TEMPORARY.search(name)):
-            with suppress(OSError):  # its writer was faster
+            with suppress(OSError):  # its writer removed it first
                 if time.time() - path.lstat().st_mtime > STALE_SECONDS:
                     path.unlink()

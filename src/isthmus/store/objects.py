@@ -1,7 +1,7 @@
-"""The bucket: whole objects under keys, in a folder or in an object store, by way of `obstore`.
+"""The bucket: whole objects under keys, in a folder or in an object store, using `obstore`.
 
-Three promises are made here and nowhere else: an object is whole or absent, `create` has one winner, and a
-bad network is waited out until the caller's deadline. What the objects mean is the ledger's business.
+This module alone makes three promises: an object is whole or absent, `create` has one winner, and requests
+wait out a bad network until the caller's deadline. The ledger defines what the objects mean.
 """
 
 import asyncio
@@ -40,17 +40,27 @@ __all__ = ["Info", "Store", "open_store"]
 T = TypeVar("T")
 Try = Callable[..., Any]  # one of `requests`, with all arguments but its last two
 
-# Up to here a request travels apart from bulk, so that a heartbeat never queues behind it.
+# Requests up to this size travel apart from bulk, so that a heartbeat never queues behind it.
 CONTROL_BYTES = 1 << 18
-VERBS = ("get", "put", "create", "copy", "head", "list", "delete")
-ASK_SECONDS = 15.0  # until a store that cannot give one object is believed to be away
+VERBS = ("get", "put", "create", "head", "list", "delete")
+# The most manifests of a run; it leaves fewer objects of other kinds below one prefix. Any writer can make a
+# listing endless.
+MOST_LISTED = 1_000_000
+ASK_SECONDS = 15.0  # after which a store that cannot return one object counts as down
 
 
 class Store:
-    """Objects under keys. Any thread may call; `deadline` is a value of `time.monotonic()`."""
+    """Objects under keys. Any thread may call; `deadline` is a value of `clock`."""
 
-    def __init__(self, url: str, folder: Path | None) -> None:
+    def __init__(
+        self,
+        url: str,
+        folder: Path | None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.url, self._folder = url, folder
+        self.clock, self.sleep = clock, sleep
         self._clients: dict[str, Any] = {}
         self._up, self._down = Rate(), Rate()
         next_page = partial(self._count, "list")
@@ -58,8 +68,8 @@ class Store:
             FolderRequests(folder) if folder else BucketRequests(url, self._up, self._down, next_page)
         )
         self._tally: Counter[str] = Counter()
-        self._clock = StoreClock(self._stamp)
-        self._absence = Absence()
+        self._clock = StoreClock(self._stamp, clock)
+        self._absence = Absence(clock)
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -76,30 +86,30 @@ class Store:
 
     @property
     def requests(self) -> dict[str, int]:
-        """Requests by verb, each try counted."""
+        """Requests by verb; each try counts."""
         with self._lock:
             return {verb: self._tally[verb] for verb in VERBS}
 
     @property
     def seconds_since_return(self) -> float:
-        """Since the store answered again after it had answered nobody here for a while; without end if it
-        always did. Requests that nobody made are no absence: a process that trains asks for nothing."""
+        """Seconds since the store answered again after an outage; infinite if there was none. A pause without
+        requests is not an outage: a process that trains asks for nothing."""
         return self._absence.seconds_since_return
 
     @property
     def answer_seconds(self) -> float:
-        """What a small request takes, lately. Of a folder nothing: a busy disk has its moments."""
+        """The recent duration of a small request. 0 for a folder, since a busy disk says little."""
         return 0.0 if self._folder else self._absence.answer_seconds
 
     def get(self, key: str, *, max_bytes: int, deadline: float | None = None) -> bytes | None:
-        """The object, or None. One larger than `max_bytes` is refused by its size, before any download."""
+        """The object, or None. One larger than `max_bytes` is refused by its size, without a download."""
         found = self.get_dated(key, max_bytes=max_bytes, deadline=deadline)
         return found and found[0]
 
     def get_dated(
         self, key: str, *, max_bytes: int, deadline: float | None = None
     ) -> tuple[bytes, Info] | None:
-        """The same, and when it was written: one request for what is looked at again and again."""
+        """The object and its write time, in one request."""
         request = partial(self._requests.get, self._key(key), max_bytes)
         found = self._persist("get", key, max_bytes, request, deadline)
         self._count("bytes received", len(found[0]) if found else 0)
@@ -108,8 +118,8 @@ class Store:
     def put(self, key: str, data: bytes, *, deadline: float | None = None, durable: bool = True) -> None:
         """Write the object, replacing what was there; readers see the old or the new one, whole.
 
-        In a folder it is on the disk before it has its name, unless it is not `durable`: a round that counts
-        a payload must not be on the disk before it. A bucket promises that by itself.
+        In a folder it reaches the disk before it gets its name, unless not `durable`: a round that counts a
+        payload must not be on the disk before it. A bucket guarantees that itself.
         """
         request = partial(self._requests.put, self._key(key), data, False, durable)
         self._persist("put", key, len(data), request, deadline)
@@ -118,9 +128,9 @@ class Store:
     def create(self, key: str, data: bytes, *, deadline: float | None = None, durable: bool = True) -> bool:
         """Write the object only if there is none; True if and only if these bytes are the object now.
 
-        A failed create proves nothing: "already exists" may be about our own write whose reply was lost,
-        and a 409 may come without any object. Everything but a clean success is settled by reading the key.
-        A StoreError leaves open whether the object was written.
+        A failed create proves nothing: "already exists" may refer to our own write whose reply was lost, and
+        a 409 may come without any object. Unless it succeeds cleanly, it reads the key to find out. After a
+        StoreError the object may or may not exist.
         """
         request = partial(self._requests.put, self._key(key), data, True, durable)
         backoff = self._backoff(len(data), deadline)
@@ -146,52 +156,52 @@ class Store:
         return self._persist("head", key, 0, partial(self._requests.head, self._key(key)), deadline)
 
     def together(self, calls: Iterable[Callable[[], T]], at_once: int = AT_ONCE) -> list[T]:
-        """What each call returns, in order; so many of them wait for the store at a time. The first fault, in
-        that order, is raised when none is under way any more, and nothing is begun after it."""
+        """The result of each call, in order; `at_once` calls run in parallel. After a fault it starts no
+        further call, and raises the first fault in that order once none is running."""
         return together(calls, at_once)
 
     def list(self, prefix: str = "", *, deadline: float | None = None) -> list[str]:
-        """Every key below `prefix`, which is a whole path segment ("payloads/rack-0"), in order.
+        """Every key below `prefix`, a whole path segment ("payloads/rack-0"), in order.
 
-        Always from the start: a listing from an offset misses keys on SeaweedFS.
+        It always lists from the start: on SeaweedFS a listing from an offset misses keys.
         """
         if self._folder:
             self._count("list")
-            return sorted(list_files(self._folder, self._below(prefix)))
+            keys = list_files(self._folder, self._below(prefix), MOST_LISTED)
+            self._check_listed(prefix, len(keys))
+            return sorted(keys)
         return list(self.scan(prefix, deadline=deadline))
 
     def scan(
         self, prefix: str = "", *, most: int | None = None, deadline: float | None = None
     ) -> dict[str, Info]:
-        """The same with sizes and times. StoreRefused where there are more than `most` objects: whoever may
-        write below a prefix can fill it, and a page of 1000 is a request."""
-        request = partial(self._requests.scan, self._below(prefix), most)
+        """Like `list`, with sizes and times. StoreRefused if there are more than `most` objects: any writer
+        below a prefix can fill it, and each page of 1000 is a request."""
+        limit = MOST_LISTED if most is None else most
+        request = partial(self._requests.scan, self._below(prefix), limit)
         found = self._persist("list", prefix, 0, request, deadline) or {}
         if most is not None and len(found) > most:
             raise StoreRefused(f"{self.url}: more than {most} objects lie below {prefix}")
+        self._check_listed(prefix, len(found))
         return dict(sorted(found.items()))
 
-    def copy(self, source: str, target: str, *, max_bytes: int, deadline: float | None = None) -> bool:
-        """Copy an object inside the store, without moving its bytes here; False where there is none.
-
-        It replaces what was there. Only a folder looks at `max_bytes`: whoever reads the copy does. A
-        StoreError may mean that this store cannot copy, or that these credentials may not.
-        """
-        request = partial(self._requests.copy, self._key(source), self._key(target), max_bytes)
-        return bool(self._persist("copy", target, 0, request, deadline))
+    def _check_listed(self, prefix: str, num_objects: int) -> None:
+        if num_objects > MOST_LISTED:
+            words = f"more than {MOST_LISTED:,} objects lie below {prefix}, and no run leaves so many there"
+            raise StoreError(f"{self.url}: {words}; remove what is not this run's", "config")
 
     def foreign(self, read: Callable[[], T]) -> T:
-        """What `read` finds in an object that somebody else wrote.
+        """Return what `read` finds in an object that somebody else wrote.
 
-        If this object alone cannot be read (it is frozen, locked, not a file), that is its author's fault:
-        Unreadable. Where the run itself cannot be read either, it is the store's: StoreError.
+        If only this object cannot be read (it is frozen, locked, not a file), its author is at fault:
+        Unreadable. If run.json cannot be read either, the store is: StoreError.
         """
         try:
             return read()
         except StoreError as error:
-            with suppress(StoreRefused):  # it is there, and larger than nothing
+            with suppress(StoreRefused):  # it exists and is not empty
                 try:
-                    self.get("run.json", max_bytes=0, deadline=time.monotonic() + ASK_SECONDS)
+                    self.get("run.json", max_bytes=0, deadline=self.clock() + ASK_SECONDS)
                 except StoreError:
                     raise error from None
             raise Unreadable(str(error)) from None
@@ -201,28 +211,28 @@ class Store:
         self._persist("delete", key, 0, partial(delete, self._key(key)), deadline)
 
     def tidy(self, prefixes: Iterable[str]) -> None:
-        """Remove what is left of prefixes without objects: in a folder they are folders."""
+        """Remove prefixes without objects: in a folder they are folders."""
         for prefix in prefixes:
             if self._folder:
                 remove_empty(self._folder, self._key(prefix))
 
     def now(self, key: str = "probe/clock") -> float:
-        """The store's clock in Unix seconds, by an object that is written under `key` (`store.clock`)."""
+        """The store's clock in Unix seconds, from an object written under `key` (`store.clock`)."""
         return self._clock.now(key)
 
     def doubt_clock(self) -> None:
-        """The next `now` reads the store's clock again."""
+        """Make the next `now` read the store's clock again."""
         self._clock.doubt()
 
     def _stamp(self, key: str) -> tuple[float, float] | None:
         self.put(key, b"clock", durable=False)
-        written = time.monotonic()
+        written = self.clock()
         info = self.head(key)
-        # HTTP dates are cut to whole seconds, so half a second is added back; a folder's are not.
+        # HTTP dates lack the fraction, so half a second is added; a folder's dates have it.
         return info and (info.modified_unix_seconds + (0.0 if self._folder else 0.5), written)
 
     def probe(self, prefix: str = "probe") -> None:
-        """Refuse a store that ignores put-if-absent: there, two closers could both close a round."""
+        """Raise ConfigError if the store ignores put-if-absent: two closers could then close one round."""
         key = f"{prefix}/{secrets.token_hex(16)}"
         try:
             if not self.create(key, b"first") or self.create(key, b"second"):
@@ -233,8 +243,8 @@ class Store:
         except StoreError as error:
             raise error.at_start() from None
         finally:
-            with suppress(StoreError):  # a contributor may be allowed to write and not to delete
-                self.delete(key, deadline=time.monotonic() + 5)
+            with suppress(StoreError):  # a contributor may have the right to write but not to delete
+                self.delete(key, deadline=self.clock() + 5)
 
     def _below(self, prefix: str) -> str | None:
         return self._key(prefix.rstrip("/")) if prefix else None
@@ -258,11 +268,12 @@ class Store:
 
     def _backoff(self, num_bytes: int, deadline: float | None) -> Backoff:
         default = max(DEFAULT_SECONDS, 2 * self._up.limit(num_bytes))
-        return Backoff(time.monotonic() + default if deadline is None else deadline)
+        until = self.clock() + default if deadline is None else deadline
+        return Backoff(until, self.clock, self.sleep)
 
     def _once(self, verb: str, num_bytes: int, request: Try, backoff: Backoff) -> Any:
         self._count(verb)
-        rate, began = self._down if verb == "get" else self._up, time.monotonic()
+        rate, began = self._down if verb == "get" else self._up, self.clock()
         try:
             result = request(self._client(num_bytes), lambda size: backoff.allow(rate.limit(size)))
             answer = wait(result) if asyncio.iscoroutine(result) else result
@@ -272,7 +283,7 @@ class Store:
             if not isinstance(error, StoreRefused | StoreError | ConfigError):
                 self._absence.failed(began, classify(error))
             raise
-        if num_bytes <= CONTROL_BYTES:  # bulk may take its time
+        if num_bytes <= CONTROL_BYTES:  # bulk says nothing about latency
             self._absence.answered(began)
         return answer
 
@@ -280,13 +291,13 @@ class Store:
         if isinstance(error, StoreRefused | StoreError | ConfigError):
             raise error
         fault = classify(error)
-        if fault.kind in ("expired", "denied"):  # somebody may renew or replace them
+        if fault.kind in ("expired", "denied"):  # somebody may renew or replace the credentials
             with self._lock:
-                self._clients.clear()  # the next client reads the environment and the files again
+                self._clients.clear()  # the next client reads environment and files again
         return fault
 
     def _persist(self, verb: str, key: str, size: int, request: Try, deadline: float | None) -> Any:
-        """What the request returns, tried again until the deadline; None where the object is absent."""
+        """The request's result, retried until the deadline; None if the object is absent."""
         backoff = self._backoff(size, deadline)
         while True:
             try:
@@ -300,7 +311,7 @@ class Store:
 
     def _error(self, verb: str, key: str, fault: Fault, backoff: Backoff) -> StoreError:
         if fault.kind == "slow" and backoff.fault:
-            fault = backoff.fault  # an earlier try said more
+            fault = backoff.fault  # an earlier try gave a better reason
         if fault.kind == "network" and self.url.startswith("s3://"):
             fault = replace(fault, words=f"{fault.words} ({where_s3_is()})")
         if fault.kind == "absent":
@@ -313,9 +324,9 @@ class Store:
 
 
 def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) -> Store:
-    """The store at `url`, reached once: a wrong URL, right or clock is known before anything is started.
+    """Open the store at `url` and reach it once, so that a wrong URL, right or clock shows early.
 
-    `create` False is for readers: a folder that is not there is refused, and nothing is written into one.
+    `create` False is for readers: a missing folder is refused, and nothing is written to one.
     """
     root, folder = parse_url(url)
     store = Store(root, folder)
@@ -336,7 +347,7 @@ def open_store(url: str, *, timeout_seconds: float = 15.0, create: bool = True) 
     try:
         store.get("run.json", max_bytes=0, deadline=time.monotonic() + timeout_seconds)
     except StoreRefused:
-        pass  # there is a run already
+        pass  # a run exists already
     except StoreError as error:
         raise error.at_start() from None
     return store

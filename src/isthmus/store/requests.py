@@ -1,8 +1,8 @@
-"""One try of each request: to an object store, by way of `obstore`, or to a folder.
+"""One try of each request: to an object store, using `obstore`, or to a folder.
 
-Both kinds have the same methods. The last two arguments are obstore's client and how long a transfer of so
-many bytes may take; a bucket answers with a coroutine. Who tries again is the store's business: a fault comes
-as it is, that of an absent object too.
+Both kinds have the same methods. The last two arguments are obstore's client and how long a transfer of a
+given size may take; a bucket returns a coroutine. The store retries: faults pass through unchanged, even that
+of an absent object.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ Allow = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """Of an object, as a HEAD or a listing has it."""
+    """An object's properties from a HEAD or a listing."""
 
     size: int
     modified_unix_seconds: float
-    tag: str = ""  # another one where the bytes are others, though size and time may be the same
+    tag: str = ""  # differs whenever the bytes differ, even if size and time do not
 
 
 class BucketRequests:
-    """`up` and `down` see how fast objects travel; `next_page` is called for each page of a listing after the
-    first, which is a request of its own."""
+    """`up` and `down` measure transfer rates. `next_page` is called for each further page of a listing, which
+    is a request of its own."""
 
     def __init__(self, url: str, up: Rate, down: Rate, next_page: Callable[[], None]) -> None:
         self.url, self.up, self.down, self.next_page = url, up, down, next_page
@@ -52,9 +52,9 @@ class BucketRequests:
     async def put(
         self, key: str, data: bytes, create: bool, durable: bool, client: Any, allow: Allow
     ) -> None:
-        """A bucket keeps what it has answered for: all of it is `durable`."""
+        """Put an object. A bucket keeps what it has confirmed, so all of it is `durable`."""
         began, mode = time.monotonic(), "create" if create else "overwrite"
-        # In one request: a multipart upload cannot be conditional, and leaves parts behind when cut off.
+        # In one request: a multipart upload cannot be conditional, and leaves parts if interrupted.
         request = obstore.put_async(client, key, data, mode=mode, use_multipart=False)
         await asyncio.wait_for(request, allow(len(data)))
         self.up.saw(len(data), time.monotonic() - began)
@@ -62,49 +62,41 @@ class BucketRequests:
     async def head(self, key: str, client: Any, allow: Allow) -> Info | None:
         return _info(await asyncio.wait_for(obstore.head_async(client, key), allow(0)))
 
-    async def scan(self, prefix: str | None, most: int | None, client: Any, allow: Allow) -> dict[str, Info]:
-        """All objects below a prefix; a few more than `most` where there are more."""
+    async def scan(self, prefix: str | None, most: int, client: Any, allow: Allow) -> dict[str, Info]:
+        """All objects below a prefix; a few more than `most` if there are more."""
         batches, found = obstore.list(client, prefix, chunk_size=1000), dict[str, Info]()
         while batch := await asyncio.wait_for(anext(batches, None), allow(0)):
             if found:
                 self.next_page()
             found |= {meta["path"]: _info(meta) for meta in batch}
-            if most is not None and len(found) > most:
+            if len(found) > most:
                 break
         return found
 
-    async def copy(self, source: str, target: str, max_bytes: int, client: Any, allow: Allow) -> bool:
-        await asyncio.wait_for(obstore.copy_async(client, source, target), allow(max_bytes))
-        return True
-
 
 class FolderRequests:
-    """The same to the files of a folder."""
+    """The same requests to a folder's files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def get(self, key: str, max_bytes: int, client: Any, allow: Allow) -> tuple[bytes, Info]:
-        info = _file_info(stat_file(self.folder, key))  # first: nobody's object looks newer than it is
+        info = _file_info(stat_file(self.folder, key))  # first: no object may look newer than its bytes
         return read_file(self.folder, key, max_bytes), info
 
     def put(self, key: str, data: bytes, create: bool, durable: bool, client: Any, allow: Allow) -> None:
         write_file(self.folder, key, data, create=create, sync=durable)
 
     def head(self, key: str, client: Any, allow: Allow) -> Info | None:
-        with suppress(StoreRefused):  # a folder or a pipe is no object
+        with suppress(StoreRefused):  # a folder or a pipe is not an object
             return _file_info(stat_file(self.folder, key))
 
-    def scan(self, prefix: str | None, most: int | None, client: Any, allow: Allow) -> dict[str, Info]:
-        return {key: _file_info(stat) for key, stat in scan_files(self.folder, prefix).items()}
-
-    def copy(self, source: str, target: str, max_bytes: int, client: Any, allow: Allow) -> bool:
-        write_file(self.folder, target, read_file(self.folder, source, max_bytes), create=False, sync=True)
-        return True
+    def scan(self, prefix: str | None, most: int, client: Any, allow: Allow) -> dict[str, Info]:
+        return {key: _file_info(stat) for key, stat in scan_files(self.folder, prefix, most).items()}
 
 
 async def delete(key: str, client: Any, allow: Allow) -> None:
-    """Of a bucket or of a folder."""
+    """Delete an object of a bucket or a folder."""
     await asyncio.wait_for(obstore.delete_async(client, key), allow(0))
 
 

@@ -1,7 +1,7 @@
-"""What a store's failure means, and how long to keep trying.
+"""Interpret a store's failures, and decide how long to keep trying.
 
-A store's own error text can hold a key id, a token or a string to sign. So only two things are taken from it,
-the HTTP status and the error code, and both are put into words of ours.
+A store's own error text can hold a key id, a token or a string to sign. So the messages here use only the
+HTTP status and the error code.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from typing import Any
 from isthmus.errors import PASSING_ERRNO, ConfigError, RunError, Unreachable
 
 DEFAULT_SECONDS = 60.0
-FLOOR_BYTES_PER_SECOND = 0.25e6 / 8  # the slowest link that is still waited for
-LAST_TRY_SECONDS = 0.5  # the last try is made this long before the deadline
-AWAY_SECONDS = 2.0  # a shorter absence delays no heartbeat that counts
+FLOOR_BYTES_PER_SECOND = 0.25e6 / 8  # the slowest link that we still wait for
+LAST_TRY_SECONDS = 0.5  # how long before the deadline the last try starts
+AWAY_SECONDS = 2.0  # a shorter outage delays no heartbeat that counts
 HUNG_SECONDS = (
-    10.0  # a small request without an answer for so long meets a store that is away, not a slow one
+    10.0  # a small request that gets no answer for this long means that the store is down, rather than slow
 )
-EXPIRED_TRIES = 4  # credentials are renewed by others; they get a few seconds to do it
+EXPIRED_TRIES = 4  # others renew the credentials, within a few seconds
 
 
 class StoreError(RunError):
     """The store cannot be used, or not in time. `kind` is that of the last Fault: "network", "denied", ...
 
-    Credentials, a clock and a URL do not become right by themselves. `brief` is what a reader of the run
-    needs to know of it, without the key and the number of tries.
+    Credentials, a clock and a URL do not fix themselves. `brief` is the message for a reader of the run,
+    without the key and the number of tries.
     """
 
     def __init__(self, message: str, kind: str, passes: bool = True, brief: str = "") -> None:
@@ -44,21 +44,21 @@ class StoreError(RunError):
 
     @property
     def lasting(self) -> bool:
-        """No such bucket, no such request: whoever has used the store before need not wait for it. Rights,
-        room and clocks are given back."""
+        """Whether waiting is useless even for a store that worked before: no such bucket, no such request.
+        Rights, room and clocks may return."""
         return self.kind == "config"
 
     def at_start(self) -> ConfigError:
-        """The same, to a person who has just named this store."""
+        """Convert it to a ConfigError for a person who has just named this store."""
         return (Unreachable if self.passes else ConfigError)(str(self))
 
 
 class StoreRefused(ValueError):
-    """We will not do this: an odd key, an object larger than its reader allows, a link out of the folder."""
+    """An operation that we refuse: an odd key, an object over the limit, a link out of the folder."""
 
 
 class Unreadable(StoreRefused):
-    """One object of somebody else cannot be read, and the rest of the store can."""
+    """One object of another writer cannot be read, but the rest of the store can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ _CLOCK = {"RequestTimeTooSkewed", "RequestInTheFuture"}
 _BAD_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidSecurity", "AuthFailure"}
 _BUSY = {"SlowDown", "Throttling", "RequestTimeout", "InternalError", "OperationAborted"}
 _FULL = {"InsufficientStorage", "XMinioStorageFull", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded"}
-_GARBLED = {"IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}  # on the way: try again
+_GARBLED = {"IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}  # damaged in transit: try again
 _BUSY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _NETWORK = (
     ("ConnectionRefused", "connection refused"),
@@ -88,11 +88,11 @@ _NETWORK = (
 
 
 def classify(error: BaseException) -> Fault:
-    """Put an exception of obstore or of the operating system into our words."""
+    """Convert an exception of obstore or of the operating system to a Fault."""
     text = str(error)
     name = type(error).__name__
     status = int(found[1]) if (found := re.search(r"status code: (\d{3})", text)) else None
-    # The second form is a bulk delete's, which obstore always uses: its refusals come inside a 200.
+    # The second form is a bulk delete's, which obstore always uses: refusals come inside a 200.
     found = re.search(r"<Code>([A-Za-z.]{3,60})</Code>|\(code: ([A-Za-z.]{3,60})\)", text)
     code = found[1] or found[2] if found else ""
     label = code or (f"HTTP {status}" if status else "no reason given")
@@ -113,7 +113,7 @@ def classify(error: BaseException) -> Fault:
         words = f"the store does not know these credentials ({code}); check the key and its secret"
         return Fault("denied", words, False)
     if status in (401, 403) or code == "AccessDenied":
-        # A HEAD is refused without a body, so without a reason.
+        # A refused HEAD has no body, so no reason.
         hint = "" if code else "; the reason may also be this machine's clock"
         return Fault("denied", f"permission denied ({label}): these credentials do not allow it{hint}", False)
     if isinstance(error, FileNotFoundError):
@@ -142,23 +142,29 @@ def classify(error: BaseException) -> Fault:
 
 
 class Backoff:
-    """When to try again and when to give up: exponential back-off with jitter, until a deadline.
+    """Decides when to try again and when to give up: exponential back-off with jitter, until a deadline.
 
-    A store's Retry-After does not reach us through obstore, so "busy" starts at a second instead.
+    obstore does not pass on a store's Retry-After, so "busy" starts at one second instead.
     """
 
-    def __init__(self, deadline: float) -> None:
-        self.began = time.monotonic()
+    def __init__(
+        self,
+        deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.clock, self.sleep = clock, sleep
+        self.began = clock()
         self.deadline = deadline
         self.tries = 0
-        self.fault: Fault | None = None  # the latest that says more than "slow"
+        self.fault: Fault | None = None  # the latest one other than "slow"
         self._kinds: dict[str, int] = {}
 
     def remaining(self) -> float:
-        return self.deadline - time.monotonic()
+        return self.deadline - self.clock()
 
     def again(self, fault: Fault) -> bool:
-        """Wait and say True, or say at once that it is time to give up."""
+        """Wait and return True, or return False at once if it is time to give up."""
         self.tries += 1
         seen = self._kinds[fault.kind] = self._kinds.get(fault.kind, 0) + 1
         if fault.kind != "slow" or self.fault is None:
@@ -169,21 +175,21 @@ class Backoff:
             return False
         first, most = {"busy": (1.0, 8.0), "expired": (0.5, 5.0)}.get(fault.kind, (0.1, 5.0))
         pause = min(most, first * 2 ** min(seen - 1, 10)) * random.uniform(0.5, 1.0)
-        time.sleep(min(pause, max(0.0, self.remaining() - LAST_TRY_SECONDS)))
+        self.sleep(min(pause, max(0.0, self.remaining() - LAST_TRY_SECONDS)))
         return True
 
     def allow(self, seconds: float) -> float:
-        """The time-out of the next request: longer after each that was too slow, not past the deadline."""
+        """The time-out of the next request: doubled after each slow one, never past the deadline."""
         return max(1.0, min(seconds * 2 ** self._kinds.get("slow", 0), self.remaining()))
 
     def spent(self) -> str:
-        return f"gave up after {time.monotonic() - self.began:.0f} s and {self.tries} tries"
+        return f"gave up after {self.clock() - self.began:.0f} s and {self.tries} tries"
 
 
 class Absence:
-    """When did the store last come back? It was away while every request failed, for a while at least.
+    """Tracks when the store last came back after an outage, in which every request failed for a while.
 
-    And how long an answer takes, lately.
+    It also tracks how long an answer takes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -194,7 +200,7 @@ class Absence:
         self._lock = threading.Lock()
 
     def failed(self, began: float, fault: Fault) -> None:
-        """A request that began then; a fault that passes is the store's, the others are answers."""
+        """Record the failure of a request that began then. Only a passing fault suggests an outage."""
         if not fault.retry or fault.kind == "exists":
             self.answered(began)
             return
@@ -217,7 +223,7 @@ class Absence:
 
 
 class Rate:
-    """How fast bytes went one way lately, and so how long a request of some size may take."""
+    """The recent transfer rate in one direction, and so how long a request of a given size may take."""
 
     def __init__(self, least_seconds: float = 10.0) -> None:
         self.least_seconds = least_seconds
@@ -225,12 +231,12 @@ class Rate:
         self._lock = threading.Lock()
 
     def limit(self, num_bytes: int) -> float:
-        """A fifth of the measured rate is slow; below it something is wrong."""
+        """Seconds that a transfer may take: below a fifth of the measured rate something is wrong."""
         slow = max(FLOOR_BYTES_PER_SECOND, 0.2 * (self.bytes_per_second or 0.0))
         return max(self.least_seconds, num_bytes / slow)
 
     def saw(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes < 1 << 16:  # latency, not rate
+        if num_bytes < 1 << 16:  # shows latency, not rate
             return
         rate = num_bytes / max(seconds, 1e-6)
         with self._lock:
@@ -238,7 +244,7 @@ class Rate:
             self.bytes_per_second = 0.7 * before + 0.3 * rate
 
     def too_slow(self) -> None:
-        """A time-out says the link is slower than believed, so the next try gets longer."""
+        """Halve the estimate after a time-out, so that the next try gets longer."""
         with self._lock:
             if self.bytes_per_second is not None:
                 self.bytes_per_second /= 2
@@ -249,10 +255,10 @@ _loops_lock = threading.Lock()
 
 
 def wait(request: Coroutine[Any, Any, Any]) -> Any:
-    """Run a request on a loop in a thread of its own and wait for it here.
+    """Run a request on an event loop in a separate thread and wait for it here.
 
-    A time-out then really cancels the request, and Ctrl-C gets through: obstore's own synchronous calls would
-    hold it back until the store answers.
+    A time-out then really cancels the request, and Ctrl-C works: obstore's own synchronous calls would block
+    it until the store answers.
     """
     with _loops_lock:
         if (loop := _loops.get(os.getpid())) is None:
@@ -269,7 +275,7 @@ def wait(request: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int) -> None:
-    """Leave no request under way when the interpreter ends: one that finishes after it aborts the process."""
+    """Cancel all requests at exit: one that finishes after the interpreter aborts the process."""
     if process != os.getpid():
         return
 
@@ -283,11 +289,11 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int
         asyncio.run_coroutine_threadsafe(cancel(), loop).result(2)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(2)
-    time.sleep(0.05)  # obstore's threads are waiting for the interpreter only to let go of it
+    time.sleep(0.05)  # obstore's threads need the interpreter only to release it
 
 
 async def drain(result: Any, stall_seconds: float) -> bytes:
-    """The body of a GET; a connection that goes silent is given up long before a slow one."""
+    """Read the body of a GET. A silent connection is given up long before a slow one."""
     stream, parts = result.stream(min_chunk_size=1 << 16), []
     while part := await asyncio.wait_for(anext(stream, None), stall_seconds):
         parts.append(bytes(part))

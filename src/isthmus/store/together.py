@@ -1,4 +1,4 @@
-"""Several calls of a store at a time: each waits for an answer, and answers take longer than the asking."""
+"""Run several store calls in parallel: waiting for answers takes longer than sending requests."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -7,12 +7,12 @@ from typing import TypeVar
 T = TypeVar("T")
 K = TypeVar("K")
 
-AT_ONCE = 16  # requests of one process, unless its caller says otherwise
+AT_ONCE = 16  # requests per process, unless the caller sets it
 
 
 def together(calls: Iterable[Callable[[], T]], at_once: int = AT_ONCE) -> list[T]:
-    """What each call returns, in order. The first fault, in that order, is raised when none is under way any
-    more, and nothing is begun after it."""
+    """The result of each call, in order. After a fault no further call starts; the first fault in that order
+    is raised once none is running."""
     calls = list(calls)
     if len(calls) < 2:
         return [call() for call in calls]
@@ -37,9 +37,9 @@ def together(calls: Iterable[Callable[[], T]], at_once: int = AT_ONCE) -> list[T
 
 
 def as_they_come(calls: Iterable[tuple[K, Callable[[], T]]], at_once: int = AT_ONCE) -> Iterator[tuple[K, T]]:
-    """(name, what its call returned), whichever comes first. At most `at_once` results are under way or
-    waiting to be taken, so whoever takes them bounds the memory. A fault is raised where its result would
-    come, after those that are under way."""
+    """Yield (name, result of its call) as calls finish. At most `at_once` results are running or untaken, so
+    the consumer bounds the memory. A fault is raised in place of its result, once the running calls have
+    ended."""
     waiting = iter(calls)
     with ThreadPoolExecutor(at_once, "store") as pool:
         names: dict[Future[T], K] = {}

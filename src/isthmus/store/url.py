@@ -1,4 +1,4 @@
-"""Where a store is and how it is reached: URLs and credentials."""
+"""A store's URL and its credentials."""
 
 import os
 import re
@@ -14,8 +14,14 @@ from isthmus.errors import ConfigError
 SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
 CREDENTIALS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"),
-    "gs": ("GOOGLE_APPLICATIONCREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
-    "az": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_CLIENT_ID", "AZURE_STORAGE_TOKEN"),
+    "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+    "az": (
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "AZURE_STORAGE_SAS_TOKEN",
+        "AZURE_STORAGE_SAS_KEY",
+        "AZURE_CLIENT_ID",
+        "AZURE_STORAGE_TOKEN",
+    ),
 }
 REGION_NAMES = ("AWS_REGION", "AWS_DEFAULT_REGION")
 ENDPOINT_NAMES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -24,12 +30,12 @@ _AWS_KEY = ("access_key_id", "secret_access_key", "session_token")
 
 
 def is_url(text: str) -> bool:
-    """Rather than a path."""
+    """Whether the text is a URL rather than a path."""
     return "://" in text
 
 
 def parse_url(url: str) -> tuple[str, Path | None]:
-    """The URL as it may be shown, and the folder if it is one."""
+    """The URL without secrets, and the folder if it is one."""
     shown = re.sub(r"//[^/]*@", "//***@", re.sub(r"[?#].*", "", url))
     schemes = "a folder, file:///folder, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
     if not url.strip() or not url.isprintable():
@@ -44,18 +50,21 @@ def parse_url(url: str) -> tuple[str, Path | None]:
         cure = "they belong in the environment or the credentials file"
         raise ConfigError(f"{shown!r} holds credentials; {cure}")
     bucket, *prefix = rest[2:].rstrip("/").split("/")
-    named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", bucket)
-    if not named or not all(map(SEGMENT.fullmatch, prefix)):
-        right = f"{scheme}://bucket/prefix in letters, digits and ._=+-"
-        raise ConfigError(f"{shown!r} is malformed; write {right}")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{2,62}", bucket):
+        cure = "a bucket has 3 to 63 letters, digits and ._-, and begins with a letter or digit"
+        raise ConfigError(f"{shown!r} names the bucket {bucket!r:.80}; {cure}")
+    for part in prefix:
+        if not SEGMENT.fullmatch(part):
+            cure = "write letters, digits and ._=+- between single slashes"
+            raise ConfigError(f"{shown!r} has {part!r:.80} in its prefix; {cure}")
     return "/".join([f"{scheme}://{bucket}", *prefix]), None
 
 
 def connect(root: str, folder: Path | None) -> Any:
-    """An obstore client without retries and with a time-out out of the way: both are ours, per request.
+    """An obstore client without retries and with a very long time-out: the store sets both per request.
 
-    Credentials are checked first, because obstore would go on to ask the cloud's metadata service: the user
-    states whose credentials are used.
+    It checks credentials first, because obstore would go on to ask the cloud's metadata service. The user
+    must state whose credentials are used.
     """
     from obstore.store import LocalStore, from_url  # a machine without obstore reads run directories
 
@@ -80,14 +89,14 @@ def connect(root: str, folder: Path | None) -> Any:
     }
     try:
         return from_url(root, **settings)
-    except Exception:  # whose text may hold what it read
+    except Exception:  # its text may hold secrets that it read
         raise ConfigError(f"cannot use {root}: the environment's settings for it do not fit") from None
 
 
 def aws_options(named: str | None = None) -> dict[str, str]:
-    """Endpoint, key and region where the AWS tools find them: the environment first, then the usual files.
+    """Endpoint, key and region from where the AWS tools look: the environment first, then the usual files.
 
-    Of a profile that is named, the files' key goes first.
+    For a named profile, the files' key has priority.
     """
     home, profile = Path.home() / ".aws", named or os.environ.get("AWS_PROFILE", "default")
     keys, config = ConfigParser(interpolation=None), ConfigParser(interpolation=None)
@@ -115,6 +124,6 @@ def aws_options(named: str | None = None) -> dict[str, str]:
 
 
 def where_s3_is() -> str:
-    """For whoever cannot reach it: most often the endpoint is missing in this terminal, or mistyped."""
+    """A hint for a failed connection: most often the endpoint is unset in this terminal, or mistyped."""
     endpoint = aws_options().get("endpoint", "")
     return f"at {endpoint}" if endpoint else "at AWS: no AWS_ENDPOINT_URL is set here"

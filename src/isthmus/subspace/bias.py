@@ -10,15 +10,15 @@ from isthmus import gpu
 from isthmus.model.llama import BoundaryFunction
 from isthmus.subspace import project, split
 
-ROWS = 8192  # of the embedding, at a time
-Measure = Callable[[Tensor, Tensor], Tensor]  # (stream, tokens) -> what is measured, still on the device
+ROWS = 8192  # of the embedding per step
+Measure = Callable[[Tensor, Tensor], Tensor]  # (stream, tokens) -> measurement, still on the device
 
 
 def energies(basis: Tensor, table: Tensor) -> Measure:
-    """(||r - r U U^T||^2, ||r||^2) of r = x - T_perp[tokens]: what the boundary drops, and all of it.
+    """(||r - r U U^T||^2, ||r||^2) of r = x - T_perp[tokens]: the energy dropped, and all of it.
 
-    `table` is the whole TE, as the boundary has it; only the rows that are looked up are split. Parts of a
-    batch add up.
+    `table` is the whole TE, as the boundary has it; only rows that are looked up are split. The energies of a
+    batch's parts add up.
     """
 
     def measure(x: Tensor, tokens: Tensor) -> Tensor:
@@ -36,13 +36,13 @@ def share(energy: Tensor) -> Tensor:
 
 
 def outside(basis: Tensor, table: Tensor) -> Measure:
-    """The share of one batch."""
+    """A measure of one batch's share."""
     measure = energies(basis, table)
     return lambda x, tokens: share(measure(x, tokens))
 
 
 def watched(function: BoundaryFunction, measure: Measure, found: list[Tensor]) -> BoundaryFunction:
-    """The same boundary function; it also appends what it measures to `found`."""
+    """Wrap a boundary function so that it also appends its measurements to `found`."""
 
     def send(x: Tensor, tokens: Tensor) -> Tensor:
         found.append(measure(x, tokens))
@@ -53,10 +53,9 @@ def watched(function: BoundaryFunction, measure: Measure, found: list[Tensor]) -
 
 def drift(table: Tensor, frozen: Tensor, basis: Tensor) -> Tensor:
     """||TE (I - U U^T) - T_perp|| / ||T_perp||: how far a round took the embedding out of S, before eqs. 3-4
-    of arXiv 2601.02360 fold it into T_perp. `frozen` is the table that the round began with, on any
-    device.
+    of arXiv 2601.02360 fold it into T_perp. `frozen` is the table at the round's start, on any device.
 
-    It takes ROWS rows at a time: the device must not run out of memory for this.
+    It takes ROWS rows at a time, so that the device does not run out of memory.
     """
     moved = whole = torch.zeros((), dtype=gpu.wide(basis.device), device=basis.device)
     for now, before in zip(table.split(ROWS), frozen.split(ROWS), strict=True):

@@ -12,7 +12,7 @@ from isthmus.model.llama import BoundaryFunction
 from isthmus.subspace import OpenBoundary, OpeningBoundary, SubspaceBoundary, learned_part, random_basis
 from isthmus.subspace.wire import LocalLink
 
-Key = tuple  # equal for boundaries that do the same: the wire, the U, whether they open
+Key = tuple  # equal for boundaries with the same effect: the wire, the U, whether they open
 
 
 def derived_seed(seed: int, *path: str | int) -> int:
@@ -26,14 +26,14 @@ def boundary_function(
     table: Tensor | None = None,
     rows: slice | None = None,
 ) -> BoundaryFunction:
-    """compress, link, expand: what happens to the stream between two stages. `table` is a learned one; these
-    `rows` of it are ours, where every replica of a stack has its own."""
+    """compress, link, expand: the stream's path between two stages. `table` is a learned one; if every
+    replica of a stack has its own, ours are these `rows`."""
 
     def send(x: Tensor, tokens: Tensor) -> Tensor:
         x_hat = boundary.expand(link.carry(boundary.compress(x, tokens)), tokens)
         if table is None:
             return x_hat
-        # Taken anew in every step: autograd goes back through it.
+        # Read again in every step, since autograd differentiates it.
         own = table if rows is None else table[rows]
         return x_hat + learned_part(boundary, own, tokens, x.dtype)
 
@@ -41,7 +41,7 @@ def boundary_function(
 
 
 class BasisSet:
-    """Every U of a run, drawn from the recipe's seed when first asked for (docs/method.md, The basis).
+    """Every U of a run, drawn from the recipe's seed on first use (docs/method.md, The basis).
 
     It also knows how far the boundaries that project onto them are open in this round.
     """
@@ -50,10 +50,10 @@ class BasisSet:
         self.recipe, self.device, self.dtype = recipe, device, dtype
         self.bases: dict[str, Tensor] = {}
         self.opening = False  # a finishing round
-        self.share = torch.zeros((), device=device, dtype=dtype)  # its a
+        self.share = torch.zeros((), device=device, dtype=dtype)  # its share a
 
     def begin_round(self, round_number: int) -> bool:
-        """True where boundaries must be built anew. Once they open, only the value of a changes."""
+        """Whether boundaries must be rebuilt. Once they open, only the value of a changes."""
         share, before = self.recipe.opening(round_number), self.opening
         self.opening = share is not None
         self.share.fill_(share or 0.0)
@@ -89,14 +89,17 @@ def boundary_functions(
     rows_each: int = 1,
     *,
     params: Mapping[str, Tensor],
+    outside: Tensor | None = None,
+    compiled: bool = False,
 ) -> dict[int, list[tuple[slice, BoundaryFunction]]]:
-    """For each edge (layers before it), the boundaries there and their rows of the leading axis; neighbours
-    with the same boundary share it. `rows_each` is the number of rows that each member has. Learned tables
-    are among `params`."""
+    """For each edge (layers before it), its boundaries and their rows of the leading axis; neighbours with
+    the same boundary share it. Each member has `rows_each` rows. `params` include learned tables. `outside`:
+    a count per row, to which its links add the tokens outside their range. `compiled`: compile few-bit
+    wires."""
     at: dict[int, list[tuple[slice, Key, Member, int]]] = {}
     for i, member in enumerate(members):
         rows = slice(i * rows_each, (i + 1) * rows_each)
-        for boundary, edge in enumerate(boundaries(recipe.model.layers, member.config.stages)):
+        for boundary, edge in enumerate(boundaries(recipe.model, member.config.stages)):
             key = boundary_key(member, boundary, bases)
             here = at.setdefault(edge, [])
             if here and here[-1][1] == key and here[-1][0].stop == rows.start:
@@ -105,7 +108,12 @@ def boundary_functions(
                 here.append((rows, key, member, boundary))
     return {
         edge: [
-            (rows, build(member, boundary, bases, table, params.get(table_name(boundary)), rows))
+            (
+                rows,
+                build(
+                    member, boundary, bases, table, params.get(table_name(boundary)), rows, outside, compiled
+                ),
+            )
             for rows, _, member, boundary in here
         ]
         for edge, here in at.items()
@@ -119,31 +127,40 @@ def boundary_key(member: Member, boundary: int, bases: BasisSet) -> Key:
 
 def forward_key(recipe: Recipe, member: Member, bases: BasisSet) -> Key:
     """Equal for two replicas whose forward passes are the same function."""
-    edges = boundaries(recipe.model.layers, member.config.stages)
+    edges = boundaries(recipe.model, member.config.stages)
     return tuple((edge, *boundary_key(member, b, bases)) for b, edge in enumerate(edges))
 
 
 def build(
-    member: Member, boundary: int, bases: BasisSet, table: Tensor, learned: Tensor | None, rows: slice
+    member: Member,
+    boundary: int,
+    bases: BasisSet,
+    table: Tensor,
+    learned: Tensor | None,
+    rows: slice,
+    outside: Tensor | None,
+    compiled: bool,
 ) -> BoundaryFunction:
-    between, link = bases.boundary(member, boundary, table), LocalLink(member.config.wire)
+    between = bases.boundary(member, boundary, table)
+    num_tokens = bases.recipe.batch_of(member.config) * bases.recipe.model.context
+    link = LocalLink(member.config.wire, num_tokens, None if outside is None else outside[rows], compiled)
     if learned is None or learned.dim() == 2 or rows == slice(0, len(learned)):
         return boundary_function(between, link, learned)
     return boundary_function(between, link, learned, rows)
 
 
 def projected_names(recipe: Recipe, member: Member) -> tuple[str, ...]:
-    """W_p1 and W_p2 of the layers before the replica's last boundary: what Table 5b projects."""
+    """W_p1 and W_p2 of the layers before the replica's last boundary, which Table 5b projects."""
     if not member.config.compressed:
         return ()
-    last = boundaries(recipe.model.layers, member.config.stages)[-1]
+    last = boundaries(recipe.model, member.config.stages)[-1]
     return tuple(
         f"layers.{i}.{matrix}.weight" for i in range(last) for matrix in ("attention.wo", "feed_forward.w2")
     )
 
 
 def write_projection(weight: Tensor, basis: Tensor) -> Tensor:
-    """U U^T W: what a d-sided matrix (D, in) writes into the stream lies in S."""
+    """U U^T W: project a d-sided matrix (D, in), so that it writes to the stream only within S."""
     return basis @ (basis.mT @ weight)
 
 
@@ -167,7 +184,7 @@ def as_sent(
     params: Mapping[str, Tensor],
     anchor: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """What a replica's pseudo-gradient is taken from. A replica that projects started its round from P W.
+    """The weights that a replica's pseudo-gradient uses. A replica that projects started its round from P W.
     The part of W that the projection removed was not learnt, so it is put back: otherwise it would be sent in
     every round."""
     start = projected(recipe, member, bases, anchor)

@@ -8,7 +8,7 @@ from isthmus.model.llama import look_up
 
 
 class OpenBoundary:
-    """The residual stream crosses as it is, all D dimensions of it."""
+    """Passes the residual stream unchanged, in all its D dimensions."""
 
     def compress(self, x: Tensor, tokens: Tensor) -> Tensor:
         return x
@@ -18,7 +18,7 @@ class OpenBoundary:
 
 
 class SubspaceBoundary:
-    """Carry the residual stream over a slow link in K of its D dimensions (sec. 2.2 of arXiv 2601.02360).
+    """Carries the residual stream over a slow link in K of its D dimensions (sec. 2.2 of arXiv 2601.02360).
 
     Both maps are affine, so plain autograd on each side of the wire already sends back grad @ U.
 
@@ -50,7 +50,7 @@ class OpeningBoundary(OpenBoundary):
 
     def __init__(self, basis: Tensor, t_perp: Tensor, share: Tensor) -> None:
         self.basis, self.t_perp = basis, t_perp
-        self.share = share  # a, 0-dimensional: a compiled forward reads its value anew in every round
+        self.share = share  # a, 0-dimensional, so that a compiled forward reads each round's value
 
     def compress(self, x: Tensor, tokens: Tensor) -> Tensor:
         basis = self.basis.to(x.dtype)
@@ -62,11 +62,11 @@ class OpeningBoundary(OpenBoundary):
 def learned_part(
     boundary: OpenBoundary | SubspaceBoundary, table: Tensor, tokens: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """What a learned table (V, D) or (R, V, D) adds to x_hat, where subspace.anchor is "learned".
+    """The contribution of a learned table (V, D) or (R, V, D) to x_hat, if subspace.anchor is "learned".
 
-    The tokens are known on both sides of a link, so what lies outside S and depends on the token alone need
-    not cross it. The paper has T_perp for that; here every boundary learns a table beside it. It is zero at
-    first, and it fades as the boundary opens.
+    Both sides of a link know the tokens, so a part outside S that depends only on the token need not cross
+    it. The paper uses T_perp for that; here every boundary also learns a table. It starts at zero and fades
+    as the boundary opens.
     """
     part = look_up(table, tokens, dtype)  # (B, L, D)
     return part * (1 - boundary.share).to(dtype) if isinstance(boundary, OpeningBoundary) else part

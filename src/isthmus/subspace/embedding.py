@@ -6,12 +6,12 @@ from isthmus.subspace.basis import project
 
 
 def split(table: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """T_S <- TE U U^T and T_perp <- TE - T_S: how a run begins, and what every round returns to."""
+    """T_S <- TE U U^T and T_perp <- TE - T_S: the state at the start of a run and of every round."""
     t_s = project(table, basis)
     return t_s, table - t_s
 
 
 def reproject(t_s: Tensor, t_perp: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Fold what left S into T_perp; TE = T_S + T_perp stays (eqs. 3-4 of arXiv 2601.02360)."""
+    """Fold what left S into T_perp; TE = T_S + T_perp is unchanged (eqs. 3-4 of arXiv 2601.02360)."""
     inside = project(t_s, basis)
     return inside, t_perp + (t_s - inside)

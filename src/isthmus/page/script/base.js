@@ -51,7 +51,9 @@ function tick() {
   } else if (state) {
     const when = state.heard_unix ? ago(now() - state.heard_unix) : "never";
     if (state.run.status !== "running") { words = `the run has ended, last heard ${when}`; }
-    else if (state.run.stale || now() - state.heard_unix > state.run.timeout_seconds) { words = `nothing heard from the run, last ${when}`; tone = "gone"; }
+    else if (state.run.silent_unix) {
+      words = `the bucket does not answer, ${state.run.as_of_unix ? `shown as of ${ago(now() - state.run.as_of_unix)}` : `since ${ago(now() - state.run.silent_unix)}`}`; tone = "gone";
+    } else if (state.run.stale || (state.run.timeout_seconds && now() - state.heard_unix > state.run.timeout_seconds)) { words = `nothing heard from the run, last ${when}`; tone = "gone"; }
     else { words = `live, last heard ${when}`; tone = "live"; }
   }
   if (heard.textContent !== words) heard.textContent = words;

@@ -56,8 +56,7 @@ function boxed(one, kind, x, y, width, state) {
   const room = width - 24 - 7 * figures.length - 16, each = 16;
   const shown = Math.max(1, Math.min(kind.stages, Math.floor((room + 10) / (each + 10))));
   const space = shown > 1 ? Math.min(width > 300 ? 44 : 26, (room - shown * each) / (shown - 1)) : 0;
-  const silent = one.processes.filter((p) => p.state === "silent").map((p) => p.stage);
-  const dead = new Set(one.missing && one.missing.length ? one.missing : silent);
+  const dead = new Set(one.missing);
   for (let stage = 0; stage < shown; stage += 1) {
     const at = x + 12 + stage * (each + space);
     if (stage < shown - 1) {
@@ -95,20 +94,18 @@ function cable(one, kind, from, to, y, labelled) {
 }
 
 function members(state) {
-  const disks = state.replicas.some((one) => one.disk_free), here = state.replicas.some((one) => one.processes.length);
-  const heads = ["Replica", "State", ...(state.run.bucket ? ["Heartbeat", "Inner step", "Loss", "Rate"] : []), ...(disks ? ["Disk free"] : []), ...(here ? ["Processes here"] : [])];
+  const disks = state.replicas.some((one) => one.disk_free);
+  const heads = ["Replica", "State", ...(state.run.bucket ? ["Heartbeat", "Inner step", "Loss", "Rate in training"] : []), ...(disks ? ["Disk free"] : [])];
+  const cell = (head, value, bad) => h("td", { class: `number${bad ? " bad" : ""}`, "data-head": head }, value);
   const rows = state.replicas.flatMap((one) => [h("tr", { "data-replica": one.name, "data-state": one.state },
-    h("th", { scope: "row" }, one.name),
+    h("th", { scope: "row" }, one.name, one.closes && h("small", {}, " closes")),
     h("td", { class: one.tone === "bad" ? "bad" : "" }, h("span", { class: `dot ${one.tone}` }), one.state, one.why && h("small", {}, unparted([` ${one.why}`]))),
-    state.run.bucket && h("td", { class: "number" }, age(one.seen_unix)),
-    state.run.bucket && h("td", { class: "number slim" }, one.inner_step ? `${one.inner_step} of ${state.run.inner_steps}` : "-"),
-    state.run.bucket && h("td", { class: "number slim" }, one.loss === null ? "-" : FORMS.loss(one.loss)),
-    state.run.bucket && h("td", { class: "number slim" }, one.rate || "-"),
-    disks && h("td", { class: `number slim${one.disk_short ? " bad" : ""}` }, one.disk_free || "-"),
-    here && h("td", {}, processes(one))), trouble(one, heads.length)]).filter(Boolean);
+    state.run.bucket && [cell("Heartbeat", age(one.seen_unix)), cell("Inner step", one.inner_step ? `${one.inner_step} of ${state.run.inner_steps}` : "-"),
+      cell("Loss", one.loss === null ? "-" : FORMS.loss(one.loss)), cell("Rate in training", one.rate || "-")],
+    disks && cell("Disk free", one.disk_free || "-", one.disk_short)), trouble(one, heads.length)]).filter(Boolean);
   const kinds = state.kinds.map((kind) => `${kind.count} ${kind.name}: ${kind.kind}${kind.stages > 1 ? ` in ${kind.stages} stages` : ""}${kind.compression ? `, ${kind.compression}` : ""}${kind.link ? `, ${kind.link} between stages` : ""}${kind.bucket_link ? `, ${kind.bucket_link} to the bucket` : ""}`);
   show("members", h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "The replicas, as a table" }, h("table", {},
-    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: head === "Heartbeat" ? "number" : ["Inner step", "Loss", "Rate", "Disk free"].includes(head) ? "number slim" : null }, explained(head))))),
+    h("thead", {}, h("tr", {}, heads.map((head, i) => h("th", { scope: "col", class: i > 1 ? "number" : null }, explained(head))))),
     h("tbody", {}, rows))), h("p", { class: "note kinds" }, explained(`${kinds.join("; ")}.`)));
 }
 
@@ -119,11 +116,4 @@ function trouble(one, columns) {
   if (!again && !one.last_error && !disk) return null;
   const parts = [again && [again], one.last_error && ["last error", one.last_error_unix ? [" ", age(one.last_error_unix)] : "", `: ${one.last_error}`], disk && [h("b", {}, disk)]].filter(Boolean);
   return h("tr", { class: "trouble", "data-trouble": one.name }, h("td", { colspan: columns }, unparted(parts.flatMap((part, i) => i ? ["; ", ...part] : part))));
-}
-
-function processes(one) {
-  if (!one.processes.length) return "-";
-  const odd = one.processes.filter((p) => p.state !== one.processes[0].state);
-  if (!odd.length) return one.processes.length === 1 ? one.processes[0].state : `${one.processes.length} ${one.processes[0].state === "runs" ? "run" : one.processes[0].state}`;
-  return one.processes.map((p) => `stage ${p.stage} ${p.state}`).join(", ");
 }

@@ -20,10 +20,13 @@ function problems(state) {
   show("problems", state.problems.map((text) => h("p", { class: "alert", role: "alert" }, unparted([text]))));
 }
 
-function events(state) {
+function changes(state) {
   $("changes").hidden = Boolean(written); // a report was looked at once: nothing can have changed
-  show("events", state.events.length ? state.events.map((one) => h("li", { class: one.tone || null },
-    h("time", { datetime: new Date(1000 * one.unix).toISOString() }, new Date(1000 * one.unix).toLocaleTimeString("en-GB")), h("span", {}, unparted([one.text])))) : h("li", {}, "Nothing yet, since this page's server started."));
+  const line = (one) => h("li", { class: one.tone || null },
+    h("time", { datetime: new Date(1000 * one.unix).toISOString() }, new Date(1000 * one.unix).toLocaleTimeString("en-GB")), h("span", {}, unparted([one.text])));
+  show("comings", state.comings.map(line));
+  $("comings").hidden = !state.comings.length;
+  show("events", state.events.length ? state.events.map(line) : h("li", {}, "No round yet, since this page's server started."));
 }
 
 function details(state) {
@@ -48,7 +51,7 @@ const SECTIONS = [
   [against, ["plan"]],
   [bias, ["bias"]],
   [(state) => { $("time").hidden = !state.speeds.length; plots("speeds", state.speeds); }, ["speeds"]],
-  [events, ["events"]],
+  [changes, ["comings", "events"]],
   [details, ["run", "summary", "recipe", "about"]],
 ];
 let last = null, tag = "";

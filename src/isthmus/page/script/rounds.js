@@ -9,7 +9,7 @@ function rounds(state) {
   if (!data.rounds.length) return;
   const focused = $("grid").contains(document.activeElement) && document.activeElement.dataset.round;
   const scrolled = $("grid").querySelector(".cells"), end = !scrolled || scrolled.scrollLeft + scrolled.clientWidth > scrolled.scrollWidth - 40;
-  const why = h("p", { class: "why", "aria-live": "polite" }, "Point at a cell, or move with the arrow keys, for what happened there.");
+  const why = h("p", { class: "why", "aria-live": "polite" }, matchMedia("(pointer: coarse)").matches ? "Tap a cell for what happened there." : "Point at a cell, or move with the arrow keys, for what happened there.");
   const colour = (name) => state.kinds.find((kind) => state.replicas.some((one) => one.name === name && one.kind === kind.name));
   const label = (row, column) => {
     const [word, reason] = data.rows[row].cells[column];
