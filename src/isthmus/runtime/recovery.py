@@ -87,16 +87,15 @@ class Recovery:
         ledger, manifest = self.ledger, self.ledger.manifest(round_number)
         others = [entry for entry in manifest.entries if entry.replica != self.replica] if manifest else []
         some = [(entry, entry.shards[0]) for entry in (others[:1] + others[-1:])]
-        return not all(ledger.is_object(ledger.shard_key(e.replica, round_number, s)) for e, s in some)
+        return not all(ledger.has_shard(e.replica, round_number, s) for e, s in some)
 
     def _is_lost(self, first: int, last: int) -> bool:
         """Whether the feedback must be emptied to continue from an anchor after these rounds. What our open
         round counted can be subtracted if we have its c and its payload exists."""
         ledger, manifest = self.ledger, self.ledger.manifest(first)
         entry = manifest.entry(self.replica) if manifest else None
-        if entry and not (
-            self.session.carried and ledger.is_object(ledger.shard_key(self.replica, first, entry.shards[0]))
-        ):
+        has = entry and self.session.carried and ledger.has_shard(self.replica, first, entry.shards[0])
+        if entry and not has:
             return True
         return self._counts_us(first + 1, last)
 
