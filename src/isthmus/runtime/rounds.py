@@ -141,8 +141,6 @@ class WorkerRounds:
 
 def extended(trainer: Trainer) -> bool:
     """Whether the run got more rounds since this process started. All processes take the leader's answer."""
-    membership, leads = trainer.ledger.membership, trainer.control.rank == 0
-    rounds = trainer.recipe.outer.rounds
-    return agree(
-        trainer.control, leads and trainer.patience(membership.look).run.recipe.outer.rounds > rounds
-    )
+    ledger, rounds = trainer.ledger, trainer.recipe.outer.rounds
+    leads = trainer.control.rank == 0
+    return agree(trainer.control, leads and trainer.patience(ledger.look).run.recipe.outer.rounds > rounds)
