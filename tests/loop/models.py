@@ -1,11 +1,13 @@
 """A module that Isthmus does not know, and eq. 2 of arXiv 2601.02360 in float64, computed plainly."""
 
+import threading
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 CONTEXT, VOCAB, WIDTH = 8, 32, 12
+DRAWING = threading.Lock()
 
 
 class Odd(nn.Module):
@@ -13,7 +15,13 @@ class Odd(nn.Module):
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        with DRAWING:  # other threads make models, too
+            torch.manual_seed(seed)
+            self._draw()
+        self.head.weight = self.embed.weight
+        self.to(dtype)
+
+    def _draw(self) -> None:
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.mix = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / WIDTH)
         self.scale = nn.Parameter(torch.tensor(0.5))
@@ -21,8 +29,6 @@ class Odd(nn.Module):
         self.fixed = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB)
-        self.head.weight = self.embed.weight
-        self.to(dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.fixed
