@@ -91,7 +91,10 @@ def test_init_makes_the_same_run_from_a_function(tmp_path: Path, capsys: pytest.
         assert words in capsys.readouterr().err
 
 
-def test_commands_know_a_run_of_named_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_commands_know_a_run_of_named_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)  # `join` saves a key
     keys, url = made(tmp_path, Odd()), str(tmp_path / "bucket")
     assert main(["status", url]) == 0
     assert main(["ledger", "rebuild", url, "--to", str(tmp_path / "w.safetensors")]) == 0
