@@ -197,7 +197,8 @@ class _SplitMatrices:
     """
 
     def __init__(self, params: Mapping[str, Tensor], num_processes: int) -> None:
-        self.shapes = {name: params[name].shape for name in muon.chosen(params, stacked=False)}
+        matrices = muon.chosen(params, stacked=False)
+        self.shapes: Mapping[str, torch.Size] = {name: params[name].shape for name in matrices}
         self.num_processes = num_processes
         self.like = next(iter(params.values()))
 
