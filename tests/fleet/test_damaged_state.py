@@ -111,7 +111,7 @@ def trained(tmp_path_factory) -> Path:
 
         def save_two(fleet: Trainer) -> None:
             places = [(ROUNDS, 2), (ROUNDS, 3)]
-            fleet.checkpoint.is_due = lambda edge: (fleet.open, len(fleet.losses)) in places
+            fleet.checkpoint.is_due = lambda edge: (fleet.session.round, len(fleet.losses)) in places
 
         alone.run(ROUNDS, save_two)
         shutil.copytree(folder, folder / "later")

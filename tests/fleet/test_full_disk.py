@@ -89,8 +89,9 @@ def test_what_no_checkpoint_would_give_back_is_not_sent_before_it_is_saved(tmp_p
     fleet = late.come()
     assert fleet.resume() == 0
     deliver = fleet.session.deliver
-    fleet.session.deliver = lambda *given: (quick.run(1), deliver(*given))
+    fleet.session.deliver = lambda *given: quick.run(1)
     fleet.train_round(1, lambda h: None)
+    fleet.session.deliver = deliver
     fleet.settle(1)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", full_disk)

@@ -28,7 +28,7 @@ from isthmus.runlog.facts import Facts, HeldOut
 from isthmus.runlog.held_out import HeldOutLosses
 from isthmus.runtime.create import create
 from isthmus.runtime.held_out import SHARE, HeldOutLoss
-from isthmus.runtime.round_lines import RoundLines
+from isthmus.runtime.rounds import RoundLines
 from isthmus.runtime.scoring import ScoredAnchor, ScoringDevice
 
 LIMIT_SECONDS = 240.0

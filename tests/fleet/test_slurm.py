@@ -24,7 +24,7 @@ if "forkserver" in " ".join(sys.orig_argv):
     from isthmus.runtime.trainer import Trainer
     plain = Trainer._wish
     def held(fleet, h, seconds_left):
-        mark = os.path.join({folder!r}, f"{{fleet.member.name}}-{{fleet.open}}")
+        mark = os.path.join({folder!r}, f"{{fleet.member.name}}-{{fleet.session.round}}")
         if os.path.exists(mark):
             os.rename(mark, mark + ".held")
             while os.path.exists(mark + ".held") and not fleet.parting.asked():

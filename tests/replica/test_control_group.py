@@ -1,6 +1,5 @@
 """What the processes of a replica share is read as if a stranger had written it."""
 
-import json
 import queue
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,8 +12,6 @@ from isthmus.replica import control_group
 from isthmus.replica.control_group import (
     LinkControlGroup,
     StageControlGroup,
-    collect,
-    shard_texts,
     share_json,
     whole_number,
     whole_numbers,
@@ -41,9 +38,7 @@ def test_every_process_has_what_all_have_shared():
     groups = [StageControlGroup("edge", rank, 2, store, timeout_seconds=120) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         numbers = list(pool.map(lambda g: share_json(g, [g.rank, 7], whole_numbers), groups))
-        texts = list(pool.map(lambda g: collect(g, {g.rank: f"text {g.rank}"}, 2), groups))
     assert numbers == [[[0, 7], [1, 7]]] * 2
-    assert texts == [["text 0", "text 1"]] * 2
 
 
 class Pipe:
@@ -127,22 +122,6 @@ def test_rounds_that_are_no_rounds_name_the_process_and_can_pass(said):
     assert len(str(error.value)) < 400
     with pytest.raises(RunError):
         share_json(Shared(said), 1, whole_number)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [[], {"2": "a"}, {"-1": "a"}, {"x": "a"}, {"9" * 5000: "a"}, {"0": 1}, {"0": ["a"]}, {"1": "a" * 2000}],
-)
-def test_shards_that_are_none_of_ours_are_not_taken(said):
-    with pytest.raises(RunError, match="process 1"):
-        collect(Shared(json.dumps(said).encode()), {0: "a", 1: "b"}, 2)
-    with pytest.raises((ValueError, AttributeError)):
-        shard_texts(2)(said)
-
-
-def test_a_shard_that_nobody_has_is_named():
-    with pytest.raises(RunError, match="no process of this replica has shard 1"):
-        collect(Shared(b'{"0": "b"}'), {0: "a"}, 2)
 
 
 @pytest.mark.parametrize("value", ["not hexadecimal", "ÿ", "00" * 65])

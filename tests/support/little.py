@@ -81,7 +81,15 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Exchange(LedgerExchange):
-    """An exchange whose rounds a test takes one by one."""
+    """An exchange whose rounds a test takes one by one, and whose anchor it may falsify."""
+
+    @property
+    def anchor(self) -> str:
+        return self.edge.anchor
+
+    @anchor.setter
+    def anchor(self, digest: str) -> None:
+        self.edge.anchor = digest
 
     def closed(self, round_number: int) -> Sequence[Contribution] | None:
         """What counts in a round that was settled without us; None while it is open."""

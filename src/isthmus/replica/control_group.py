@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -14,7 +14,6 @@ if TYPE_CHECKING:  # reading the protocol needs no torch
 
 LEAVE_SECONDS = 20.0
 MAX_SHARED_BYTES = 4 * 2**20
-MAX_TEXT = 1024
 LENGTH = struct.Struct(">I")  # before each part of a message between stages
 
 T = TypeVar("T")
@@ -192,29 +191,3 @@ def whole_numbers(value: Any) -> list[int]:
     if not isinstance(value, list):
         raise TypeError("not a list")
     return [whole_number(each) for each in value]
-
-
-def shard_texts(total: int) -> Callable[[Any], dict[int, str]]:
-    """A reader of {"shard": "text"}, for some of `total` shards."""
-
-    def read(value: Any) -> dict[int, str]:
-        for key, text in value.items():
-            if not key.isdecimal() or len(key) > 9 or int(key) >= total:
-                raise ValueError("no such shard")
-            if not isinstance(text, str) or len(text) > MAX_TEXT:
-                raise ValueError("not a short text")
-        return {int(key): text for key, text in value.items()}
-
-    return read
-
-
-def collect(control: ControlGroup, own: Mapping[int, str], total: int) -> Sequence[str]:
-    """One text for each of `total` shards: every process gives those it has; the lowest rank counts."""
-    found: dict[int, str] = {}
-    for texts in share_json(control, dict(own), shard_texts(total)):
-        for shard, text in texts.items():
-            found.setdefault(shard, text)
-    missing = [shard for shard in range(total) if shard not in found]
-    if missing:
-        raise RunError(f"no process of this replica has shard {missing[0]}")
-    return [found[shard] for shard in range(total)]

@@ -99,8 +99,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log, began: float) -
     from isthmus.replica.leader import LeaderReplica, follow_leader
     from isthmus.runtime.held_out import HeldOutLoss
     from isthmus.runtime.leaving import LeaveRequest
-    from isthmus.runtime.round_lines import RoundLines
-    from isthmus.runtime.rounds import WorkerRounds
+    from isthmus.runtime.rounds import RoundLines, WorkerRounds
     from isthmus.runtime.trainer import Trainer
     from isthmus.store.objects import open_store
 
