@@ -125,7 +125,8 @@ def test_only_the_first_round_of_a_start_is_left_in_the_middle(come):
 def test_a_long_round_is_not_looked_at_more_often_than_a_short_one(usual, pause, come):
     session = come("rack-0").session
     session.ledger.known = lambda t: SimpleNamespace(seconds=usual)
-    assert session.look_seconds() == pause
+    session.watch.begin(2)
+    assert session.watch.pause() == pause
 
 
 def test_a_store_that_is_away_settles_nothing(come):
@@ -133,7 +134,8 @@ def test_a_store_that_is_away_settles_nothing(come):
         raise StoreError("s3://b: head manifests/000002.json: cannot reach the store", "network")
 
     session = come("rack-0").session
-    session.watching, session.ledger.settled_at = True, away
-    session.look_after()
+    session.watch.begin(2)
+    session.ledger.settled_at = away
+    session.watch.look_after()
     assert not session.overtaken()
     assert issubclass(StoreError, RunError)

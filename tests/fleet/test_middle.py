@@ -80,16 +80,6 @@ def test_a_round_goes_on_from_its_middle_to_the_same_bits(round_number, inner_st
     assert losses[0] == losses[1]
 
 
-def test_it_can_be_killed_again_and_again(tmp_path: Path):
-    usual, struck = seat(small(full=1), tmp_path / "usual"), seat(small(full=1), tmp_path / "struck")
-    whole = usual.run(ROUNDS)
-    assert killed(struck, 2, 2) == [1, 2, 3, 1, 2]
-    assert killed(struck, 2, 3) == [2, 3]
-    back = struck.run(ROUNDS)
-    for key, tensor in everything(whole).items():
-        assert torch.equal(tensor, everything(back)[key]), key
-
-
 def test_what_was_trained_of_a_round_that_is_settled_meanwhile_is_in_the_feedback(tmp_path: Path):
     recipe = small(**LATE)
     late, quick = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")

@@ -7,8 +7,12 @@ a minority never refuses a majority, and of two replicas neither is refused.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from isthmus.protocol.trust import Refused
+
+if TYPE_CHECKING:
+    from isthmus.protocol.ledger import Ledger
 
 # An update whose 2-norm is below this moves no float32 weight. It is always refused: it adds nothing to the
 # mean, but outer.clip would scale others down to it.
@@ -16,7 +20,8 @@ EMPTY_NORM = 1e-6
 # A replica that delivers alone can be compared only with the last round. A closer can cause that by leaving
 # out all others, so a limit applies here too.
 LEFT_ALONE = 20.0
-
+REFUSALS = 3  # for the norm in a row, after which a replica empties its error feedback
+LOOK_BACK = 12  # rounds searched for them: a slow replica does not deliver in every round
 
 TOO_LARGE, EMPTY = "norm_too_large", "norm_empty"  # codes of refusals
 
@@ -81,3 +86,26 @@ def _note(names: set[str], votes: int, limit: float, why: str) -> str:
         f"the norm of {', '.join(sorted(names))} is over {limit:g} times that of others, but {why} "
         f"({votes} votes): nobody is refused by comparison alone"
     )
+
+
+def is_refused_too_often(ledger: "Ledger", replica: str, round_number: int, since: int = 0) -> bool:
+    """Whether a replica's update to this round is the third in a row with too large a norm, after `since`.
+
+    A replica does not judge its own norm before it sends: only a closer sees the others', and a fleet whose
+    norms all grow must not stop sending. But wrong feedback persists through every refusal. The count is the
+    manifests', so it survives a restart, and all processes of a replica reach the same.
+    """
+    refusals = 0
+    for t in range(round_number, max(since, round_number - LOOK_BACK, 0), -1):
+        manifest = ledger.manifest(t)
+        if manifest is None or manifest.entry(replica) is not None:
+            return False
+        refusal = manifest.refusal(replica)
+        if refusal is None:
+            continue  # we were late or away
+        if refusal.code != TOO_LARGE:
+            return False
+        refusals += 1
+        if refusals == REFUSALS:
+            return True
+    return False

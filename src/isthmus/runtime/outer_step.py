@@ -115,6 +115,10 @@ class OuterStep:
 
     # State
 
+    def files(self) -> Files:
+        """The tensors of a checkpoint, not copied."""
+        return {"anchor": self.anchor, "feedback": self.feedback, "outer": self.method.state()}
+
     @torch.no_grad()
     def restore(self, files: Files) -> None:
         """Restore anchor and feedback from this disk."""

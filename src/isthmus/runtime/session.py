@@ -7,10 +7,10 @@ send heartbeats, hash and upload anchors, and close a round that is overdue whil
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -25,24 +25,19 @@ from isthmus.protocol.exchange import LedgerExchange, Standing
 from isthmus.protocol.heartbeat import READY
 from isthmus.protocol.ledger import Ledger, Manifest
 from isthmus.protocol.missing import LedPast
-from isthmus.protocol.norms import TOO_LARGE
+from isthmus.protocol.norms import REFUSALS, is_refused_too_often
 from isthmus.protocol.patience import Patience
 from isthmus.protocol.replay import digest_from_bucket
 from isthmus.protocol.retention import Retention
 from isthmus.protocol.shards import ShardReader
 from isthmus.replica.control_group import ControlGroup, all_true
 from isthmus.runlog.facts import Facts
-from isthmus.runtime.heartbeats import HeartbeatThread
+from isthmus.runtime.heartbeats import HeartbeatThread, RoundWatch
 from isthmus.runtime.outer_step import Files, OuterStep
 from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.status import WorkerStatus
-from isthmus.store import StoreError
 
 NO_SHARE = "no_share"  # the code of our skip
-REFUSALS = 3  # for the norm in a row, after which the error feedback is emptied
-LOOK_BACK = 12  # rounds searched for them: a slow replica does not deliver in every round
-LOOK_SECONDS = (0.5, 30.0)  # least and most time between looks at a round, while the caller trains it
-MOST_LOOKS = 60  # in a round as long as the previous one
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,6 @@ class Session:
         session.deliver(weights, facts)
         session.settle()
         session.catch_up()
-    session.leave()
     """
 
     def __init__(
@@ -102,7 +96,7 @@ class Session:
         self.outer = OuterStep(ledger, anchor, own)
         self.anchor, self.feedback = self.outer.anchor, self.outer.feedback
         reader = ShardReader(ledger, self.outer.reads)
-        closer = self._closer(reader)
+        closer = self._closer(reader) if self.leads else None  # a membership's closers may change
         self.exchange = LedgerExchange(
             ledger, control, self.outer.writes, reader, closer, incarnation, log, self.patience
         )
@@ -116,42 +110,27 @@ class Session:
         self.unsaved = False  # the feedback has content that neither a checkpoint nor a commit of ours holds
         self.share: Deal | None = None  # our share of the open round's data
         self.late = True  # until this start has trained a round: the others may have begun it long ago
-        self.watching = False  # whether the others may settle the open round without us
         self.emptied_in = 0  # the round after which refusals were last counted from
         self.waits, self.torn = False, False
-        self.lock = threading.Lock()  # held by each call of ours, so that the thread stays away
-        self.settled, self.ended = threading.Event(), threading.Event()
-        self.fault: Exception | None = None  # of the thread
+        self.watch = RoundWatch(self.exchange)
         threading.Thread(target=self.outer.warm, daemon=True, name="warm").start()
 
     @classmethod
     def open(
         cls,
-        ledger: Ledger,
-        anchor: Mapping[str, Tensor],
-        own: Collection[str],
-        control: ControlGroup,
-        incarnation: str,
-        log: Callable[[str], None],
-        patience: Patience | None = None,
-        *,
+        *given: Any,
         state: State | None = None,
         params: Mapping[str, Tensor] | None = None,
-        again: bool = True,
-        background: bool = True,
+        **options: Any,
     ) -> "Session":
-        """A session that has begun and restored `state`; see `restore`."""
-        session = cls(
-            ledger, anchor, own, control, incarnation, log, patience, again=again, background=background
-        )
+        """A session that has begun and restored `state`: the arguments of `__init__`, then of `restore`."""
+        session = cls(*given, **options)
         session.start()
         session.restore(state, params)
         return session
 
-    def _closer(self, reader: ShardReader) -> Closer | None:
+    def _closer(self, reader: ShardReader) -> Closer:
         ledger = self.ledger
-        if not self.leads:  # every leader may close: the membership and its closers may change
-            return None
         # One process of several may not have room for the whole model.
         replayed = partial(digest_from_bucket, ledger) if self.control.size == 1 else lambda t: ""
         return Closer(ledger, reader, self.log, self.patience.clock, replayed)
@@ -160,7 +139,7 @@ class Session:
         """Begin to send heartbeats and to watch over the open round."""
         if self.leads and self.background:
             self.heart.start()
-            threading.Thread(target=self._watch, daemon=True, name="watch").start()
+            self.watch.start()
 
     def restore(self, state: State | None, params: Mapping[str, Tensor] | None = None) -> None:
         """Continue from `state`, or join from the bucket without one. `params`: the weights that belong to
@@ -169,7 +148,7 @@ class Session:
         It blocks until the anchor of round `self.round - 1` is here. That is the state's, unless payloads of
         its open round are gone or it lies far back.
         """
-        with self._working():
+        with self.watch.away():
             Recovery(self).restore(state, params)
 
     def save(self) -> State:
@@ -177,9 +156,13 @@ class Session:
         after an interrupt; RunError if that hit the outer step itself."""
         if self.torn:
             raise RunError(f"replica {self.replica}: interrupted in the outer step; the state before counts")
-        files = {"anchor": self.anchor, "feedback": self.feedback, "outer": self.outer.method.state()}
         carried = self.carried and bool(self.feedback)
-        return State(self.round, files, carried, sorted(self.exchange.starts))
+        return State(self.round, self.outer.files(), carried, sorted(self.exchange.starts))
+
+    @property
+    def watching(self) -> bool:
+        """Whether `overtaken` may become true in the open round: the same in all processes."""
+        return bool(self.watch.round)
 
     @property
     def wish(self) -> int:
@@ -205,7 +188,7 @@ class Session:
         moments, because later rounds may have sent parts of it. Without `again` it is applied, and `settle`
         empties the feedback where the payload has an entry.
         """
-        with self._working():
+        with self.watch.away():
             standing = self.exchange.enter(self.round)
             if standing is Standing.AGAIN and not self.again:
                 standing = self.exchange.standing = Standing.SETTLED
@@ -214,7 +197,8 @@ class Session:
             if not self.patience(self._has_share):
                 return False
             late, self.late = self.late and self.round > 1, standing is Standing.AGAIN
-            self.watching = late and standing is Standing.OPEN
+            if late and standing is Standing.OPEN:
+                self.watch.begin(self.round)
             return True
 
     def _has_share(self) -> bool:
@@ -230,17 +214,17 @@ class Session:
         self.waits = self.share is None
         if self.waits:
             self.status.state = READY
-        if self.waits and member and self.exchange.standing is Standing.OPEN:
-            self.exchange.skip(t, NO_SHARE)
+            if member and self.exchange.standing is Standing.OPEN:
+                self.exchange.skip(t, NO_SHARE)
         return not self.waits
 
     def overtaken(self) -> bool:
         """Whether the others have settled the open round without us: the caller may stop training it and call
         `settle`. Only a start's first round is left like that, and never round 1, which each replica begins
         when it arrives. It makes no control call: with several processes, the leader's answer counts."""
-        if self.watching and self.leads and not self.background:
-            self._look()
-        return self.watching and self.settled.is_set()
+        if self.leads and not self.background:
+            self.watch.look()
+        return self.watch.passed
 
     def is_finite(self, params: Mapping[str, Tensor]) -> bool:
         """Whether all processes can deliver their weights; one control call, if there are several."""
@@ -255,7 +239,7 @@ class Session:
     def deliver(self, params: Mapping[str, Tensor] | None, facts: Facts) -> None:
         """Send our update to the open round: encode, PUT, commit. `params`: the names that we train, on the
         anchor's device; None if the update is encoded, or restored and on its way."""
-        with self._working():
+        with self.watch.away():
             if params is not None or self.encoded is None:
                 self.encode(params or {})
             assert self.encoded is not None
@@ -265,7 +249,7 @@ class Session:
 
     def skip(self, code: str) -> None:
         """Sign that we give nothing to the open round, so that no replica waits for us."""
-        with self._working():
+        with self.watch.away():
             self.pending = None
             if self.exchange.standing is Standing.OPEN:
                 self.exchange.skip(self.round, code)
@@ -273,8 +257,9 @@ class Session:
     def settle(self, params: Mapping[str, Tensor] | None = None) -> Settled:
         """Wait until the open round is settled, and apply it. `params`: the weights, if we have trained a
         part of the round and not delivered it; what they have learnt moves to the feedback."""
-        with self._working():
-            t, self.watching = self.round, False
+        with self.watch.away():
+            t = self.round
+            self.watch.begin(0)
             try:
                 manifest, contributions = self.exchange.counted(t)
             except LedPast as gap:
@@ -295,7 +280,7 @@ class Session:
 
     def finish(self, facts: Facts) -> None:
         """Agree on the last anchor, complete its upload, and take along figures that no commit states."""
-        with self._working():
+        with self.watch.away():
             if self.edge.upload and self.background:
                 self.edge.upload.join()
             frames = self.edge.share(facts=facts.plus(self.exchange.pop_facts()))
@@ -303,7 +288,7 @@ class Session:
 
     def leave(self) -> None:
         """Say farewell; `status.state` is the last word."""
-        self.ended.set()
+        self.watch.ended.set()
         if self.leads and self.background:
             self.heart.end()
 
@@ -387,7 +372,6 @@ class Session:
         self.edge.hold(round_number, self.outer.digests_later())
         self.round = self.status.round = round_number
         self.round += 1
-        self.settled.clear()
 
     def _upload_anchor(self, round_number: int) -> None:
         """Each process of a round's closer uploads the part that it trains."""
@@ -401,7 +385,7 @@ class Session:
             upload.run()
             self.edge.share()
 
-    # While the caller is elsewhere
+    # What the heartbeat says
 
     @property
     def usual_seconds(self) -> float:
@@ -414,66 +398,3 @@ class Session:
         awaiting = patience.awaiting or missing.awaiting or self.exchange.awaiting
         waited_seconds = patience.waited_seconds or missing.waited_seconds
         return missing.since is not None, awaiting, waited_seconds
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """A call of ours runs: the thread stays away. What went wrong in it is raised here."""
-        with self.lock:
-            fault, self.fault = self.fault, None
-            if fault:
-                raise fault
-            yield
-
-    def _watch(self) -> None:
-        while not self.ended.wait(self.look_seconds()):
-            self.look_after()
-
-    def look_seconds(self) -> float:
-        """Seconds between two looks at the open round: more in rounds that are long."""
-        before = self.ledger.known(self.round - 1)
-        least, most = LOOK_SECONDS
-        return min(most, max(least, before.seconds / MOST_LOOKS if before else 0.0))
-
-    def look_after(self) -> None:
-        """Look whether the open round was settled without us, and close it if it is overdue. Nothing happens
-        while a call of ours runs."""
-        if not self.lock.acquire(blocking=False):
-            return
-        try:
-            self._look()
-            self.exchange.close_overdue()
-        except StoreError:
-            pass  # the next look may succeed, and the next call of ours waits for the store
-        except Exception as error:
-            self.fault = error
-        finally:
-            self.lock.release()
-
-    def _look(self) -> None:
-        if self.watching and not self.settled.is_set():
-            with suppress(RunError):  # a round cannot be settled while the store is down
-                if self.ledger.settled_at(self.round) is not None:
-                    self.settled.set()
-
-
-def is_refused_too_often(ledger: Ledger, replica: str, round_number: int, since: int = 0) -> bool:
-    """Whether a replica's update to this round is the third in a row with too large a norm, after `since`.
-
-    A replica does not judge its own norm before it sends: only a closer sees the others', and a fleet whose
-    norms all grow must not stop sending. But wrong feedback persists through every refusal. The count is the
-    manifests', so it survives a restart, and all processes of a replica reach the same.
-    """
-    refusals = 0
-    for t in range(round_number, max(since, round_number - LOOK_BACK, 0), -1):
-        manifest = ledger.manifest(t)
-        if manifest is None or manifest.entry(replica) is not None:
-            return False
-        refusal = manifest.refusal(replica)
-        if refusal is None:
-            continue  # we were late or away
-        if refusal.code != TOO_LARGE:
-            return False
-        refusals += 1
-        if refusals == REFUSALS:
-            return True
-    return False
