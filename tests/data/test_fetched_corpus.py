@@ -184,16 +184,6 @@ def test_who_joins_without_the_corpus_hears_which_one_it_must_be(prepared, tmp_p
     assert "--corpus" in err
 
 
-def test_another_corpus_at_the_url_of_a_run_is_refused(url, bucket, prepared, tmp_path, isthmus):
-    fixed = digest(prepared)
-    other = make(tmp_path / "other", isthmus, seed=1)
-    for path in other.iterdir():
-        (bucket / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(ConfigError, match="is not the one of this run"):
-        open_corpus(f"{url}#{fixed}")
-    assert open_corpus(url).manifest.digest == digest(other)
-
-
 def test_a_hostile_manifest_is_one_line(url, bucket):
     fields = json.loads((bucket / "manifest.json").read_bytes())
     elsewhere = fields["train"]["shards"][0] | {"name": "../x"}
@@ -211,29 +201,6 @@ def test_a_hostile_manifest_is_one_line(url, bucket):
     (bucket / "manifest.json").write_text(json.dumps(fields | changed))
     with pytest.raises(ConfigError, match=r"at most 1,073,741,824 are fetched"):
         open_corpus(url)
-
-
-def as_a_link(folder: Path, elsewhere: Path) -> None:
-    elsewhere.mkdir()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.symlink_to(elsewhere)
-
-
-def open_to_others(folder: Path, elsewhere: Path) -> None:
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-
-
-@pytest.mark.parametrize("planted", [as_a_link, open_to_others])
-def test_a_cache_that_others_could_fill_is_not_used(url, cache, prepared, tmp_path, planted):
-    for number, folder in enumerate((cache / digest(prepared), cache)):
-        if folder == cache:
-            os.rename(cache, tmp_path / "old")
-        else:
-            cache.mkdir(parents=True, mode=0o700)
-        planted(folder, tmp_path / f"elsewhere-{number}")
-        with pytest.raises(ConfigError, match="is a link, or others may write to it"):
-            open_corpus(url)
 
 
 def test_a_disk_without_room_is_said_before_anything_is_fetched(url, monkeypatch):
@@ -276,21 +243,6 @@ def test_two_corpora_never_mix_at_one_url(url, prepared, bucket, tmp_path, isthm
     os.rename(bucket / "manifest.json", bucket / "pushing.json")  # of an upload that never ended
     status, _, err = isthmus("data", "push", other, url)
     assert (status, "another corpus is being uploaded to" in err) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("builtin:sample", "file:///tmp/x"), "comes with Isthmus"),
-        (("file:///tmp/x", "file:///tmp/y"), "push takes a prepared folder and then a URL"),
-        (("corpus", "elsewhere"), "push takes a prepared folder and then a URL"),
-        (("nowhere", "file:///tmp/x"), "there is no corpus in nowhere"),
-    ],
-)
-def test_wrong_words_to_push_are_one_line(isthmus, words, says):
-    status, _, err = isthmus("data", "push", *words)
-    assert (status, err.count("\n")) == (2, 1)
-    assert says in err
 
 
 def test_an_absent_corpus_says_how_to_upload_one(tmp_path, bucket):

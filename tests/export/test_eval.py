@@ -50,13 +50,6 @@ def test_a_pipelined_folder_scores_both_forwards_as_its_run_does(runs, tmp_path,
     assert again["full"]["loss"] != again["pipelined"]["loss"]
 
 
-def test_a_table_for_the_eye(runs, capsys):
-    assert main(["eval", str(runs["mixed"])]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["forward", "loss", "perplexity", "bits", "per", "byte"]
-    assert [line.split()[0] for line in lines[2:]] == ["full", "pipelined", "mixed"]
-
-
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="the harness is installed here")
 def test_without_the_harness_one_line_says_how_to_install_it(runs, capsys):
     assert main(["eval", str(runs["full"]), "--harness", "hellaswag"]) == 2
