@@ -12,13 +12,14 @@ from isthmus.planner.memory import MASTER_BYTES, process_memory, state_bytes
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes on a disk: of one state, and the most at any time."""
+    """Bytes on a disk: of one state, the most at any time, and what a round cannot do without."""
 
     state: int = 0
     most: int = 0
+    round: int = 0
 
     def __add__(self, other: "Room") -> "Room":
-        return Room(self.state + other.state, self.most + other.most)
+        return Room(self.state + other.state, self.most + other.most, self.round + other.round)
 
 
 def replica_room(recipe: Recipe, member: Member, stage: int | None = None) -> Room:
@@ -45,7 +46,7 @@ def fleet_room(recipe: Recipe, members: Iterable[Member], bucket: bool) -> Room:
         updates = sum(outer_bytes(recipe, member)[0] for member in members)
         kept = min(recipe.outer.rounds, recipe.bucket.keep_rounds or recipe.outer.rounds)
         anchors = (kept // recipe.bucket.anchor_every + 2) * 4 * recipe.model.num_stored
-        total += Room(updates, kept * updates + anchors)
+        total += Room(updates, kept * updates + anchors, updates)
     return total
 
 

@@ -33,6 +33,7 @@ class StageLink:
     mbps: float
     latency_ms: float
     subspace_dim: int
+    num_links: int
     forward_bytes_per_micro_batch: int  # activations and token ids
     backward_bytes_per_micro_batch: int  # gradients
     forward_seconds_per_micro_batch: float
@@ -131,6 +132,7 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
         mbps=replica.link.mbps,
         latency_ms=replica.link.latency_ms,
         subspace_dim=replica.subspace_dim(recipe.model.width),
+        num_links=replica.stages - 1,
         forward_bytes_per_micro_batch=forward,
         backward_bytes_per_micro_batch=backward,
         forward_seconds_per_micro_batch=forward / rate,
