@@ -145,8 +145,7 @@ def fewest_parts(recipe: Recipe, replica: ReplicaConfig, on_gpu: bool | None = N
 
 
 def may_shard(recipe: Recipe, replica: ReplicaConfig) -> bool:
-    fits = replica.kind == "full" and 1 < replica.processes <= recipe.model.layers
-    return fits and recipe.inner.optimizer != "muon"  # Muon needs whole matrices
+    return replica.kind == "full" and 1 < replica.processes <= recipe.model.layers
 
 
 def cures(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> tuple[str, ...]:
