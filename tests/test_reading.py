@@ -99,7 +99,6 @@ def test_a_file_that_states_no_size_is_bounded_all_the_same():
     [
         ("[" * 100_000, "nested too deeply"),
         ('{"a":' * 100_000, "nested too deeply"),
-        ("[" + "1," * 1_000_001 + "1]", "JSON values; at most 1,000,000"),
         ("1" * 5000, "is not JSON"),
         ("{", "is not JSON"),
         ("", "is not JSON"),

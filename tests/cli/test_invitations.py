@@ -1,6 +1,5 @@
 """`invite`, `revoke`, `members`, `extend`: what an owner types, and a friend who joins by the file."""
 
-import json
 import re
 from pathlib import Path
 
@@ -110,7 +109,7 @@ BAD = {
         "a is the only closer of this run; name another first",
     ),
     "closers": (
-        ("members", "bucket", "--closers", "a,z", *OWNER),
+        ("closers", "bucket", "a,z", *OWNER),
         'there is no replica "z" in this run; there is a, b, c',
     ),
     "a name that no store takes": (
@@ -143,6 +142,9 @@ GONE = {
     "join bucket --token isthmus1.x": "there is no join --token any more: a friend joins by the file",
     "invite bucket --replica d": "isthmus invite URL NAME",
     "invite bucket d --days=3": "there is no invite --days any more: an invitation does not expire",
+    "members bucket": "`isthmus status URL` lists them",
+    "status bucket --follow": "watch -n 5 isthmus status URL",
+    "watch bucket --log wandb": "--log goes with `isthmus train` and `simulate`",
     "rotate bucket c": "`isthmus revoke URL NAME`, then `isthmus invite URL NAME`",
 }
 
@@ -156,42 +158,15 @@ def test_what_is_gone_is_answered_by_what_to_use_instead(owned, capsys, words, s
     assert says in err
 
 
-def test_members_tells_who_since_when_and_how_often(owned, capsys):
-    a, b, c = owned.replicas()
-    settled(1, a, a, b, c)
-    invited(capsys, "d", "--closer")
-    settled(2, a, a, b, c)
-    typed(capsys, "revoke", "bucket", "b", *OWNER)
-    settled(3, a, a, b, c)
-    out, _ = typed(capsys, "members", "bucket", "--json")
-    found = json.loads(out)
-    assert (found["epoch"], found["written"], found["round"]) == (2, 2, 3)
-    assert [m["state"] for m in found["members"]][-1] == "invited"
-    assert [m["replica"] for m in found["members"] if m["share"]] == ["a", "c"]  # d has not come
-    rows = {
-        m["replica"]: (m["since_round"], m["until_round"], m["given"], m["closes"]) for m in found["members"]
-    }
-    assert rows == {
-        "a": (1, None, 3, True),
-        "b": (1, 3, 3, False),
-        "c": (1, None, 3, False),
-        "d": (3, None, 0, True),
-    }
-    typed(capsys, "revoke", "bucket", "c", *OWNER)
-    out, _ = typed(capsys, "members", "bucket")
-    assert "epoch 3 is written; a closer takes it up when it settles the open round" in out
-
-
-def test_long_names_leave_the_columns_of_members_and_status_apart(owned, capsys):
+def test_long_names_leave_the_columns_of_status_apart(owned, capsys):
     long = "n" * 60
     a, b, c = owned.replicas()
     settled(1, a, a, b, c)
     invited(capsys, long)
     settled(2, a, a, b, c)
-    for command in ("members", "status"):
-        out, _ = typed(capsys, command, "bucket")
-        assert re.search(rf"^{long}  full +", out, re.M), out
-        assert len({line.index("full") for line in out.splitlines() if line.startswith(("a ", long))}) == 1
+    out, _ = typed(capsys, "status", "bucket")
+    assert re.search(rf"^{long}  full +", out, re.M), out
+    assert len({line.index("full") for line in out.splitlines() if line.startswith(("a ", long))}) == 1
 
 
 def test_a_longer_run_says_its_schedule(owned, capsys):

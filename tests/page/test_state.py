@@ -92,21 +92,13 @@ def test_a_long_run_is_thinned_but_keeps_its_spike_and_its_ends(run):
     assert len(json.dumps(state)) < 60_000
 
 
-def test_rows_from_before_the_bias_was_measured_still_make_a_page(run):
-    rows = [{key: row[key] for key in row if key not in ("bias", "measured")} for row in run.rows()]
+def test_rows_from_before_figures_were_measured_still_make_a_page(run):
+    rows = [{key: row[key] for key in row if key != "measured"} for row in run.rows()]
     raw = Raw(run.recipe, {"status": "finished"}, [Row.from_dict(row) for row in rows], "x", has_bucket=False)
     state = StateBuilder().build(raw)
-    assert state["bias"] is None
     assert state["plan"] is None
     assert state["charts"]
     assert state["problems"] == []
-
-
-def test_the_bias_gauge_has_every_boundary_with_its_first_and_last_value(run):
-    (kind,) = state_of(run)["bias"]["kinds"]
-    first, last = run.rows()[0]["bias"]["edge"], run.rows()[-1]["bias"]["edge"]
-    assert kind["gauges"] == [{"boundary": 0, "now": last["outside"][0], "first": first["outside"][0]}]
-    assert kind["drift"] == last["drift"]
 
 
 NOW = 1000.0
@@ -327,7 +319,7 @@ def test_losses_that_are_filled_in_later_reach_the_page_the_report_and_other_pro
     shutil.copytree(run.path, tmp_path / "run")
     late, whole = RunDir.open(tmp_path / "run"), run.rows()
     late.truncate(1)
-    blank = {"loss_full": None, "loss_pipelined": None, "loss_mixed": None, "loss_by_kind": {}, "bias": {}}
+    blank = {"loss_full": None, "loss_pipelined": None, "loss_mixed": None, "loss_by_kind": {}}
     for row in whole[2:4]:
         late.append(row | blank)
     source, builder = open_source(str(late.path)), StateBuilder(lambda: 1000.0)
@@ -344,7 +336,6 @@ def test_losses_that_are_filled_in_later_reach_the_page_the_report_and_other_pro
     assert [x for x, _ in full_curve(state)] == [row.tokens for row in whole[:3]]
     assert state["last"]["loss_full"] == whole[2].loss_full
     assert state["tiles"][0]["words"].endswith(", after round 2")
-    assert len(state["bias"]["charts"][0]["series"][0]["points"]) == 3
     assert f'{{run="small",forward="full"}} {whole[2].loss_full!r}' in exposition(state, now=0.0)
     late.append(whole[4] | blank)
     late.amend(whole[4])

@@ -12,7 +12,7 @@ from isthmus.runlog.facts import Facts
 
 KEYS = [
     *("round", "inner_steps", "tokens", "lr", "loss_train", "train_by_kind"),
-    *("loss_full", "loss_pipelined", "loss_mixed", "loss_by_kind", "bias"),
+    *("loss_full", "loss_pipelined", "loss_mixed", "loss_by_kind"),
     *("grad_norm", "seconds", "tokens_per_second", "fleet_seconds", "bytes", "dense_bytes", "measured"),
 ]
 

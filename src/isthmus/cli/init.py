@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.cli.arguments import RECIPE, add_set
+from isthmus.cli.arguments import RECIPE, add_set, names_in
 from isthmus.cli.bundles import SUFFIX, add_credentials, hand_out, what_else
 from isthmus.config import load_recipe
 from isthmus.data.manifest import MANIFEST
@@ -35,7 +35,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         "and the owner's, by which replicas can be invited and revoked later. Beside each key lies a file to "
         "hand out, NAME.isthmus.toml, with all that its machine needs but credentials for the bucket.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", help=RECIPE)
     parser.add_argument("url", help="s3://bucket/prefix, or a folder")
@@ -68,7 +67,7 @@ def init(args: argparse.Namespace) -> int:
 
     store = store_settings(args.url, args.with_credentials)
     keys = Path(args.keys or Path("keys") / recipe.name)
-    closers = list(dict.fromkeys(name.strip() for name in args.closers.split(","))) if args.closers else None
+    closers = names_in(args.closers) if args.closers else None
     check_keys_folder(keys)
     check_text_here(recipe.data.corpus)
     run = create(
