@@ -144,7 +144,6 @@ GONE = {
     "invite bucket d --days=3": "there is no invite --days any more: an invitation does not expire",
     "members bucket": "`isthmus status URL` lists them",
     "status bucket --follow": "watch -n 5 isthmus status URL",
-    "watch bucket --log wandb": "--log goes with `isthmus train` and `simulate`",
     "rotate bucket c": "`isthmus revoke URL NAME`, then `isthmus invite URL NAME`",
 }
 

@@ -59,25 +59,12 @@ def fleet(*parts):
 def test_a_run_that_does_what_its_plan_says_has_only_ratios_of_one():
     found = compare_rows(fleet(*RATED), ABOUT, as_predicted(fleet(*RATED), 4))
     for line in found.lines:
-        assert line.ratio == (None if "if activations" in line.what else pytest.approx(1)), line
+        assert line.ratio == pytest.approx(1), line
     units = {(line.kind, line.where, line.unit) for line in found.lines}
     for where in ("stage 0 to 1", "stage 1 to 0", "to the bucket", "from the bucket"):
         assert ("edge", where, "bytes") in units
     assert {("rack", "", "share"), ("edge", "", "share"), ("rack", "to the bucket", "seconds")} <= units
     assert ("edge", "stage 1 to 0", "share") in units
-
-
-def test_memory_is_stated_with_and_without_recomputation():
-    """What was run has a measured peak; the other way is only predicted."""
-    text = recipe_text(FULL + PIPELINED, inner={"precision": "fp32"})
-    for settings, words, less in (([], "recomputed", True), (["inner.recompute=true"], "kept", False)):
-        own = parse_recipe(text, [*(f"replicas.{n}.tflops=0.1" for n in ("rack", "edge")), *settings])
-        lines = compare_rows(own, ABOUT, as_predicted(own, 2)).lines
-        ours = {x.kind: x for x in lines if x.what == "peak memory" and x.where in ("", "stage 0")}
-        other = {x.kind: x for x in lines if x.what == f"peak memory if activations were {words}"}
-        assert other.keys() == {"rack", "edge"}
-        assert all(line.measured is None and line.predicted > 0 for line in other.values())
-        assert (other["rack"].predicted < ours["rack"].predicted) == less
 
 
 def test_machines_half_as_fast_show_in_the_rate_and_not_in_the_plan():
@@ -93,7 +80,7 @@ def test_without_a_stated_rate_the_measured_one_is_taken_and_said(tmp_path):
     found = compare_rows(fleet(FULL, PIPELINED), ABOUT, rows)
     assert found.rates == {"rack": "measured", "edge": "measured"}
     for line in found.lines:
-        assert line.ratio == (None if "if activations" in line.what else pytest.approx(1)), line
+        assert line.ratio == pytest.approx(1), line
     run = RunDir.create(tmp_path / "run", fleet(FULL, PIPELINED), ABOUT)
     for row in rows:
         run.append(row | {"tokens": 1, "bytes": {}})

@@ -34,10 +34,14 @@ def add_run(parser: argparse.ArgumentParser, resume: str) -> None:
     )
     parser.add_argument("--resume", metavar="RUN", help=resume)
     add_device(parser)
-    wandb = "also send every round to W&B, as its own settings say"
-    parser.add_argument("--log", action="append", default=[], metavar="wandb", help=wandb)
+    add_log(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress, only the summary")
     add_json(parser)
+
+
+def add_log(parser: argparse.ArgumentParser) -> None:
+    wandb = "also send every round to W&B, as its own settings say"
+    parser.add_argument("--log", action="append", default=[], metavar="wandb", help=wandb)
 
 
 def check_start(args: argparse.Namespace) -> None:

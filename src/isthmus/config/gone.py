@@ -16,7 +16,6 @@ COMMANDS = {
 # As typed: "plan --scale"; for an option that takes a list of words, "--log mlflow".
 OPTIONS = {
     "status --follow": "`isthmus watch URL` follows a run; in a terminal: watch -n 5 isthmus status URL",
-    "watch --log": "--log goes with `isthmus train` and `simulate`; --tensorboard writes files of any run",
     "watch --open": "open the URL that it prints",
     "doctor --replica": "give the replica's file, NAME.isthmus.toml, in place of the bucket",
     "plan --scale": "plan a larger fleet by --set replicas.NAME.count=N",

@@ -236,7 +236,7 @@ def _payload(both: _Kind, where: str, way: str) -> Line:
 
 
 def _memory(both: _Kind, about: About) -> list[Line]:
-    """Compare every process's peak, and predict the largest one's with or without recomputation."""
+    """Compare every process's peak."""
     on_gpu = about.get("device") not in (None, "cpu")
     if not about.get("precision"):
         return []  # for a run that was only joined, the choice of `auto` is unknown
@@ -248,23 +248,15 @@ def _memory(both: _Kind, about: About) -> list[Line]:
             continue
         where = f"{what} {s}" if len(plan.memory) > 1 else ""
         lines.append(both.line(where, "peak memory", "bytes", _peak(plan, s, on_gpu), max(peaks)))
-    if lines:
-        s = max(range(len(plan.memory)), key=lambda s: plan.memory[s]["total"])
-        words = "peak memory if activations were " + ("kept" if plan.recompute else "recomputed")
-        other = _peak(plan, s, on_gpu, otherwise=True)
-        where = f"{what} {s}" if len(plan.memory) > 1 else ""
-        lines.append(both.line(where, words, "bytes", other, None))
     return lines
 
 
-def _peak(kind: KindForecast, s: int, on_gpu: bool, otherwise: bool = False) -> float:
-    """Return the predicted peak on this run's device; `otherwise`: with recomputation the other way round."""
-    memory, total = kind.memory[s], kind.memory[s]["total"]
-    if otherwise:
-        total = (kind.memory_plain if kind.recompute else kind.memory_recomputed)[s]
-    # The runtime and the copy being written are in host memory.
-    copied = 0 if memory["on_gpu"] else memory["host_copy"]
-    return total - copied - memory["runtime"] if on_gpu else total - copied + memory["host_copy"]
+def _peak(kind: KindForecast, s: int, on_gpu: bool) -> float:
+    """Return the predicted peak on this run's device. The runtime and the copy being written are in host
+    memory."""
+    memory = kind.memory[s]
+    total = memory["total"] - (0 if memory["on_gpu"] else memory["host_copy"])
+    return total - memory["runtime"] if on_gpu else total + memory["host_copy"]
 
 
 def _shapes(both: _Kind) -> list[Line]:

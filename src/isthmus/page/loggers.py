@@ -15,7 +15,7 @@ from isthmus.config.checks import choice
 from isthmus.config.gone import gone_option
 from isthmus.config.toml import as_tables
 from isthmus.errors import ConfigError
-from isthmus.page.tensorboard import scalars
+from isthmus.page.tensorboard import Follower, scalars
 from isthmus.runlog import Row, RunDir
 from isthmus.runlog.hooks import OnRound, RoundHooks
 
@@ -120,6 +120,21 @@ def _open(run: RunDir) -> Wandb:
         if row.loss_full is not None or not run.recipe.is_scored(row.round):
             logger(row)
     return logger
+
+
+class LoggedRows(Follower):
+    """Log a watched run's rounds, also from a bucket that others train in."""
+
+    def __init__(self, where: str, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.logger = Wandb(where.rstrip("/").rpartition("/")[2] or recipe.name, recipe)
+
+    def write(self, at: float, round: int, values: Mapping[str, float]) -> None:
+        self.logger.put(round, values)
+
+    def close(self) -> None:
+        self.logger.close("finished" if self.done >= self.recipe.outer.rounds else "interrupted")
 
 
 def _first_line(error: Exception) -> str:
