@@ -12,7 +12,7 @@ from fabricate import make_run, recipe
 from little import Little, at_once, hasty, rounds  # noqa: F401 - a fixture
 
 from isthmus.cli.main import main
-from isthmus.printing import guarded, guarded_streams, unguarded, visible, visible_lines
+from isthmus.printing import guarded, unguarded, visible
 from isthmus.protocol.manifests import manifest_key
 from isthmus.runtime.process import logger
 
@@ -62,13 +62,6 @@ def test_every_character_that_is_not_seen_is_shown_by_its_number(kind):
         assert (f"{ord(character):02x}" in shown) != character.isprintable() or character.isprintable()
 
 
-def test_what_can_be_seen_is_left_as_it_is():
-    text = "Größe 3 µm, 模型 🚀 [red]not markup[/red] \\x1b"
-    assert visible(text) == text
-    assert visible_lines(f"{text}\n{text}\n") == f"{text}\n{text}\n"
-    assert visible("\ud800\n") == r"\ud800\x0a"  # a lone half of a pair, which no stream could encode
-
-
 def test_a_guarded_stream_is_the_stream_without_what_is_not_seen():
     inner = io.StringIO()
     stream = guarded(inner)
@@ -86,17 +79,6 @@ def test_what_an_encoding_lacks_is_escaped_and_does_not_stop_the_command():
     stream = guarded(io.TextIOWrapper(raw, encoding="latin-1"))
     print("ä 模", file=stream, flush=True)
     assert raw.getvalue() == b"\xe4 \\u6a21\n"
-
-
-def test_the_streams_of_a_command_are_guarded_and_given_back(capsys):
-    before = sys.stdout, sys.stderr
-    with guarded_streams():
-        print(EVIL)
-        print(EVIL, file=sys.stderr)
-    assert (sys.stdout, sys.stderr) == before
-    for text in capsys.readouterr():
-        assert text
-        check_clean(text)
 
 
 # Run directories

@@ -1,11 +1,8 @@
 """Contents, and the words that can be asked: by keyboard and touch, at a desk and on a phone."""
 
-from pathlib import Path
-
 import pytest
 from browser import CHROMIUM
 
-from isthmus.page import parts
 from isthmus.page.report import write_report
 
 pytestmark = [
@@ -123,24 +120,6 @@ def test_contents_stand_at_the_side_of_a_desk_and_lead_to_every_section(drawn, p
     assert 0 <= top < 60  # still there
 
 
-def test_contents_are_folded_at_the_top_of_a_phone(page, url):
-    page.look_as(360, 740, touch=True)
-    page.go(url)
-    closed = page.value("document.getElementById('contents').getBoundingClientRect().height")
-    assert closed < 50
-    page.value("document.querySelector('#contents summary').click()")
-    assert page.value("document.getElementById('contents-list').offsetHeight") > 80
-    page.value("[...document.querySelectorAll('#contents-list a')].at(-2).click()")
-    page.until("scrollY > 500")
-    page.until("!document.getElementById('contents').open")
-    top, bottom = page.value(
-        "(b => [b.top, b.bottom])(document.getElementById('contents').getBoundingClientRect())"
-    )
-    assert (top, bottom) == (0, closed)  # it stays at hand
-    title = "document.getElementById(location.hash.slice(1)).getBoundingClientRect().top"
-    assert page.value(title) >= bottom  # and does not cover where it led
-
-
 @pytest.mark.parametrize("width", [360, 320])
 def test_a_phone_shows_the_numbers_of_plan_against_actual(page, run, width):
     page.look_as(width, 740, touch=True)
@@ -160,10 +139,3 @@ def test_a_phone_shows_the_numbers_of_plan_against_actual(page, run, width):
     figures = {(row[0][1], row[1][1]) for row in rows}
     source = lambda line: f" {line['source']}" if line["source"] else ""  # noqa: E731
     assert figures == {(line["predicted"], line["measured"] + source(line)) for line in lines}
-
-
-def test_every_file_of_the_script_and_the_style_is_sent():
-    page = Path(parts.__file__).parent
-    assert {path.stem for path in (page / "script").iterdir()} == set(parts.SCRIPTS)
-    assert {path.stem for path in (page / "style").iterdir()} == set(parts.STYLES)
-    assert all((page / "script" / f"{name}.js").read_text() in parts.script() for name in parts.SCRIPTS)

@@ -49,13 +49,6 @@ def test_in_a_long_round_a_line_says_how_long_it_takes(monkeypatch):
     ]
 
 
-def test_unevaluated_rounds_and_fleets_without_pipelines_keep_the_columns():
-    lines = shown(recipe(FULL), rows(recipe(FULL), 4, eval_every=2)).splitlines()
-    assert lines[1].startswith("round  1/20  loss     -  train")
-    assert lines[2].startswith("round  2/20  loss  6.15  train")
-    assert "pipelined" not in "".join(lines[:5])
-
-
 def unscored(row: Row) -> Row:
     return replace(row, loss_full=None, loss_pipelined=None, loss_mixed=None, loss_by_kind={})
 
@@ -83,11 +76,6 @@ def test_losses_that_come_later_are_in_the_line_or_right_after_it(fleet):
     assert lines[3].partition("ETA")[0] == at_once[2].partition("ETA")[0]
     assert lines[4].startswith("round  3/20")  # printed at the end, without
     assert len(lines) == 5
-
-
-def test_one_replica_sends_nothing_and_the_line_says_nothing_of_it():
-    alone = recipe(FULL.replace("2", "1"))
-    assert "sent" not in shown(alone, rows(alone, 3))
 
 
 def test_a_resumed_run_counts_the_bytes_of_the_rounds_before():
