@@ -165,8 +165,8 @@ def test_a_line_has_its_losses_or_they_follow_in_a_line_of_their_own(recorded):
     assert "round 2/4  loss mixed     - full     -" in recorded.lines()[2]  # it has waited long enough
     fill_all(recorder)
     two = recorded.history.rows[2]
-    losses = f"full {two.loss_full:.2f}, pipelined {two.loss_pipelined:.2f}, mixed {two.loss_mixed:.2f}"
-    assert recorded.lines()[4:] == [f"round 2: losses {losses}"]
+    losses = f"mixed {two.loss_mixed:.2f}, full {two.loss_full:.2f}, pipelined {two.loss_pipelined:.2f}"
+    assert recorded.lines()[4:] == [f"round 2: held-out loss {losses}"]
     recorder.advance()
     fill_all(recorder)
     four = recorded.history.rows[4]

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,13 @@ from isthmus.errors import ConfigError
 from isthmus.printing import visible
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from isthmus.data.progress import Progress
     from isthmus.protocol.ledger import Ledger, Manifest
 
 SHOWN = 20  # rounds, unless more are asked for
+MANY = 100  # rounds: work on more shows its progress
 
 
 def add_range(action: argparse.ArgumentParser, start: str, end: str) -> None:
@@ -72,7 +76,6 @@ def _scores(args: argparse.Namespace, ledger: "Ledger", first: int, last: int) -
     """Return scores by round, with --usefulness."""
     if not args.usefulness:
         return {}
-    from isthmus.data.progress import on_stderr
     from isthmus.data.tokens import validation_batches
     from isthmus.export.source import run_text
     from isthmus.export.usefulness import usefulness
@@ -80,8 +83,7 @@ def _scores(args: argparse.Namespace, ledger: "Ledger", first: int, last: int) -
     recipe, found = ledger.run.recipe, dict[int, dict[str, float]]()
     size = recipe.inner.batch, recipe.model.context, recipe.data.eval_batches
     batches = validation_batches(run_text(ledger, args.corpus), *size)
-    with closing(on_stderr()) as progress:
-        progress.phase("scoring rounds", last - first + 1)
+    with shown("scoring rounds", last - first + 1) as progress:
         for t, scores in usefulness(ledger, batches, first, last):
             found[t] = {name: round(score, 6) for name, score in scores.items()}
             progress.update(t - first + 1)
@@ -106,8 +108,17 @@ def row_of(
     }
 
 
+@contextmanager
+def shown(label: str, total: int) -> "Iterator[Progress]":
+    """Yield a display for work on `total` rounds; a few rounds need none."""
+    from isthmus.data.progress import Progress, on_stderr
+
+    with closing(on_stderr() if total > MANY else Progress()) as progress:
+        progress.phase(label, total)
+        yield progress
+
+
 def verify(args: argparse.Namespace) -> int:
-    from isthmus.data.progress import on_stderr
     from isthmus.protocol.access import open_ledger
     from isthmus.protocol.audit import audit
 
@@ -116,8 +127,7 @@ def verify(args: argparse.Namespace) -> int:
     if not last:
         raise ConfigError("no round of this run is settled yet; there is nothing to verify")
     start, end = asked_range(args, last)
-    with closing(on_stderr()) as progress:
-        progress.phase("verifying rounds", end - start + 1)
+    with shown("verifying rounds", end - start + 1) as progress:
         found = audit(ledger, start, end, lambda done, _: progress.update(done))
     print(json.dumps(found.to_dict()) if args.json else "\n".join(found.to_lines()))
     return 0
