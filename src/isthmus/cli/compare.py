@@ -18,8 +18,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "compare",
         help="set runs side by side: what differs, what came of it",
-        description="Print a table of runs with the settings in which they differ, and plot one loss of all "
-        "of them against tokens.",
+        description="Print a table of runs with the settings that differ, and plot one loss against tokens.",
         epilog=EPILOG,
     )
     parser.add_argument(

@@ -55,7 +55,7 @@ examples:
   isthmus data push corpus/ s3://my-runs/corpus
 then, in the recipe:  [data] corpus = "s3://my-runs/corpus"
 
-Whoever needs the text fetches it from there by itself: `simulate`, `train`, `join`, `export`. Copies lie in
+Whoever needs the text fetches it from there by itself: `simulate`, `train`, `join`, `export`. Copies stay in
 ~/.cache/isthmus (or ISTHMUS_CACHE). Every file is checked by its sha256 when it is fetched; `data show URL
 --verify` reads the copy again. A run fixes the sha256 of the manifest. Credentials are those for a run's
 bucket. A killed upload is continued by the same command; a corpus that is there is never replaced.

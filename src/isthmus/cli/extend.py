@@ -51,7 +51,7 @@ def extend(args: argparse.Namespace) -> int:
         folder.continue_with(replace(folder.recipe, outer=longer.outer, inner=longer.inner))
     print(f"{_goes_on(recipe, longer)} (epoch {epoch.number}). {_schedule(longer)}")
     how = f"isthmus train --resume {args.url}" if folder else f"isthmus join {args.url} --replica NAME"
-    print(f"Where a replica has ended, start it again: {how}")
+    print(f"Start the replicas that have ended again: {how}")
     return 0
 
 

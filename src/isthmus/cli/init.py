@@ -32,7 +32,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         "init",
         help="create a run in a bucket, and the keys of its replicas",
         description="Write run.json into the bucket, only if there is none; one private key per replica, "
-        "and the owner's, by which replicas can be invited and revoked later. Beside each key lies a file to "
+        "and the owner's, which `invite` and `revoke` need later. Next to each key is a file to "
         "hand out, NAME.isthmus.toml, with all that its machine needs but credentials for the bucket.",
         epilog=EPILOG,
     )
@@ -56,7 +56,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(number) for number in text.split(",")}))
     except ValueError:
-        raise argparse.ArgumentTypeError(f'"{text}" is no list of numbers, such as 2,4') from None
+        raise argparse.ArgumentTypeError(f'"{text}" is not a list of numbers, such as 2,4') from None
 
 
 def init(args: argparse.Namespace) -> int:

@@ -216,8 +216,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{host}:{self.server_address[1]}/"
 
     def admits(self, host: str) -> bool:
-        """Check the Host header against DNS rebinding, by which another site could read us in a viewer's
-        browser: accept only this machine's names and that of `--host`."""
+        """Check the Host header: after DNS rebinding another site could read us in a viewer's browser. Accept only this machine's names and that of `--host`."""
         name = (host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host).strip("[]").lower()
         if name == "localhost" or is_loopback(name):
             return True

@@ -20,7 +20,7 @@ class MetricsFile:
         self._forget()
 
     def _forget(self) -> None:
-        self.end = self.left_out = 0  # the end of what was read; lines that are no rows
+        self.end = self.left_out = 0  # the end of what was read; lines that are not rows
 
     def look(self) -> float | None:
         """Return when the file was last written; None if it does not exist."""
