@@ -100,7 +100,6 @@ def test_join_by_the_file_alone_is_join_with_url_replica_and_key(here, capsys, j
         *(
             "status FILE",
             "watch FILE",
-            "members FILE",
             "ledger show FILE",
             "export FILE --to hf x",
             "eval FILE",

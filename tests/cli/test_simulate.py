@@ -69,7 +69,7 @@ def test_a_run_directory_that_holds_another_run_is_left_alone(recipe, tmp_path, 
     capsys.readouterr()
     assert main(["simulate", recipe, "--run", "mine", "--quiet"]) == 2
     error = capsys.readouterr().err
-    assert 'already holds the run "tiny" (finished, 2 of 2 rounds)' in error
+    assert "already holds a run" in error
     assert error.count("\n") == 1
     assert everything_in(tmp_path / "mine") == before
 

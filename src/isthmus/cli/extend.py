@@ -41,11 +41,11 @@ def extend(args: argparse.Namespace) -> int:
     if folder and folder.about.get("mode") != REAL:
         return extend_simulated(folder, args.rounds)
     ledger, owner = open_as_owner(args.url, args.key)
-    recipe, epoch = ledger.run.recipe, ledger.membership.newest
+    recipe, epoch = ledger.run.recipe, ledger.epoch
     if folder and folder.recipe.outer.rounds < recipe.outer.rounds:
         recipe = folder.recipe  # after a killed `extend` the bucket is ahead of the folder
     else:
-        epoch = ledger.membership.order(owner, Changes(rounds=recipe.outer.rounds + args.rounds))
+        epoch = ledger.order(owner, Changes(rounds=recipe.outer.rounds + args.rounds))
     longer = epoch.run.recipe
     if folder:
         folder.continue_with(replace(folder.recipe, outer=longer.outer, inner=longer.inner))

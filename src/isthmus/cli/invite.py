@@ -154,14 +154,14 @@ def revoke(args: argparse.Namespace) -> int:
     from isthmus.protocol.membership import Changes
 
     ledger, owner = open_as_owner(args.url, args.key)
-    if ended := args.replica not in ledger.run.keys and ledger.membership.newest.ended.get(args.replica):
+    if ended := args.replica not in ledger.run.keys and ledger.epoch.ended.get(args.replica):
         print(f"{args.replica} was revoked before (epoch {ended}).")
         return 0
     find_member(ledger.run, args.replica)
     if ledger.run.closers == (args.replica,):
         words = f"name another first: isthmus closers {args.url} NAMES"
         raise ConfigError(f"{args.replica} is the only closer of this run; {words}")
-    epoch = ledger.membership.order(owner, Changes(revoked=[args.replica]))
+    epoch = ledger.order(owner, Changes(revoked=[args.replica]))
     print(f"{args.replica} is revoked (epoch {epoch.number}): from the end of the open round on.")
     return 0
 
@@ -174,6 +174,6 @@ def closers(args: argparse.Namespace) -> int:
     ledger, owner = open_as_owner(args.url, args.key)
     for name in names:
         find_member(ledger.run, name)
-    epoch = ledger.membership.order(owner, Changes(closers=names))
+    epoch = ledger.order(owner, Changes(closers=names))
     print(f"rounds are closed by {', '.join(names)} (epoch {epoch.number}), after the open one.")
     return 0
