@@ -92,6 +92,7 @@ def test_a_file_is_read_whole_or_refused_by_its_size(tmp_path):
     [
         ("[" * 100_000, "nested too deeply"),
         ('{"a":' * 100_000, "nested too deeply"),
+        ("[" + "1," * 1_000_001 + "1]", "JSON values"),
         ("1" * 5000, "is not JSON"),
         ("{", "is not JSON"),
         ("", "is not JSON"),

@@ -18,6 +18,7 @@ from isthmus.errors import PASSING_ERRNO, ConfigError, Unreachable
 
 DOCUMENT_BYTES = 1 << 20  # a recipe, about.json, a small manifest
 NOTE_BYTES = 4096
+MOST_VALUES = 1_000_000  # in one JSON document: each may take 250 bytes of memory
 PIECE_BYTES = 1 << 20
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -88,7 +89,10 @@ def read_json(path: str | Path, max_bytes: int = DOCUMENT_BYTES, *, follow: bool
 
 
 def parse_json(data: bytes | str, source: str) -> Any:
-    """Parse one JSON value. JSON has no NaN or infinity: they become null."""
+    """Parse one JSON value of bounded depth and count. JSON has no NaN or infinity: they become null."""
+    text = data if isinstance(data, bytes) else data.encode(errors="surrogatepass")
+    if sum(map(text.count, (b",", b"[", b"{"))) >= MOST_VALUES:
+        raise ConfigError(f"{source} holds more than {MOST_VALUES:,} JSON values; it is not read")
     try:
         return json.loads(data, parse_constant=lambda _: None, parse_float=_finite)
     except RecursionError:
