@@ -177,8 +177,6 @@ def bundle() -> None:
 
 
 READERS: dict[str, Callable[[], None]] = {
-    "members": cli("members", BUCKET),
-    "members json": cli("members", BUCKET, "--json"),
     "bundle": bundle,
     "open bucket": opened(BUCKET),
     "status": cli("status", BUCKET),
@@ -209,8 +207,8 @@ OF_BUCKET = (
 OF_FILE: dict[str, tuple[str, ...]] = {
     "run/bucket/run.json": OF_BUCKET,
     "run/bucket/members/rack-0/leave-1": ("leave", "page bucket"),
-    "run/bucket/membership": ("members", "members json", "status", "verify", "page bucket"),
-    "run/bucket/members": ("status", "page bucket", "members json"),
+    "run/bucket/membership": ("status", "verify", "page bucket"),
+    "run/bucket/members": ("status", "page bucket"),
     "run/bucket/manifests": (
         "status",
         "show",
