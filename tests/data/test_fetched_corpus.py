@@ -184,6 +184,16 @@ def test_who_joins_without_the_corpus_hears_which_one_it_must_be(prepared, tmp_p
     assert "--corpus" in err
 
 
+def test_another_corpus_at_the_url_of_a_run_is_refused(url, bucket, prepared, tmp_path, isthmus):
+    fixed = digest(prepared)
+    other = make(tmp_path / "other", isthmus, seed=1)
+    for path in other.iterdir():
+        (bucket / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(ConfigError, match="is not the one of this run"):
+        open_corpus(f"{url}#{fixed}")
+    assert open_corpus(url).manifest.digest == digest(other)
+
+
 def test_a_hostile_manifest_is_one_line(url, bucket):
     fields = json.loads((bucket / "manifest.json").read_bytes())
     elsewhere = fields["train"]["shards"][0] | {"name": "../x"}
