@@ -1,4 +1,4 @@
-"""OuterSync in the Trainer of transformers: `Trainer(..., callbacks=[OuterSyncCallback("a.isthmus.toml")])`."""
+"""OuterSync in transformers: `Trainer(..., callbacks=[OuterSyncCallback("a.isthmus.toml")])`."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ class OuterSyncCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         saved = None
-        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        folder = Path(args.output_dir or ".", f"checkpoint-{state.global_step}")
         file = folder / FILE.format(rank=args.process_index)
         if state.global_step and file.is_file():
             saved = torch.load(file, weights_only=True)
@@ -52,7 +52,7 @@ class OuterSyncCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         assert self.sync
-        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        folder = Path(args.output_dir or ".", f"checkpoint-{state.global_step}")
         torch.save(self.sync.state_dict(), folder / FILE.format(rank=args.process_index))
 
     def on_train_end(
