@@ -108,7 +108,8 @@ def test_three_loops_end_at_one_digest_through_kills(
 
 def test_a_replica_that_comes_late_ends_with_the_others(tmp_path: Path, fleets: list[Fleet]):
     overrides = {"bucket.start_seconds": 0.0, "bucket.deadline_seconds": 2.0}
-    fleet = begin(fleets, tmp_path, rounds=10, overrides=overrides)
+    fleet = begin(fleets, tmp_path, rounds=20, overrides=overrides)
+    fleet.pause = 0.2
     for name in ("a", "b"):
         fleet.start(name)
     fleet.wait_for_round(4)
@@ -116,7 +117,7 @@ def test_a_replica_that_comes_late_ends_with_the_others(tmp_path: Path, fleets: 
     digests, _ = fleet.ends()
     assert len(digests) == 1
     counted = [
-        entry.replica for t in range(1, 11) for entry in open_ledger(fleet.run.url).manifest(t).entries
+        entry.replica for t in range(1, 21) for entry in open_ledger(fleet.run.url).manifest(t).entries
     ]
     assert counted.count("c") > 0
 
