@@ -1,10 +1,12 @@
 """The examples run as they stand."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,7 @@ def test_a_plain_loop_of_two_replicas_learns(tmp_path: Path):
     said = run(sys.executable, str(EXAMPLES / "own_loop.py"), str(tmp_path))
     found = re.findall(r"(\w): round (\d+), loss ([\d.]+), weights (\w+)", said)
     losses = {(name, int(t)): float(loss) for name, t, loss, _ in found}
-    assert losses["a", 6] < 0.8 * losses["a", 1]
+    assert losses["a", 6] < 0.9 * losses["a", 1]
     assert len({weights for _, t, _, weights in found if t == "6"}) == 1
     assert main(["ledger", "verify", str(tmp_path / "bucket")]) == 0
     with pytest.raises(ConfigError, match="isthmus ledger rebuild"):
@@ -44,6 +46,21 @@ def test_two_ranks_are_one_replica(tmp_path: Path, how: str):
     assert main(["ledger", "verify", str(tmp_path / "bucket")]) == 0
     manifest = open_ledger(str(tmp_path / "bucket")).manifest(3)
     assert sum(manifest.entries[0].facts.measured["tokens"]) == 2 * 5 * 16
+
+
+def test_a_script_in_nanochats_style_runs_to_its_end(tmp_path: Path):
+    said = run(sys.executable, str(EXAMPLES / "nano_style.py"), str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"round \d: loss ([\d.]+)", said)]
+    assert len(losses) == 4
+    assert losses[-1] < 5.0  # ln 256 is 5.5
+
+
+def test_the_notebook_runs_and_its_copies_learn():
+    cells = json.loads((EXAMPLES / "own_copies.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    exec("\n".join(code[:2]), names)  # the rest calls it for six values of H, and plots
+    assert names["loss_after"](5, steps=60) < 0.5 * names["loss_after"](5, steps=5)
 
 
 def test_every_example_is_short():
