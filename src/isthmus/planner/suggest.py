@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from isthmus.config import FinishConfig, Recipe, SubspaceConfig
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import Pick
+from isthmus.planner.fit import gb
 from isthmus.planner.grouping import EXCHANGE_SHARE, INNER_STEPS, OUT, Group, Grouping, lacking
 from isthmus.planner.machines import Machine, MachineList
 from isthmus.planner.plan import Forecast, predict
@@ -137,10 +138,6 @@ def exchange_share(forecast: Forecast) -> float:
 
 
 # The reasons
-
-
-def gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
 
 
 def _reasons(grouping: Grouping, group: Group) -> list[str]:
