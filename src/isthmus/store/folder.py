@@ -48,18 +48,14 @@ def _fault(error: ConfigError, key: str) -> Exception:
     return StoreRefused(f"{key} is not an object: {error}")
 
 
-def list_files(root: Path, prefix: str | None, most: int) -> list[str]:
-    """The keys of all objects below `prefix`; at most `most` + 1. Skips unreadable folders."""
-    cut = len(os.path.join(root, ""))
-    return [path[cut:] for path in islice(_files(root / prefix if prefix else root), most + 1)]
-
-
 def scan_files(root: Path, prefix: str | None, most: int) -> dict[str, os.stat_result]:
-    """Like `list_files`, with each file's stat result. Skips files that vanish meanwhile."""
+    """The stat result of each object below `prefix`; at most `most` + 1. Skips unreadable folders, and files
+    that vanish meanwhile."""
     found: dict[str, os.stat_result] = {}
-    for key in list_files(root, prefix, most):
+    cut = len(os.path.join(root, ""))
+    for path in islice(_files(root / prefix if prefix else root), most + 1):
         with suppress(OSError):
-            found[key] = os.lstat(root / key)
+            found[path[cut:]] = os.lstat(path)
     return found
 
 
