@@ -12,7 +12,8 @@ from servers import use
 
 from isthmus.errors import ConfigError
 from isthmus.store import StoreError, open_store
-from isthmus.store.retry import Absence, Fault
+from isthmus.store.retry import Fault
+from isthmus.store.timing import Absence
 
 one_server = pytest.mark.parametrize("bad_network", ["seaweed"], indirect=True)  # where it takes seconds
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from isthmus.store import Info, Store, together
-from isthmus.store.requests import FolderRequests
+from isthmus.store.folder import FolderRequests
 from isthmus.store.url import parse_url
 
 BEGIN = 1_700_000_000.0  # Unix seconds

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from isthmus.errors import Diverged
 from isthmus.layout.requests import LONGEST_LOOK_SECONDS, LONGEST_SECONDS, STEP_IN_SECONDS
@@ -110,7 +111,6 @@ class Closer:
         self.judge.begin(round_number)
         self.members.begin(self.recipe)
         self.names = self.members.names
-        self.presence.answers.clear()
 
     def _ask_for_few(self, members: Sequence[str]) -> None:
         """When few commits are missing, request them by name now and then. A listing omits what is not an
@@ -155,7 +155,7 @@ class Closer:
         """Create the manifest; True if ours won."""
         answered = {*accepted, *skipped}
         missing = [name for name in members if name not in answered and name not in refused]
-        alive = self.presence.alive_of(missing, self.round)
+        alive = self.presence.those(lambda name: self.presence.alive(name, self.round), missing)
         self._look_for_orders()
         following = self._next_members(answered, alive)
         seconds = self.presence.store_now() - self.presence.opened(self.round)
@@ -258,8 +258,8 @@ class Closer:
     def _mark_down(self, names: Sequence[str]) -> None:
         """Note the replicas whose workers have ended in this round. If the round was open before we started,
         note only those that are not back: a restarted fleet waits for all its members."""
-        found = self.presence.ended_of(names) if self.came else self.presence.down_of(names, self.round)
-        self.down |= set(found)
+        ended = self.presence.has_ended if self.came else partial(self.presence.was_down, self.round)
+        self.down |= set(self.presence.those(ended, names))
 
     def _deadlines_passed(self, previous: Manifest | None) -> float:
         """How many of its deadlines the round has been open."""
@@ -269,13 +269,14 @@ class Closer:
 
     def _next_members(self, answered: Collection[str], alive: Collection[str]) -> tuple[str, ...]:
         """Replicas that gave or skipped and still run, plus live replicas that are in step."""
-        ended = self.presence.ended_of(answered)
+        ended = self.presence.those(self.presence.has_ended, answered)
         if ended:  # the listing may be old: one that is back since gave after it
             self.presence.look_again()
-            ended = self.presence.ended_of(ended)
+            ended = self.presence.those(self.presence.has_ended, ended)
         stay = set(answered) - set(ended)
         stay |= {name for name in alive if not self.presence.is_behind(name)}
-        stay |= set(self.presence.in_step_of(name for name in self.names if name not in {*answered, *alive}))
+        rest = (name for name in self.names if name not in {*answered, *alive})
+        stay |= set(self.presence.those(self.presence.in_step, rest))
         late = [
             name for name in stay if name not in answered and self.members.given_up(name, self.round, False)
         ]
@@ -286,7 +287,8 @@ class Closer:
         whose heartbeat arrives, and those with a share now that have not been absent for long."""
         names = [member.name for member in self.ledger.run.recipe.fleet()]
         here = {*seen, self.own}
-        here |= set(self.presence.here_of(name for name in names if name not in here))
+        rest = (name for name in names if name not in here)
+        here |= set(self.presence.those(self.presence.is_here, rest))
         before = self.ledger.known(self.round - 1)
         now = before.dealt_in if before else self.names
         here |= {name for name in now if name not in here and not self.members.absent(name, self.round)}

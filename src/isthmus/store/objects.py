@@ -17,21 +17,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from isthmus.errors import ConfigError, Unreachable
-from isthmus.store.clock import StoreClock
-from isthmus.store.folder import remove_empty, remove_stale, write_file
-from isthmus.store.requests import BucketRequests, FolderRequests, Info, delete
+from isthmus.store.folder import FolderRequests, remove_empty, remove_stale, write_file
+from isthmus.store.requests import BucketRequests, Info, delete
 from isthmus.store.retry import (
     DEFAULT_SECONDS,
-    Absence,
     Backoff,
     Fault,
-    Rate,
     StoreError,
     StoreRefused,
     Unreadable,
     classify,
     wait,
 )
+from isthmus.store.timing import Absence, Rate, StoreClock
 from isthmus.store.url import SEGMENT, connect, parse_url, where_s3_is
 
 __all__ = ["Info", "Store", "open_store"]
