@@ -191,12 +191,6 @@ class Requests(FolderRequests):
         self.before("list", prefix or "")
         return super().scan(prefix, *more)
 
-    def copy(self, source: str, target: str, *more: Any) -> bool:
-        self.before("copy", target)
-        done = super().copy(source, target, *more)
-        self._date(target)
-        return done
-
     def _date(self, key: str) -> None:
         with suppress(FileNotFoundError):
             os.utime(self.folder / key, (self.time.now, self.time.now))
