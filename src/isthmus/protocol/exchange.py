@@ -318,7 +318,11 @@ class LedgerExchange:
         missing = [name for name in members if name not in there]
         if not missing:
             return "every update is there; waiting for a closer to settle the round"
-        return f"waiting for the update{'s' * (len(missing) > 1)} of {', '.join(missing)}"
+        words = f"waiting for the update{'s' * (len(missing) > 1)} of {', '.join(missing)}"
+        seconds = self.ledger.run.recipe.bucket.start_seconds
+        if round_number == 1 and seconds:
+            words += f", {seconds:g} s at most; `isthmus revoke` begins without a replica that will not come"
+        return words
 
     def _counted(self, manifest: Manifest) -> list[Contribution]:
         """What counts in the round, as far as this process needs it. A reader never skips a payload."""
