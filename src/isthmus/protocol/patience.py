@@ -28,8 +28,8 @@ class LeftWaiting(Exception):
 
 
 class Leave(Protocol):
-    def pending(self) -> bool:
-        """Whether somebody has asked us to leave. May query the bucket."""
+    def asked(self) -> int:
+        """0, or what somebody has asked us to do; of two wishes the smaller counts. May query the bucket."""
         ...
 
     def here(self) -> bool:
@@ -106,7 +106,7 @@ class Patience:
             self._write_note()
 
     def _look_for_leave(self, ask_bucket: bool = False) -> None:
-        if self.leave and (self.leave.pending() if ask_bucket else self.leave.here()):
+        if self.leave and (self.leave.asked() if ask_bucket else self.leave.here()):
             raise LeftWaiting(f"left while it waited: {self.awaiting}")
 
     def _write_note(self) -> None:

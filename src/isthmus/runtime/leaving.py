@@ -13,7 +13,7 @@ from isthmus.store.retry import StoreError
 if TYPE_CHECKING:
     from isthmus.protocol.ledger import Ledger
 
-STAY, LEAVE, PART = 0, 1, 2  # answers for a process: PART leaves and comes back
+STAY, LEAVE, PART = 0, 1, 2  # answers for a process: PART leaves and comes back. The smaller wish counts
 
 
 class LeaveRequest:
@@ -52,9 +52,6 @@ class LeaveRequest:
         if self.leader and not self.file.exists():
             self._look(self.incarnation)
         return LEAVE if self.file.exists() else STAY
-
-    def pending(self) -> bool:
-        return self.asked() != STAY
 
     def here(self) -> bool:
         """Whether this machine knows of a request."""

@@ -9,16 +9,15 @@ import torch
 from isthmus.errors import Diverged, RunError, RunStopped
 from isthmus.outer.rounds import run_rounds
 from isthmus.protocol.exchange import Standing
-from isthmus.protocol.missing import LedPast
+from isthmus.protocol.heartbeat import Vitals
 from isthmus.protocol.patience import LeftWaiting
 from isthmus.replica.control_group import agree
 from isthmus.runtime.after_round import AfterRound
+from isthmus.runtime.crashes import Crashes
 from isthmus.runtime.failure import Settled
-from isthmus.runtime.heartbeats import HeartbeatThread
 from isthmus.runtime.held_out import HeldOutLoss
-from isthmus.runtime.leaving import LEAVE, PART, STAY, LeaveRequest
+from isthmus.runtime.leaving import PART, STAY, LeaveRequest
 from isthmus.runtime.parting import Parted
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.round_lines import RoundLines
 from isthmus.runtime.start_up import StartUp
 from isthmus.runtime.trainer import Trainer
@@ -41,15 +40,14 @@ class WorkerRounds:
         self.wanted = STAY
         self.settled = Settled(work, trainer.control.rank)
         self.after = AfterRound(trainer, self.settled, lines, loss)
-        every = trainer.recipe.bucket.heartbeat_seconds
-        self.heartbeats = HeartbeatThread(trainer, request.incarnation, every, work)
-        trainer.exchange.tells_anchors = not sys.stderr.isatty()
+        self.session, self.work = trainer.session, work
+        self.session.heart.vitals = self._vitals
+        self.session.edge.tells_anchors = not sys.stderr.isatty()
 
     def run(self) -> None:
         """Return when the run is finished or this process has left it; raise a fault."""
         trainer = self.trainer
-        if self.leads:
-            self.heartbeats.start()
+        self.session.start()
         try:
             self._run()
         except Parted as stop:
@@ -78,11 +76,11 @@ class WorkerRounds:
     def _run(self) -> None:
         trainer, parting = self.trainer, self.request.parting
         trainer.status.state = "catching up"
-        recovery = Recovery(trainer)
-        done = recovery.resume()
+        done = trainer.resume()
         self.after.begin(done)
         self.start.mark("resume")
-        to_the_end = self._rounds_after(done, recovery)
+        rounds = range(done + 1, trainer.recipe.outer.rounds + 1)
+        to_the_end = run_rounds(trainer, rounds, self._progress, self.after, self._leaves)
         trainer.finish()
         if to_the_end and extended(trainer):
             rounds = trainer.recipe.outer.rounds
@@ -93,7 +91,6 @@ class WorkerRounds:
         else:
             trainer.save_now()
         trainer.status.state = "finished" if to_the_end else "left"
-        trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
         trainer.log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
 
     def _close(self) -> None:
@@ -109,35 +106,27 @@ class WorkerRounds:
                 f"replica {name}: the machine of another stage was taken back; waiting for its return"
             )
 
-    def _rounds_after(self, done: int, recovery: Recovery) -> bool:
-        """The outer-round loop; False if we left before the last round."""
-        trainer = self.trainer
-        while True:
-            rounds = range(done + 1, trainer.recipe.outer.rounds + 1)
-            try:
-                return run_rounds(trainer, trainer.exchange, rounds, self._progress, self.after, self._leaves)
-            except LedPast as gap:
-                done = recovery.pass_over(gap)
-
     def _progress(self, h: int) -> None:
         """Called after each inner step."""
         if not self.start.told:
             if self.trainer.device.type == "cuda":
                 torch.cuda.synchronize(self.trainer.device)
             self.start.tell()
-            self.heartbeats.soon()
-        if self.trainer.exchange.standing is not Standing.AGAIN:  # training again is not progress
+            self.session.heart.soon()
+        if self.session.exchange.standing is not Standing.AGAIN:  # training again is not progress
             self.settled.step()
 
     def _leaves(self) -> bool:
         """Whether to leave. If any process was asked to leave or part, all do the same."""
-        words = self.trainer.control.share(bytes([self.request.asked()]))
-        self.wanted = next((word for word in (LEAVE, PART) if bytes([word]) in words), STAY)
+        self.wanted = self.session.wish
         if self.wanted == STAY:
             return False
         self.trainer.status.state = "leaving"
-        self.heartbeats.soon()
+        self.session.heart.soon()
         return True
+
+    def _vitals(self) -> Vitals:
+        return Crashes.read(self.work).vitals(self.work, self.trainer.checkpoint.needs)
 
     def _left(self, why: str) -> None:
         self.trainer.status.state = "left"
@@ -145,15 +134,13 @@ class WorkerRounds:
 
     def _say_farewell(self) -> None:
         try:
-            self.heartbeats.end()
+            self.session.leave()
         except RunError as error:  # must not hide why the run ended
             self.trainer.log(f"no farewell: {error}")
 
 
 def extended(trainer: Trainer) -> bool:
     """Whether the run got more rounds since this process started. All processes take the leader's answer."""
-    membership, leads = trainer.ledger.membership, trainer.control.rank == 0
-    rounds = trainer.recipe.outer.rounds
-    return agree(
-        trainer.control, leads and trainer.patience(membership.look).run.recipe.outer.rounds > rounds
-    )
+    ledger, rounds = trainer.ledger, trainer.recipe.outer.rounds
+    leads = trainer.control.rank == 0
+    return agree(trainer.control, leads and trainer.patience(ledger.look).run.recipe.outer.rounds > rounds)

@@ -36,7 +36,7 @@ from isthmus.replica.picks import (
 )
 from isthmus.runlog import REAL, About, RunDir, next_run_dir
 from isthmus.runlog.hooks import OnRound, RoundHooks
-from isthmus.runlog.live import View, open_view
+from isthmus.runlog.live import View
 from isthmus.runlog.results import Results
 from isthmus.runtime.checks import check_trainable
 from isthmus.runtime.create import check_free, create
@@ -156,7 +156,7 @@ def _run(
         ledger = begin()
         end.resumable = True
         torch.set_num_threads(1)  # the replicas need the cores more
-        with after as hooks, open_view(recipe, done, recipe.outer.rounds, rows=rows, quiet=quiet) as view:
+        with after as hooks, View(recipe, done, recipe.outer.rounds, rows=rows, quiet=quiet) as view:
             view.hooks = hooks
             supervisor.start_all()
             fleet = f"{recipe.num_replicas} replicas, {supervisor.num_workers} processes"
