@@ -111,7 +111,7 @@ class Session:
         self.share: Deal | None = None  # our share of the open round's data
         self.late = True  # until this start has trained a round: the others may have begun it long ago
         self.emptied_in = 0  # the round after which refusals were last counted from
-        self.waits, self.torn = False, False
+        self.waits, self.torn, self.restored = False, False, 0  # the last: the round of the restored state
         self.watch = RoundWatch(self.exchange)
         threading.Thread(target=self.outer.warm, daemon=True, name="warm").start()
 
@@ -148,6 +148,7 @@ class Session:
         It blocks until the anchor of round `self.round - 1` is here. That is the state's, unless payloads of
         its open round are gone or it lies far back.
         """
+        self.restored = state.round if state else 0
         with self.watch.away():
             Recovery(self).restore(state, params)
 
@@ -270,6 +271,8 @@ class Session:
     def catch_up(self, params: Mapping[str, Tensor] | None = None) -> None:
         """Settle every round that needs no training by the caller: an update of ours that is on its way,
         rounds that are settled, rounds without a share for us. `params` as in `restore`."""
+        if self.round != self.restored:  # `restore` has gone on from a later anchor
+            params = None
         while not self.done:
             if self.begin():
                 if not self.carried:
