@@ -271,8 +271,7 @@ class Session:
     def catch_up(self, params: Mapping[str, Tensor] | None = None) -> None:
         """Settle every round that needs no training by the caller: an update of ours that is on its way,
         rounds that are settled, rounds without a share for us. `params` as in `restore`."""
-        if self.round != self.restored:  # `restore` has gone on from a later anchor
-            params = None
+        params = params if self.round == self.restored else None  # folded after a jump
         while not self.done:
             if self.begin():
                 if not self.carried:
@@ -373,8 +372,7 @@ class Session:
     def hold(self, round_number: int) -> None:
         """Set the anchor's round; our next word to the others states its digest."""
         self.edge.hold(round_number, self.outer.digests_later())
-        self.round = self.status.round = round_number
-        self.round += 1
+        self.round, self.status.round = round_number + 1, round_number
 
     def _upload_anchor(self, round_number: int) -> None:
         """Each process of a round's closer uploads the part that it trains."""
@@ -387,8 +385,6 @@ class Session:
         else:
             upload.run()
             self.edge.share()
-
-    # What the heartbeat says
 
     @property
     def usual_seconds(self) -> float:
