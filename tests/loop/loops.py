@@ -74,7 +74,7 @@ class Loop:
         """Its threads end and say nothing, as after SIGKILL."""
         session = self.sync._session
         assert session
-        session.ended.set()
+        session.watch.ended.set()
         session.heart.ended.set()
         session.heart.news.set()
         session.heart.join()
