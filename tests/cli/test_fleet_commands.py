@@ -22,7 +22,7 @@ from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.trust import load_signer, new_secret
 from isthmus.runtime import agent
-from isthmus.runtime.process import LauncherConfig
+from isthmus.runtime.process import JoinConfig
 from isthmus.runtime.stage_links import check_links
 from isthmus.store.objects import open_store
 
@@ -248,7 +248,7 @@ def test_a_name_taken_by_a_live_member_is_refused_until_it_has_gone(
 def test_nccl_between_machines_needs_a_network_that_is_trusted():
     member = parse_recipe(RECIPE).fleet()[-1]
     member = replace(member, config=replace(member.config, backend="nccl"))
-    config = LauncherConfig(url="", replica="edge")
+    config = JoinConfig(url="", replica="edge")
     check_links(config, member)
     check_links(replace(config, stage=0, trust_network=True), member)
     with pytest.raises(ConfigError, match="neither encrypts nor authenticates between machines"):

@@ -20,7 +20,7 @@ from isthmus.outer.exchange import Contribution
 from isthmus.protocol import closer
 from isthmus.protocol.shards import unpack_shards
 from isthmus.runtime.create import create
-from isthmus.runtime.heartbeats import HeartbeatThread
+from isthmus.runtime.heartbeat import HeartbeatThread
 from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 from isthmus.sparse.topk import decode

@@ -25,7 +25,7 @@ from isthmus.protocol.membership import Admitted, Changes, table_of
 from isthmus.protocol.trust import Signer, new_secret, save_secret
 from isthmus.runlog import RunDir
 from isthmus.runtime.create import create
-from isthmus.runtime.heartbeats import HeartbeatThread
+from isthmus.runtime.heartbeat import HeartbeatThread
 from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 

@@ -14,7 +14,7 @@ from isthmus.protocol.trust import load_signer
 from isthmus.replica.control_group import SingleProcess
 from isthmus.replica.full import FullReplica
 from isthmus.runtime.create import create
-from isthmus.runtime.heartbeats import HeartbeatThread
+from isthmus.runtime.heartbeat import HeartbeatThread
 from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 from isthmus.store.objects import open_store

@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 
@@ -13,14 +12,13 @@ from isthmus.protocol.missing import LedPast
 from isthmus.protocol.patience import LeftWaiting
 from isthmus.replica.control_group import agree
 from isthmus.runtime.after_round import AfterRound
-from isthmus.runtime.failure import Settled
-from isthmus.runtime.heartbeats import HeartbeatThread
+from isthmus.runtime.heartbeat import HeartbeatThread
 from isthmus.runtime.held_out import HeldOutLoss
-from isthmus.runtime.leaving import LEAVE, PART, STAY, LeaveRequest
-from isthmus.runtime.parting import Parted
+from isthmus.runtime.leaving import LEAVE, PART, STAY, LeaveRequest, Parted, Settled
+from isthmus.runtime.process import History
 from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.round_lines import RoundLines
-from isthmus.runtime.start_up import StartUp
+from isthmus.runtime.status import StartUp
 from isthmus.runtime.trainer import Trainer
 
 
@@ -31,7 +29,7 @@ class WorkerRounds:
         self,
         trainer: Trainer,
         request: LeaveRequest,
-        work: Path,
+        history: History,
         start: StartUp,
         lines: RoundLines | None,
         loss: HeldOutLoss | None,
@@ -39,10 +37,10 @@ class WorkerRounds:
         self.trainer, self.request, self.start = trainer, request, start
         self.leads = trainer.control.rank == 0
         self.wanted = STAY
-        self.settled = Settled(work, trainer.control.rank)
+        self.settled = Settled(request.orders)
         self.after = AfterRound(trainer, self.settled, lines, loss)
         every = trainer.recipe.bucket.heartbeat_seconds
-        self.heartbeats = HeartbeatThread(trainer, request.incarnation, every, work)
+        self.heartbeats = HeartbeatThread(trainer, request.incarnation, every, history)
         trainer.exchange.tells_anchors = not sys.stderr.isatty()
 
     def run(self) -> None:
@@ -76,7 +74,7 @@ class WorkerRounds:
         self._close()
 
     def _run(self) -> None:
-        trainer, parting = self.trainer, self.request.parting
+        trainer = self.trainer
         trainer.status.state = "catching up"
         recovery = Recovery(trainer)
         done = recovery.resume()
@@ -88,9 +86,7 @@ class WorkerRounds:
             rounds = trainer.recipe.outer.rounds
             trainer.save_now()
             raise RunError(f"the run goes on after round {rounds}; starting again for that")
-        if to_the_end:
-            parting.unneeded()
-        else:
+        if not to_the_end:
             trainer.save_now()
         trainer.status.state = "finished" if to_the_end else "left"
         trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
@@ -103,7 +99,7 @@ class WorkerRounds:
             trainer.control.share(b"saved")
         trainer.replica.close()
         trainer.control.leave()
-        if self.wanted == PART and not self.request.parting.asked(at_once=True):
+        if self.wanted == PART and not self.request.parting.asked():
             name = trainer.member.name
             raise RunError(
                 f"replica {name}: the machine of another stage was taken back; waiting for its return"

@@ -21,12 +21,12 @@ from isthmus.replica.process_groups import connect, open_store, own_address
 from isthmus.replica.socket_link import SocketLink
 from isthmus.runtime.addresses import Address, listen
 from isthmus.runtime.certificates import contexts
+from isthmus.runtime.leaving import LinkNote
 from isthmus.runtime.peer import Endpoint, Find, Listener, StageStart
-from isthmus.runtime.process import LauncherConfig, Log
+from isthmus.runtime.process import JoinConfig, Log
 from isthmus.runtime.relay_place import RelayListener, RelayPlace
 from isthmus.runtime.stage_documents import NOWHERE, StageDocuments, advertised, places_of
 from isthmus.runtime.unix_place import UnixPlace
-from isthmus.runtime.waiting import LinkNote
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +47,13 @@ Ends = tuple[StageEnd | None, StageEnd | None]
 class StageLinks:
     """Makes the links of one stage, and the control group over them."""
 
-    config: LauncherConfig
+    config: JoinConfig
     ledger: "Ledger"
     member: "Member"
     stage: int
     device: "torch.device"
     log: Log
+    note: LinkNote
     last_error: str = ""  # why the previous start ended
 
     def make(self, master: Address, hosted: str = "") -> tuple[Ends, ControlGroup]:
@@ -83,7 +84,7 @@ class StageLinks:
         peers = {n: LinkPeers(name, self.stage, n, where) for n in neighbours}
         connections = {n: endpoint.meet(n, peers[n], finder(n), WAIT_SECONDS) for n in neighbours}
         links: dict[int, SocketLink] = {}
-        watch = _Watch(endpoint, links, LinkNote(Path(self.config.work_dir), self.stage), self.log)
+        watch = _Watch(endpoint, links, self.note, self.log)
         watch.start()
         try:
             for n in neighbours:
@@ -187,7 +188,7 @@ class StageLinks:
             at = places_of(own)[0]
             return at, at.host, listener, own.start
         documents.begin(self.stage, (), False, self.last_error)
-        find, note = documents.find(0, secured=False), LinkNote(Path(self.config.work_dir), self.stage)
+        find, note = documents.find(0, secured=False), self.note
         said = float("-inf")
         while True:
             try:
@@ -202,7 +203,7 @@ class StageLinks:
             time.sleep(LOOK_SECONDS)
 
 
-def _listen(config: LauncherConfig) -> socket.socket:
+def _listen(config: JoinConfig) -> socket.socket:
     """Listen at the port in `--advertise`, or at any port."""
     port = 0
     if config.advertise not in ("", NOWHERE):
@@ -241,7 +242,7 @@ class _Watch(threading.Thread):
         self.note.over()
 
 
-def check_links(config: LauncherConfig, member: "Member") -> None:
+def check_links(config: JoinConfig, member: "Member") -> None:
     """Check that the link options of `join` fit each other and the replica."""
     stages = member.config.stages
     if config.stage is None:

@@ -1,254 +1,505 @@
-"""A whole fleet on this machine: a launcher process for each part, watched and restarted."""
+"""The supervisor of a machine: it starts the workers of its replicas, and starts them again when they end.
 
-import contextlib
+`isthmus join` has one replica's workers, or one stage's; `isthmus train` has those of all replicas. Workers
+are forked in 0.04 s from a server that has imported torch and touches no device. It ends when we do, and its
+workers end with it. If forking is not safe (on a Mac), each worker is a new process. Exit statuses, signals
+and one pipe to each worker carry everything between us.
+"""
+
+import json
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
+import threading
 import time
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError, RunError
-from isthmus.files import open_own, overwrite_own
+from isthmus.files import overwrite_own
 from isthmus.planner.rate import usable_cores
-from isthmus.planner.room import fleet_room
 from isthmus.printing import visible
-from isthmus.reading import read_bytes, read_note, stat_regular
-from isthmus.runtime import crashes, waiting
-from isthmus.runtime.disk_watch import DiskWatch
-from isthmus.runtime.failure import QUICK_SECONDS, Failure, Failures
-from isthmus.runtime.liveness import Watchdog, alive_stamp
-from isthmus.runtime.process import LauncherConfig, describe_exit
+from isthmus.runtime.addresses import LOOPBACK, free_port
+from isthmus.runtime.failure import KILLED, QUICK_SECONDS, Failure, Failures, Final
+from isthmus.runtime.leaving import AGAIN_STATUS, Parting
+from isthmus.runtime.process import (
+    History,
+    JoinConfig,
+    Log,
+    describe_exit,
+    last_incarnation,
+    lock_file,
+    sign_lock,
+)
+from isthmus.runtime.redact import one_line
 
-LAST_BYTES = 1 << 20  # at the end of a log, searched for its last line
-START_SECONDS = 30.0  # for a launcher without an alive file yet, while Python starts
-OURS = "isthmus: "  # starts the last line of a launcher that ended on purpose
+if TYPE_CHECKING:
+    from isthmus.config import Member
+    from isthmus.runtime.heartbeat import WaitingNotes
+
+POLL_SECONDS = 0.25
+LAST_WORD_SECONDS = 2.0  # to say in the bucket that our worker has ended, before we end too
+PRELOAD = [
+    "isthmus.runtime.fork_server",  # first
+    "torch",
+    "isthmus.data.tokens",
+    "isthmus.protocol.access",
+    "isthmus.replica.evaluate",
+    "isthmus.replica.full",
+    "isthmus.replica.leader",
+    "isthmus.replica.pipelined",
+    "isthmus.runtime.held_out",
+    "isthmus.runtime.rounds",
+    "isthmus.runtime.stage_links",
+    "isthmus.runtime.worker",
+    "isthmus.store.objects",
+]
+FORKS = sys.platform == "linux"
+LOST = 255  # multiprocessing's status for a worker whose server died, which takes its workers along
 
 
-class LocalLauncher:
-    """One launcher on this machine: for a whole replica, or for one stage of it."""
+def prepare() -> None:
+    """Start the fork server, which imports for seconds while we do other work. Call it in the main thread:
+    the server ends with the thread that starts it."""
+    if not FORKS:
+        return
+    # The server starts by `python -c`, which would put the working folder first in sys.path.
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ |= {
+        "PYTHONSAFEPATH": "1",
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
+    try:
+        forkserver.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
 
-    def __init__(
-        self, member: Member, common: LauncherConfig, folder: Path, stage: int | None = None
-    ) -> None:
-        self.member = member
-        self.name = member.name if stage is None else f"{member.name}.{stage}"
-        self.work, self.log = folder / "work" / self.name, folder / "logs" / f"{self.name}.log"
-        self.config = replace(
-            common,
-            replica=member.name,
-            key=str(folder / "keys" / f"{member.name}.key"),
-            work_dir=str(self.work),
-            stage=stage,
-            parent=os.getpid(),
-        )
-        self.process: subprocess.Popen[bytes] | None = None
-        self.failures = Failures()
-        self.judged, self.lost = False, False  # its last end was judged; it will not be restarted
-        self.started_at, self.not_before, self.log_from = 0.0, 0.0, 0
-        self.waits_for, self.num_again = "", 0
 
-    @property
-    def leads(self) -> bool:
-        """Whether it runs the leader of its replica."""
-        return self.config.stage in (None, 0)
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Hide the caller's script: multiprocessing would import it again in every worker."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
-    def start(self) -> None:
-        self.judged, self.waits_for, self.started_at = False, "", time.monotonic()
-        if self.process is None:  # first start of this `train`; earlier crashes are counted already
-            (self.work / crashes.NOTE).unlink(missing_ok=True)
-        else:
-            self.num_again += 1
-        for note in self.work.glob("settled-*"):
-            note.unlink(missing_ok=True)
-        command = [sys.executable, "-P", "-m", "isthmus.runtime.launcher", self.config.to_json()]
-        with open_own(self.log, append=True) as log:
-            self.log_from = log.seek(0, os.SEEK_END)
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+
+@dataclass(slots=True)
+class Worker:
+    """A running worker, from our side."""
+
+    process: BaseProcess
+    pipe: Connection
+    heard_at: float
+    failure: Failure | None = None
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        with suppress(EOFError, OSError):  # it has ended
+            while self.pipe.poll():
+                yield json.loads(self.pipe.recv_bytes())
+
+    def tell(self, **order: Any) -> None:
+        with suppress(OSError):
+            self.pipe.send_bytes(json.dumps(order).encode())
 
     def status(self) -> int | None:
-        """Its exit status; None while it runs, or before it was started."""
-        return self.process.poll() if self.process else None
+        """Its exit status; None while it runs."""
+        found = self.process.exitcode
+        return -signal.SIGKILL if found == LOST else found
+
+
+class Group:
+    """The workers of one replica on this machine, which start together and restart together."""
+
+    def __init__(
+        self, config: JoinConfig, member: "Member", log: Log, notes: "WaitingNotes | None" = None
+    ) -> None:
+        """`notes` writes to the bucket; None if another machine of the replica does."""
+        stage, self.member, self.log, self.notes = config.stage, member, log, notes
+        self.name = member.name if stage is None else f"{member.name}.{stage}"
+        self.num_workers = max(member.config.stages, member.config.processes)  # on all machines
+        self.ranks = range(self.num_workers) if stage is None else [stage]
+        self.restarted = "it" if len(self.ranks) == 1 else "the replica's stages"
+        if len(self.ranks) > 1 and not config.num_threads and not os.environ.get("OMP_NUM_THREADS"):
+            config = replace(config, num_threads=max(1, usable_cores() // len(self.ranks)))
+        self.config, self.work = config, Path(config.work_dir)
+        self.workers: dict[int, Worker] = {}
+        self.failures, self.history = Failures(), History()
+        self.incarnation = ""  # of the workers that run or ran last, once their leader has said it
+        self.waits, self.missing = "", list[int]()  # what it waits for; neighbours to which it has no link
+        self.leaving, self.parting = False, Parting()
+        self.num_starts, self.started_at, self.not_before = 0, 0.0, 0.0
+        self.result: int | None = None  # the exit status, once no worker will start again
+        self.error: ConfigError | RunError | None = None
+        self.lock: BinaryIO | None = None
+
+    def begin(self) -> None:
+        self.lock = lock_file(self.config.lock)
+        stages = self.member.config.stages
+        self.log(f"joining as {self.member.config.kind} replica of {stages} stage{'s' * (stages > 1)}")
+        self.start()
+
+    def continue_after_crash(self) -> None:
+        """Say in the bucket that the workers of an earlier supervisor ended with it."""
+        self.history = replace(self.history, incarnation=last_incarnation(self.config.lock))
+        self._say_ended("the next start: its supervisor was started again")
+
+    def start(self) -> None:
+        """Start the workers with torchrun's variables, as another launcher would."""
+        from isthmus.runtime.worker import begin
+
+        fork, spawn = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+        port = free_port() if len(self.ranks) > 1 else 0
+        self.started_at = time.monotonic()
+        for local, rank in enumerate(self.ranks):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.num_workers),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(len(self.ranks)),
+                "MASTER_ADDR": LOOPBACK,
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RESTART_COUNT": str(self.num_starts),
+            }
+            ours, theirs = Pipe()
+            # Plain strings and our own pipe: multiprocessing pickles them, for our own process.
+            told = self.config.to_json(), json.dumps(asdict(self.history)), environment, theirs
+            process = (fork if FORKS else spawn).Process(target=begin, args=told)
+            with without_main():
+                process.start()
+            theirs.close()
+            self.workers[rank] = Worker(process, ours, self.started_at)
+        self.num_starts += 1
+        if self.leaving:
+            self._tell(leave=True)
+
+    def look(self, now: float, asleep: float = 0.0) -> None:
+        """Read the pipes, kill silent workers, and restart the group when one has ended."""
+        if self.result is not None:
+            return
+        for rank, worker in self.workers.items():
+            worker.heard_at += asleep
+            self._read(worker, now)
+            if worker.status() is None and (silent := now - worker.heard_at) > self.config.stall_seconds:
+                self.log(f"{self.worker_name(rank)} has made no progress for {silent:.0f} s; killing it")
+                worker.process.kill()
+                worker.heard_at = now
+        if self.parting.is_over():
+            self.log("the time is over: ending as it is; the next start goes on from what was saved last")
+            self.end(AGAIN_STATUS, "its next start: its machine was taken back")
+        elif self.leaving and self.missing:  # a stage without links has not begun anything
+            self.log("left")
+            self.end(AGAIN_STATUS if self.parting.asked() else 0)
+        elif statuses := self._ended():
+            self._judge(statuses, now)
+        if not self.workers and self.result is None and time.monotonic() >= self.not_before:
+            self.start()
+
+    def leave(self, hint: str = "") -> None:
+        """Ask the workers to leave at the end of the round. It shortens a pause, so that they can."""
+        self.leaving = True
+        self.log(f"leaving at the end of this round{hint}")
+        self._tell(leave=True)
+        self.not_before = min(self.not_before, time.monotonic() + 2.0)
+
+    def part(self, seconds: float) -> None:
+        """The machine is taken back: workers save and stop; late ones are killed."""
+        self.parting.begin(seconds)
+        self.leaving = True
+        self._tell(part=seconds)
+        if not self.workers:
+            self.end(AGAIN_STATUS)
+
+    def end(self, result: int, why: str = "") -> None:
+        """Kill the workers, and start none again. `why` goes to the bucket, so that closers need not find
+        out that they have ended."""
+        self.kill()
+        self.result = result
+        if why:
+            self._say_ended(why)
+        if self.notes:
+            self.notes.flush(LAST_WORD_SECONDS)
+        if result == AGAIN_STATUS and not self.error:
+            self.log("left for now: start the same command again, and it goes on from here")
 
     def kill(self) -> None:
-        if self.process and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        """Kill the workers: their state is on disk, and a stopped worker would not react to SIGTERM."""
+        for worker in self.workers.values():
+            worker.process.kill()
+        for worker in self.workers.values():
+            worker.process.join()
+            worker.pipe.close()
+        self.workers.clear()
 
-    def judge(self, status: int) -> None:
-        """Set the time of the next start after this exit status, or raise if a restart is useless.
+    def worker_name(self, rank: int) -> str:
+        return "the worker" if self.num_workers == 1 else f"stage {rank}"
 
-        A launcher reports a fault that cannot pass itself. One that crashed gets a second start.
-        """
-        last = self.last_line()
-        ours, reason = last.startswith(OURS), last.removeprefix(OURS)
-        if status == 2 or (status == 1 and ours):
-            self.lost = True
-            reason = reason or f"replica {self.name} could not start"
-            raise ConfigError(reason) if status == 2 else RunError(reason)
-        if any(self.work.glob("settled-*")):
-            self.failures.progress()
-        failure = Failure.of_exit(status)
-        if final := self.failures.final([failure]):
-            self.lost = True
-            why = reason if status > 0 else final.text
-            raise RunError(f"the launcher of replica {self.name} failed twice in the same way: {why}")
+    # What workers say
+
+    def _tell(self, **order: Any) -> None:
+        for worker in self.workers.values():
+            worker.tell(**order)
+
+    def _read(self, worker: Worker, now: float) -> None:
+        for message in worker.messages():
+            worker.heard_at = now
+            if "settled" in message:
+                self.failures.progress()
+            if "failure" in message:
+                worker.failure = Failure(**message["failure"])
+            if "incarnation" in message:
+                self.incarnation = message["incarnation"]
+                self.history = replace(self.history, incarnation=self.incarnation)
+                if self.lock:
+                    sign_lock(self.lock, self.incarnation)
+                self._wait_over()
+            if "waits" in message:
+                self._heed_wait(message["waits"], message["missing"])
+
+    def _heed_wait(self, what: str, missing: Sequence[int]) -> None:
+        if not what:
+            self._wait_over()
+            return
+        if missing and self.config.stage is None:  # the others are here and start too
+            return
+        self.waits, self.missing = what, list(missing)
+        if self.notes and missing:
+            self.notes.wait_for(what, self.history, missing)
+
+    def _wait_over(self) -> None:
+        self.waits, self.missing = "", []
+        if self.notes:
+            self.notes.over()
+
+    # When workers end
+
+    def _ended(self) -> dict[int, int]:
+        """The statuses of all that failed; once all ended well, of all; else nothing."""
+        found = {rank: worker.status() for rank, worker in self.workers.items()}
+        ended = {rank: status for rank, status in found.items() if status is not None}
+        failed = {rank: status for rank, status in ended.items() if status}
+        return failed or (ended if len(ended) == len(found) else {})
+
+    def _judge(self, statuses: dict[int, int], now: float) -> None:
+        """Decide what follows the end of some workers (rank -> exit status), and end the others."""
+        for worker in self.workers.values():
+            worker.process.kill()  # the others would only wait for the failed ones
+            worker.process.join()
+            self._read(worker, now)  # one that failed first may have been ending still
+        found = {rank: worker.failure for rank, worker in self.workers.items() if worker.failure}
+        parted = self.parting.asked() and set(statuses.values()) <= {0, AGAIN_STATUS}
+        if not parted:
+            found |= {r: Failure.of_exit(s) for r, s in statuses.items() if s and r not in found}
+        self.kill()
+        if not found:
+            self.end(AGAIN_STATUS if any(statuses.values()) else 0)
+            return
+        rank = min(found, key=lambda rank: _blame(found[rank]))
+        failure = found[rank]
+        how = describe_exit(statuses[rank]) if rank in statuses else failure.kind
+        missing = [] if self.num_workers == 1 else [rank]
+        self.history = replace(
+            self.history, error=one_line(self._named(rank, failure)), error_unix=time.time()
+        )
+        self._say_ended(f"the next start: its worker ended ({how})", missing)
+        if lasting := self._lasting(list(found.values())):
+            self.error = lasting
+            self.end(2 if isinstance(lasting, ConfigError) else 1, visible(str(lasting)))
+        elif self.parting.asked():
+            self.end(AGAIN_STATUS)
+        else:
+            self._restart_after(failure, f"{self.worker_name(rank)} ended ({how})", missing)
+
+    def _lasting(self, found: Collection[Failure]) -> ConfigError | RunError | None:
+        """The error that ends the group: a wrong input, or a fault that was repeated."""
+        for failure in found:
+            if failure.status:
+                return ConfigError(failure.text) if failure.status == 2 else Final(failure.text)
+        who, final = f"replica {self.config.replica}", self.failures.final(found)
+        if final is None:
+            return None
+        if final.kind == KILLED:
+            times = f"{self.failures.num_killed} times without a round"
+            memory = "the kernel does that when memory runs out (dmesg tells)"
+            return Final(f"{who} was ended {times}: {final.text}; {memory}")
+        return Final(f"{who} failed twice in the same way: {final.text}{self._kept(final)}")
+
+    def _restart_after(self, failure: Failure, what: str, missing: Sequence[int]) -> None:
         if time.monotonic() - self.started_at > QUICK_SECONDS:
             self.failures.in_a_row = 1
         seconds = self.failures.pause_seconds()
-        self.judged, self.not_before = True, time.monotonic() + seconds
-        self.waits_for = reason if ours else ""
-        soon = f" in {seconds:.0f} s" if seconds else ""
-        self.note(f"its launcher ended ({describe_exit(status)}); starting it again{soon}")
+        self.history = replace(self.history, restarts=self.history.restarts + 1)
+        self.not_before = time.monotonic() + (min(seconds, 2.0) if self.leaving else seconds)
+        self.log(f"{what}; starting {self.restarted} again")
+        if seconds:
+            self.log(
+                f"that was {self.failures.in_a_row} times in a row; the next start is in {seconds:.0f} s"
+            )
+            self.waits = failure.text.removeprefix(f"replica {self.config.replica}: ")
+            if self.notes:
+                self.notes.wait_for(self.waits, self.history, missing, seconds)
 
-    def waiting(self) -> str:
-        """What it waits for, or ""."""
-        if self.waits_for:
-            return self.waits_for
-        return read_note(self.work / waiting.NOTE) or ""
+    def _named(self, rank: int, failure: Failure) -> str:
+        """Why a worker ended, with its stage."""
+        text = failure.text.removeprefix(f"replica {self.config.replica}: ")
+        return text if self.num_workers == 1 else f"stage {rank}: {text.removeprefix(f'stage {rank} ')}"
 
-    def crashes(self) -> crashes.Crashes:
-        """The crashes of its workers and of itself. A launcher that ends before its workers counts none."""
-        found = crashes.Crashes.read(self.work)
-        return replace(found, restarts=max(found.restarts, self.num_again))
-
-    def note(self, text: str) -> None:
-        with open_own(self.log, append=True) as log:
-            log.write(f"{time.strftime('%H:%M:%S')} [{self.name}] {visible(text)}\n".encode())
-
-    def last_line(self) -> str:
-        """This start's last log line, preferably the reason for its end rather than a library's output."""
-        with contextlib.suppress(OSError, ConfigError):
-            start = max(self.log_from, stat_regular(self.log).st_size - LAST_BYTES)
-            lines = read_bytes(self.log, LAST_BYTES, start=start).decode(errors="replace").splitlines()
-            return next((line for line in reversed(lines) if line.startswith(OURS)), (lines or [""])[-1])
+    def _kept(self, final: Failure) -> str:
+        """Save the traceback, if there is one, and say where."""
+        with suppress(OSError, ConfigError):
+            if final.trace:
+                overwrite_own(self.work / "failed.txt", final.trace)
+                return f"; more in {self.work / 'failed.txt'}"
         return ""
 
+    def _say_ended(self, why: str, missing: Sequence[int] = ()) -> None:
+        """Say in the bucket at once that no worker runs, if one had spoken there."""
+        if self.notes and self.history.incarnation:
+            self.notes.wait_for(why, self.history, missing)
 
-class LocalSupervisor:
-    """All launchers of a fleet on this machine; it restarts a launcher that dies or hangs.
 
-    `common` is the shared part of their configs. A replica in `apart` has a launcher for every stage, as if
-    each stage were on its own machine.
-    """
+def _blame(failure: Failure) -> tuple[bool, bool]:
+    """A sort key; the smallest is the cause: a fault that cannot pass, then a kill, last a lost neighbour."""
+    return failure.passes, failure.kind != KILLED
 
-    def __init__(
-        self, recipe: Recipe, folder: Path, common: LauncherConfig, apart: Collection[str] = ()
-    ) -> None:
-        self.url, self.stall_seconds = common.url, common.stall_seconds
-        self.leaving = False
-        self.told: dict[str, str] = {}  # launcher -> what it last waited for
-        self.seen_restarts: dict[str, int] = {}  # launcher -> restarts reported so far
-        here = "://" not in common.url
-        self.disk = DiskWatch(folder, fleet_room(recipe, recipe.fleet(), here).round)
-        self.watchdog = Watchdog()
-        self.num_workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
-        threads = common.num_threads or max(1, usable_cores() // self.num_workers)
-        common = replace(common, num_threads=threads)
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        self.launchers: list[LocalLauncher] = []
-        for member in recipe.fleet():
-            if member.name in apart:
-                stages = range(member.config.stages)
-                self.launchers += [LocalLauncher(member, common, folder, stage) for stage in stages]
-            else:
-                self.launchers.append(LocalLauncher(member, common, folder))
 
-    def start_all(self) -> None:
-        for launcher in self.launchers:
-            launcher.start()
+class Supervisor:
+    """Runs groups of workers until each has finished, left, or failed for good."""
 
-    def restart_dead(self) -> None:
-        """Restart every launcher that died; kill and restart those that hang.
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        self.leaving, self.stopping = False, False  # wishes of another thread
+        self.thread: threading.Thread | None = None
+        self.looked = time.monotonic()
+        self.fault: RunError | None = None  # of our own
 
-        A fault that cannot pass raises ConfigError or RunError. One that can is waited out with growing
-        pauses.
-        """
-        self.kill_hung()
-        for launcher in self.launchers:
-            status = launcher.status()
-            if status in (None, 0, 130) or launcher.lost or self.leaving:
-                continue
-            if not launcher.judged:
-                launcher.judge(status)
-            if time.monotonic() >= launcher.not_before:
-                launcher.start()
-
-    def news(self) -> list[tuple[str, str]]:
-        """(launcher, what it waits for) for launchers that started to wait, or wait for something else."""
-        now = {launcher.name: text for launcher in self.launchers if (text := launcher.waiting())}
-        before, self.told = self.told, now
-        return [(name, text) for name, text in now.items() if before.get(name) != text]
+    @property
+    def error(self) -> ConfigError | RunError | None:
+        """Why a group cannot go on."""
+        return self.fault or next((group.error for group in self.groups if group.error), None)
 
     @property
     def restarts(self) -> int:
-        """The restarts of workers and launchers since this `train` began."""
-        return sum(launcher.crashes().restarts for launcher in self.launchers)
-
-    def crash_news(self) -> list[str]:
-        """Lines on the launchers restarted since the last look: how often and why."""
-        said = []
-        for launcher in self.launchers:
-            found, before = launcher.crashes(), self.seen_restarts.get(launcher.name, 0)
-            if found.restarts > before:
-                self.seen_restarts[launcher.name] = found.restarts
-                times = f" ({found.restarts} times so far)" if found.restarts > 1 else ""
-                why = f": {found.error}" if found.error else ""
-                said.append(f"{launcher.name} was started again{times}{why}")
-        if words := self.disk.look():
-            said.append(words)
-        return said
-
-    def kill_hung(self) -> None:
-        """Kill stopped launchers (SIGSTOP), which do not watch their workers and would never end."""
-        running = {
-            launcher.config.alive_file: (launcher, launcher.process.pid)
-            for launcher in self.launchers
-            if launcher.process and launcher.status() is None
-        }
-        silent = self.watchdog.look({path: pid for path, (_, pid) in running.items()})
-        for path, (launcher, pid) in running.items():
-            if silent[path] > (self.stall_seconds if alive_stamp(path, pid) else START_SECONDS):
-                launcher.note(f"its launcher has made no progress for {silent[path]:.0f} s; killing it")
-                launcher.kill()
-
-    def has_left(self, launcher: LocalLauncher) -> bool:
-        """Whether it ended and will not be restarted. One that was killed has not left."""
-        status = launcher.status()
-        return status is not None and (self.leaving or launcher.lost or status in (0, 130))
+        return sum(group.history.restarts for group in self.groups)
 
     def all_left(self) -> bool:
-        return all(self.has_left(launcher) for launcher in self.launchers)
+        return all(group.result is not None for group in self.groups)
 
     def all_ended(self) -> bool:
-        return all(launcher.process is None or launcher.status() is not None for launcher in self.launchers)
+        return not any(group.workers for group in self.groups)
+
+    def start(self) -> None:
+        """Supervise in a thread of this process."""
+        for group in self.groups:
+            group.begin()
+        self.thread = threading.Thread(target=self._loop, daemon=True, name="supervisor")
+        self.thread.start()
+
+    def _loop(self) -> None:
+        try:
+            while not self.stopping and not self.all_left():
+                self.look()
+        except Exception as error:
+            self.fault = Final(f"the supervisor failed: {Failure.of(error).text}")
+        for group in self.groups:
+            group.kill()
 
     def leave(self) -> None:
-        """Ask all replicas to leave at the end of the round. From then on, an exit counts as leaving."""
         self.leaving = True
-        for launcher in self.launchers:
-            launcher.work.mkdir(parents=True, exist_ok=True)
-            overwrite_own(launcher.work / "leave")
 
     def finish(self, timeout_seconds: float = 60.0) -> None:
-        """After the last round, wait for replicas that fell behind, and restart those that still die."""
+        """After the last round, wait for replicas that fell behind."""
         deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline:
-            if self.all_left():
-                return
-            with contextlib.suppress(ConfigError, RunError):  # the rounds are done, with or without it
-                self.restart_dead()
-            time.sleep(0.2)
+        while not self.all_left() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
-    def stop(self, timeout_seconds: float = 10.0) -> None:
-        """Wait for launchers that are ending, then kill what still runs."""
-        deadline = time.monotonic() + timeout_seconds
-        while not self.all_ended() and time.monotonic() < deadline:
-            self.kill_hung()
-            time.sleep(0.1)
-        for launcher in self.launchers:
-            launcher.kill()
+    def stop(self) -> None:
+        """End all workers now."""
+        self.stopping = True
+        if self.thread:
+            self.thread.join()
+
+    def look(self, seconds: float = POLL_SECONDS) -> None:
+        """Wait for news for so long, and act on it."""
+        running = [w for group in self.groups for w in group.workers.values() if w.status() is None]
+        wait([handle for worker in running for handle in (worker.process.sentinel, worker.pipe)], seconds)
+        now = time.monotonic()
+        # If this process was stopped or slept, so perhaps were the others.
+        asleep, self.looked = now - self.looked, now
+        for group in self.groups:
+            if self.leaving and not group.leaving:
+                group.leave()
+            group.look(now, asleep if asleep > 5 else 0.0)
+
+    def run(self, log: Log) -> int:
+        """Supervise one group in the main thread, and heed signals; return the exit status or raise.
+
+        Ctrl-C leaves at the end of the round, a second one immediately. Any number of SIGTERMs counts as one
+        Ctrl-C; with `grace_seconds` the replica parts within that time and the status is AGAIN_STATUS.
+        """
+        (group,), signals = self.groups, list[int]()
+        if threading.current_thread() is threading.main_thread():
+            count_signals(signals)
+        group.begin()
+        while group.result is None:
+            self.look()
+            grace = group.config.grace_seconds
+            if grace and signal.SIGTERM in signals:
+                if not group.parting.asked():
+                    log(f"SIGTERM: saving, and leaving within {grace:g} s")
+                    group.part(grace)
+                signals.remove(signal.SIGTERM)
+            if len(signals) > 1:
+                log("leaving now")
+                group.end(130, "it was told to leave at once")
+            elif signals and not group.leaving:
+                group.leave("; once more (Ctrl-C) leaves now")
+        if group.error:
+            raise group.error
+        return group.result
+
+
+def count_signals(signals: list[int]) -> None:
+    """Record signals. SIGTERM counts once: Slurm sends it to every process, and a script may pass it on."""
+
+    def count(number: int, frame: object) -> None:
+        if number != signal.SIGTERM or signal.SIGTERM not in signals:
+            signals.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, count)
+
+
+def join(config: JoinConfig) -> int:
+    """Take part in a run until it ends or we leave; return the exit status."""
+    from isthmus.runtime.failure import told_in_one_line
+    from isthmus.runtime.versions import check_torch
+
+    check_torch()
+    prepare()
+    with told_in_one_line(f"replica {config.replica}: "):
+        from isthmus.runtime.heartbeat import WaitingNotes
+        from isthmus.runtime.preflight import Place
+
+        place = Place.of(config)
+        place.check()
+        notes = None
+        if config.leads:
+            every = place.ledger.run.recipe.bucket.heartbeat_seconds
+            notes = WaitingNotes(place.work, place.ledger.beat, every)
+            notes.start()
+        group = Group(place.config, place.member, place.log, notes)
+        group.continue_after_crash()
+        return Supervisor([group]).run(place.log)

@@ -23,8 +23,8 @@ from isthmus.replica.control_group import ControlGroup, all_true
 from isthmus.runlog.facts import Facts
 from isthmus.runtime.admission import NO_SHARE, Admission
 from isthmus.runtime.checkpoint import PARAMS, Checkpoint, Place
+from isthmus.runtime.leaving import Parted, Parting
 from isthmus.runtime.outer_step import Files
-from isthmus.runtime.parting import Parted, Parting
 from isthmus.runtime.session import Session
 from isthmus.runtime.status import INNER_STEPS, Measured, WorkerStatus
 from isthmus.subspace.boundaries import BasisSet, as_sent
