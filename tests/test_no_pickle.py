@@ -23,7 +23,8 @@ NAMES = {
 }
 # A supervisor forks its own workers: a function's name, strings and a pipe of its own, which carries JSON.
 OURS = {
-    "supervisor.py": (
+    "supervisor.py": ("multiprocessing.connection",),
+    "workers.py": (
         *("imports multiprocessing", "multiprocessing.connection", "multiprocessing.process"),
         "imports Pipe",
     ),

@@ -22,11 +22,12 @@ from isthmus.protocol.heartbeat import WAITING, Heartbeat, fitting
 from isthmus.runtime import versions, worker
 from isthmus.runtime.checkpoint import put_aside
 from isthmus.runtime.failure import MOST_KILLS, PASSING_STATUS, Failure, Failures
+from isthmus.runtime.group import Group
 from isthmus.runtime.heartbeat import WaitingNotes
 from isthmus.runtime.leaving import AGAIN_STATUS, Orders, Settled
 from isthmus.runtime.process import History, JoinConfig
 from isthmus.runtime.recorder import ANSWER_SECONDS, Recorder
-from isthmus.runtime.supervisor import Group, Worker
+from isthmus.runtime.workers import Worker
 from isthmus.store.retry import StoreError
 
 

@@ -84,7 +84,7 @@ def train(
     from isthmus.runtime.versions import check_torch
 
     check_torch()
-    from isthmus.runtime.supervisor import prepare
+    from isthmus.runtime.workers import prepare
 
     prepare()  # it imports torch while we do
     from isthmus.runtime.train import train as start

@@ -59,7 +59,7 @@ def train(args: argparse.Namespace) -> int:
 
     check_torch()
     with told_in_one_line():
-        from isthmus.runtime.supervisor import prepare
+        from isthmus.runtime.workers import prepare
 
         prepare()  # it imports torch while we do
         from isthmus.cli.simulate import print_results

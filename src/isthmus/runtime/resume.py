@@ -18,9 +18,10 @@ from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.place import bucket_of
 from isthmus.protocol.trust import load_signer
 from isthmus.runlog import REAL, RunDir
+from isthmus.runtime.group import Group
 from isthmus.runtime.preflight import check_corpus, check_not_taken, check_start
 from isthmus.runtime.process import is_running, lock_file, lock_owner
-from isthmus.runtime.supervisor import Group, Supervisor
+from isthmus.runtime.supervisor import Supervisor
 from isthmus.store.retry import StoreError
 
 TIMEOUT_SECONDS = 120.0  # a replica's time to start, after which the others continue without it

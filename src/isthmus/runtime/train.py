@@ -43,13 +43,15 @@ from isthmus.runlog.results import Results
 from isthmus.runtime.create import check_free, create
 from isthmus.runtime.disk_watch import DiskWatch
 from isthmus.runtime.fits import check_fits, device_memory
+from isthmus.runtime.group import Group
 from isthmus.runtime.heartbeat import WaitingNotes
 from isthmus.runtime.preflight import check_device, check_trainable
 from isthmus.runtime.process import JoinConfig, logger
 from isthmus.runtime.recorder import Recorder, Scoring
 from isthmus.runtime.resume import StartingHeartbeats, check_resumable, checked_ledger, keys_of, lock_run
 from isthmus.runtime.scoring import scoring_devices
-from isthmus.runtime.supervisor import Group, Supervisor, prepare
+from isthmus.runtime.supervisor import Supervisor
+from isthmus.runtime.workers import prepare
 from isthmus.simulator.run import about_run
 from isthmus.store.objects import open_store
 
