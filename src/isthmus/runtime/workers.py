@@ -86,8 +86,9 @@ class Worker:
         from isthmus.runtime.worker import begin
 
         ours, theirs = Pipe()
-        # Plain strings and our own pipe: multiprocessing pickles them, for our own process.
-        environment = {name: str(value) for name, value in place.items()}
+        # Plain strings and our own pipe: multiprocessing pickles them, for our own process. The server has
+        # the environment of its start, which may have changed.
+        environment = dict(os.environ) | {name: str(value) for name, value in place.items()}
         told = config.to_json(), json.dumps(asdict(history)), environment, theirs
         fork, spawn = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
         process = (fork if FORKS else spawn).Process(target=begin, args=told)
