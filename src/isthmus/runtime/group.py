@@ -60,15 +60,14 @@ class Group:
         self.lock: BinaryIO | None = None
 
     def begin(self) -> None:
+        """Take the work folder and start. The workers of an earlier supervisor ended with it."""
         self.lock = lock_file(self.config.lock)
+        earlier = last_incarnation(self.config.lock)
+        if self.notes and earlier:
+            self.notes.wait_for("the next start: its supervisor was started again", History(earlier))
         stages = self.member.config.stages
         self.log(f"joining as {self.member.config.kind} replica of {stages} stage{'s' * (stages > 1)}")
         self.start()
-
-    def continue_after_crash(self) -> None:
-        """Say in the bucket that the workers of an earlier supervisor ended with it."""
-        self.history = replace(self.history, incarnation=last_incarnation(self.config.lock))
-        self._say_ended("the next start: its supervisor was started again")
 
     def start(self) -> None:
         """Start the workers with torchrun's variables, as another launcher would."""

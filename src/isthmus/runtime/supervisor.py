@@ -144,5 +144,4 @@ def join(config: JoinConfig) -> int:
             notes = WaitingNotes(place.work, place.ledger.beat, every)
             notes.start()
         group = Group(place.config, place.member, place.log, notes)
-        group.continue_after_crash()
         return Supervisor([group]).run(place.log)

@@ -88,7 +88,6 @@ def join(config: JoinConfig) -> int:
         if leads:
             place.check()
         with lock_file(config.lock) if leads else nullcontext() as orders.lock:
-            previous = last_incarnation(config.lock)
 
             def leave(number: int, frame: object) -> None:
                 if number == signal.SIGTERM and config.grace_seconds:
@@ -99,6 +98,8 @@ def join(config: JoinConfig) -> int:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, leave)
             restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            # Who asked an earlier job to leave did not ask this one.
+            previous = last_incarnation(config.lock) if restarts else ""
             return work(config, orders, History(previous, restarts))
 
 
