@@ -45,6 +45,7 @@ TRAIN_SECONDS = (2.0, 3.0)
 BEAT_SECONDS = 3.0
 MOST_EACH = 60  # members of one process
 PAYLOAD = "payload get"
+BEAT = "heartbeat"  # as many as its seconds allow: a round that takes longer has more of them
 ONE_SHARD = RECIPE.split("[[replicas]]")[0].replace("heartbeat_seconds = 5", "heartbeat_seconds = 3")
 
 
@@ -135,7 +136,7 @@ def light(ledger: Ledger, anchor: str) -> None:
             )
         return known.get(t)
 
-    ledger.manifest = manifest  # type: ignore[method-assign]
+    ledger.manifest = ledger.manifests.manifest = manifest
 
 
 class Part:
@@ -159,7 +160,10 @@ class Part:
 
     def counted(self) -> Counter[str]:
         found = sum((Counter(member.ledger.store.requests) for member in self.members), Counter[str]())
-        return found + Counter({PAYLOAD: self.delayed.payload_reads, "get": -self.delayed.payload_reads})
+        beats = sum(member.num_beats for member in self.members)
+        found.update({PAYLOAD: self.delayed.payload_reads, "get": -self.delayed.payload_reads})
+        found.update({BEAT: beats, "put": -beats})
+        return found
 
 
 def serve(pipe: Connection, *args: Any) -> None:

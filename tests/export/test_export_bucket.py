@@ -12,6 +12,7 @@ from isthmus.cli.main import main
 from isthmus.export.source import open_trained
 from isthmus.model.hf import read_config, read_params
 from isthmus.protocol.ledger import Ledger, read_run
+from isthmus.protocol.manifests import Manifests
 from isthmus.protocol.replay import Replay
 from isthmus.store.objects import open_store
 
@@ -94,6 +95,6 @@ def test_the_history_of_such_a_run_verifies_and_a_sweep_leaves_theta_0(trained_r
 
 def test_generate_reads_no_manifest_that_its_replay_does_not_need(trained_run, monkeypatch, capsys):
     """What a run was trained on in all is counted for those who ask: export and eval."""
-    monkeypatch.setattr(Ledger, "between", lambda *_: pytest.fail("it walks the manifests"))
+    monkeypatch.setattr(Manifests, "between", lambda *_: pytest.fail("it walks the manifests"))
     assert main(["generate", str(trained_run / "bucket"), "It was", "--max-tokens", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] <= 2

@@ -25,6 +25,7 @@ from isthmus.model.digest import anchor_digest, shard_digest
 from isthmus.protocol import replay as replay_module
 from isthmus.protocol.access import open_ledger
 from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.manifests import Manifests
 from isthmus.protocol.replay import Replay
 from isthmus.replica.evaluate import Scorer
 from isthmus.runlog import TIMING_FIELDS, Row, RunDir
@@ -241,7 +242,7 @@ def test_a_history_that_does_not_add_up_is_named_and_rows_still_come(recorded, m
 def test_where_payloads_were_swept_it_goes_on_from_the_next_anchor_and_says_so(
     recorded, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(Ledger, "check_confirmed", lambda *args: None)
+    monkeypatch.setattr(Manifests, "check_confirmed", lambda *args: None)
     shutil.copytree(recorded.bucket, tmp_path / "bucket")
     recorded.bucket = str(tmp_path / "bucket")
     recorder = recorded.recorder()

@@ -1,7 +1,6 @@
 """A contributor gone bad, with a valid key and its own prefixes: the others go on, and lose nothing."""
 
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -243,7 +242,7 @@ def test_a_heartbeat_or_a_note_that_is_no_file_is_none(folder_url: str, tmp_path
         plant(Path(folder_url), kind, f"members/c/{name}.json")
     give(1, a, b, c)
     assert at_once(lambda: closes(a, 1), lambda: a.ledger.heartbeat("c"), timeout_seconds=20) == [True, None]
-    assert a.ledger.waiting("c", None, time.time()) is None
+    assert a.ledger.heartbeat("c", "waiting") is None
 
 
 def test_a_closer_that_may_read_no_commit_but_its_own_settles_nothing(

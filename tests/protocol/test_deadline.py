@@ -21,7 +21,8 @@ def run(times: Times, recipe: Recipe | None = None, last: int = ROUNDS) -> list[
     """(deadline, who counted) of each round. All live; a round ends at its deadline, not before two came."""
     recipe = recipe or parse_recipe(LONG)
     names, manifests = [member.name for member in recipe.fleet()], dict[int, Manifest]()
-    ledger: Any = SimpleNamespace(run=SimpleNamespace(recipe=recipe), manifests=manifests)
+    ledger: Any = SimpleNamespace(run=SimpleNamespace(recipe=recipe), known=manifests.get)
+    ledger.settled = manifests.__getitem__
     ledger.committed = lambda t: set(names)
     members, rounds = Members(ledger), []
     for t in range(1, last + 1):

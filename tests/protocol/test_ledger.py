@@ -21,9 +21,10 @@ from isthmus.model.llama import init_params
 from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, RunInfo, Shard, read_run
+from isthmus.protocol.payloads import shard_key
 from isthmus.protocol.replay import Replay
 from isthmus.protocol.shards import unpack_shards
-from isthmus.protocol.trust import Refused, Signer, canonical, load_signer, new_secret, sha256
+from isthmus.protocol.trust import Signer, canonical, load_signer, new_secret, sha256
 from isthmus.store import open_store
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -172,7 +173,7 @@ def test_a_long_run_is_opened_without_deep_recursion(folder_url: str, tmp_path: 
             deadline_seconds=1,
             seconds=1,
         )
-        made = replace(a.ledger.in_epoch(made), previous=previous)
+        made = replace(a.ledger.manifests.in_epoch(made), previous=previous)
         sealed = a.ledger.signer.seal("manifest", run.run.run_id, made)
         (Path(folder_url) / "manifests").mkdir(exist_ok=True)
         Path(folder_url, "manifests", f"{t:06d}.json").write_bytes(sealed)
@@ -188,7 +189,7 @@ def test_a_long_run_is_opened_without_deep_recursion(folder_url: str, tmp_path: 
 def test_a_reader_never_skips_a_listed_payload_on_its_own(history: str, spoil: str):
     reader = Replica(history, "c", signer_of(history, "c"))
     shard = reader.ledger.manifest(1).entries[1].shards[2]
-    path = Path(history, reader.ledger.shard_key("b", 1, shard))
+    path = Path(history, shard_key("b", 1, shard))
     if spoil == "delete":
         path.unlink()
     else:
@@ -332,7 +333,7 @@ def test_verify_replays_every_round_and_compares_anchors(history: str, capsys):
 
 def a_payload(history: str) -> None:
     entry = ledger_of(history).manifest(3).entries[1]
-    path = Path(history, ledger_of(history).shard_key("b", 3, entry.shards[2]))
+    path = Path(history, shard_key("b", 3, entry.shards[2]))
     path.write_bytes(path.read_bytes()[:-1] + b"x")
 
 
@@ -491,10 +492,3 @@ def test_run_json_fixes_recipe_keys_and_closers(folder_url: str, tmp_path: Path)
     text = Path(folder_url, "run.json").read_text()
     for name in "abc":
         assert (tmp_path / "keys" / f"{name}.key").read_text().strip() not in text
-
-
-def test_get_shard_refuses_an_index_that_is_not_there(history: str):
-    ledger = ledger_of(history)
-    shard = ledger.manifest(1).entries[0].shards[0]
-    with pytest.raises(Refused, match="not a size of this run"):
-        ledger.get_shard("a", 1, type(shard)(7, shard.digest, shard.size))

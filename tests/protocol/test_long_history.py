@@ -120,9 +120,9 @@ def test_what_a_ledger_keeps_does_not_grow_with_the_rounds(folder_url: str, tmp_
     ledger, kept = fresh(run), []
     for t in range(1, run.done + 1):
         assert ledger.manifest(t).round == t
-        kept.append(sum(len(each) for each in vars(ledger).values() if isinstance(each, dict)))
+        kept.append(sum(len(each) for each in vars(ledger.manifests).values() if isinstance(each, dict)))
     assert kept[-1] == kept[2 * manifests.KEPT + 1] < 6 * manifests.KEPT
-    assert sorted(ledger.manifests) == list(range(run.done - manifests.KEPT + 1, run.done + 1))
+    assert sorted(ledger.manifests.kept) == list(range(run.done - manifests.KEPT + 1, run.done + 1))
     first = ledger.manifest(1)  # it can be read again
     assert first.previous == ledger.run.digest
 

@@ -11,6 +11,7 @@ from little import hasty as hasty
 from isthmus.errors import RunStopped
 from isthmus.protocol.missing import RETRY_SECONDS, LedPast
 from isthmus.protocol.patience import LeftWaiting
+from isthmus.protocol.payloads import shard_key
 
 pytestmark = pytest.mark.usefixtures("hasty")
 NO_ANCHORS = RECIPE.replace("anchor_every = 2", "anchor_every = 100")
@@ -19,7 +20,7 @@ NO_ANCHORS = RECIPE.replace("anchor_every = 2", "anchor_every = 100")
 def lose(replica: Replica, name: str, round_number: int) -> Callable[[], object]:
     """Delete a shard that a round counts; a call that puts it again."""
     shard = replica.ledger.manifest(round_number).entry(name).shards[2]
-    store, key = replica.ledger.store, replica.ledger.shard_key(name, round_number, shard)
+    store, key = replica.ledger.store, shard_key(name, round_number, shard)
     data = store.get(key, max_bytes=shard.size)
     store.delete(key)
     return lambda: store.put(key, data)

@@ -11,7 +11,6 @@ from little import hasty as hasty
 
 from isthmus.layout.requests import num_looks, pause_seconds, round_requests
 from isthmus.protocol.heartbeat import Heartbeat, silent_after
-from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.looks import RoundClock
 from isthmus.protocol.presence import Presence
 from isthmus.store import Store
@@ -135,10 +134,8 @@ def test_a_round_is_expected_when_the_last_ones_took_so_long():
 
 def test_nobody_is_left_out_because_a_listing_lags(folder_url: str, tmp_path: Path, monkeypatch):
     a, b, c = started(folder_url, tmp_path)
-    real = Ledger.scan_commits
-    monkeypatch.setattr(
-        Ledger, "scan_commits", lambda self, t: {n: i for n, i in real(self, t).items() if n != "c"}
-    )
+    real = a.ledger.scan_commits
+    monkeypatch.setattr(a.ledger, "scan_commits", lambda t: {n: i for n, i in real(t).items() if n != "c"})
     give(2, a, b, c)
     c.beat("left")
     assert closes(a, 2)
@@ -151,7 +148,7 @@ def test_nobody_is_held_for_silent_because_a_listing_lags(folder_url: str, tmp_p
     ago(a, "members/c/live.json", 60)
     assert presence.alive("c", 2)  # it has heard of that one, and watches
     old = a.ledger.scan_heartbeats()
-    monkeypatch.setattr(Ledger, "scan_heartbeats", lambda self: old)
+    monkeypatch.setattr(a.ledger, "scan_heartbeats", lambda: old)
     c.beat()
     presence.clock.now += 2 * a.recipe.bucket.heartbeat_seconds
     assert presence.alive("c", 2)

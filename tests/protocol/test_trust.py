@@ -21,6 +21,7 @@ from isthmus.errors import ConfigError
 from isthmus.outer.exchange import Contribution
 from isthmus.protocol.heartbeat import Heartbeat, Vitals, fitting
 from isthmus.protocol.ledger import Shard
+from isthmus.protocol.payloads import shard_key
 from isthmus.protocol.trust import (
     MAX_DOCUMENT_BYTES,
     Refused,
@@ -147,14 +148,14 @@ def truncated_and_owned_up_to(c: Replica, b: Replica) -> None:
 def truncated_on_the_way(c: Replica, b: Replica) -> None:
     mine = c.update()
     c.deliver_as(1, mine)
-    c.ledger.store.put(c.ledger.shard_key("c", 1, c.entry(mine).shards[1]), mine.shards[1][:-5])
+    c.ledger.store.put(shard_key("c", 1, c.entry(mine).shards[1]), mine.shards[1][:-5])
 
 
 @refused("shard 0 does not match its commit")
 def a_shard_that_does_not_match_its_commit(c: Replica, b: Replica) -> None:
     mine, other = c.update(), c.update()
     c.deliver_as(1, mine)
-    c.ledger.store.put(c.ledger.shard_key("c", 1, c.entry(mine).shards[0]), other.shards[0])
+    c.ledger.store.put(shard_key("c", 1, c.entry(mine).shards[0]), other.shards[0])
 
 
 @refused("shard 2 is malformed: .* not finite")
@@ -186,7 +187,7 @@ def with_one_huge_value(c: Replica, b: Replica) -> None:
 def with_a_missing_shard(c: Replica, b: Replica) -> None:
     mine = c.update()
     c.deliver_as(1, mine)
-    c.ledger.store.delete(c.ledger.shard_key("c", 1, c.entry(mine).shards[1]))
+    c.ledger.store.delete(shard_key("c", 1, c.entry(mine).shards[1]))
 
 
 @refused("shard 0 is missing")
@@ -208,7 +209,7 @@ def with_an_oversized_shard_declared(c: Replica, b: Replica) -> None:
 def with_an_oversized_object(c: Replica, b: Replica) -> None:
     mine = c.update()
     c.deliver_as(1, mine)
-    c.ledger.store.put(c.ledger.shard_key("c", 1, c.entry(mine).shards[1]), bytes(3_000_000))
+    c.ledger.store.put(shard_key("c", 1, c.entry(mine).shards[1]), bytes(3_000_000))
 
 
 @refused(r"the commit: .* holds \d+ bytes; at most")

@@ -31,6 +31,7 @@ from isthmus.protocol.exchange import LedgerExchange
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.judge import judge
 from isthmus.protocol.ledger import Ledger, read_run
+from isthmus.protocol.payloads import commit_key
 from isthmus.protocol.replay import digest_from_bucket
 from isthmus.protocol.shards import ShardReader, unpack_shards
 from isthmus.protocol.trust import Signer, load_signer, sha256
@@ -160,7 +161,7 @@ class Replica:
         self.ledger.commit(replace(entry, round=round_number))
 
     def commit_key(self, round_number: int = 1) -> str:
-        return self.ledger.commit_key(self.name, round_number)
+        return commit_key(self.name, round_number)
 
     def sealed(self, round_number: int, entry: Commit, by: Signer | None = None, **changed: Any) -> bytes:
         body = to_builtins(replace(entry, round=round_number))

@@ -128,7 +128,7 @@ class BucketRun(Run):
     def refresh(self) -> None:
         """Read the fleet again, too: replicas come and go, rounds are added."""
         super().refresh()
-        self.ledger.membership.look()
+        self.ledger.look()
         self.recipe = self.ledger.run.recipe
 
     def weights(self, round: int | None = None) -> "dict[str, Tensor]":

@@ -150,13 +150,13 @@ def revoke(args: argparse.Namespace) -> int:
     from isthmus.protocol.membership import Changes
 
     ledger, owner = open_as_owner(args.url, args.key)
-    if ended := args.replica not in ledger.run.keys and ledger.membership.newest.ended.get(args.replica):
+    if ended := args.replica not in ledger.run.keys and ledger.epoch.ended.get(args.replica):
         print(f"{args.replica} was revoked before (epoch {ended}).")
         return 0
     find_member(ledger.run, args.replica)
     if ledger.run.closers == (args.replica,):
         words = f"name another first: isthmus members {args.url} --closers NAMES"
         raise ConfigError(f"{args.replica} is the only closer of this run; {words}")
-    epoch = ledger.membership.order(owner, Changes(revoked=[args.replica]))
+    epoch = ledger.order(owner, Changes(revoked=[args.replica]))
     print(f"{args.replica} is revoked (epoch {epoch.number}): from the end of the open round on.")
     return 0

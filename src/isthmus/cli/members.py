@@ -97,7 +97,7 @@ def members(args: argparse.Namespace) -> int:
         ledger, owner = open_as_owner(args.url, args.key)
         for name in closers:
             find_member(ledger.run, name)
-        epoch = ledger.membership.order(owner, Changes(closers=closers))
+        epoch = ledger.order(owner, Changes(closers=closers))
         print(f"rounds are closed by {', '.join(closers)} (epoch {epoch.number}), after the open one.")
         return 0
     found = gather(open_ledger(args.url))
@@ -113,7 +113,7 @@ def gather(ledger: "Ledger", now: float | None = None) -> MembersReport:
     run, signs, last = ledger.run, read_signs(ledger, now), ledger.last_round()
     first = max(1, last - RECENT + 1)
     read = list(ledger.between(first, last))
-    founders = ledger.membership.epochs[0].run.keys
+    founders = ledger.epochs[0].run.keys
     shares = read[-1].dealt_in if read else founders
     lines = []
     for name, (since, until, epoch) in _spans(ledger, last).items():
@@ -137,12 +137,12 @@ def gather(ledger: "Ledger", now: float | None = None) -> MembersReport:
         run=run.recipe.name,
         run_id=run.run_id,
         epoch=ledger.epoch_of(last + 1).number,
-        written=ledger.membership.newest.number,
+        written=ledger.epoch.number,
         round=last,
         rounds=run.recipe.outer.rounds,
         counted_from=first,
         members=lines,
-        note=ledger.membership.odd,
+        note=ledger.odd,
     )
 
 
@@ -150,7 +150,7 @@ def _spans(ledger: "Ledger", last: int) -> "dict[str, tuple[int, int | None, Epo
     """Map each replica to its first round, its last round if revoked, and the newest epoch that lists it."""
     begins = _first_rounds(ledger, last)
     spans: dict[str, tuple[int, int | None, Epoch]] = {}
-    for epoch in ledger.membership.epochs:
+    for epoch in ledger.epochs:
         begin = begins.get(epoch.number, last + 2)
         for name, (since, until, before) in spans.items():
             if until is None and name not in epoch.run.keys:
@@ -164,7 +164,7 @@ def _spans(ledger: "Ledger", last: int) -> "dict[str, tuple[int, int | None, Epo
 def _first_rounds(ledger: "Ledger", last: int) -> dict[int, int]:
     """Map each epoch to its first round, or a later one."""
     found = {0: 1}
-    for epoch in ledger.membership.epochs[1 : ledger.epoch_of(last + 1).number + 1]:
+    for epoch in ledger.epochs[1 : ledger.epoch_of(last + 1).number + 1]:
         found[epoch.number] = ledger.first_round_of(epoch.number, found[epoch.number - 1], last + 1)
     return found
 
@@ -201,7 +201,7 @@ def extend(args: argparse.Namespace) -> int:
     if is_run_dir(args.url) and RunDir.open(args.url).about.get("mode") != REAL:
         return extend_simulated(RunDir.open(args.url), args.rounds)
     ledger, owner = open_as_owner(args.url, args.key)
-    recipe, epoch = ledger.run.recipe, ledger.membership.newest
+    recipe, epoch = ledger.run.recipe, ledger.epoch
     folder = RunDir.open(args.url) if is_run_dir(args.url) else None
     note = owners_folder(args, recipe.name) / "run.extend"
     if folder and folder.recipe.outer.rounds < recipe.outer.rounds:
@@ -226,12 +226,12 @@ def _order_longer(ledger: "Ledger", owner: "Signer", more: int, note: Path) -> "
 
     run, rounds = ledger.run, ledger.run.recipe.outer.rounds
     if read_note(note) == f"{run.run_id} {rounds - more} {rounds}":  # the order reached the bucket
-        epochs = ledger.membership.epochs
+        epochs = ledger.epochs
         made = next(epoch.number for epoch in epochs if epoch.run.recipe.outer.rounds == rounds)
         return epochs[made - 1].run.recipe, epochs[made]
     with suppress(OSError):  # the owner's key may be in a read-only folder
         replace_file(note, f"{run.run_id} {rounds} {rounds + more}")
-    return run.recipe, ledger.membership.order(owner, Changes(rounds=rounds + more))
+    return run.recipe, ledger.order(owner, Changes(rounds=rounds + more))
 
 
 def extend_simulated(run: RunDir, rounds: int) -> int:

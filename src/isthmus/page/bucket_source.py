@@ -113,7 +113,7 @@ class BucketReader:
     def _advance(self, deadline: float) -> None:
         """Read the newest rounds, then those settled since; the next poll continues after the deadline."""
         if self.done >= self.recipe.outer.rounds:
-            self.ledger.membership.look()  # `extend` may have added rounds
+            self.ledger.look()  # `extend` may have added rounds
         if self.newest <= self.done:
             self.newest = self.ledger.last_round()
         started = self.done

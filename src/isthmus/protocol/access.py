@@ -5,7 +5,7 @@ from pathlib import Path
 from isthmus.config import Member
 from isthmus.errors import ConfigError
 from isthmus.protocol.ledger import Ledger, RunInfo, read_run
-from isthmus.protocol.manifests import check_pinned
+from isthmus.protocol.objects import check_pinned
 from isthmus.protocol.place import find_place, is_run_dir
 from isthmus.protocol.trust import OWNER, Signer, load_signer
 from isthmus.runlog import REAL
@@ -25,7 +25,7 @@ def open_ledger(url: str) -> Ledger:
         )
     store = open_store(place.bucket, create=False)
     ledger = Ledger(store, read_run(store))
-    ledger.membership.look()
+    ledger.look()
     return ledger
 
 
@@ -46,7 +46,7 @@ def open_as(store: Store, replica: str, key: str = "") -> tuple[Ledger, Path]:
     ledger = Ledger(
         store, read_run(store, load_signer(named, replica) if named and named.is_file() else None)
     )
-    run = ledger.membership.look().run
+    run = ledger.look().run
     path = named or Path("keys") / run.recipe.name / f"{replica}.key"
     if not path.is_file():
         find_member(run, replica)  # a misspelt name is named as such, before its key is missed
@@ -60,7 +60,7 @@ def open_as(store: Store, replica: str, key: str = "") -> tuple[Ledger, Path]:
 
 def check_not_revoked(ledger: Ledger, signer: Signer) -> None:
     """Raise ConfigError if the owner has revoked this key. The replica may have another key since."""
-    epoch, key = ledger.membership.newest, signer.public_key
+    epoch, key = ledger.epoch, signer.public_key
     if key in epoch.used and signer.replica in epoch.ended and epoch.run.keys.get(signer.replica) != key:
         raise ConfigError(ledger.revoked(signer.replica, ledger.last_round() + 2))
 

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from isthmus.errors import RunError
-from isthmus.protocol.documents import AnchorDocument, decode
-from isthmus.protocol.payloads import Payloads
-from isthmus.protocol.trust import MAX_DOCUMENT_BYTES, Refused, open_raw, sha256
+from isthmus.protocol.cut import Cut
+from isthmus.protocol.documents import AnchorDocument, RunInfo
+from isthmus.protocol.manifests import Manifests
+from isthmus.protocol.objects import Objects
+from isthmus.protocol.trust import MAX_DOCUMENT_BYTES, Refused, sha256
 from isthmus.store import StoreRefused
+from isthmus.store.together import together
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +26,15 @@ FILES_AT_ONCE = 4  # each may be large
 NEAR = 4  # anchors requested by name before listing them all
 
 
-class Anchors(Payloads):
+class Anchors:
     """theta^(t) as closers write it, and the checks that decide which anchors count."""
+
+    def __init__(self, objects: Objects, manifests: Manifests, cut: Cut) -> None:
+        self.objects, self.store, self.manifests, self.cut = objects, objects.store, manifests, cut
+
+    @property
+    def run(self) -> RunInfo:
+        return self.manifests.membership.run
 
     def put_anchor_shard(self, round_number: int, index: int, tensors: "Mapping[str, Tensor]") -> str:
         from safetensors.torch import save  # loads torch, which `status` does without
@@ -34,29 +44,26 @@ class Anchors(Payloads):
         return sha256(data)
 
     def complete_anchor(self, round_number: int, digest: str, files: Sequence[str]) -> None:
-        manifest = self.digest_of(round_number)
+        manifest = self.manifests.digest_of(round_number)
         body = AnchorDocument(round=round_number, digest=digest, files=tuple(files), manifest=manifest)
-        sealed = self.signer.seal("anchor", self.run.run_id, body)
-        self.store.put(_complete_key(round_number), sealed)
+        self.store.put(_complete_key(round_number), self.objects.seal("anchor", body))
 
     def has_anchor(self, round_number: int) -> bool:
         """Whether a complete anchor exists. Its content is not checked."""
-        with suppress(StoreRefused):
-            return self.store.foreign(lambda: self.store.head(_complete_key(round_number))) is not None
-        return False
+        return self.objects.exists(_complete_key(round_number))
 
     def anchor_rounds(self) -> list[int]:
         """Settled rounds with a complete anchor, oldest first; theta^(0) only if run.json names it."""
         names = (
             re.fullmatch(r"anchors/([0-9]{6,7})/complete\.json", key) for key in self.store.list("anchors/")
         )
-        rounds, last = sorted({int(name[1]) for name in names if name}), self.last_round()
+        rounds, last = sorted({int(name[1]) for name in names if name}), self.manifests.last_round()
         return [t for t in rounds if (t or self.run.start) and t <= last]
 
     def anchors_down(self, last: int) -> Iterator[int]:
         """Yield the same rounds up to `last`, newest first. Closers write an anchor every few rounds, so it
         requests the last few by name and lists all of them only to go further back."""
-        last = last if last <= self.newest else min(last, self.last_round())
+        last = last if last <= self.manifests.newest else min(last, self.manifests.last_round())
         every = self.run.recipe.bucket.anchor_every
         near = list(islice(range(last - last % every, 0, -every), NEAR))
         yield from (t for t in near if self.has_anchor(t))
@@ -65,27 +72,28 @@ class Anchors(Payloads):
     def anchor_header(self, round_number: int) -> tuple[str, AnchorDocument]:
         """(writer, complete.json) of an anchor; Refused unless a closer signed it for this history."""
         try:
-            sealed = self._theirs(_complete_key(round_number), MAX_DOCUMENT_BYTES)
+            sealed = self.objects.read(_complete_key(round_number), MAX_DOCUMENT_BYTES)
         except StoreRefused as error:
             raise Refused(str(error)) from None
         if sealed is None:
             raise Refused("it is not complete")
-        writer, body = open_raw(sealed, "anchor", self.run.run_id, self.at(round_number).keys)
+        writer, document = self.objects.open(
+            sealed, "anchor", AnchorDocument, self.manifests.at(round_number).keys
+        )
         try:
-            document = decode(body, AnchorDocument, "anchor")
             self._check_header(writer, document, round_number)
         except Refused as reason:
             raise Refused(f"{reason} (it was written by {writer})") from None
         return writer, document
 
     def _check_header(self, writer: str, anchor: AnchorDocument, round_number: int) -> None:
-        if writer not in self.at(round_number).closers:
+        if writer not in self.manifests.at(round_number).closers:
             raise Refused(f"{writer} may not write it")
-        if anchor.round != round_number or len(anchor.files) != len(self.shards):
+        if anchor.round != round_number or len(anchor.files) != len(self.cut.shards):
             raise Refused("it is for another round or another model")
-        if round_number and self.manifest(round_number) is None:
+        if round_number and self.manifests.manifest(round_number) is None:
             raise Refused("its round is not settled")
-        if anchor.manifest != self.digest_of(round_number):
+        if anchor.manifest != self.manifests.digest_of(round_number):
             raise Refused("it belongs to another history")
         if round_number == 0 and anchor.digest != self.run.start:
             raise Refused("it is not the theta^(0) that run.json names")
@@ -101,11 +109,10 @@ class Anchors(Payloads):
         try:
             _, anchor = self.anchor_header(round_number)
             if confirmed and round_number:
-                self.check_confirmed(round_number, anchor.digest)
+                self.manifests.check_confirmed(round_number, anchor.digest)
             tensors: dict[str, Tensor] = {}
-            for file in self.store.together(
-                [partial(self._anchor_file, round_number, i, anchor.files[i]) for i in wanted], FILES_AT_ONCE
-            ):
+            files = [partial(self._file, round_number, i, anchor.files[i]) for i in wanted]
+            for file in together(files, FILES_AT_ONCE):
                 tensors |= file
             return anchor.digest, tensors
         except Refused as reason:
@@ -113,28 +120,29 @@ class Anchors(Payloads):
 
     def is_whole(self, anchor: int) -> bool:
         """Whether all files of an anchor exist. Their hashes are checked when they are read."""
-        keys = [f"anchors/{anchor:06d}/{i}.safetensors" for i in range(len(self.shards))]
-        return all(self.store.together([partial(self.is_object, key) for key in keys]))
+        keys = [f"anchors/{anchor:06d}/{i}.safetensors" for i in range(len(self.cut.shards))]
+        return all(together([partial(self.objects.exists, key) for key in keys]))
 
     def believed_anchors(self, most: int) -> list[int]:
         """The newest rounds, at most `most`, whose anchors the next manifest confirms; newest first. Reads no
         anchor files."""
-        return list(islice(self._believed(), most))
+        return list(islice(filter(self.is_believed, self.anchors_down(self.manifests.last_round())), most))
 
-    def _believed(self) -> Iterator[int]:
-        for t in self.anchors_down(self.last_round()):
-            with suppress(Refused):
-                if t:
-                    self.check_confirmed(t, self.anchor_header(t)[1].digest)
-                    yield t
+    def is_believed(self, round_number: int) -> bool:
+        """Whether the next manifest confirms an anchor that a closer wrote. Reads no anchor files."""
+        with suppress(Refused):
+            if round_number:
+                self.manifests.check_confirmed(round_number, self.anchor_header(round_number)[1].digest)
+                return True
+        return False
 
-    def _anchor_file(self, round_number: int, index: int, digest: str) -> "dict[str, Tensor]":
+    def _file(self, round_number: int, index: int, digest: str) -> "dict[str, Tensor]":
         from safetensors.torch import load
 
-        shapes = self.shapes
-        limit = 8 * sum(prod(shapes[name]) for name in self.shards[index]) * 2 + 2**20
+        shapes = self.cut.shapes
+        limit = 8 * sum(prod(shapes[name]) for name in self.cut.shards[index]) * 2 + 2**20
         try:
-            data = self._theirs(f"anchors/{round_number:06d}/{index}.safetensors", limit)
+            data = self.objects.read(f"anchors/{round_number:06d}/{index}.safetensors", limit)
             if data is None or sha256(data) != digest:
                 raise Refused(f"file {index} is missing or not what complete.json says")
             loaded = load(data)
@@ -142,13 +150,13 @@ class Anchors(Payloads):
             raise Refused(str(error)) from None
         for name, tensor in loaded.items():  # next to each parameter, the outer method's state for it
             own = name if name in shapes else name.partition("/")[2]
-            if own not in self.shards[index] or tuple(tensor.shape) != shapes[own]:
+            if own not in self.cut.shards[index] or tuple(tensor.shape) != shapes[own]:
                 raise Refused(
                     f"file {index} holds {name[:80]!r}, which this run's model has not in that shape"
                 )
-        wanted = set(self.shards[index])
+        wanted = set(self.cut.shards[index])
         if round_number and self.run.recipe.outer.method == "diloco":
-            wanted |= {f"velocity/{name}" for name in self.shards[index]}
+            wanted |= {f"velocity/{name}" for name in self.cut.shards[index]}
         if missing := wanted - loaded.keys():
             raise Refused(f"file {index} does not hold {min(missing)}")
         return loaded

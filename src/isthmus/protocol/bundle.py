@@ -95,7 +95,7 @@ class Bundle:
         signer = Signer(self.replica, bytes.fromhex(self.key), self.run_sha256)
         store = open_store(self.url, create=False)
         ledger = Ledger(store, read_run(store, signer))
-        run = ledger.membership.look().run
+        run = ledger.look().run
         check_not_revoked(ledger, signer)
         if signer.public_key != run.keys.get(self.replica):  # checked before the key is written
             raise ConfigError(

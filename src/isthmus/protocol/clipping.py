@@ -7,8 +7,7 @@ manifests, so all clip by the same factors.
 from collections.abc import Iterable, Mapping
 
 from isthmus.outer.clip import EARLIER, history_clips, history_factor
-from isthmus.protocol.ledger import Ledger, Manifest
-from isthmus.protocol.manifests import gone
+from isthmus.protocol.ledger import Ledger
 
 LOOK_BACK = 32  # rounds: a longer absence starts a new history, so nobody reads all manifests
 
@@ -16,7 +15,7 @@ LOOK_BACK = 32  # rounds: a longer absence starts a new history, so nobody reads
 def clip_factors(ledger: Ledger, round_number: int, replicas: Iterable[str]) -> list[float] | None:
     """Return the factors for the updates of these replicas in this settled round; None if the median of the
     round clips, or nothing does."""
-    norms = {entry.replica: entry.norm for entry in _settled(ledger, round_number).entries}
+    norms = {entry.replica: entry.norm for entry in ledger.settled(round_number).entries}
     return _factors(ledger, round_number, {name: norms[name] for name in replicas})
 
 
@@ -36,16 +35,9 @@ def _factors(ledger: Ledger, round_number: int, norms: Mapping[str, float]) -> l
     for t in range(round_number - 1, max(0, round_number - 1 - LOOK_BACK), -1):
         if all(len(own) == EARLIER for own in earlier.values()):
             break
-        before = _settled(ledger, t)
+        before = ledger.settled(t)
         for entry in before.entries:
             own = earlier.get(entry.replica, [0.0] * EARLIER)
             if len(own) < EARLIER and entry.replica not in before.clipped:
                 own.append(entry.norm)
     return [history_factor(norm, earlier[name]) for name, norm in norms.items()]
-
-
-def _settled(ledger: Ledger, round_number: int) -> Manifest:
-    manifest = ledger.manifest(round_number)
-    if manifest is None:
-        raise gone(round_number)
-    return manifest

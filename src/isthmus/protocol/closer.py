@@ -188,8 +188,8 @@ class Closer:
 
     def _look_for_orders(self) -> None:
         """Read the owner's changes: the next round belongs to that epoch."""
-        self.ledger.membership.look()
-        if odd := self.ledger.membership.odd:
+        self.ledger.look()
+        if odd := self.ledger.odd:
             self._say(odd)
 
     def _usual_seconds(self, accepted: Collection[str]) -> float | None:

@@ -10,9 +10,10 @@ from math import prod
 from isthmus.config import Recipe
 from isthmus.layout.chunks import packed_many_bytes
 from isthmus.layout.traffic import codec_settings, shard_bytes, shards
-from isthmus.protocol.documents import MOST_SHARDS, RunDocument, RunInfo, Tensor
+from isthmus.protocol.documents import MOST_SHARDS, RunDocument, RunInfo, Shard, Tensor
 from isthmus.protocol.trust import Refused
 
+MAX_FACTS_BYTES = 4096
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -82,3 +83,25 @@ def _check_tensors(run: RunDocument, parts: Sequence[int]) -> None:
         raise Refused("it lists tensors, and has replicas with stages")
     if not run.shard_bytes or len(cut_by_size(run.tensors, run.shard_bytes)) > MOST_SHARDS:
         raise Refused(f"its shards of {run.shard_bytes} bytes are none, or more than {MOST_SHARDS}")
+
+
+class Cut:
+    """The tensors of a run and the shards of its updates."""
+
+    def __init__(self, run: RunInfo) -> None:
+        """`run` is epoch 0: later members do not change the cut."""
+        self.shapes, self.shards, self.sizes = run_shapes(run), run_shards(run), run_sizes(run)
+
+    @property
+    def commit_limit(self) -> int:
+        """Bytes of a commit: its facts, and its shards."""
+        return 2 * MAX_FACTS_BYTES + 128 * len(self.shards)
+
+    def check(self, shards: Sequence[Shard]) -> None:
+        """Raise Refused unless they are all shards of an update once, in order, each of its size."""
+        if [shard.index for shard in shards] != list(range(len(self.shards))):
+            raise Refused("it does not list every shard once")
+        for shard, size in zip(shards, self.sizes, strict=True):
+            if shard.size != size:
+                words = f"shard {shard.index} is said to have {shard.size} bytes; this run's have {size}"
+                raise Refused(words)

@@ -1,9 +1,11 @@
-"""A replica's regular report about itself, and how long it may stay silent."""
+"""A replica's regular report about itself, and how long it may stay silent; its requests to leave."""
 
+import math
 import re
 import socket
 from contextlib import suppress
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
@@ -11,17 +13,26 @@ from msgspec.structs import replace
 from isthmus.config import Recipe
 from isthmus.config.fleet import MOST_STAGES
 from isthmus.layout.requests import MOST_BEAT_SECONDS
-from isthmus.protocol.documents import Document, Round, Start, decode, encode
+from isthmus.protocol.documents import Document, LeaveDocument, Round, Start, decode, encode
+from isthmus.protocol.membership import Membership
+from isthmus.protocol.objects import Objects
 from isthmus.protocol.trust import Refused
 from isthmus.runlog.facts import MAX_WORD, Count, Facts, Figure
+from isthmus.store import StoreRefused
+from isthmus.store.together import together
+
+if TYPE_CHECKING:
+    from isthmus.store import Info
 
 GONE = ("left", "finished")  # the replica has ended and said so
 CATCHING_UP = "catching up"
 READY = "ready"  # it has caught up and trains from the next round on
 BEHIND = ("starting", CATCHING_UP)  # it cannot begin the next round with the others
 LEAVING = ("leaving", "left")  # the next round does not wait for it
+LIVE = "live"  # live.json, a worker's heartbeat
 WAITING = "waiting"  # a launcher without a worker; in waiting.json, never in live.json
 MISSED_HEARTBEATS = 5
+MAX_HEARTBEAT_BYTES = 2**16
 MOST_MISSING = 64  # stages that one heartbeat lists as missing
 Word = Annotated[str, Meta(max_length=MAX_WORD, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
 Stage = Annotated[int, Meta(ge=0, lt=MOST_STAGES)]
@@ -86,6 +97,9 @@ class Heartbeat(Document, frozen=True, kw_only=True):
         return self.state in LEAVING
 
 
+Beat = tuple[Heartbeat, float]  # with its write time by the store's clock
+
+
 def fitting(heartbeat: Heartbeat) -> Heartbeat:
     """Leave out what readers would refuse, such as a word that is too long. Without its heartbeat a replica
     would look as if it were gone."""
@@ -117,3 +131,77 @@ def silent_after(recipe: Recipe, heartbeat: Heartbeat | None = None) -> float:
     every = recipe.bucket.heartbeat_seconds
     said = heartbeat.every_seconds or 0.0 if heartbeat else 0.0
     return max(every, min(said, MOST_BEAT_SECONDS)) + (MISSED_HEARTBEATS - 1) * every
+
+
+class Heartbeats:
+    """The heartbeats and requests to leave of all replicas."""
+
+    def __init__(self, objects: Objects, membership: Membership) -> None:
+        self.objects, self.store, self.membership = objects, objects.store, membership
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Write our heartbeat; a waiting launcher's goes to its own file, since closers read the workers'."""
+        name = WAITING if heartbeat.state == WAITING else LIVE
+        sealed = self.objects.seal("heartbeat", fitting(heartbeat))
+        self.store.put(beat_key(self.objects.signer.replica, name), sealed, durable=False)
+
+    def scan(self) -> "dict[tuple[str, str], Info]":
+        """(replica, live or waiting) -> write time and size, from one listing."""
+        listed = self.store.scan("members")
+        keys = {(r, n): beat_key(r, n) for r in sorted(self.membership.names) for n in (LIVE, WAITING)}
+        return {which: listed[key] for which, key in keys.items() if key in listed}
+
+    def heartbeat(self, replica: str, name: str = LIVE) -> Beat | None:
+        """(the replica's last heartbeat, when it was written by the store's clock), or None. An invalid one
+        counts as none."""
+        key, keys = beat_key(replica, name), self.membership.run.keys
+        with suppress(Refused, StoreRefused):
+            found = self.store.foreign(partial(self.store.get_dated, key, max_bytes=MAX_HEARTBEAT_BYTES))
+            if found is not None:
+                signer, heartbeat = self.objects.open(found[0], "heartbeat", Heartbeat, keys)
+                return (heartbeat, found[1].modified_unix_seconds) if signer == replica else None
+        return None
+
+    def heartbeats(self, now: float) -> tuple[dict[str, Beat], dict[str, Beat]]:
+        """(heartbeats of replicas, notes of launchers without a worker), each by replica: one listing, and a
+        request for each that counts. `now` is the store's time. Readers only."""
+        written, recipe = self.scan(), self.membership.run.recipe
+        beats = self._read([name for name, kind in written if kind == LIVE], LIVE)
+        idle: list[str] = []
+        for (name, kind), info in written.items():
+            live_at = beats[name][1] if name in beats else -math.inf
+            if kind == WAITING and live_at <= info.modified_unix_seconds >= now - silent_after(recipe):
+                # Not while a worker's heartbeats arrive.
+                idle += [name] * (now - live_at >= 2 * recipe.bucket.heartbeat_seconds)
+        return beats, self._read(idle, WAITING)
+
+    def _read(self, names: list[str], document: str) -> dict[str, Beat]:
+        found = together([partial(self.heartbeat, name, document) for name in names])
+        return {name: beat for name, beat in zip(names, found, strict=True) if beat}
+
+    def ask_to_leave(self, incarnation: str) -> None:
+        """Ask this incarnation of our replica, wherever it runs, to leave at the end of its round."""
+        sealed = self.objects.seal("leave", LeaveDocument(incarnation=incarnation))
+        self.store.put(leave_key(self.objects.signer.replica, incarnation), sealed)
+
+    def asked_to_leave(self, incarnation: str) -> bool:
+        """Whether a holder of our key asked this incarnation to leave. Refused if anyone else did."""
+        replica = self.objects.signer.replica
+        try:
+            data = self.objects.read(leave_key(replica, incarnation), MAX_HEARTBEAT_BYTES)
+        except StoreRefused as error:
+            raise Refused(str(error)) from None
+        if data is None:
+            return False
+        signer, said = self.objects.open(data, "leave", LeaveDocument, self.membership.run.keys)
+        if signer != replica or said.incarnation != incarnation:
+            raise Refused(f"the request is {signer}'s, or for another start")
+        return True
+
+
+def beat_key(replica: str, document: str) -> str:
+    return f"members/{replica}/{document}.json"
+
+
+def leave_key(replica: str, incarnation: str) -> str:
+    return f"members/{replica}/leave-{incarnation}"

@@ -14,19 +14,16 @@ and size are checked, and nothing is ever unpickled.
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING
 
 from isthmus.config import Recipe, dump_recipe, stored_recipe
 from isthmus.errors import ConfigError, Unreachable
+from isthmus.layout.deal import Deal
 from isthmus.protocol.anchors import Anchors
-from isthmus.protocol.cut import check_cut
+from isthmus.protocol.cut import Cut, check_cut
 from isthmus.protocol.documents import (
     FORMAT,
     OLDER,
     Entry,
-    LeaveDocument,
     Manifest,
     RunDocument,
     RunInfo,
@@ -35,20 +32,16 @@ from isthmus.protocol.documents import (
     encode,
     format_of,
 )
-from isthmus.protocol.heartbeat import WAITING, Heartbeat, fitting, silent_after
-from isthmus.protocol.manifests import check_pinned
-from isthmus.protocol.trust import MAX_DOCUMENT_BYTES, Refused, Signer, open_raw, sha256
+from isthmus.protocol.heartbeat import Heartbeats
+from isthmus.protocol.manifests import Manifests
+from isthmus.protocol.membership import Epoch, Membership
+from isthmus.protocol.objects import Objects, check_pinned
+from isthmus.protocol.payloads import Payloads
+from isthmus.protocol.shares import deal
+from isthmus.protocol.trust import MAX_DOCUMENT_BYTES, Refused, Signer, sha256
 from isthmus.store import Store, StoreRefused
-from isthmus.store.together import together
-
-if TYPE_CHECKING:
-    from isthmus.store import Info
 
 __all__ = ["Entry", "Ledger", "Manifest", "RunInfo", "Shard", "create_run", "read_run"]
-
-MAX_HEARTBEAT_BYTES = 2**16
-
-Beat = tuple[Heartbeat, float]  # with its write time by the store's clock
 
 
 def run_document(
@@ -134,90 +127,87 @@ def parse_run(data: bytes) -> RunInfo:
     )
 
 
-class Ledger(Anchors):
-    """Reads and writes one run's documents, checking everything it reads."""
+class Ledger:
+    """One run in its bucket. Its parts check everything they read; their methods are the ledger's own."""
 
-    # Heartbeats
+    def __init__(self, store: Store, run: RunInfo, signer: Signer | None = None) -> None:
+        """Without a key (`signer`) it only reads."""
+        self.store, first = store, run.first or run
+        self.objects, self.cut = Objects(store, first, signer), Cut(first)
+        self.membership = Membership(store, run)
+        self.manifests = Manifests(self.objects, self.membership, self.cut)
+        self.payloads = Payloads(self.objects, self.manifests, self.cut)
+        self.anchors = Anchors(self.objects, self.manifests, self.cut)
+        self.beats = Heartbeats(self.objects, self.membership)
 
-    def beat(self, heartbeat: Heartbeat) -> None:
-        """Write our heartbeat; a waiting launcher's goes to its own file, since closers read the workers'."""
-        sealed = self.signer.seal("heartbeat", self.run.run_id, fitting(heartbeat))
-        name = WAITING if heartbeat.state == WAITING else "live"
-        self.store.put(f"members/{self.signer.replica}/{name}.json", sealed, durable=False)
+        self.sign_as = self.objects.sign_as
+        # What is trained: every parameter's shape, the names in each shard, the bytes of each shard.
+        self.shapes, self.shards, self.sizes = self.cut.shapes, self.cut.shards, self.cut.sizes
+        # Who belongs to the run: the owner's documents, and the epochs of rounds.
+        self.look, self.order = self.membership.look, self.membership.order
+        self.at, self.epoch_of = self.manifests.at, self.manifests.epoch_of
+        self.first_round_of = self.manifests.first_round_of
+        # What counts: the chain of manifests.
+        self.manifest, self.settled = self.manifests.manifest, self.manifests.settled
+        self.known, self.between = self.manifests.known, self.manifests.between
+        self.last_round, self.settled_at = self.manifests.last_round, self.manifests.settled_at
+        self.create_manifest, self.check_confirmed = self.manifests.create, self.manifests.check_confirmed
+        # What replicas gave: shards and commits.
+        self.put_shard, self.get_shard = self.payloads.put_shard, self.payloads.get_shard
+        self.has_shard, self.has_payloads = self.payloads.has_shard, self.payloads.has_payloads
+        self.commit, self.get_commit = self.payloads.commit, self.payloads.get_commit
+        self.check_commit = self.payloads.check_commit
+        self.committed, self.scan_commits = self.payloads.committed, self.payloads.scan_commits
+        # Whole models.
+        self.put_anchor_shard, self.complete_anchor = (
+            self.anchors.put_anchor_shard,
+            self.anchors.complete_anchor,
+        )
+        self.has_anchor, self.is_whole = self.anchors.has_anchor, self.anchors.is_whole
+        self.is_believed, self.believed_anchors = self.anchors.is_believed, self.anchors.believed_anchors
+        self.anchor_rounds, self.anchors_down = self.anchors.anchor_rounds, self.anchors.anchors_down
+        self.anchor_header, self.read_anchor = self.anchors.anchor_header, self.anchors.read_anchor
+        # Who lives, and who is asked to leave.
+        self.beat, self.heartbeat = self.beats.beat, self.beats.heartbeat
+        self.heartbeats, self.scan_heartbeats = self.beats.heartbeats, self.beats.scan
+        self.ask_to_leave, self.asked_to_leave = self.beats.ask_to_leave, self.beats.asked_to_leave
 
-    def scan_heartbeats(self) -> "dict[tuple[str, str], Info]":
-        """(replica, document name) -> write time and size, from one listing. If the folder is full of other
-        objects, it makes two requests per replica instead."""
-        keys = {(r, n): f"members/{r}/{n}.json" for r in sorted(self.names) for n in ("live", WAITING)}
-        with suppress(StoreRefused):
-            listed = self.store.scan("members", most=32 * len(self.names) + 1000)
-            return {which: listed[key] for which, key in keys.items() if key in listed}
-        found = together([partial(self.store.head, key) for key in keys.values()])
-        return {which: info for which, info in zip(keys, found, strict=True) if info}
+    @property
+    def signer(self) -> Signer:
+        return self.objects.signer
 
-    def heartbeat(self, replica: str, name: str = "live", info: "Info | None" = None) -> Beat | None:
-        """(the replica's last heartbeat, when it was written by the store's clock), or None. `info` is a
-        fresh listing's entry for it."""
-        key = f"members/{replica}/{name}.json"
-        try:
-            found = self.store.foreign(partial(self.store.get_dated, key, max_bytes=MAX_HEARTBEAT_BYTES))
-            if found is None:
-                return None
-            signer, body = open_raw(found[0], "heartbeat", self.run.run_id, self.run.keys)
-            heartbeat = decode(body, Heartbeat, "heartbeat")
-        except (Refused, StoreRefused):  # an invalid heartbeat counts as none
-            return None
-        written = (info or found[1]).modified_unix_seconds
-        return (heartbeat, written) if signer == replica else None
+    @property
+    def run(self) -> RunInfo:
+        """The run by the newest epoch that was read. Use `at` for anything that belongs to a round."""
+        return self.membership.run
 
-    def heartbeats(self, now: float) -> tuple[dict[str, Beat], dict[str, Beat]]:
-        """(heartbeats of replicas, notes of waiting launchers), each by replica: one listing, and a request
-        for each that counts. `now` is the store's time. Readers only."""
-        written = self.scan_heartbeats()
-        live = [name for name, kind in written if kind == "live"]
-        found = together([partial(self.heartbeat, name, info=written[name, "live"]) for name in live])
-        beats = {name: beat for name, beat in zip(live, found, strict=True) if beat}
-        idle = [name for name, kind in written if kind == WAITING]
-        ages = {name: beats[name][1] if name in beats else None for name in idle}
-        waits = [partial(self.waiting, name, ages[name], now, written[name, WAITING]) for name in idle]
-        return beats, {name: beat for name, beat in zip(idle, together(waits), strict=True) if beat}
+    @property
+    def epoch(self) -> Epoch:
+        """The newest epoch that was read."""
+        return self.membership.newest
 
-    def waiting(
-        self, replica: str, live_at: float | None, now: float, info: "Info | None" = None
-    ) -> Beat | None:
-        """What the replica's launcher waits for, and when it said so. None if a worker's heartbeat is newer
-        or the note is old. Both times are the store's. Readers only."""
-        every, silent = self.run.recipe.bucket.heartbeat_seconds, silent_after(self.run.recipe)
-        if live_at is not None and now - live_at < 2 * every:  # a worker runs: make no further request
-            return None
-        if info is not None and info.modified_unix_seconds < (live_at or 0.0):
-            return None
-        found = self.heartbeat(replica, WAITING, info)
-        if found is None or found[1] < (live_at or 0.0) or abs(now - found[1]) > silent:
-            return None
-        return found
+    @property
+    def epochs(self) -> list[Epoch]:
+        """All epochs that were read; run.json is the first."""
+        return self.membership.epochs
 
-    # Requests to leave
+    @property
+    def odd(self) -> str:
+        """Why the owner's next document exists but does not count, as `look` found; empty if all is well."""
+        return self.membership.odd
 
-    def ask_to_leave(self, incarnation: str) -> None:
-        """Ask this incarnation of our replica, wherever it runs, to leave at the end of its round."""
-        sealed = self.signer.seal("leave", self.run.run_id, LeaveDocument(incarnation=incarnation))
-        self.store.put(_leave_key(self.signer.replica, incarnation), sealed)
+    @property
+    def names(self) -> frozenset[str]:
+        """All replicas that ever belonged to the run, in the epochs read so far."""
+        return self.membership.names
 
-    def asked_to_leave(self, incarnation: str) -> bool:
-        """Whether a holder of our key asked this incarnation to leave. Refused if anyone else did."""
-        replica = self.signer.replica
-        try:
-            data = self._theirs(_leave_key(replica, incarnation), MAX_HEARTBEAT_BYTES)
-        except StoreRefused as error:
-            raise Refused(str(error)) from None
-        if data is None:
-            return False
-        signer, body = open_raw(data, "leave", self.run.run_id, self.run.keys)
-        if signer != replica or decode(body, LeaveDocument, "leave").incarnation != incarnation:
-            raise Refused(f"the request is {signer}'s, or for another start")
-        return True
+    def deal(self, round_number: int, replica: str) -> Deal | None:
+        """The replica's batches in a round; None if it has no share of the data."""
+        run = self.at(round_number)
+        before = self.manifest(round_number - 1) if round_number > 1 else None
+        return deal(run, round_number, replica, before)
 
-
-def _leave_key(replica: str, incarnation: str) -> str:
-    return f"members/{replica}/leave-{incarnation}"
+    def revoked(self, replica: str, last: int) -> str:
+        """The message for a replica that the owner revoked before round `last`."""
+        round_number = self.first_round_of(self.epoch.ended.get(replica, 0), 1, last) - 1
+        return f"{replica}: you were revoked by the owner in round {round_number}"

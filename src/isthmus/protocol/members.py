@@ -44,7 +44,7 @@ class Members:
 
     def awaited(self, round_number: int) -> list[str]:
         """The members of a round, as the previous manifest names them; all replicas for the first."""
-        previous = self.ledger.manifests.get(round_number - 1)
+        previous = self.ledger.known(round_number - 1)
         return [name for name in (previous.members if previous else self.names) if name in self.names]
 
     def missed(self, name: str, last: int, counted: bool | None = None) -> list[int]:
@@ -56,12 +56,12 @@ class Members:
         """
         rounds: list[int] = []
         for t in range(last, 0, -1):
-            manifest = self.ledger.manifests.get(t)
+            manifest = self.ledger.known(t)
             if manifest is None and (t < last or counted is None):
                 break
             if counted if manifest is None else manifest.entry(name) or name in manifest.skips:
                 break
-            if t > 1 and t - 1 not in self.ledger.manifests:
+            if t > 1 and self.ledger.known(t - 1) is None:
                 break  # this process does not know whom it waited for
             if name in self.awaited(t):
                 rounds.append(t)
@@ -71,7 +71,7 @@ class Members:
         """Whether a silent replica was absent from the last `missed_rounds` manifests before `last`. If so,
         its share of the data ends."""
         for t in range(last - 1, last - 1 - self.recipe.bucket.missed_rounds, -1):
-            manifest = self.ledger.manifests.get(t)
+            manifest = self.ledger.known(t)
             if manifest is None or name in manifest.answered or name in manifest.members:
                 return False
         return True
@@ -100,7 +100,7 @@ class Members:
 
     def left_behind(self, round_number: int) -> bool:
         """Whether a settled round ended without a member that was still running."""
-        manifest = self.ledger.manifests[round_number]
+        manifest = self.ledger.settled(round_number)
         return any(
             name in manifest.members
             or len(self.missed(name, round_number)) >= self.recipe.bucket.missed_rounds
@@ -121,11 +121,11 @@ class Members:
         after how many seconds most had delivered. A member that always delivers at the last moment must not
         stretch the rounds: a deadline is at most ten times `usual` and grows by a tenth per round.
         """
-        known = self.ledger.manifests
-        before = known.get(round_number - 1)
+        before = self.ledger.known(round_number - 1)
         given = before.deadline_seconds if before else FIRST_DEADLINE_SECONDS
-        recent = [t for t in range(round_number - 5, round_number) if t in known and not self.left_behind(t)]
-        taken = {t: known[t].seconds for t in recent} | ({} if seconds is None else {round_number: seconds})
+        recent = filter(None, map(self.ledger.known, range(round_number - 5, round_number)))
+        taken = {m.round: m.seconds for m in recent if not self.left_behind(m.round)}
+        taken |= {} if seconds is None else {round_number: seconds}
         if not taken:
             return given
         # Rounds get longer once finishing begins: whole streams cross from then on.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from isthmus.errors import RunStopped
 from isthmus.protocol.heartbeat import BEHIND, WAITING, Heartbeat, silent_after
 from isthmus.protocol.ledger import Ledger
+from isthmus.store.together import together
 
 if TYPE_CHECKING:
     from isthmus.store import Info
@@ -186,7 +187,7 @@ class Presence:
     def _asked(self, question: Callable[[str], bool], names: Iterable[str]) -> list[str]:
         """Names for which `question` is true; queried in parallel."""
         names = list(names)
-        answers = self.ledger.store.together([partial(question, name) for name in names])
+        answers = together([partial(question, name) for name in names])
         return [name for name, yes in zip(names, answers, strict=True) if yes]
 
     def alive(self, name: str, round_number: int) -> bool:

@@ -18,6 +18,7 @@ from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused
 from isthmus.store import StoreError
+from isthmus.store.together import together
 
 
 class MissingPayloads(RunError):
@@ -148,7 +149,7 @@ class Replay:
                 return reason
 
         listed = [partial(read, entry.replica, shard) for entry in entries for shard in entry.shards]
-        return self.ledger.store.together(listed)
+        return together(listed)
 
 
 def _or_raise(data: bytes | Refused) -> bytes:

@@ -9,13 +9,14 @@ it.
 import re
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 
 from isthmus.errors import RunError
 from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.payloads import commit_key
 from isthmus.protocol.trust import Refused
 from isthmus.store import StoreError, StoreRefused
+from isthmus.store.together import together
 
 
 class Retention:
@@ -81,13 +82,8 @@ class Retention:
         if len(newest) < 2:
             return 0
         older = self.ledger.anchors_down(min(newest[1], round_number - self.keep))
-        return next((t for t in older if t and self._is_good(t)), 0)
-
-    def _is_good(self, anchor: int) -> bool:
-        with suppress(Refused):
-            self.ledger.check_confirmed(anchor, self.ledger.anchor_header(anchor)[1].digest)
-            return self.ledger.is_whole(anchor)
-        return False
+        good = (t for t in older if self.ledger.is_believed(t) and self.ledger.is_whole(t))
+        return next(good, 0)
 
     def _sweep_anchors(self, before: int) -> None:
         """Delete older anchors except theta^(0); `complete.json` first, so that nobody finds half of one."""
@@ -100,14 +96,14 @@ def sweep_payloads(ledger: Ledger, replica: str, horizon: int) -> int:
     """Delete a replica's objects of rounds up to `horizon`; return how many."""
     keys = [key for key in ledger.store.list(f"payloads/{replica}") if 0 < _round_of(key, 2) <= horizon]
     rounds = {_round_of(key, 2) for key in keys}
-    delete(ledger, [ledger.commit_key(replica, t) for t in sorted(rounds)])
+    delete(ledger, [commit_key(replica, t) for t in sorted(rounds)])
     delete(ledger, keys)  # after the commits, which list them
     return len(keys) + len(rounds)
 
 
 def delete(ledger: Ledger, keys: Iterable[str]) -> None:
     keys = list(keys)
-    ledger.store.together([partial(ledger.store.delete, key) for key in keys])
+    together([partial(ledger.store.delete, key) for key in keys])
     ledger.store.tidy({key.rpartition("/")[0] for key in keys})
 
 

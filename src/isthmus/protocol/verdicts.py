@@ -14,7 +14,7 @@ from isthmus.protocol.norms import compare_norms
 from isthmus.protocol.shards import ShardReader
 from isthmus.protocol.trust import OtherAnchor, Refused, sha256
 from isthmus.store import StoreRefused, Unreadable
-from isthmus.store.together import as_they_come
+from isthmus.store.together import as_they_come, together
 
 if TYPE_CHECKING:
     from isthmus.store import Info
@@ -90,7 +90,7 @@ class Verdicts:
     def _read(self, names: Collection[str]) -> None:
         names = [name for name in names if not (name in self.given and self.given[name].stands)]
         calls = [partial(self._get, name) for name in names]
-        for name, found in zip(names, self.ledger.store.together(calls, MOST_AT_ONCE), strict=True):
+        for name, found in zip(names, together(calls, MOST_AT_ONCE), strict=True):
             self.faults.pop(name, None)
             self.unreadable.pop(name, None)
             if isinstance(found, StoreRefused):

@@ -64,7 +64,7 @@ class AfterRound:
             told.add(manifest)
         newest = [told.last[0]] if told.last else []
         newest += [self.trainer.measured.held_out] if self.trainer.measured.held_out else []
-        self.lines.num_rounds = self.trainer.ledger.membership.newest.run.recipe.outer.rounds  # `extend`
+        self.lines.num_rounds = self.trainer.ledger.run.recipe.outer.rounds  # `extend`
         self.lines.round(
             round_number,
             compute_seconds=status.seconds if trained else None,

@@ -128,7 +128,7 @@ class Recovery:
         manifest = ledger.manifest(round_number)
         others = [entry for entry in manifest.entries if entry.replica != name] if manifest else []
         some = [(entry, entry.shards[0]) for entry in (others[:1] + others[-1:])]
-        return not all(ledger.is_object(ledger.shard_key(e.replica, round_number, s)) for e, s in some)
+        return not all(ledger.has_shard(e.replica, round_number, s) for e, s in some)
 
     def _is_lost(self, first: int, last: int) -> bool:
         """Whether the feedback must be emptied to continue from an anchor after these rounds. What our open
@@ -136,9 +136,7 @@ class Recovery:
         ledger, name = self.trainer.ledger, self.trainer.member.name
         manifest = ledger.manifest(first)
         entry = manifest.entry(name) if manifest else None
-        if entry and not (
-            self.trainer.session.carried and ledger.is_object(ledger.shard_key(name, first, entry.shards[0]))
-        ):
+        if entry and not (self.trainer.session.carried and ledger.has_shard(name, first, entry.shards[0])):
             return True
         return self._counts_us(first + 1, last)
 
