@@ -21,9 +21,9 @@ from isthmus.errors import ConfigError
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.trust import load_signer, new_secret
-from isthmus.runtime import agent
 from isthmus.runtime.process import JoinConfig
 from isthmus.runtime.stage_links import check_links
+from isthmus.runtime.supervisor import Supervisor
 from isthmus.store.objects import open_store
 
 RECIPE = recipe_text(
@@ -56,7 +56,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def start(*args: object, **kwargs: object) -> int:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr(agent, "run_agent", start)
+    monkeypatch.setattr(Supervisor, "run", start)
     return tmp_path / "here"
 
 
@@ -238,7 +238,7 @@ def test_a_name_taken_by_a_live_member_is_refused_until_it_has_gone(
     is_refused(said(*JOIN, "rack"), "replica rack is live in this run (heartbeat")
     assert not (here / "work").exists()
     started: list[str] = []
-    monkeypatch.setattr(agent, "run_agent", lambda config, *rest: started.append(config.replica) or 0)
+    monkeypatch.setattr(Supervisor, "run", lambda self, log: started.append(self.groups[0].member.name) or 0)
     assert said(*JOIN, "edge")[0] == 0
     ledger.beat(Heartbeat(incarnation="1", state="left"))
     assert said(*JOIN, "rack")[0] == 0
