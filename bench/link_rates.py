@@ -174,10 +174,9 @@ def connected(job: dict[str, Any]) -> Any:
     from isthmus.replica.links import LinkPeers
     from isthmus.replica.process_groups import connect, open_store, own_address
     from isthmus.replica.socket_link import SocketLink
-    from isthmus.runtime.addresses import Address
+    from isthmus.runtime.addresses import Address, UnixPlace
     from isthmus.runtime.certificates import contexts
     from isthmus.runtime.peer import Endpoint, StageStart
-    from isthmus.runtime.unix_place import UnixPlace
 
     stage, host = job["stage"], job["host"]
     if job["link"] == "gloo":

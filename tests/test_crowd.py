@@ -9,7 +9,7 @@ import pytest
 from clocks import Clock
 from fabricate import make_run, recipe
 
-from isthmus.crowd import IDLE_SECONDS, LEAST_RATE, REQUEST_SECONDS
+from isthmus.crowd import IDLE_SECONDS, LEAST_RATE, LINGERING, REQUEST_SECONDS, Crowd, Pace
 from isthmus.page.server import Server, Watcher
 from isthmus.page.source import open_source
 
@@ -39,6 +39,101 @@ def slow(port, address, *said):
     for data in said:
         link.sendall(data)
     return link
+
+
+# The limits
+
+MOST, MOST_OF_ONE = 32, 8
+
+
+@pytest.fixture
+def clock():
+    return Clock(100.0)
+
+
+@pytest.fixture
+def crowd(clock):
+    return Crowd(MOST, MOST_OF_ONE, clock, choose=lambda visits: visits[0])
+
+
+@pytest.fixture
+def come(crowd):
+    """Lets connections enter, as the port sees them; returns their visits."""
+    made = []
+
+    def enter(*addresses):
+        links = []
+        for _ in addresses:
+            made.extend(socket.socketpair())
+            links.append(made[-1])
+        return [crowd.enter(link, address) for link, address in zip(links, addresses, strict=True)]
+
+    yield enter
+    for link in made:
+        link.close()
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        ["192.0.2.1"] * MOST_OF_ONE,
+        [f"2001:db8::{i:x}" for i in range(MOST_OF_ONE)],  # the 64 bits that one customer gets
+        ["::ffff:192.0.2.1"] * MOST_OF_ONE,
+    ],
+)
+def test_an_address_with_its_share_loses_one_of_its_own_to_each_newcomer(come, held):
+    there, (other,), (newcomer,) = come(*held), come("203.0.113.9"), come(held[-1])
+    assert [visit.cut for visit in there] == [True] + [False] * (MOST_OF_ONE - 1)
+    assert not other.cut
+    assert not newcomer.cut
+    assert not still_there(there[0].link)
+
+
+def test_in_a_full_port_the_fullest_address_makes_room(crowd, come):
+    fullest = come(*["192.0.2.1"] * MOST_OF_ONE)
+    others = come(*[f"198.51.100.{i}" for i in range(MOST - MOST_OF_ONE)], "203.0.113.9")
+    assert [visit.cut for visit in (*fullest, *others)] == [True] + [False] * MOST
+    assert crowd.by_party().total() == MOST
+
+
+def test_idle_connections_make_room_first_and_kept_ones_last(come):
+    visits = come(*["192.0.2.1"] * 3)
+    visits[0].keep(1000)
+    visits[1].request()
+    come(*["192.0.2.1"] * (MOST_OF_ONE - 3))
+    come("192.0.2.1")
+    assert [visit.cut for visit in visits] == [False, False, True]
+
+
+def test_a_connection_is_cut_when_its_time_is_up(crowd, come, clock):
+    (first,) = come("192.0.2.1")
+    first.request()
+    clock.now += REQUEST_SECONDS
+    (second,) = come("192.0.2.1")
+    second.request()
+    crowd.sweep()
+    assert not first.cut
+    clock.now += 0.1
+    crowd.sweep()
+    assert (first.cut, second.cut) == (True, False)
+
+
+def test_threads_of_cut_connections_are_bounded(crowd, come):
+    cut = come(*["192.0.2.1"] * (LINGERING * MOST))
+    assert all(cut)
+    assert come("192.0.2.2") == [None]
+    crowd.leave(cut[0].link)
+    assert all(come("192.0.2.2"))
+
+
+def test_a_pace_bounds_steps_a_second_and_goes_on_as_time_passes(clock):
+    pace = Pace(100.0, clock)
+    assert [pace.pause() for _ in range(100)] == [0.0] * 100
+    wait = pace.pause()
+    assert wait == pytest.approx(0.01)
+    clock.now += wait
+    assert pace.pause() == 0.0
+    assert pace.pause() > 0
 
 
 # The page

@@ -1,17 +1,19 @@
 """Connection limits of a port: it serves the next client, however many connect and however slowly they send.
 
 Every connection is a `Visit` with a deadline for its next complete step: send a request, take an answer, or
-ask again. Bytes that trickle in do not extend the deadline. If the port is full, the oldest visit of the
-address that holds the most is cut, never the newcomer. The server's own loop calls `sweep`, so this needs no
-thread and tests can pass their own clock. Standard library only.
+ask again. Bytes that trickle in do not extend the deadline. If the port is full, a random visit of the
+address that holds the most is cut, never the newcomer: turning newcomers away would lock out honest ones for
+as long as a flood lasts. The server's own loop calls `sweep`, so this needs no thread and tests can pass
+their own clock. Standard library only.
 """
 
 import ipaddress
+import random
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 REQUEST_SECONDS = 10.0  # for a whole request, from its first byte, and for an answer without a length
@@ -40,20 +42,24 @@ class Visit:
         self._stay(1, REQUEST_SECONDS + num_bytes / LEAST_RATE)
 
     def keep(self, seconds: float) -> None:
-        """Keep the connection for an agreed time, during which it is not cut to make room."""
+        """Let the connection stay for an agreed time. All others are cut first."""
         self._stay(2, seconds)
 
     def _stay(self, rank: int, seconds: float) -> None:
-        now = self._clock()
-        self.weight = (rank, now)  # the smallest is cut first
-        self.until = now + seconds
+        self.rank, self.until = rank, self._clock() + seconds  # the lowest rank is cut first
 
 
 class Crowd:
     """The connections that are open now: at most `most` in all and `most_each` per address."""
 
-    def __init__(self, most: int, most_each: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most, self.most_each, self.clock = most, most_each, clock
+    def __init__(
+        self,
+        most: int,
+        most_each: int,
+        clock: Callable[[], float] = time.monotonic,
+        choose: Callable[[Sequence[Visit]], Visit] = random.choice,
+    ) -> None:
+        self.most, self.most_each, self.clock, self.choose = most, most_each, clock, choose
         self._visits: dict[socket.socket, Visit] = {}
         self._lock = threading.Lock()
 
@@ -65,7 +71,7 @@ class Crowd:
             if len(self._visits) >= LINGERING * self.most:
                 return None
             self._visits[link] = visit
-            there = Counter(each.party for each in self._visits.values() if not each.cut)
+            there = self._by_party()
             if there[visit.party] > self.most_each:
                 self._make_room(visit, visit.party)
             elif there.total() > self.most:
@@ -76,6 +82,14 @@ class Crowd:
     def of(self, link: socket.socket) -> Visit:
         with self._lock:
             return self._visits[link]
+
+    def by_party(self) -> Counter[str]:
+        """How many connections each address has."""
+        with self._lock:
+            return self._by_party()
+
+    def _by_party(self) -> Counter[str]:
+        return Counter(each.party for each in self._visits.values() if not each.cut)
 
     def leave(self, link: socket.socket) -> None:
         with self._lock:
@@ -91,7 +105,27 @@ class Crowd:
 
     def _make_room(self, newcomer: Visit, of_party: str) -> None:
         others = [v for v in self._visits.values() if v.party == of_party and not v.cut and v is not newcomer]
-        _cut(min(others, key=lambda visit: visit.weight))
+        lowest = min(visit.rank for visit in others)
+        _cut(self.choose([visit for visit in others if visit.rank == lowest]))
+
+
+class Pace:
+    """A token bucket: so many steps a second, and as many at once."""
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_second, self.tokens, self.clock, self.filled_at = per_second, per_second, clock, clock()
+        self._lock = threading.Lock()
+
+    def pause(self) -> float:
+        """Seconds to wait before asking again; 0 if a step may be taken now."""
+        with self._lock:
+            now = self.clock()
+            self.tokens = min(self.per_second, self.tokens + (now - self.filled_at) * self.per_second)
+            self.filled_at = now
+            if self.tokens < 1:
+                return (1 - self.tokens) / self.per_second
+            self.tokens -= 1
+            return 0.0
 
 
 def _cut(visit: Visit) -> None:

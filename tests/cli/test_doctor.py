@@ -81,7 +81,6 @@ def test_what_fails_is_named_with_its_cure_and_the_rest_is_still_checked(capsys,
     assert "FAIL  /proc/nowhere/x: cannot write" in out
     assert out.count("        do: ") == 2
     assert "ok    bucket link" in out
-    assert "Role: the simulator only, until the bucket can be used" in out
     assert "2 checks failed" in out
 
 

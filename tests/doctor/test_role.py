@@ -8,9 +8,7 @@ import pytest
 
 from isthmus.config import PRESETS, parse_recipe
 from isthmus.doctor import machine
-from isthmus.doctor.checks import Gpu
 from isthmus.doctor.role import fits, least_bytes, role
-from isthmus.doctor.survey import NamedRate, Survey
 from isthmus.errors import ConfigError
 from isthmus.memory import Memory, machine_memory
 from isthmus.planner.cost import step_flops
@@ -55,42 +53,18 @@ def test_more_memory_never_means_more_stages_and_a_stage_fits_where_it_is_said()
     assert all(before.values())
 
 
-@pytest.mark.parametrize("available", [12e9, 24e9, 48e9])
-def test_recomputation_makes_room_for_more_and_the_plan_agrees(available):
-    found = fits(int(available), "bf16", None)
-    for fit in found:
-        assert fit.full_batch_recomputed >= fit.full_batch
-        for batch in (1, 2, 4, 8, 16, 32):
-            text = RECIPE.format(preset=fit.preset, batch=batch, precision="bf16")
-            (process,) = predict(parse_recipe(text, ["inner.recompute=true"])).kinds[0].memory
-            assert (process["total"] <= available) == (batch <= fit.full_batch_recomputed), fit.preset
-        if fit.stages:
-            assert 0 < fit.stages_recomputed <= fit.stages
-    assert any(fit.full_batch_recomputed > fit.full_batch for fit in found)
-
-
-def test_a_larger_model_that_recomputation_makes_room_for_is_named():
-    for available in range(4, 40, 4):
-        found = fits(available * 10**9, "bf16", None)
-        plain, again = (
-            [fit.preset for fit in found if getattr(fit, name)][-1] for name in ("full", "full_recomputed")
-        )
-        words = f"a full replica of {again} with inner.recompute"
-        assert (words in role(found, trains=True, bucket_ok=True)) == (plain != again)
-
-
-def test_the_role_follows_memory_speed_and_bucket():
+def test_the_role_follows_memory_and_speed():
     large = fits(int(100e9), "bf16", 300.0)
+    assert set(PRESETS) == {fit.preset for fit in large}
     assert [PRESETS[fit.preset].num_parameters for fit in large] == sorted(
         p.num_parameters for p in PRESETS.values()
     )
-    assert "of llama3.2-1b" in role(large, trains=True, bucket_ok=True)
-    assert role(large, trains=True, bucket_ok=False).startswith("the simulator only, until the bucket")
-    assert "torch" in role(large, trains=False, bucket_ok=True)
-    slow = role(fits(int(100e9), "fp32", 0.01), trains=True, bucket_ok=True)
+    assert "of llama3.2-1b" in role(large, trains=True)
+    assert "torch" in role(large, trains=False)
+    slow = role(fits(int(100e9), "fp32", 0.01), trains=True)
     assert "1b" not in slow  # days a round
     assert "a full replica of 20m" in slow
-    assert role(fits(10**8, "fp32", 1.0), trains=True, bucket_ok=True).startswith("none")
+    assert role(fits(10**8, "fp32", 1.0), trains=True).startswith("none")
 
 
 def test_memory_is_the_containers_where_that_is_less(tmp_path):
@@ -115,20 +89,14 @@ def test_this_machines_memory_and_cores_are_those_of_the_system():
     assert machine.cpu().cores == usable_cores()
 
 
-def test_the_disk_is_measured_and_left_as_it_was(tmp_path):
-    check = machine.check_disk(tmp_path, 0.2)
-    assert check.ok
-    assert check.facts["write_bytes_per_second"] > 0
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_disk_that_is_full_or_read_only_says_what_to_do(tmp_path, monkeypatch):
-    check = machine.check_disk(tmp_path / "nowhere", 0.1)
+    assert machine.check_disk(tmp_path).ok
+    check = machine.check_disk(tmp_path / "nowhere")
     assert not check.ok
     assert "folder that it may write to" in check.cure
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12, 10**6))
-    check = machine.check_disk(tmp_path, 0.1)
+    check = machine.check_disk(tmp_path)
     assert not check.ok
     assert "free at least" in check.cure
     assert list(tmp_path.iterdir()) == []
@@ -147,7 +115,6 @@ def test_a_devices_rate_is_a_share_of_its_stated_peak():
     with pytest.raises(ConfigError, match="twice"):
         assume(["h100", "a100"])
     assert all(1 < device.peak < 5000 and 4 < device.memory_gb < 500 for device in DEVICES.values())
-    assert set(PRESETS) == {fit.preset for fit in fits(10**9, "fp32", None)}
 
 
 def test_cards_that_people_have_are_in_the_table_with_their_memory():
@@ -164,19 +131,3 @@ def test_cards_that_people_have_are_in_the_table_with_their_memory():
     # Turing and Volta have no units for bf16: their rate is that of fp32, and the plan's words say so.
     assert "of the fp32 peak" in assume(["edge=t4"])[3][0]
     assert "of the bf16 peak" in assume(["edge=rtx-3060"])[3][0]
-
-
-@pytest.mark.parametrize(("precision", "tflops"), [("bf16", 3.0), ("fp32", 5.0)])
-def test_the_rate_to_paste_is_that_of_the_precision_which_auto_takes_on_the_card(precision, tflops):
-    """On a card older than Ampere bf16 is emulated, so `auto` is fp32 there."""
-    card = Gpu(
-        device="cuda:0", name="T4", total_bytes=2, free_bytes=2, available_bytes=1, precision=precision
-    )
-    sample = {
-        "device": "cuda:0", "preset": "178m", "sequences": 1, "steps": 9, "step_seconds": 1.0,
-        "fastest_seconds": 1.0, "slowest_seconds": 1.0, "tokens_per_second": 1.0, "name": "T4",
-    }  # fmt: skip
-    rates = [NamedRate(precision=p, tflops=t, **sample) for p, t in (("bf16", 3.0), ("fp32", 5.0))]
-    found = Survey(cpu=machine.cpu(), gpus=[card], rates=rates)
-    assert found.best is not None
-    assert found.best.tflops == tflops

@@ -25,9 +25,9 @@ from link_pairs import (
 
 from isthmus.errors import ConfigError, RunError
 from isthmus.protocol.trust import Signer
+from isthmus.runtime.addresses import UnixPlace
 from isthmus.runtime.certificates import contexts
 from isthmus.runtime.peer import HELLO, MAGIC, Endpoint, Hello
-from isthmus.runtime.unix_place import UnixPlace
 
 OTHER = Signer("edge-0", b"\7" * 32)
 
@@ -260,7 +260,7 @@ def test_a_flood_of_strangers_does_not_keep_the_neighbour_out(endpoints, source)
             pool.submit(flood, what)
         try:
             ends = link_pair(early, late)
-            assert len(early.limiter.pending) <= 32
+            assert early.crowd.by_party().total() <= 32
         finally:
             over.set()
     close(*ends)

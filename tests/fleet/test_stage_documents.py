@@ -11,9 +11,8 @@ from isthmus.errors import ConfigError
 from isthmus.protocol.trust import Signer, canonical
 from isthmus.runtime.addresses import Address
 from isthmus.runtime.certificates import contexts
-from isthmus.runtime.peer import Endpoint
+from isthmus.runtime.peer import HANDSHAKES_PER_SECOND, Endpoint
 from isthmus.runtime.stage_documents import StageDocument, StageDocuments, advertised, own_hosts
-from isthmus.runtime.strangers import BURST
 from isthmus.store.objects import open_store
 
 KEY = "members/edge-0/stage-0.json"
@@ -128,7 +127,7 @@ def test_the_later_stage_dials_unless_it_alone_has_an_address(documents, early, 
     links = link_pair(one, two, documents.finder(second, 0), early_find=documents.finder(first, 1))
     links[0].send_message(b"hello")
     assert links[1].receive_message() == b"hello"
-    took_handshakes = [end.limiter.tokens < BURST for end in (one, two)]
+    took_handshakes = [end.pace.tokens < HANDSHAKES_PER_SECOND for end in (one, two)]
     assert took_handshakes == [dials == "late", dials == "early"]
     close(*links)
 

@@ -204,12 +204,6 @@ def test_what_cannot_be_picked_is_one_line(tmp_path, capsys, overrides, words):
         assert words in error
 
 
-def test_a_wire_cannot_be_picked_for_a_link_that_nobody_stated():
-    without = TEXT.replace("link = { mbps = 100.0, latency_ms = 20.0 }\n", "")
-    with pytest.raises(ConfigError, match=r'replica edge: wire = "auto" needs the link .*give link = '):
-        parse_recipe(without.replace('compression = "auto"', 'compression = "1/8"\nwire = "auto"'))
-
-
 def test_a_stored_recipe_with_a_wire_still_to_be_picked_is_refused():
     recipe = replace(edge()[0], replicas=(replace(edge()[1], compression="1/8"),))
     text = dump_recipe(recipe)

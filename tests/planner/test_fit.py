@@ -7,10 +7,9 @@ import pytest
 
 from isthmus.cli.main import main
 from isthmus.config import parse_recipe
-from isthmus.errors import ConfigError
 from isthmus.layout.traffic import shards
 from isthmus.planner.auto import resolve
-from isthmus.planner.fit import cures, largest_batch, needed, usable
+from isthmus.planner.fit import cures, needed, usable
 from isthmus.planner.memory import process_memory, recomputing, replica_memory
 from isthmus.planner.plan import predict
 from isthmus.planner.step import compute_of, recomputed_share
@@ -126,17 +125,6 @@ def test_a_batch_is_cut_before_anything_is_recomputed():
     assert resolve(fleet(less, "replicas.node.processes=1"))[0].replicas[0].recompute == "yes"
 
 
-def test_the_largest_batch_that_fits_is_found():
-    recipe, replica = node("replicas.node.memory_gb=40", "replicas.node.processes=1")
-    batch = largest_batch(recipe, replica)
-    assert 0 < batch < recipe.inner.batch
-    assert needed(recipe, replace(replica, batch=batch)) <= usable(40)
-    assert needed(recipe, replace(replica, batch=batch + 1)) > usable(40)
-    assert largest_batch(recipe, replace(replica, memory_gb=5)) == 0  # its weights alone are more
-    edge = replace(recipe.replicas[1], memory_gb=14)
-    assert largest_batch(recipe, edge) % recipe.inner.micro_batches == 0
-
-
 def test_what_the_recipe_says_is_not_chosen_otherwise():
     tight = "replicas.node.memory_gb=1"
     stated = ["replicas.node.sharding=none", "replicas.node.recompute=no"]
@@ -197,14 +185,3 @@ def test_the_table_states_memory_both_ways_and_what_fits(tmp_path, capsys):
     kinds = json.loads(capsys.readouterr().out)["kinds"]
     assert [len(kind["memory_recomputed"]) for kind in kinds] == [1, 2]
     assert all(a < b for k in kinds for a, b in zip(k["memory_recomputed"], k["memory_plain"], strict=True))
-
-
-def test_a_sharding_that_cannot_be_is_refused_in_words():
-    with pytest.raises(ConfigError, match="processes = 2 or more"):
-        fleet("replicas.node.processes=1", "replicas.node.sharding=full")
-    with pytest.raises(ConfigError, match="processes is at most 16"):
-        fleet("replicas.node.processes=32", "replicas.node.sharding=full")
-    with pytest.raises(ConfigError, match="one of auto, none, full"):
-        fleet("replicas.node.sharding=yes")
-    with pytest.raises(ConfigError, match="one of auto, no, yes"):
-        fleet("replicas.edge.recompute=maybe")

@@ -88,7 +88,7 @@ def test_the_example_becomes_a_mixed_fleet_and_says_why():
     assert price(across) > price(kinds["gamer"]) >= 0
     assert "lacks" in found.left_out["laptop"]
     text = recipe_text(found, "docs/machines.toml")
-    for words in ("expected price", "stage 1: ", "Left out", "warm-up", "% busy"):
+    for words in ("expected price", "stage 1: ", "Left out", "% busy"):
         assert words in text, words
 
 
@@ -149,15 +149,12 @@ def test_a_machine_that_is_too_small_is_named_with_its_lack(tmp_path, capsys):
     assert said.out == ""
     assert said.err.count("\n") == 1
     assert "phone" in said.err
-    assert "it lacks 0." in said.err
-    assert " GB" in said.err
+    assert "lacks 0." in said.err
 
 
 def test_a_machine_that_has_no_partner_is_named_too(tmp_path):
     lonely = "".join(site(name) + machine(f"pc-{name}", name, 1, 8, 20) for name in ("a", "b"))
-    with pytest.raises(
-        ConfigError, match=r"pc-\w at \w could hold one of \d stages .* do not hold the others"
-    ):
+    with pytest.raises(ConfigError, match=r"pc-\w at \w could hold one of \d stages .* can take the others"):
         suggest(base(), listed(tmp_path, lonely))
     joined = lonely + '[[links]]\nsites = ["b", "a"]\nmbps = 30\nlatency_ms = 30\n'
     found = suggest(base(), listed(tmp_path, joined))
@@ -221,22 +218,6 @@ def test_what_is_set_on_the_command_line_stays(capsys):
     assert recipe.model.context == 1024
 
 
-def test_every_section_of_the_base_is_kept():
-    settings = (
-        "bucket.quorum=2",
-        "data.eval_every=3",
-        "finish.rounds=2",
-        "seed=5",
-        "subspace.grassmann_every=500",
-    )
-    given = load_recipe("178m-pp-k128", settings)
-    found = suggest(given, load_machines(EXAMPLE))
-    check(found)
-    again = parse_recipe(recipe_text(found, "x"))
-    assert (again.bucket.quorum, again.data.eval_every, again.finish.rounds, again.seed) == (2, 3, 2, 5)
-    assert again.subspace.grassmann_every >= 500
-
-
 def run(capsys, *arguments):
     parser = Parser(prog="isthmus")
     command.register(parser.add_subparsers())
@@ -267,7 +248,6 @@ def test_a_recipe_as_base_keeps_its_model_and_optimisers(capsys, tmp_path):
         (site("a") + machine("x", "a", 0, 8, 1), "count is 0"),
         (site("a") + machine("x", "a", 1, 8, 1) * 2, 'two machines are called "x"'),
         (site("a") + machine("x", "a", 1, 8, 1).replace("memory_gb", "memory"), 'did you mean "memory_gb"'),
-        (site("a") + machine("x", "a", 9999, 8, 1), "at most"),
         (
             site("a") + '[[links]]\nsites = ["a"]\nmbps = 1\n' + machine("x", "a", 1, 8, 1),
             "between two sites",
@@ -280,23 +260,6 @@ def test_a_wrong_list_of_machines_is_one_line(tmp_path, text, words):
     with pytest.raises(ConfigError, match=words) as error:
         listed(tmp_path, text)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--suggest", "none.toml"], "no list of machines none.toml; `isthmus plan --help` shows one"),
-        (["--suggest", EXAMPLE, "--preset", "17m"], "did you mean"),
-        (["--suggest", EXAMPLE, "demo", "--preset", "nano"], "drop one"),
-        (["--preset", "nano"], "give a recipe to plan"),
-        (["demo", "--preset", "nano"], "--preset goes with --suggest; a plan makes no use of it"),
-        (["--suggest", EXAMPLE, "--to", "no/such/folder.toml"], "make it first"),
-        (["--suggest", EXAMPLE, "--set", "outer.method=adamw"], "is about rounds"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(capsys, arguments, words):
-    with pytest.raises(ConfigError, match=words):
-        run(capsys, *arguments)
 
 
 def test_a_large_list_is_answered_without_torch(tmp_path):

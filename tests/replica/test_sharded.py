@@ -38,6 +38,14 @@ CASES = {
     "recomputed": ["inner.recompute=true"],
     "clipped": ["inner.clip=0.1"],
     "one table, shared heads": ["model.tie_embeddings=true", "model.kv_heads=1", "model.qk_norm=true"],
+    "Muon": ["inner.optimizer=muon"],
+    "Muon, matrices that four do not divide": ["inner.optimizer=muon", "model.ffn=66", "model.layers=5"],
+    "Muon, a process without rows": [
+        "inner.optimizer=muon",
+        "model.width=6",
+        "model.heads=1",
+        "model.ffn=10",
+    ],
     "parts of a batch": ["replicas.rack.batch=16", "replicas.rack.micro_batches=2"],
 }
 # Layers that weigh more than the table: what a process answers for is then near a quarter as well.

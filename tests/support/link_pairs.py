@@ -10,10 +10,9 @@ import torch
 from isthmus.protocol.trust import Signer
 from isthmus.replica.links import LinkPeers
 from isthmus.replica.socket_link import SocketLink
-from isthmus.runtime.addresses import Address
+from isthmus.runtime.addresses import Address, UnixPlace
 from isthmus.runtime.certificates import contexts
 from isthmus.runtime.peer import Endpoint, StageStart
-from isthmus.runtime.unix_place import UnixPlace
 
 RUN, REPLICA, HOST = "ab" * 16, "edge-0", "127.0.0.1"
 SIGNER = Signer(REPLICA, bytes(range(32)))

@@ -137,10 +137,9 @@ def read_targets(targets: list[str]) -> "tuple[list[str], list[Address]]":
     buckets, hosts = [], []
     for target in targets:
         if "/" in target or target.startswith("~") or Path(target).is_dir():
-            with contextlib.suppress(ImportError):  # without obstore the check fails and says why
-                from isthmus.store.url import parse_url
+            from isthmus.store.url import parse_url
 
-                parse_url(target)
+            parse_url(target)
             buckets.append(target)
         else:
             hosts.append(parse_host(target))
@@ -234,32 +233,20 @@ def roles(found: "Survey") -> list[str]:
     lines = [
         "What fits, by the planner's memory model; a round is "
         f"{ROUND_STEPS} inner steps of {BATCH} sequences",
-        f"  {'preset':<8}{'full replica':<34}{'or a stage of':<34}{'its round, full':>16}",
+        f"  {'preset':<14}{'full replica':<34}{'or a stage of':<22}{'its round, full':>16}",
     ]
     for fit in found.fits:
         full = _full(fit.full_batch, fit.full_bytes)
-        stage = _stage(fit.stages, fit.micro_batches, fit.stage_bytes)
-        lines.append(f"  {fit.preset:<8}{full:<34}{stage:<34}{_round(fit):>16}")
-        again = _full(fit.full_batch_recomputed, fit.full_bytes_recomputed)
-        stage = _stage(fit.stages_recomputed, fit.micro_batches_recomputed, fit.stage_bytes_recomputed)
-        lines.append(f"  {'':<8}{again:<34}{stage:<34}{'recomputed':>16}")
-    lines.append(
-        '  recomputed: with inner.recompute = true, or recompute = "yes" in its table; a third more compute'
-    )
-    lines.append(
-        "  a larger batch is trained in parts of that size: micro_batches in its table, chosen by itself"
-    )
+        stage = f"{fit.stages} stages: {size(fit.stage_bytes)}"
+        if not fit.stages:
+            stage = f"no: needs {size(fit.stage_bytes)}"
+        lines.append(f"  {fit.preset:<14}{full:<34}{stage:<22}{_round(fit):>16}")
+    lines.append('  a larger batch is trained in parts of that size; recompute = "yes" makes room for more')
     return lines
 
 
 def _full(batch: int, num_bytes: int) -> str:
     return f"{size(num_bytes)} with inner.batch = {batch}" if batch else f"no: needs {size(num_bytes)}"
-
-
-def _stage(stages: int, micro_batches: int, num_bytes: int) -> str:
-    if not stages:
-        return f"no: needs {size(num_bytes)}"
-    return f"{stages} stages, {micro_batches} micro-batches: {size(num_bytes)}"
 
 
 def _round(fit: "Fit") -> str:

@@ -102,7 +102,7 @@ def _title(kind: "KindForecast") -> str:
 
 
 def _kind_rows(recipe: Recipe, forecast: "Forecast", kind: "KindForecast") -> dict[str, str]:
-    exchange, catch_up = kind.exchange, kind.catch_up
+    exchange = kind.exchange
     rows = _step_rows(kind, recipe.model.num_parameters)
     if forecast.num_replicas > 1:
         per = "round" if recipe.outer.method != "adamw" else f"{recipe.outer.inner_steps} inner steps"
@@ -110,11 +110,6 @@ def _kind_rows(recipe: Recipe, forecast: "Forecast", kind: "KindForecast") -> di
             f"every {per} up {size(exchange.up_bytes)} in {_time(exchange.up_seconds)}, down "
             f"{size(exchange.down_bytes)} in {_time(exchange.down_seconds)}, over {exchange.mbps:g} Mb/s"
         )
-        if catch_up is not None:
-            rows["catching up"] = (
-                f"at most {_time(catch_up.seconds_most)}: anchor {size(catch_up.anchor_bytes)}, then up to "
-                f"{catch_up.replay_rounds_most} rounds of {size(catch_up.replay_bytes_per_round)}"
-            )
     rows["memory"] = _memory(kind)
     if kind.fits is not None:
         rows["fits"] = _room(kind)
@@ -137,8 +132,7 @@ def _step_rows(kind: "KindForecast", num_parameters: int) -> dict[str, str]:
         f"{_time(link.forward_seconds_per_micro_batch)} forward "
         f"({size(link.forward_bytes_per_micro_batch)}) and "
         f"{_time(link.backward_seconds_per_micro_batch)} back;\n"
-        f"an inner step {_time(link.forward_seconds_per_step)} and "
-        f"{_time(link.backward_seconds_per_step)}; it is busy {link.busy:.0%} of the step, "
+        f"it is busy {link.busy:.0%} of the step, "
         f"{link.steady_busy:.0%} once the pipeline is full",
     }
     if kind.loss_price:
@@ -151,10 +145,7 @@ def _step_rows(kind: "KindForecast", num_parameters: int) -> dict[str, str]:
     )
     if step.in_flight != step.depths:
         rows["schedule"] += f", and hold {', '.join(map(str, step.in_flight))}"
-    rows["inner step"] = (
-        f"{_time(step.seconds)} by event simulation ({_time(step.closed_seconds)} by the closed "
-        f"formula); stages idle {step.bubble:.0%} of it"
-    )
+    rows["inner step"] = f"{_time(step.seconds)} by event simulation; stages idle {step.bubble:.0%} of it"
     return rows
 
 

@@ -201,11 +201,6 @@ class Recipe:
                     f"replica {replica.name}: {replica.processes} processes share {self.model.layers} layers "
                     f'with sharding = "full"; processes is at most {self.model.layers} then'
                 )
-            if replica.sharded and self.inner.optimizer == "muon":
-                raise ConfigError(
-                    f'replica {replica.name}: inner.optimizer "muon" needs whole matrices, and sharding = '
-                    '"full" cuts them; use stages, or inner.optimizer = "adamw"'
-                )
             self._check_batch(replica)
         every = self.subspace.grassmann_every
         if every % self.outer.inner_steps:

@@ -20,10 +20,6 @@ class Check:
     warning: str = ""  # of a passed check: why its figure may be wrong
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if not self.ok and not self.cure:
-            raise ValueError(f"{self.name}: a failed check says what to do")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:

@@ -40,8 +40,3 @@ def training_rate(
         replicas=(ReplicaConfig(name="doctor"),),
     )
     return speed.training_rate(one, device, precision, seconds, available_bytes)
-
-
-def num_threads() -> int:
-    """Return the number of CPU threads: OMP_NUM_THREADS may allow fewer than there are cores."""
-    return torch.get_num_threads()

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 
 import torch
 
@@ -23,7 +23,7 @@ from isthmus.replica.links import Frame, LinkPeers, TensorSpec
 from isthmus.replica.socket_link import SocketLink
 from isthmus.runtime.addresses import Address, listen
 from isthmus.runtime.certificates import contexts
-from isthmus.runtime.peer import Endpoint, Find, Listener, StageStart
+from isthmus.runtime.peer import HANDSHAKE_SECONDS, Endpoint, Find, Listener, StageStart
 from isthmus.runtime.relay_place import RelayListener, RelayPlace
 
 JOIN_SECONDS = 30.0  # for the other end to answer
@@ -171,7 +171,7 @@ def check_link(
         why = (error.strerror or str(error) or "no answer").lower()
         cure = f"start `isthmus relay` at {relay}" if relay else there
         return [Check(name=where, ok=False, words=f"cannot reach {relay or target}: {why}", cure=cure)], None
-    place = RelayPlace(relay, EVERYBODY, WAITS) if relay else target
+    place = RelayPlace(relay, EVERYBODY, astuple(WAITS)) if relay else target
     try:
         rate, ahead = _ask(where, lambda: ([place], 0), seconds)
     except RunError as error:
@@ -229,7 +229,7 @@ def serve(address: Address, relay: Address | None, say: Say, begun: Callable[[],
 
 def _listener(address: Address, relay: Address | None) -> Listener:
     if relay:
-        return RelayListener(RelayPlace(relay, EVERYBODY, WAITS))
+        return RelayListener(RelayPlace(relay, EVERYBODY, astuple(WAITS)), HANDSHAKE_SECONDS)
     return listen(address.host, address.port, "give --listen an address of this machine and a free port")
 
 

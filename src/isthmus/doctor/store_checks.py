@@ -153,18 +153,9 @@ def _tidy(store: Store, *keys: str) -> list[Check]:
         for key in keys:
             store.delete(key, deadline=time.monotonic() + 5)
     except StoreError as error:
-        if error.kind != "denied":
-            return [
-                Check(
-                    name="bucket tidy",
-                    ok=False,
-                    words=f"could not delete {key}: {_bare(error, store.url)}",
-                    cure=f"delete {' and '.join(keys)} by hand",
-                )
-            ]
         # Contributors need no right to delete; leftovers are harmless.
-        words = f"these credentials may not delete: {' and '.join(keys)} stay there, and do no harm"
-        return [Check(name="bucket tidy", ok=True, words=words)]
+        ok, stay = error.kind == "denied", f"could not delete {' and '.join(keys)}: {_bare(error, store.url)}"
+        return [Check(name="bucket tidy", ok=ok, words=stay, cure="delete them by hand; they do no harm")]
     return []
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from isthmus.runtime.addresses import Address
 
 CPU_PRESET, GPU_PRESET = "10m", "178m"
-PAYS = 1.1  # recommend bf16 on a CPU if it is this many times as fast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +29,8 @@ class NamedRate(TrainingRate):
     @property
     def source(self) -> str:
         doubt = ", too low perhaps: see the warning" if self.warning else ""
-        return f"{self.name}, {self.precision}, measured with {self.preset}{doubt}"
+        threads = f", {self.threads} threads" if self.threads > 1 else ""
+        return f"{self.name}{threads}, {self.precision}, measured with {self.preset}{doubt}"
 
 
 @dataclass(slots=True)
@@ -51,29 +51,14 @@ class Survey:
 
     @property
     def best(self) -> NamedRate | None:
-        """The rate at which training would run here: `auto` uses the GPU, else the CPU; a GPU in bf16 unless
-        it is old, the CPU in fp32."""
-        auto = {gpu.device: gpu.precision for gpu in self.gpus} | {"cpu": "fp32"}
-        usual = [r for r in self.rates if r.precision == auto.get(r.device, "bf16")]
-        return next((r for r in usual if r.device != "cpu"), usual[0] if usual else None)
-
-    @property
-    def faster_in_bf16(self) -> NamedRate | None:
-        """The CPU's rate in bf16, if it trains here and bf16 would be faster."""
-        best = self.best
-        if best is None or best.device != "cpu":
-            return None
-        others = [r for r in self.rates if r.device == "cpu" and r.precision == "bf16"]
-        return next((r for r in others if r.tflops > PAYS * best.tflops), None)
+        """The rate at which training would run here: `auto` uses the GPU, else the CPU."""
+        return self.rates[0] if self.rates else None
 
     def recipe_lines(self) -> list[str]:
         """Return lines to paste into a [[replicas]] table."""
         lines = []
         if self.best:
             lines.append((f"tflops = {self.best.recipe_value}", self.best.source))
-        if faster := self.faster_in_bf16:
-            note = f'with inner.precision = "bf16", {faster.source}'
-            lines.append((f"# tflops = {faster.recipe_value}", note))
         if self.gpus:
             free = f"free on {self.gpus[0].device}: what a process may use"
             lines.append((f"memory_gb = {self.gpus[0].available_bytes / 1e9:.1f}", free))
@@ -115,27 +100,19 @@ def survey(
     preset: str = "",
     replica: str = "",
     run: "RunToJoin | None" = None,
-    folder: Path | None = None,
 ) -> Survey:
     """Check this machine, then every given bucket and machine. With `run`, the first check is whether the
     machine can be its replica `replica`."""
     found = Survey(cpu=machine.cpu())
     memory = machine_memory()
     found.checks.append(machine.check_memory(memory, least_bytes()))
-    say("writing to the disk")
-    found.checks.append(machine.check_disk(folder or Path.cwd(), min(1.0, seconds)))
+    found.checks.append(machine.check_disk(Path.cwd()))
     available = memory.available_bytes if memory else 0
     trains = _train(found, available, preset, seconds, say)
-    bucket_ok = True
     for url in buckets:
-        try:
-            from isthmus.doctor.store_checks import check_bucket
-        except ImportError:
-            cure = "install it: pip install -c constraints.txt obstore"
-            checks, rate = [Check(name=url, ok=False, words="obstore is not installed", cure=cure)], None
-        else:
-            checks, rate = check_bucket(url, seconds, say, replica)
-        bucket_ok &= all(check.ok for check in checks)
+        from isthmus.doctor.store_checks import check_bucket  # loads obstore
+
+        checks, rate = check_bucket(url, seconds, say, replica)
         found.checks += checks
         if rate:
             found.links.append(("bucket_link", checks[0].name, rate))
@@ -152,14 +129,14 @@ def survey(
         tflops = found.best.tflops if found.best else None
         found.checks.insert(0, check_seat(run.recipe, replica, room, precision, tflops, run.last_seconds))
     found.fits = fits(room, precision, found.best.tflops if found.best else None)
-    found.role = role(found.fits, trains, bucket_ok)
+    found.role = role(found.fits, trains)
     return found
 
 
 def _train(found: Survey, available: int, preset: str, seconds: float, say: Say) -> bool:
     """Measure one device of each kind; return True if training works here at all."""
     try:
-        from isthmus.doctor.compute import gpus, num_threads, training_rate
+        from isthmus.doctor.compute import gpus, training_rate
     except (ImportError, OSError) as error:  # a torch build for another system raises OSError
         words = f"torch cannot be loaded: {' '.join(str(error).split())[:160]}"
         cure = "install it: pip install -c constraints.txt torch (docs/operate.md, section 1)"
@@ -168,14 +145,10 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
     found.gpus = gpus()
     alike = {gpu.name: gpu for gpu in reversed(found.gpus)}
     todo = [
-        (gpu.device, gpu.name, gpu.available_bytes, precision, preset or GPU_PRESET)
+        (gpu.device, gpu.name, gpu.available_bytes, gpu.precision, preset or GPU_PRESET)
         for gpu in reversed(alike.values())
-        for precision in ("bf16", "fp32")
     ]
-    threads = f"{num_threads()} thread{'s' * (num_threads() > 1)}"
-    cpu = ("cpu", f"{found.cpu.name}, {threads}", available)
-    todo += [(*cpu, p, preset or CPU_PRESET) for p in ("fp32", "bf16") if p == "fp32" or found.cpu.bf16]
-    done = False
+    todo.append(("cpu", found.cpu.name, available, "fp32", preset or CPU_PRESET))
     for device, name, room, precision, wanted in todo:
         model = _that_fits(wanted, precision, room)
         say(f"training {model} on {device} in {precision}")
@@ -186,7 +159,6 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
             cure = "see whether other programs hold its memory, and whether torch fits its driver"
             found.checks.append(Check(name="training", ok=False, words=words, cure=cure))
             continue
-        done = True
         found.rates.append(NamedRate(**asdict(rate), name=name))
         words = (
             f"{device} {precision}: {rate.tflops:.3g} TFLOP/s, {rate.tokens_per_second:,.0f} tokens/s of "
@@ -195,7 +167,7 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
         found.checks.append(
             Check(name="training", ok=True, words=words, warning=rate.warning, facts=asdict(rate))
         )
-    return done
+    return bool(found.rates)
 
 
 def _that_fits(preset: str, precision: str, room: int) -> str:

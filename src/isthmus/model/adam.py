@@ -91,7 +91,7 @@ class FusedAdamW:
         kernels = _kernels()
         scales = scales.contiguous()
         number = {name: t for t, name in enumerate(self.params)}
-        for some in muon.batches({name: self.params[name] for name in names}):
+        for some in muon.batches({name: self.params[name].shape for name in names}):
             shape = self.params[some[0]].shape
             each, blocks = shape.numel() // self.rows, self.counts[number[some[0]]]
             updates = torch.empty(len(some), *shape, dtype=torch.bfloat16, device=scales.device)

@@ -66,7 +66,8 @@ class InnerOpt:
 
     `modified` names the d-sided matrices with the row-constant second moment of Table 5d, each with a mask
     (R,) of the replicas that use it. `copies` are bf16 leaves that the forward reads instead of some weights.
-    They are for a GPU (see `adam`) and stay equal to the weights.
+    They are for a GPU (see `adam`) and stay equal to the weights. With `split`, `params` are rows of weights
+    that several processes hold.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class InnerOpt:
         groups: Tensor | None = None,
         modified: Mapping[str, Tensor] | None = None,
         copies: Mapping[str, Tensor] | None = None,
+        split: muon.SplitMatrices | None = None,
     ) -> None:
         self.params, self.config, self.total_steps = dict(params), config, total_steps
         self.stacked, self.groups, self.modified = stacked, groups, dict(modified or {})
@@ -88,8 +90,8 @@ class InnerOpt:
         self.muon = muon.chosen(self.params, stacked) if config.optimizer == "muon" else []
         with_second = [name for name in self.params if name not in set(self.muon)]
         self.second = {name: torch.zeros_like(self.params[name]) for name in with_second}
-        self.copies = dict(copies or {})
-        quick = not self.modified and FusedAdamW.fits(self.params)
+        self.copies, self.split = dict(copies or {}), split if config.optimizer == "muon" else None
+        quick = not self.modified and not self.split and FusedAdamW.fits(self.params)
         rows = len(next(iter(self.params.values()))) if stacked else 1
         self.fused = FusedAdamW(self.params, self.first, self.second, self.copies, rows) if quick else None
         if self.copies and not quick:
@@ -149,7 +151,7 @@ class InnerOpt:
         self._plain_step(c.weight_decay, [name for name in self.steps if name not in undecayed])
         self._plain_step(0.0, [name for name in self.steps if name in undecayed])
         matrices = {name: self.params[name] for name in self.muon}
-        muon.muon_step(matrices, grads, self.first, self.lr, c.weight_decay)
+        muon.muon_step(matrices, grads, self.first, self.lr, c.weight_decay, self.split)
         for name, mask in self.modified.items():
             self._modified_step(name, mask, self.lr)
         return norms

@@ -2,10 +2,12 @@
 
 Equals `torch.optim.Muon` with adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982), also for stacks of replicas
 and for all matrices of a shape at once. A stage orthogonalises its own matrices, so links carry nothing more.
+The processes of a sharded replica hold rows of every matrix, and exchange them (`replica.sharded`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +47,16 @@ def rms_factor(rows: int, cols: int) -> float:
     return 0.2 * math.sqrt(max(rows, cols))
 
 
+class SplitMatrices(Protocol):
+    """Matrices of which this process holds some rows, or none."""
+
+    shapes: Mapping[str, torch.Size]  # of the whole matrices
+
+    def orthogonalised(self, names: Sequence[str], updates: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This process's rows of what `orthogonalised` makes of these matrices, all of one shape."""
+        ...
+
+
 @torch.no_grad()
 def muon_step(
     params: Mapping[str, Tensor],  # (..., m, n)
@@ -52,28 +64,35 @@ def muon_step(
     momenta: Mapping[str, Tensor],
     lr: float,
     weight_decay: float,
+    split: SplitMatrices | None = None,
 ) -> None:
     """Update once with Nesterov momentum, in place."""
-    for names in batches(params):
-        updates = []
+    shapes = split.shapes if split else {name: p.shape for name, p in params.items()}
+    for names in batches(shapes):
+        updates = {}
         for name in names:
-            grad, momentum = grads[name], momenta[name]
-            momentum.lerp_(grad, 1 - MOMENTUM)
-            updates.append(in_work_precision(grad.lerp(momentum, MOMENTUM)))
-        rows, cols = params[names[0]].shape[-2:]
-        steps = orthogonalised(torch.cat([update.view(-1, rows, cols) for update in updates]))
-        parts = steps.split([update.numel() // (rows * cols) for update in updates])
+            if name in params:
+                grad, momentum = grads[name], momenta[name]
+                momentum.lerp_(grad, 1 - MOMENTUM)
+                updates[name] = in_work_precision(grad.lerp(momentum, MOMENTUM))
+        rows, cols = shapes[names[0]][-2:]
+        if split:
+            steps = split.orthogonalised(names, updates)
+        else:
+            whole = orthogonalised(torch.cat([update.view(-1, rows, cols) for update in updates.values()]))
+            parts = whole.split([update.numel() // (rows * cols) for update in updates.values()])
+            steps = dict(zip(names, parts, strict=True))
         rate = lr * rms_factor(rows, cols)
-        for name, part in zip(names, parts, strict=True):
+        for name in updates:
             p = params[name]
-            p.mul_(1 - lr * weight_decay).sub_(part.view(p.shape).to(p.dtype) * rate)
+            p.mul_(1 - lr * weight_decay).sub_(steps[name].view(p.shape).to(p.dtype) * rate)
 
 
-def batches(params: Mapping[str, Tensor]) -> list[list[str]]:
+def batches(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
     """Group names of tensors of one shape, as many together as LARGEST_BATCH allows."""
     by_shape: dict[torch.Size, list[str]] = {}
-    for name, p in params.items():
-        by_shape.setdefault(p.shape, []).append(name)
+    for name, shape in shapes.items():
+        by_shape.setdefault(shape, []).append(name)
     batches = []
     for shape, names in by_shape.items():
         most = max(1, LARGEST_BATCH // shape.numel())

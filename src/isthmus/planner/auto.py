@@ -141,17 +141,7 @@ def resolve(
         recipe = replace(recipe, replicas=tuple(known))
     fitted = {r.name: chosen for r in recipe.replicas if (chosen := choose(recipe, r, tflops))}
     if fitted:
-        settled = [
-            replace(
-                r,
-                sharding=fitted[r.name].sharding,
-                recompute=fitted[r.name].recompute,
-                micro_batches=fitted[r.name].micro_batches,
-            )
-            if r.name in fitted
-            else r
-            for r in recipe.replicas
-        ]
+        settled = [fitted[r.name].apply(r) if r.name in fitted else r for r in recipe.replicas]
         recipe = replace(recipe, replicas=tuple(settled))
     return recipe, (*untied, *picks, *fitted.values())
 

@@ -6,11 +6,11 @@ request after another; some reads run at the same time.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 
 from isthmus.config import LinkConfig, Member, Recipe, ReplicaConfig
 from isthmus.layout.requests import READ_AT_ONCE, SHORTEST_SECONDS
-from isthmus.layout.traffic import machine_shards, outer_bytes, shards
+from isthmus.layout.traffic import machine_shards, outer_bytes
 from isthmus.planner.cost import exchange_seconds
 from isthmus.planner.memory import MASTER_BYTES
 
@@ -37,17 +37,6 @@ class OuterExchange:
     @property
     def seconds(self) -> float:
         return self.up_seconds + self.down_seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CatchUp:
-    """What a machine without state reads: the newest anchor, then the rounds since."""
-
-    anchor_bytes: int
-    replay_bytes_per_round: int
-    replay_rounds_most: int
-    bytes_most: int
-    seconds_most: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,45 +126,13 @@ def closing_of(recipe: Recipe, turns: Mapping[str, float], sizes: tuple[int, ...
     )
 
 
-def catch_up_of(recipe: Recipe, replica: ReplicaConfig, sizes: tuple[int, ...]) -> CatchUp | None:
-    """Return the catch-up. It replays at most anchor_every - 1 rounds; every machine reads its own part."""
-    if recipe.outer.method == "adamw":
-        return None
-    shapes, parts, link = recipe.model.shapes(), shards(recipe), replica.outer_link
-    rounds = min(recipe.bucket.anchor_every, recipe.outer.rounds) - 1
-    anchor = [_anchor_bytes(recipe, sum(prod(shapes[name]) for name in names)) for names in parts]
-    reads = [r for _, r in _machines(recipe, replica)]
-    replay = [recipe.num_replicas * sum(sizes[i] for i in r) for r in reads]
-    seconds = max(
-        _transfer(
-            link,
-            sum(anchor[i] for i in r) + rounds * per_round,
-            _waits(len(r)) + rounds * _waits(len(r) * recipe.num_replicas),
-        )
-        for r, per_round in zip(reads, replay, strict=True)
-    )
-    whole = sum(anchor[i] for r in reads for i in r)
-    return CatchUp(
-        anchor_bytes=whole,
-        replay_bytes_per_round=sum(replay),
-        replay_rounds_most=rounds,
-        bytes_most=whole + rounds * sum(replay),
-        seconds_most=seconds,
-    )
-
-
-def _anchor_bytes(recipe: Recipe, num_parameters: int) -> int:
-    copies = 2 if recipe.outer.method == "diloco" else 1  # includes its momentum
-    size = MASTER_BYTES["fp64" if recipe.inner.precision == "fp64" else "fp32"]
-    return copies * num_parameters * size
-
-
 def snapshot_of(recipe: Recipe) -> tuple[int, int]:
     """Return the bytes of one anchor in the bucket, and how many a run writes."""
     if not has_bucket(recipe):
         return 0, 0
-    each = _anchor_bytes(recipe, recipe.model.num_stored)
-    return each, recipe.outer.rounds // recipe.bucket.anchor_every
+    copies = 2 if recipe.outer.method == "diloco" else 1  # includes its momentum
+    size = MASTER_BYTES["fp64" if recipe.inner.precision == "fp64" else "fp32"]
+    return copies * recipe.model.num_stored * size, recipe.outer.rounds // recipe.bucket.anchor_every
 
 
 def stored_bytes(recipe: Recipe, sizes: tuple[int, ...], snapshot: int, num_snapshots: int) -> int:

@@ -7,11 +7,11 @@ sharding (the processes of one machine exchange weights over its bus), the fewes
 sums in smaller pieces), recomputation (a third more compute), both.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from isthmus.config import AUTO, Member, Recipe, ReplicaConfig
+from isthmus.config import AUTO, Member, Recipe, ReplicaConfig, toml_line
 from isthmus.config.fleet import MOST_MICRO_BATCHES
 from isthmus.layout.schedule import depths
 from isthmus.planner.memory import SPARE, replica_memory
@@ -22,7 +22,10 @@ ORDER = (
     ("none", "no", False), ("full", "no", False), ("none", "no", True), ("full", "no", True),
     ("none", "yes", False), ("full", "yes", False), ("none", "yes", True), ("full", "yes", True),
 )  # fmt: skip
-STAGES_COMPRESSION = "1/8"  # for stages of a replica that is now full
+# What makes a full replica a pipelined one; `cures` states only its kind and stages.
+PIPELINED = {
+    "kind": "pipelined", "processes": 1, "sharding": "none", "compression": "1/8", "micro_batches": 0
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,11 @@ class MemoryPick:
     needed_bytes: int  # by its largest process
     plain_bytes: int  # with none of these changes
     memory_gb: float
+
+    def apply(self, replica: ReplicaConfig) -> ReplicaConfig:
+        return replace(
+            replica, sharding=self.sharding, recompute=self.recompute, micro_batches=self.micro_batches
+        )
 
     @property
     def choice(self) -> str:
@@ -140,57 +148,42 @@ def fewest_parts(recipe: Recipe, replica: ReplicaConfig, on_gpu: bool | None = N
     return recipe.micro_batches_of(replica)
 
 
-def largest_batch(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> int:
-    """Return the largest `batch` that fits and divides as the recipe requires; 0 if none does."""
-    unit = replica.processes * recipe.micro_batches_of(replica)
-    room, most = usable(replica.memory_gb), recipe.batch_of(replica) // unit
-    sizes = range(1, most + 1)
-    count = bisect_right(sizes, room, key=lambda n: needed(recipe, replace(replica, batch=n * unit), tflops))
-    return count * unit
-
-
 def may_shard(recipe: Recipe, replica: ReplicaConfig) -> bool:
-    fits = replica.kind == "full" and 1 < replica.processes <= recipe.model.layers
-    return fits and recipe.inner.optimizer != "muon"  # Muon needs whole matrices
+    return replica.kind == "full" and 1 < replica.processes <= recipe.model.layers
 
 
 def cures(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> tuple[str, ...]:
-    """Return changes that would make a replica fit: each is one change of the recipe, with its bytes."""
-    room = usable(replica.memory_gb)
-    found = []
-    for words, trial in _changes(recipe, replica):
-        total = needed(recipe, trial, tflops)
-        if total <= room:
-            found.append(f"{words} ({_gb(total)})")
+    """Return changes of its table that each make a replica fit, with the bytes; if none does, those that do
+    together with recomputation."""
+    room, found = usable(replica.memory_gb), []
+    for base in ({}, {"recompute": "yes"}):
+        for trials in _changes(recipe, replica):
+            for trial in trials:
+                keys = base | trial
+                if (total := needed(recipe, replace(replica, **keys), tflops)) <= room:
+                    said = {k: v for k, v in keys.items() if k == "kind" or PIPELINED.get(k) != v}
+                    found.append(f"{' and '.join(toml_line(k, v) for k, v in said.items())} ({_gb(total)})")
+                    break
+        if found:
+            break
     return tuple(found)
 
 
-def _changes(recipe: Recipe, replica: ReplicaConfig) -> Iterator[tuple[str, ReplicaConfig]]:
-    """Yield each change alone, then with recomputation."""
-    full, room = replica.kind == "full", usable(replica.memory_gb)
-    rows = recipe.batch_of(replica) // replica.processes
-    bases = [("", replica)]
+def _changes(recipe: Recipe, replica: ReplicaConfig) -> Iterator[list[dict[str, Any]]]:
+    """Yield each kind of change, the smallest first."""
+    full, rows = replica.kind == "full", recipe.batch_of(replica) // replica.processes
+    own = recipe.micro_batches_of(replica)
     if not recipe.recomputes(replica):
-        bases.append((' and recompute = "yes"', replace(replica, recompute="yes")))
-    for also, base in bases:
-        if also:
-            yield 'recompute = "yes"', base
-        parts = [n for n in range(recipe.micro_batches_of(base) + 1, rows + 1) if full and rows % n == 0]
-        trials = (replace(base, micro_batches=n) for n in parts if n <= MOST_MICRO_BATCHES)
-        if fewest := next((t for t in trials if needed(recipe, t) <= room), None):
-            yield f"micro_batches = {fewest.micro_batches}{also}", fewest
-        if batch := largest_batch(recipe, base):
-            yield f"batch = {batch}{also}", replace(base, batch=batch)
-        if may_shard(recipe, base) and not base.sharded:
-            yield f'sharding = "full"{also}', replace(base, sharding="full")
-        cut, words = base, ""
-        if full:
-            words = 'kind = "pipelined", '
-            cut = replace(base, kind="pipelined", processes=1, sharding="none", stages=2)
-            cut = replace(cut, compression=STAGES_COMPRESSION, micro_batches=0)  # the defaults of [inner]
-        stages = range(max(2, replica.stages + 1), recipe.model.layers + 1)
-        if trial := next((t for n in stages if needed(recipe, t := replace(cut, stages=n)) <= room), None):
-            yield f"{words}stages = {trial.stages}{also}", trial
+        yield [{"recompute": "yes"}]
+    if full:
+        most = min(rows, MOST_MICRO_BATCHES)
+        yield [{"micro_batches": n} for n in range(own + 1, most + 1) if rows % n == 0]
+    unit = replica.processes * own
+    yield [{"batch": unit * (rows // own >> halved)} for halved in range(1, (rows // own).bit_length())]
+    if may_shard(recipe, replica) and not replica.sharded:
+        yield [{"sharding": "full"}]
+    stages = range(max(2, replica.stages + 1), recipe.model.layers + 1)
+    yield [(PIPELINED if full else {}) | {"stages": n} for n in stages]
 
 
 def _gb(num_bytes: float) -> str:

@@ -1,9 +1,9 @@
 """Machines -> replicas: which machines train the whole model, and which form a pipeline.
 
-Equal machines (one [[machines]] table) are treated equally. They become full replicas if the model fits,
-otherwise pipelined replicas with the fewest stages that fit, otherwise they are mixed with what is left over
-elsewhere. All replicas wait for the slowest, so the planner finally leaves out the slowest tables if its
-forecast gains by it.
+Equal machines (one [[machines]] table) are treated equally. They become full replicas if the model fits. All
+others form pipelined replicas of the fewest stages that fit: inside a site, then across two linked sites. All
+replicas wait for the slowest, so the planner finally leaves out the slowest tables if its forecast gains by
+it.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ GAIN = 1.01  # a smaller fleet must be this many times as fast
 EXCHANGE_SHARE = 0.05  # largest share of a round for the outer exchange
 INNER_STEPS = range(15, 251, 5)  # H: the range in which SparseLoCo was tested
 MOST_STAGES = 16
-FULL, MIX, OUT = 1, 0, -1  # choices for a table of machines; 2 and more: stages
+FULL, PIPELINED, OUT = range(3)  # choices for a table of machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,49 +133,32 @@ class Grouping:
         return min(MOST_STAGES, self.base.model.layers)
 
     def choice(self, i: int) -> int:
-        """Choose full replicas if they fit, else the fewest stages that fit, else a mix with others."""
-        if self.fits((i,)):
-            return FULL
-        stages = range(2, 1 + min(self.most_stages(), self.machines[i].count))
-        return next((s for s in stages if self.order((i,) * s)), MIX)
+        return FULL if self.fits((i,)) else PIPELINED
 
     def groups(self, choices: Sequence[int]) -> tuple[Group, ...]:
         """Return the replicas that follow from these choices, one per table of machines."""
-        groups: list[Group] = []
-        left: Counter[int] = Counter()
-        for i, choice in enumerate(choices):
-            count = self.machines[i].count
-            if choice == FULL:
-                groups.append(Group((i,), count))
-            elif choice >= 2:
-                stages = self.order((i,) * choice)
-                assert stages is not None, "choice gives a number of stages that fits"
-                groups.append(Group(stages, count // choice))
-                left[i] = count % choice
-            elif choice == MIX:
-                left[i] = count
-        mixed = Counter(self._mixed(+left))
-        return (*groups, *(Group(stages, count) for stages, count in mixed.items()))
+        counts = [machine.count for machine in self.machines]
+        full = [Group((i,), counts[i]) for i, choice in enumerate(choices) if choice == FULL]
+        left = Counter({i: counts[i] for i, choice in enumerate(choices) if choice == PIPELINED})
+        return (*full, *self._pipelined(left))
 
-    def _mixed(self, left: Counter[int]) -> Iterator[tuple[int, ...]]:
-        """Yield mixed replicas of the machines left, by the fastest links: inside a site, then across two."""
+    def _pipelined(self, left: Counter[int]) -> Iterator[Group]:
+        """Yield replicas of the machines left, by the fastest links: inside a site, then across two."""
         names = [site.name for site in self.list.sites]
         for pairs in (zip(names, names, strict=True), combinations(names, 2)):
             linked = [(link.mbps, pair) for pair in pairs if (link := self.list.between(*pair))]
             for _, pair in sorted(linked, key=lambda each: -each[0]):
                 while stages := self._fewest(left, set(pair)):
-                    yield stages
-                    left.subtract(stages)
+                    used = Counter(stages)
+                    group = Group(stages, min(left[i] // n for i, n in used.items()))
+                    left.subtract({i: n * group.count for i, n in used.items()})
+                    yield group
 
     def _fewest(self, left: Counter[int], sites: set[str]) -> tuple[int, ...] | None:
         """Return the fewest machines left at these sites that hold a replica; similar rates stay together."""
-        units = [
-            i
-            for i, n in left.items()
-            for _ in range(min(n, self.most_stages()))
-            if self.machines[i].site in sites
-        ]
-        units.sort(key=lambda i: (-self.machines[i].tflops, i))
+        here = [i for i in left if self.machines[i].site in sites]
+        here.sort(key=lambda i: (-self.machines[i].tflops, i))
+        units = [i for i in here for _ in range(min(left[i], self.most_stages()))]
         for num_stages in range(2, 1 + min(self.most_stages(), len(units))):
             for first in range(len(units) - num_stages + 1):
                 window = units[first : first + num_stages]
@@ -203,12 +186,8 @@ class Grouping:
             self.scores[groups] = predict(self.recipe(groups))
         return self.scores[groups]
 
-    def speed(self, choices: Sequence[int]) -> float:
-        """Return tokens a second, at the H that this fleet would get."""
-        groups = self.groups(choices)
-        return self.fleet_speed(groups) if groups else 0.0
-
     def fleet_speed(self, groups: tuple[Group, ...]) -> float:
+        """Return tokens a second, at the H that this fleet would get."""
         return steps_and_speed(self.forecast(groups), self.base, self.inner_steps)[1]
 
     def best(self) -> list[int]:
@@ -224,7 +203,7 @@ class Grouping:
         for _, group in slowest[:-1]:
             out |= set(group.stages)
             trial = [OUT if i in out else choice for i, choice in enumerate(choices)]
-            if (found := self.speed(trial)) > GAIN * speed:
+            if (rest := self.groups(trial)) and (found := self.fleet_speed(rest)) > GAIN * speed:
                 best, speed = trial, found
         return best
 

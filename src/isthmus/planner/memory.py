@@ -236,7 +236,12 @@ def process_memory(
     return ProcessMemory(
         stage=stage,
         weights=own * size,
-        moments=(2 * own if replica.sharded else num_moments(recipe, names)) * size,
+        moments=(
+            -(-num_moments(recipe, shapes) // replica.parts)
+            if replica.sharded
+            else num_moments(recipe, names)
+        )
+        * size,
         gradients=own * size,
         feedback=feedback,
         anchor=anchor,

@@ -14,10 +14,8 @@ from isthmus.layout.traffic import STAGE_PURPOSES, inner_step_bytes, machine_sha
 from isthmus.layout.wire import FLOAT_BYTES
 from isthmus.planner.auto import resolve
 from isthmus.planner.exchange import (
-    CatchUp,
     Closing,
     OuterExchange,
-    catch_up_of,
     closing_of,
     exchange_of,
     has_bucket,
@@ -55,7 +53,6 @@ class KindForecast:
     link: StageLink | None
     step: Step
     exchange: OuterExchange
-    catch_up: CatchUp | None
     processes: int  # of a full replica, on one machine
     sharding: str  # "full": they split the model
     recompute: bool
@@ -290,7 +287,6 @@ def _kind(
         link=pace.link,
         step=pace.step,
         exchange=pace.exchange,
-        catch_up=catch_up_of(recipe, replica, sizes),
         processes=replica.processes,
         sharding=replica.sharding,
         recompute=recipe.recomputes(replica),
@@ -357,7 +353,6 @@ def check_names(recipe: Recipe, per_hour: Mapping[str, float]) -> None:
 def _money(
     recipe: Recipe, prices: Prices, hours: float, egress_bytes: int, requests: Mapping[str, int]
 ) -> dict[str, float]:
-    check_names(recipe, prices.per_hour)
     parts = {
         f"machines.{replica.name}": hours * prices.per_hour[replica.name] * replica.count * replica.stages
         for replica in recipe.replicas

@@ -26,7 +26,6 @@ class TrainingRate:
     tflops: float  # 6 N per token
     tokens_per_second: float
     threads: int = 1  # of the CPU
-    load: float | None = None  # the load average of the minute before; None: unknown to the system
     others_cores: float | None = None  # cores that other programs used meanwhile
     host_cores: int = 1
 
@@ -39,17 +38,12 @@ class TrainingRate:
 
     @property
     def sample(self) -> str:
-        """Return `12 inner steps, 0.031 to 0.044 s each; load average 0.3, others used 0.1 of 2 cores`."""
-        if self.steps > 1:
-            times = (
-                f"{self.steps} inner steps, {self.fastest_seconds:.3g} to {self.slowest_seconds:.3g} s each"
-            )
-        else:
-            times = f"1 inner step of {self.step_seconds:.3g} s"
-        load = "" if self.load is None else f"; load average {self.load:.1f}"
+        """Return `12 inner steps, 0.031 to 0.044 s each; others used 0.1 of 2 cores`."""
+        times = f"{self.fastest_seconds:.3g} to {self.slowest_seconds:.3g} s each"
+        words = f"{self.steps} inner step{'s' * (self.steps > 1)}, {times}"
         if self.others_cores is not None:
-            load += f"{',' if load else ';'} others used {self.others_cores:.1f} of {self.host_cores} cores"
-        return times + load
+            words += f"; others used {self.others_cores:.1f} of {self.host_cores} cores"
+        return words
 
     @property
     def warning(self) -> str:
@@ -86,7 +80,7 @@ class Cores:
     """Measures how many cores other programs use between two readings. Known only on Linux."""
 
     def __init__(self) -> None:
-        self.load, self.host_cores = load_average(), os.cpu_count() or 1
+        self.host_cores = os.cpu_count() or 1
         self.began = self._look()
 
     def others(self) -> float | None:
@@ -105,10 +99,3 @@ class Cores:
             used = sum(ticks) - ticks[3] - ticks[4]  # without idle and disk-wait time
             return time.perf_counter(), used / os.sysconf("SC_CLK_TCK"), time.process_time()
         return None
-
-
-def load_average() -> float | None:
-    """Return the load average of the last minute."""
-    with suppress(OSError, AttributeError):
-        return os.getloadavg()[0]
-    return None

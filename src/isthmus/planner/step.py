@@ -1,7 +1,7 @@
 """One inner step of a replica: compute, links and schedule -> seconds.
 
-Bytes come from `layout.traffic`, schedules from `layout.schedule` (the data that stages execute). Seconds
-come from two sources: the closed ceiling of `cost`, and an event simulation of the same schedule.
+Bytes come from `layout.traffic`, schedules from `layout.schedule` (the data that stages execute), and seconds
+from an event simulation of that schedule.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from isthmus.errors import ConfigError
 from isthmus.layout.schedule import Schedule, deep, depths, filled_if_it_pays, in_flight, simulate_schedule
 from isthmus.layout.stages import EMBEDDING, is_looked_up, stage_names
 from isthmus.layout.traffic import micro_batch_bytes
-from isthmus.planner.cost import inner_step_seconds, step_flops
+from isthmus.planner.cost import step_flops
 
 FORWARD_SHARE = 1 / 3  # of a micro-batch's 6 N: 2 N forward, 4 N backward
 
@@ -38,20 +38,17 @@ class StageLink:
     backward_bytes_per_micro_batch: int  # gradients
     forward_seconds_per_micro_batch: float
     backward_seconds_per_micro_batch: float
-    forward_seconds_per_step: float
-    backward_seconds_per_step: float
     busy: float  # share of the inner step in which the forward direction transfers
     steady_busy: float  # the same without fill and drain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One inner step, by the closed formula and by the event simulation."""
+    """One inner step, by an event simulation."""
 
     micro_batches: int
     depths: tuple[int, ...]  # micro-batches that each stage runs forward before its first backward
     in_flight: tuple[int, ...]  # the most at a time; as `depths` unless backwards are split
-    closed_seconds: float  # m max(t, l) + (S-1)(t + 2 (l + latency))
     seconds: float  # the event simulation of the schedule with these depths
     linkless_seconds: float  # the same with instantaneous links: compute and the pipeline's flush
     bubble: float  # share of the step in which the average stage is idle
@@ -111,7 +108,6 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
             micro_batches=1,
             depths=(1,),
             in_flight=(1,),
-            closed_seconds=mean,
             seconds=mean,
             linkless_seconds=mean,
             bubble=0.0,
@@ -141,17 +137,13 @@ def inner_step(recipe: Recipe, member: Member, compute: Compute) -> tuple[StageL
         backward_bytes_per_micro_batch=backward,
         forward_seconds_per_micro_batch=forward / rate,
         backward_seconds_per_micro_batch=backward / rate,
-        forward_seconds_per_step=m * forward / rate,
-        backward_seconds_per_step=m * backward / rate,
         busy=m * forward / rate / seconds,
         steady_busy=forward / rate / pace,
     )
-    closed = inner_step_seconds(recipe, member, mean * replica.stages)
     step = Step(
         micro_batches=m,
         depths=chosen,
         in_flight=most,
-        closed_seconds=closed,
         seconds=seconds,
         linkless_seconds=linkless,
         bubble=1 - mean / seconds,

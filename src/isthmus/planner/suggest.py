@@ -5,19 +5,17 @@ grouping with the finest micro-batches (they need the least memory), then the co
 little, then H.
 """
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from isthmus.config import FinishConfig, Recipe, SubspaceConfig
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import Pick
-from isthmus.planner.grouping import EXCHANGE_SHARE, FULL, INNER_STEPS, OUT, Group, Grouping, lacking
+from isthmus.planner.grouping import EXCHANGE_SHARE, INNER_STEPS, OUT, Group, Grouping, lacking
 from isthmus.planner.machines import Machine, MachineList
 from isthmus.planner.plan import Forecast, predict
 
 SLACK = 0.02  # share of speed that larger micro-batches may cost
-STRAGGLER = 1.5  # name a replica whose round takes this many times as long as the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +56,6 @@ def suggest(base: Recipe, machines: MachineList, pinned: Collection[str] = ()) -
     recipe, why["outer.inner_steps"] = _inner_steps(grouping.recipe(groups), base, pinned)
     recipe = _compressing(recipe, given)
     forecast = predict(recipe)
-    why["fleet"] = _slowest(forecast)
     replicas = tuple(
         SuggestedReplica(
             machines=tuple(grouping.machines[i] for i in group.stages),
@@ -162,7 +159,7 @@ def _reasons(grouping: Grouping, group: Group) -> list[str]:
     if len(group.stages) == 1:
         return [f"the whole model on each: it needs {gb(whole)} of {gb(machine.memory_gb * 1e9)}"]
     lines = [
-        f"a full replica would need {gb(whole)} on one machine{_smaller_batch(grouping, first)}; "
+        f"a full replica would need {gb(whole)} on one machine; "
         f"{len(group.stages)} stages are the fewest that fit"
     ]
     needs = grouping.assigned(group.stages).needs
@@ -172,39 +169,24 @@ def _reasons(grouping: Grouping, group: Group) -> list[str]:
     return lines
 
 
-def _smaller_batch(grouping: Grouping, i: int) -> str:
-    """Return a hint: the largest batch at which the machine would hold the whole model."""
-    inner = grouping.base.inner
-    for batch in reversed(_divisors(inner.batch)[:-1]):
-        small = replace(grouping.base, inner=replace(inner, batch=batch, micro_batches=1))
-        if Grouping(small, grouping.list, 1).fits((i,)):
-            return f" (with inner.batch = {batch} it would fit)"
-    return ""
-
-
-def _slowest(forecast: Forecast) -> str:
-    times = sorted(kind.round_seconds for kind in forecast.kinds)
-    if len(times) > 1 and times[-1] > STRAGGLER * times[-2]:
-        return (
-            f"{forecast.slowest} takes {times[-1] / times[-2]:.1f} times as long for a round as the next; "
-            "all wait for it, and yet the fleet is faster with it than without"
-        )
-    return ""
-
-
 def _nothing_fits(grouping: Grouping) -> str:
     i = min(range(len(grouping.machines)), key=lambda i: lacking(grouping, i)[2])
-    machine, (stages, need, lack) = grouping.machines[i], lacking(grouping, i)
-    batch = grouping.base.inner.batch
-    hint = "a smaller model" + (f" or inner.batch (it is {batch})" if batch > 1 else "") + " needs less"
+    machine = grouping.machines[i]
+    return (
+        f"no replica can be made: {machine.name} at {machine.site} {_unused(grouping, i)}; a smaller "
+        f"model or inner.batch (it is {grouping.base.inner.batch}) needs less"
+    )
+
+
+def _unused(grouping: Grouping, i: int) -> str:
+    stages, need, lack = lacking(grouping, i)
     if lack <= 0:
         return (
-            f"no replica can be made: {machine.name} at {machine.site} could hold one of {stages} stages "
-            f"({gb(need)}), but the machines it is linked to do not hold the others; {hint}"
+            f"could hold one of {stages} stages ({gb(need)}), but no machine linked to it can take the others"
         )
     return (
-        f"no replica can be made: even as {_role(stages)} {machine.name} at {machine.site} needs {gb(need)} "
-        f"and may use {gb(grouping.usable(i))} of {gb(machine.memory_gb * 1e9)}; it lacks {gb(lack)}; {hint}"
+        f"lacks {gb(lack)} of memory: even {_role(stages)} needs {gb(need)}, and it may use "
+        f"{gb(grouping.usable(i))} of {gb(grouping.machines[i].memory_gb * 1e9)}"
     )
 
 
@@ -218,41 +200,21 @@ def _left_out(grouping: Grouping, choices: list[int], groups: tuple[Group, ...])
     for i, (machine, idle) in enumerate(zip(grouping.machines, _idle(grouping, groups), strict=True)):
         if not idle:
             continue
-        stages, need, lack = lacking(grouping, i)
-        if lack > 0:
+        if choices[i] == OUT:
+            with_it = grouping.groups([*choices[:i], grouping.choice(i), *choices[i + 1 :]])
             text = (
-                f"lacks {gb(lack)} of memory: even {_role(stages)} needs {gb(need)}, and it may use "
-                f"{gb(grouping.usable(i))} of {gb(machine.memory_gb * 1e9)}"
+                f"too slow: with it the fleet trains {grouping.fleet_speed(with_it):,.0f} instead of "
+                f"{grouping.fleet_speed(groups):,.0f} tokens/s, because all wait for it"
             )
-        elif choices[i] == OUT:
-            text = _too_slow(grouping, choices, i, grouping.choice(i))
         else:
-            text = "no machine is left that is linked to it and makes up a replica with it"
+            text = _unused(grouping, i)
         reasons[machine.name] = (f"{idle} of {machine.count}: " if idle < machine.count else "") + text
     return reasons
 
 
 def _idle(grouping: Grouping, groups: tuple[Group, ...]) -> list[int]:
     """Count the unused machines of each table."""
-    used: Counter[int] = Counter()
-    for group in groups:
-        for i in group.stages:
-            used[i] += group.count
-    return [machine.count - used[i] for i, machine in enumerate(grouping.machines)]
-
-
-def _too_slow(grouping: Grouping, choices: list[int], i: int, option: int) -> str:
-    with_it = [*choices[:i], option, *choices[i + 1 :]]
-    now, then = (grouping.groups(each) for each in (choices, with_it))
-    how = (
-        f"in {option} stages"
-        if option > 1
-        else "as full replicas"
-        if option == FULL
-        else "in a mixed replica"
-    )
-    times = [grouping.forecast(groups).round_seconds for groups in (now, then)]
-    return (
-        f"too slow: with it ({how}) a round takes {times[1] / times[0]:.1f} times as long, and the fleet "
-        f"trains {grouping.fleet_speed(then):,.0f} instead of {grouping.fleet_speed(now):,.0f} tokens/s"
-    )
+    used = [
+        sum(group.count * group.stages.count(i) for group in groups) for i in range(len(grouping.machines))
+    ]
+    return [machine.count - n for machine, n in zip(grouping.machines, used, strict=True)]

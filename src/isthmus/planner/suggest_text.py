@@ -2,18 +2,10 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from isthmus.config import (
-    PRESETS,
-    LinkConfig,
-    Recipe,
-    ReplicaConfig,
-    toml_line,
-)
-from isthmus.planner.machines import Machine
-from isthmus.planner.plan import Forecast
+from isthmus.config import PRESETS, LinkConfig, Recipe, ReplicaConfig, toml_line
 from isthmus.planner.suggest import SuggestedReplica, Suggestion
 
 SHOWN = ("micro_batches", "in_flight", "inner_steps", "rounds", "batch")  # shown even at their defaults
@@ -29,7 +21,6 @@ def recipe_text(suggestion: Suggestion, source: str) -> str:
             f"{forecast.rounds:,} rounds of {forecast.round_seconds:.3g} s, {forecast.hours:.3g} hours; "
             f"`isthmus plan` on this file has the details."
         ),
-        *(line for text in [suggestion.why.get("fleet")] if text for line in _comment(text)),
     ]
     if suggestion.left_out:
         lines.append("# Left out:")
@@ -44,7 +35,7 @@ def recipe_text(suggestion: Suggestion, source: str) -> str:
             own = list(_section(field.name, getattr(recipe, field.name), _default(field), suggestion.why))
             lines += ["", f"[{field.name}]", *own] if own else []
     for replica, suggested in zip(recipe.replicas, suggestion.replicas, strict=True):
-        lines += ["", *_replica(recipe, forecast, replica, suggested)]
+        lines += ["", *_replica(replica, suggested)]
     return "\n".join(lines) + "\n"
 
 
@@ -69,16 +60,10 @@ def _section(section: str, config: Any, default: Any, why: dict[str, str]) -> It
             yield toml_line(key, value)
 
 
-def _replica(
-    recipe: Recipe, forecast: Forecast, replica: ReplicaConfig, suggested: SuggestedReplica
-) -> Iterator[str]:
+def _replica(replica: ReplicaConfig, suggested: SuggestedReplica) -> Iterator[str]:
     for reason in suggested.why:
         yield from _comment(reason)
     if suggested.pick is not None:
-        yield from _comment(_link_words(suggested.machines))
-        kind = next(kind for kind in forecast.kinds if kind.name == replica.name)
-        deep = ", ".join(map(str, kind.step.depths))
-        yield from _comment(f"warm-up: stages run {deep} micro-batches forward before their first backward")
         yield from _comment(suggested.pick.reason)
     yield "[[replicas]]"
     for field in dataclasses.fields(replica):
@@ -90,11 +75,3 @@ def _replica(
 
 def _default(field: dataclasses.Field) -> Any:
     return field.default_factory() if callable(field.default_factory) else field.default
-
-
-def _link_words(machines: Sequence[Machine]) -> str:
-    sites = list(dict.fromkeys(machine.site for machine in machines))
-    rates = {machine.tflops for machine in machines}
-    where = f"inside {sites[0]}" if len(sites) == 1 else f"from {sites[0]} to {sites[1]}"
-    text = f"link: {where}, the slowest between two stages"
-    return text + ("; tflops: of the slowest of its machines" if len(rates) > 1 else "")

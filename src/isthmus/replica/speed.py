@@ -98,7 +98,6 @@ def training_rate(
         tflops=step_flops(_with_batch(one, batches.batch), one.replicas[0]) / each / 1e12,
         tokens_per_second=batches.batch * model.context / each,
         threads=torch.get_num_threads() if device == "cpu" else 1,
-        load=cores.load,
         others_cores=cores.others(),
         host_cores=cores.host_cores,
     )

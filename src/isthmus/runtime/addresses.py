@@ -1,15 +1,18 @@
-"""Parse addresses from options and stage documents, and listen on them."""
+"""Addresses between machines and on this one: parse them, dial them, and listen on them."""
 
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 from isthmus.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 512
+MOST_PATH = 100  # characters of a Unix socket's path; the kernel takes 107
 PORTS = range(20_000, 29_000)  # for processes that meet on this machine
 _picked = count()
 
@@ -33,6 +36,57 @@ class Address:
 
     def dial(self, seconds: float) -> socket.socket:
         return socket.create_connection((self.host, self.port), seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class UnixPlace:
+    """A stage's Unix socket in a folder of mode 0700, which only its owner may enter."""
+
+    folder: Path
+    stage: int
+
+    def dial(self, seconds: float) -> socket.socket:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            link.settimeout(seconds)
+            with _short(self.folder) as folder:
+                link.connect(f"{folder}/stage-{self.stage}")
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def listen(self) -> socket.socket:
+        """Listen in place of any earlier start: the newest start holds the stage."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = self.folder.stat()
+        if mode.st_mode & 0o077 or mode.st_uid != os.geteuid():
+            raise ConfigError(
+                f"others can enter {self.folder}, where stages of this replica meet; chmod 700 it"
+            )
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with _short(self.folder) as folder:
+            path = f"{folder}/stage-{self.stage}"
+            fresh = f"{path}.{os.getpid()}"
+            with suppress(FileNotFoundError):
+                os.unlink(fresh)
+            listener.bind(fresh)
+            listener.listen(BACKLOG)
+            os.replace(fresh, path)
+        return listener
+
+
+@contextmanager
+def _short(folder: Path) -> Iterator[str]:
+    """A name of the folder that is short enough for a Unix socket."""
+    if len(str(folder)) <= MOST_PATH - len("/stage-99.1234567"):
+        yield str(folder)
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def listen(host: str, port: int, cure: str) -> socket.socket:

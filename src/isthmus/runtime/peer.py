@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from isthmus.crowd import Crowd, Pace, Visit
 from isthmus.errors import RunError
 from isthmus.layout.wire import VERSION as WIRE_VERSION
 from isthmus.replica.framing import cut, receive_into
 from isthmus.replica.links import LinkPeers
 from isthmus.runtime.process import Log
 from isthmus.runtime.rare_notes import RareNotes
-from isthmus.runtime.strangers import HANDSHAKE_SECONDS, Clock, HandshakeLimiter
 
 HELLO = struct.Struct(">16s32sBHHQQ")
 # The link's own version, then that of the few-bit wires: stages whose tensors differ do not talk.
@@ -33,11 +33,15 @@ MAGIC = f"isthmus-link/1.{WIRE_VERSION}".encode()
 CLIENT_HELLO = b"\x16\x03\x01"  # the first bytes of every TLS connection
 FORTH, BACK = DIRECTIONS = range(2)  # from the earlier stage to the later, and back
 UNKNOWN = 0  # as a start number
+MOST_PENDING, MOST_PENDING_OF_ONE = 32, 8  # handshakes at a time; from one address
+HANDSHAKE_SECONDS = 5.0
+HANDSHAKES_PER_SECOND = 100.0  # each costs about a millisecond of a core
 SWEEP_SECONDS = 0.5
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.05, 2.0  # between dials; each may ask the bucket
 JOIN_SECONDS = 120.0
 NO_ANSWER = "no answer; start `isthmus join` there"
 
+Clock = Callable[[], float]
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]  # for accepted connections, for dialed ones
 
 
@@ -115,7 +119,8 @@ class Endpoint:
         """`contexts` are None for a Unix socket."""
         self.me, self.listener, self.contexts = me, listener, contexts
         self.of = hashlib.sha256(f"{me.run_id}\0{me.replica}".encode()).digest()
-        self.limiter, self.notes = HandshakeLimiter(clock), RareNotes(log, clock)
+        self.crowd = Crowd(MOST_PENDING, MOST_PENDING_OF_ONE, clock)
+        self.pace, self.notes = Pace(HANDSHAKES_PER_SECOND, clock), RareNotes(log, clock)
         self.neighbours: dict[int, Neighbour] = {}
         self.closed = threading.Event()
         if isinstance(listener, socket.socket):
@@ -146,7 +151,7 @@ class Endpoint:
 
     def _listen(self) -> None:
         while not self.closed.is_set():
-            self.limiter.sweep()
+            self.crowd.sweep()
             try:
                 link, address = self.listener.accept()
             except TimeoutError:
@@ -155,48 +160,43 @@ class Endpoint:
                 self.closed.wait(0.01)
                 continue
             who = address[0] if isinstance(address, tuple) else address
-            self._admit(link, str(who or "this machine"))
+            if visit := self.crowd.enter(link, str(who or "this machine")):
+                threading.Thread(target=self._meet, args=(visit,), daemon=True, name="handshake").start()
+            else:
+                link.close()
 
-    def _admit(self, link: socket.socket, who: str) -> None:
-        if self.limiter.enter(link, who):
-            threading.Thread(target=self._meet, args=(link, who), daemon=True, name="handshake").start()
-        else:
-            link.close()
-
-    def _meet(self, link: socket.socket, who: str) -> None:
+    def _meet(self, visit: Visit) -> None:
+        link = visit.link
+        visit.keep(HANDSHAKE_SECONDS)
         try:
-            try:
-                secured, hello = self._hear(link)
-            except ssl.SSLError as error:
-                self._turn_away(
-                    who, f"it does not hold the key of replica {self.me.replica} ({_words(error)})"
-                )
-                return
-            except ConnectionRefusedError as error:
-                self._turn_away(who, str(error))
-                return
-            except OSError:
-                self._turn_away(who, "it proved nothing in time")
-                return
-            finally:
-                self.limiter.leave(link)
+            secured, hello = self._hear(visit)
+            self.crowd.leave(link)  # it is no stranger
             with suppress(OSError):  # a neighbour that comes too early or too late comes again
                 self._answer(secured, hello)
+        except ssl.SSLError as error:
+            words = _words(error)
+            self._turn_away(visit.party, f"it does not hold the key of replica {self.me.replica} ({words})")
+        except ConnectionRefusedError as error:
+            self._turn_away(visit.party, str(error))
+        except OSError:
+            self._turn_away(visit.party, "it proved nothing in time")
         finally:
+            self.crowd.leave(link)
             link.close()
 
     def _turn_away(self, who: str, why: str) -> None:
         self.notes.say(f"turned away {who} at the port of stage {self.me.stage}: {why}")
 
-    def _hear(self, link: socket.socket) -> tuple[socket.socket, Hello]:
-        """The authenticated connection and its HELLO. The caller still closes `link`."""
+    def _hear(self, visit: Visit) -> tuple[socket.socket, Hello]:
+        """The authenticated connection and its HELLO. The caller still closes the visit's own."""
+        link = visit.link
         link.settimeout(HANDSHAKE_SECONDS)
         if self.contexts:
             if not (first := link.recv(len(CLIENT_HELLO), socket.MSG_PEEK)):
                 raise ConnectionResetError("hung up")
             if not CLIENT_HELLO.startswith(first):  # silence and noise cost no handshake
                 raise ConnectionRefusedError("it does not talk TLS")
-            while pause := self.limiter.pause(link):
+            while not visit.cut and (pause := self.pace.pause()):
                 self.closed.wait(pause)
         secured = link.dup()
         try:
@@ -241,9 +241,10 @@ class Neighbour:
         self.start = UNKNOWN  # the neighbour's, if known
         self.linked = False  # a connection of this start is in use: another start needs another link
         self.why = ""  # the last dial's failure
-        self.came: dict[int, socket.socket] = {}  # direction -> a connection that waits for us
+        self.came: dict[int, socket.socket] = {}  # direction -> a connection that nobody uses yet
         self.changed = threading.Condition()
         self.closed = False
+        self.pause, self.dial_at = RETRY_SECONDS, 0.0
 
     @property
     def trouble(self) -> str:
@@ -251,34 +252,35 @@ class Neighbour:
         return self.why or getattr(self.endpoint.listener, "trouble", "") or NO_ANSWER
 
     def open(self, outward: bool) -> socket.socket:
+        """Return the connection of one direction; RunError if there is none in time."""
         direction = FORTH if outward == (self.endpoint.me.stage < self.stage) else BACK
-        deadline, why = time.monotonic() + self.seconds, f"it did not come within {self.seconds:g} s"
-        pause = RETRY_SECONDS
+        wanted = (direction,) if self.linked or self.find else DIRECTIONS
+        if not self.reach(self.seconds, wanted):
+            raise RunError(self.peers.lost(self.why or f"it did not come within {self.seconds:g} s"))
+        with self.changed:
+            self.linked = True
+            return self.came.pop(direction)
+
+    def reach(self, seconds: float, wanted: Sequence[int] = DIRECTIONS) -> bool:
+        """Dial the neighbour, or wait for it. Return whether the connections exist within these seconds."""
+        deadline = time.monotonic() + seconds
+
+        def came() -> bool:
+            return self.came.keys() >= set(wanted)
+
         while True:
-            if self.find:
-                try:
-                    return self._dial(direction, self.find)
-                except _OtherStart:
-                    continue  # with the start number that the neighbour sent
-                except ssl.SSLCertVerificationError:
-                    why = "whoever answers there does not hold this replica's key"
-                except ssl.SSLError as error:
-                    why = f"it does not take our key, or talks no TLS ({_words(error)})"
-                except OSError as error:
-                    why = error.strerror or str(error) or "no answer"
-                self.why = why
-            left = deadline - time.monotonic()
-            if link := self._wait_for(direction, min(left, pause) if self.find else left):
-                return link
-            pause = min(1.5 * pause, LONGEST_RETRY_SECONDS)
-            if self.closed or time.monotonic() >= deadline:
-                raise RunError(self.peers.lost(why))
+            if self.find and time.monotonic() >= self.dial_at:
+                self._dial_all(wanted, self.find)
+            until = min(deadline, self.dial_at) if self.find else deadline
+            with self.changed:
+                self.changed.wait_for(lambda: came() or self.closed, max(0.0, until - time.monotonic()))
+                if came() or self.closed or time.monotonic() >= deadline:
+                    return came() and not self.closed
 
     def close(self) -> None:
         with self.changed:
             self.closed = True
-            for link in self.came.values():
-                link.close()
+            self._drop()
             self.changed.notify_all()
 
     # The end that is dialed
@@ -287,9 +289,7 @@ class Neighbour:
         """The newest known start of this neighbour that we accept for a link."""
         with self.changed:
             if self.linked and hello.start > self.start:
-                raise ConnectionResetError(
-                    "we are linked to the start before, and about to notice that it ended"
-                )
+                raise ConnectionResetError("we are about to notice that the start before has ended")
             return max(self.start, hello.start)
 
     def take(self, hello: Hello, link: socket.socket) -> None:
@@ -297,57 +297,65 @@ class Neighbour:
         with self.changed:
             if self.closed or hello.start < self.start or (self.linked and hello.start != self.start):
                 raise ConnectionResetError("too late")
-            if hello.start > self.start:
-                self._drop()
-            elif before := self.came.pop(hello.direction, None):
+            self._know(hello.start)
+            if before := self.came.pop(hello.direction, None):
                 before.close()  # its dialer has given up on it
-            self.start = hello.start
             self.came[hello.direction] = link
             self.changed.notify_all()
+
+    def _know(self, start: int) -> None:
+        """Connections of an older start are of no use."""
+        if start > self.start:
+            self.start = start
+            self._drop()
 
     def _drop(self) -> None:
         for link in self.came.values():
             link.close()
         self.came.clear()
 
-    def _wait_for(self, direction: int, seconds: float) -> socket.socket | None:
-        """Wait for a connection. The first link needs both directions of one start, later calls only one."""
-
-        def came() -> bool:
-            return direction in self.came if self.linked else len(self.came) == len(DIRECTIONS)
-
-        with self.changed:
-            self.changed.wait_for(lambda: came() or self.closed, seconds)
-            if self.closed or not came():
-                return None
-            self.linked = True
-            return self.came.pop(direction)
-
     # The end that dials
+
+    def _dial_all(self, wanted: Sequence[int], find: Find) -> None:
+        """Dial the missing connections. If that fails, keep the reason and when to try again."""
+        try:
+            for direction in wanted:
+                if direction not in self.came:
+                    self.came[direction] = self._dial(direction, find)
+            self.pause, self.why = RETRY_SECONDS, ""
+            return
+        except _OtherStart:
+            return  # dial again with the start number that the neighbour sent
+        except ssl.SSLCertVerificationError:
+            self.why = "whoever answers there does not hold this replica's key"
+        except ssl.SSLError as error:
+            self.why = f"it does not take our key, or talks no TLS ({_words(error)})"
+        except OSError as error:
+            self.why = error.strerror or str(error) or "no answer"
+        self.dial_at = time.monotonic() + self.pause
+        self.pause = min(1.5 * self.pause, LONGEST_RETRY_SECONDS)
 
     def _dial(self, direction: int, find: Find) -> socket.socket:
         me = self.endpoint.me
         places, start = find()
         if not self.linked:
-            self.start = max(self.start, start)
+            self._know(start)
         hello = Hello(self.endpoint.of, direction, me.stage, self.stage, me.start, self.start)
         link = self._reach(places)
         try:
             link.sendall(hello.pack())
             answer = Hello.unpack(_read(link))
-            if answer == hello.mirror:
-                self.linked = True
-                return link
-            self._learn(answer, hello)
+            if answer != hello.mirror:
+                self._learn(answer, hello)
+            return link
         except BaseException:
             link.close()
             raise
-        raise ConnectionResetError("it answered for another run, replica or stage")
 
     def _learn(self, answer: Hello, hello: Hello) -> None:
-        """Handle an answer that is not the mirror of our HELLO."""
+        """Raise what an answer means that is not the mirror of our HELLO."""
         if replace(answer, start=0, theirs=0) != replace(hello.mirror, start=0, theirs=0):
-            return
+            raise ConnectionResetError("it answered for another run, replica or stage")
         if answer.theirs > hello.start:
             raise RunError(
                 f"replica {self.peers.replica}: stage {self.peers.stage} was started again elsewhere, and "
@@ -356,7 +364,7 @@ class Neighbour:
         if self.linked:
             raise RunError(self.peers.lost("it has started again"))
         if answer.start > hello.theirs:
-            self.start = answer.start
+            self._know(answer.start)
             raise _OtherStart
         raise ConnectionResetError("an older start answers there")
 

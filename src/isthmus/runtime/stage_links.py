@@ -4,9 +4,8 @@ A recipe's `backend = "nccl"` and `--trust-network` select torch's process group
 """
 
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,14 +18,13 @@ from isthmus.replica.control_group import ControlGroup, LinkControlGroup, StageC
 from isthmus.replica.links import LinkPeers, StageEnd
 from isthmus.replica.process_groups import connect, open_store, own_address
 from isthmus.replica.socket_link import SocketLink
-from isthmus.runtime.addresses import Address, listen
+from isthmus.runtime.addresses import Address, UnixPlace, listen
 from isthmus.runtime.certificates import contexts
 from isthmus.runtime.leaving import LinkNote
-from isthmus.runtime.peer import Endpoint, Find, Listener, StageStart
+from isthmus.runtime.peer import HANDSHAKE_SECONDS, Endpoint, Find, Listener, StageStart
 from isthmus.runtime.process import JoinConfig, Log
 from isthmus.runtime.relay_place import RelayListener, RelayPlace
 from isthmus.runtime.stage_documents import NOWHERE, StageDocuments, advertised, places_of
-from isthmus.runtime.unix_place import UnixPlace
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 # Times a link's time-out: a stage may be uploading between inner steps, so the others wait longer.
 CONTROL_TIMEOUT_FACTOR = 30
 FOLDER = "links"  # in the work folder, for the sockets of stages on one machine
-WAIT_SECONDS = 1e9  # for a neighbour, since there is nothing else to do
 LOOK_SECONDS, LOG_SECONDS = 1.0, 15.0  # between checks for a neighbour; between log lines
 
 Ends = tuple[StageEnd | None, StageEnd | None]
@@ -82,16 +79,19 @@ class StageLinks:
         neighbours = [n for n in (self.stage - 1, self.stage + 1) if 0 <= n <= last]
         where = "this machine" if self.config.stage is None else ""
         peers = {n: LinkPeers(name, self.stage, n, where) for n in neighbours}
-        connections = {n: endpoint.meet(n, peers[n], finder(n), WAIT_SECONDS) for n in neighbours}
+        connections = {n: endpoint.meet(n, peers[n], finder(n)) for n in neighbours}
         links: dict[int, SocketLink] = {}
-        watch = _Watch(endpoint, links, self.note, self.log)
-        watch.start()
+        notes = _Notes(self.note, self.log)
         try:
-            for n in neighbours:
-                seconds = self.config.link_timeout_seconds
-                links[n] = SocketLink(connections[n], peers[n], self.device, seconds)
+            for n, connection in connections.items():
+                while not connection.reach(LOOK_SECONDS):
+                    notes.wait(n, connection.trouble)
+                    for link in links.values():
+                        if link.fault:  # that neighbour restarts, and so do we
+                            raise link.fault
+                links[n] = SocketLink(connection, peers[n], self.device, self.config.link_timeout_seconds)
         finally:
-            watch.end()
+            notes.note.over()
         before, after = links.get(self.stage - 1), links.get(self.stage + 1)
         stages = self.member.config.stages
         return (before, after), LinkControlGroup(
@@ -121,7 +121,7 @@ class StageLinks:
         listener: Listener
         if relay:
             own = documents.begin(self.stage, (), True, self.last_error)
-            listener = RelayListener(RelayPlace(relay, self.signer, self._start(own.start)))
+            listener = RelayListener(self._at_relay(relay, self.stage, own.start), HANDSHAKE_SECONDS)
         else:
             listening = _listen(config)
             addresses = advertised(config.advertise, listening.getsockname()[1])
@@ -129,21 +129,20 @@ class StageLinks:
         endpoint = Endpoint(self._start(own.start), listener, contexts(self.signer), self.log)
 
         def finder(neighbour: int) -> Find | None:
-            if relay:
-                return self._at_relay(relay, neighbour) if neighbour < self.stage else None
-            return documents.finder(own, neighbour)
+            if not relay:
+                return documents.finder(own, neighbour)
+            find, at = documents.find(neighbour), relay
+
+            def found() -> tuple[list[RelayPlace], int]:
+                _, start = find()
+                return [self._at_relay(at, neighbour, start)], start
+
+            return found if neighbour < self.stage else None
 
         return endpoint, finder
 
-    def _at_relay(self, relay: Address, neighbour: int) -> Find:
-        find = self.documents.find(neighbour)
-
-        def found() -> tuple[list[RelayPlace], int]:
-            _, start = find()
-            host = StageStart(self.ledger.run.run_id, self.member.name, neighbour, start)
-            return [RelayPlace(relay, self.signer, host)], start
-
-        return found
+    def _at_relay(self, relay: Address, stage: int, start: int) -> RelayPlace:
+        return RelayPlace(relay, self.signer, (self.ledger.run.run_id, self.member.name, stage, start))
 
     # torch's process groups
 
@@ -188,18 +187,14 @@ class StageLinks:
             at = places_of(own)[0]
             return at, at.host, listener, own.start
         documents.begin(self.stage, (), False, self.last_error)
-        find, note = documents.find(0, secured=False), self.note
-        said = float("-inf")
+        find, notes = documents.find(0, secured=False), _Notes(self.note, self.log)
         while True:
             try:
                 places, start = find()
-                note.over()
+                notes.note.over()
                 return places[0], own_address(places[0].host, places[0].port), None, start
             except ConnectionError as error:
-                note.wait(0, str(error))
-                if time.monotonic() - said > LOG_SECONDS:
-                    self.log(f"waiting for stage 0: {error}")
-                    said = time.monotonic()
+                notes.wait(0, str(error))
             time.sleep(LOOK_SECONDS)
 
 
@@ -211,35 +206,17 @@ def _listen(config: JoinConfig) -> socket.socket:
     return listen("", port, "give --advertise a free port")
 
 
-class _Watch(threading.Thread):
-    """Reports the neighbour that a stage waits for. If an existing link breaks meanwhile, the wait ends: that
-    neighbour restarts, and so do we."""
+class _Notes:
+    """What a stage waits for before it has its links: for its supervisor, and now and then in its log."""
 
-    def __init__(self, endpoint: Endpoint, links: Mapping[int, SocketLink], note: LinkNote, log: Log) -> None:
-        super().__init__(daemon=True, name="link-watch")
-        self.endpoint, self.links, self.note, self.log = endpoint, links, note, log
-        self.linked = threading.Event()
+    def __init__(self, note: LinkNote, log: Log) -> None:
+        self.note, self.log, self.said_at = note, log, time.monotonic()
 
-    def run(self) -> None:
-        said_at = time.monotonic()
-        while not self.linked.wait(LOOK_SECONDS):
-            missing = [each for each in self.endpoint.neighbours.values() if not each.linked]
-            if not missing:
-                continue
-            if any(link.broken for link in tuple(self.links.values())):
-                for each in missing:
-                    each.close()
-                return
-            stage, why = missing[0].stage, missing[0].trouble
-            self.note.wait(stage, why)
-            if time.monotonic() - said_at > LOG_SECONDS:
-                self.log(f"waiting for stage {stage}: {why}")
-                said_at = time.monotonic()
-
-    def end(self) -> None:
-        self.linked.set()
-        self.join()
-        self.note.over()
+    def wait(self, stage: int, why: str) -> None:
+        self.note.wait(stage, why)
+        if time.monotonic() - self.said_at > LOG_SECONDS:
+            self.log(f"waiting for stage {stage}: {why}")
+            self.said_at = time.monotonic()
 
 
 def check_links(config: JoinConfig, member: "Member") -> None:
