@@ -64,7 +64,6 @@ def joiner(url: str, keys: Path) -> None:
     from isthmus.data.tokens import Batches
     from isthmus.replica.control_group import SingleProcess
     from isthmus.replica.full import FullReplica
-    from isthmus.runtime.recovery import Recovery
     from isthmus.runtime.trainer import Trainer
 
     store = open_store(url)
@@ -83,11 +82,10 @@ def joiner(url: str, keys: Path) -> None:
             return f"round {done}; {payloads} of them read payloads"
 
         with timed("a joiner up to its first round", ledger, rest):
-            done = Recovery(trainer).resume()
-            while (counted := trainer.exchange.closed(done + 1)) is not None:
-                payloads += sum(len(each.shards) for each in counted)
-                done += 1
-                trainer.apply(done, counted)
+            done = trainer.resume()
+            while not trainer.begin(done + 1):
+                done = trainer.settle(done + 1)
+                payloads += len(ledger.shards) * len(ledger.manifest(done).entries)
 
 
 def show(url: str) -> None:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "isthmus"
 ROOT = ("crowd", "disk", "errors", "files", "gpu", "memory", "printing", "reading")
 ORDER = (
     "config", "layout", "planner", "runlog", "store", "data", "model", "subspace", "sparse", "outer",
-    "replica", "protocol", "page", "simulator", "runtime", "doctor", "export", "api", "cli",
+    "replica", "protocol", "page", "simulator", "runtime", "loop", "doctor", "export", "api", "cli",
 )  # fmt: skip
 STANDARD_LIBRARY_ONLY = ("config", "layout", "planner")
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from isthmus.api.runs import plan, resume, simulate, train
     from isthmus.config import Recipe, load_recipe
     from isthmus.errors import ConfigError, RunError
+    from isthmus.loop.local import SparseLoCo
     from isthmus.runlog.results import Results
     from isthmus.runlog.row import Row
 
@@ -20,6 +21,7 @@ __all__ = [
     "Row",
     "Run",
     "RunError",
+    "SparseLoCo",
     "__version__",
     "load_recipe",
     "open_run",
@@ -37,7 +39,7 @@ os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
 
 
 def __getattr__(name: str) -> Any:
-    """Load these names on first use: `import isthmus` loads nothing else, and none of them loads torch."""
+    """Load these names on first use: `import isthmus` loads nothing else, and torch only for `SparseLoCo`."""
     match name:
         case "Run" | "open_run":
             from isthmus.api import opened as home
@@ -47,6 +49,8 @@ def __getattr__(name: str) -> Any:
             from isthmus import config as home
         case "ConfigError" | "RunError":
             from isthmus import errors as home
+        case "SparseLoCo":
+            from isthmus.loop import local as home
         case "Results":
             from isthmus.runlog import results as home
         case "Row":

@@ -20,8 +20,6 @@ from isthmus.outer.exchange import Contribution
 from isthmus.protocol import closer
 from isthmus.protocol.shards import unpack_shards
 from isthmus.runtime.create import create
-from isthmus.runtime.heartbeat import HeartbeatThread
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 from isthmus.sparse.topk import decode
 from isthmus.subspace.boundaries import BasisSet, boundary_functions
@@ -159,14 +157,15 @@ def test_show_tells_from_the_history_who_helps_and_who_does_harm(
     create(recipe, str(tmp_path / "bucket"), tmp_path / "keys", closers=["rack-0"])
     fleet = [take_seat(recipe, tmp_path, member) for member in recipe.fleet()]
     for one in fleet:
-        Recovery(one).resume()
-        HeartbeatThread(one, "seat", 1.0).beat()
-    own = [one.train_round(0, lambda h: None)[0] for one in fleet]
-    own[2] = turned(fleet[2], own[2])
-    for one, update in zip(fleet, own, strict=True):
-        one.exchange.deliver(1, update)
+        one.resume()
+        one.session.heart.beat()
+    bad = fleet[2].session.exchange
+    deliver = bad.deliver
+    bad.deliver = lambda t, own: deliver(t, turned(fleet[2], own))
     for one in fleet:
-        one.apply(1, one.exchange.close(1, []))
+        one.train_round(1, lambda h: None)
+    for one in fleet:
+        one.settle(1)
 
     assert main(["ledger", "show", str(tmp_path / "bucket"), "--usefulness", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)

@@ -25,8 +25,6 @@ from isthmus.protocol.membership import Admitted, Changes, table_of
 from isthmus.protocol.trust import Signer, new_secret, save_secret
 from isthmus.runlog import RunDir
 from isthmus.runtime.create import create
-from isthmus.runtime.heartbeat import HeartbeatThread
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 
 LIMIT_SECONDS = 240.0
@@ -143,22 +141,23 @@ def owners(alone: Seat, **changes) -> None:
 
 
 def catch_up(fleet: Trainer, last: int) -> None:
-    for t in range(Recovery(fleet).resume() + 1, last + 1):
-        fleet.apply(t, fleet.exchange.closed(t))
+    for t in range(fleet.resume() + 1, last + 1):
+        assert not fleet.begin(t)
+        fleet.settle(t)
 
 
 def revoking(alone: Seat, name: str):
     """The owner sends `name` away while round 2 is closed."""
 
     def strike(fleet):
-        look = fleet.exchange.closer._look_for_orders
+        look = fleet.session.exchange.closer._look_for_orders
 
         def revoked():
-            if fleet.exchange.closer.round == 2:
+            if fleet.session.exchange.closer.round == 2:
                 owners(alone, revoked=[name])
             look()
 
-        fleet.exchange.closer._look_for_orders = revoked
+        fleet.session.exchange.closer._look_for_orders = revoked
 
     return strike
 
@@ -175,7 +174,7 @@ def test_who_slept_over_its_last_round_is_told_that_round_and_not_the_newest(alo
     catch_up(late, 3)
     said = "rack-1: you were revoked by the owner in round 2"
     with pytest.raises(RunStopped, match=said):
-        late.train_round(3, lambda h: None)
+        late.begin(4)
 
 
 def invited(alone: Seat, name: str) -> Seat:
@@ -196,15 +195,18 @@ def test_a_newcomer_trains_from_the_round_after_the_manifest_that_has_seen_it(al
     catch_up(fleet, 2)
     steps, step = [], fleet.replica.inner_step
     fleet.replica.inner_step = lambda number: steps.append(number) or step(number)
-    assert fleet.train_round(2, lambda h: None) == []
+    assert not fleet.begin(3)
     assert (steps, fleet.step_count, fleet.status.state) == ([], 0, "ready")
-    HeartbeatThread(fleet, "1" * 16, 5.0).beat()
+    fleet.session.heart.beat()
 
-    closing.apply(3, closing.exchange.close(3, closing.train_round(2, lambda h: None)))
-    fleet.apply(3, fleet.exchange.close(3, []))
-    (own,) = fleet.train_round(3, lambda h: None)
-    fleet.exchange.deliver(4, own)
-    closing.exchange.close(4, closing.train_round(3, lambda h: None))
+    for t in (3, 4):
+        assert closing.begin(t)
+        closing.train_round(t, lambda h: None)
+        if t == 4:
+            assert fleet.begin(4)
+            fleet.train_round(4, lambda h: None)
+        closing.settle(t)
+        fleet.settle(t)
     manifest = closing.ledger.manifest(4)
     assert "new" in {entry.replica for entry in manifest.entries} | dict(manifest.refused).keys()
 

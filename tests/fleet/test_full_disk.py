@@ -21,7 +21,6 @@ from isthmus.runlog import RunDir
 from isthmus.runtime import checkpoint as runtime_checkpoint
 from isthmus.runtime.disk_watch import LASTING_SECONDS, DiskWatch
 from isthmus.runtime.failure import Failure
-from isthmus.runtime.recovery import Recovery
 
 LIMIT_SECONDS = 180.0
 LARGER = {"model": {"width": 128, "ffn": 256}, "outer": {"inner_steps": 2, "rounds": 1000}}
@@ -88,14 +87,15 @@ def test_what_no_checkpoint_would_give_back_is_not_sent_before_it_is_saved(tmp_p
     recipe = small(**LATE)
     late, quick = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
     fleet = late.come()
-    assert Recovery(fleet).resume() == 0
-    fleet.train_round(0, lambda h: None)
-    quick.run(1)
-    fleet.apply(1, fleet.exchange.close(1, []))
+    assert fleet.resume() == 0
+    deliver = fleet.session.deliver
+    fleet.session.deliver = lambda *given: (quick.run(1), deliver(*given))
+    fleet.train_round(1, lambda h: None)
+    fleet.settle(1)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", full_disk)
         with pytest.raises(DiskFull, match=r"the disk of .* was full"):
-            fleet.train_round(1, lambda h: None)
+            fleet.train_round(2, lambda h: None)
     assert not Failure.of(DiskFull("")).passes
     fleet = late.run(2)
     assert min(fleet.checkpoint.numbers()) >= 4  # nothing before round 2 is restored any more

@@ -29,7 +29,6 @@ from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.patience import LeftWaiting
 from isthmus.runtime.create import create
 from isthmus.runtime.preflight import check_not_taken
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 from isthmus.store.objects import open_store
 
@@ -107,12 +106,12 @@ def everything(fleet: Trainer) -> dict[str, torch.Tensor]:
 
 def only_at(fleet: Trainer, *places: tuple[int, int]) -> None:
     """It saves checkpoints in these rounds, after so many inner steps, and no others."""
-    fleet.checkpoint.is_due = lambda edge: (fleet.open, len(fleet.losses)) in places
+    fleet.checkpoint.is_due = lambda edge: (fleet.session.round, len(fleet.losses)) in places
 
 
 def rounds_until(fleet: Trainer, last: int) -> Trainer:
-    done = Recovery(fleet).resume()
-    run_rounds(fleet, fleet.exchange, range(done + 1, last + 1), lambda h: None, lambda t, seconds: None)
+    done = fleet.resume()
+    run_rounds(fleet, range(done + 1, last + 1), lambda h: None, lambda t, seconds: None)
     return fleet
 
 
@@ -128,11 +127,11 @@ def test_rounds_since_an_old_checkpoint_are_trained_again_to_the_same_bits(place
     rounds_until(killed, 3)  # no farewell, and nothing of it is used any more
     sent = sorted(open_store(str(tmp_path / "struck" / "bucket")).list("payloads"))
     back = struck.come()
-    assert Recovery(back).resume() == place[0] - 1
+    assert back.resume() == place[0] - 1
     again = range(place[0], 4)
-    run_rounds(back, back.exchange, again, lambda h: None, lambda t, seconds: None)
+    run_rounds(back, again, lambda h: None, lambda t, seconds: None)
     assert sorted(open_store(str(tmp_path / "struck" / "bucket")).list("payloads")) == sent  # nothing anew
-    run_rounds(back, back.exchange, range(4, 5), lambda h: None, lambda t, seconds: None)
+    run_rounds(back, range(4, 5), lambda h: None, lambda t, seconds: None)
     back.finish()
     for key, tensor in everything(whole).items():
         assert torch.equal(tensor, everything(back)[key]), key
@@ -167,14 +166,14 @@ def test_a_stragglers_payload_returns_to_its_feedback_and_nothing_is_lost(tmp_pa
     recipe = small(**LATE)
     late, quick = seat(recipe, tmp_path, "rack-0"), seat(recipe, tmp_path, "rack-1")
     straggler = late.come()
-    assert Recovery(straggler).resume() == 0
-    own = straggler.train_round(0, lambda h: None)
-    trained = {name: p.detach().clone() for name, p in straggler.replica.named_parameters().items()}
+    assert straggler.resume() == 0
     start = {name: anchor.clone() for name, anchor in straggler.anchor.items()}
-    quick.run(1)  # settled by the deadline, without the straggler
-    counted = straggler.exchange.close(1, own)
-    assert [contribution.replica for contribution in counted] == ["rack-1"]
-    straggler.apply(1, counted)
+    deliver = straggler.session.deliver
+    straggler.session.deliver = lambda *given: (quick.run(1), deliver(*given))  # settled by the deadline
+    straggler.train_round(1, lambda h: None)
+    trained = {name: p.detach().clone() for name, p in straggler.replica.named_parameters().items()}
+    assert straggler.settle(1) == 1
+    assert [entry.replica for entry in straggler.ledger.manifest(1).entries] == ["rack-1"]
     for name, feedback in straggler.feedback.items():  # e was 0, so all of Delta is in it again
         assert_close(feedback, start[name] - trained[name])
     assert any("it stays in the error feedback" in line for line in late.said)
@@ -215,8 +214,8 @@ def swept(tmp_path, monkeypatch) -> tuple[Seat, Seat]:
 def test_old_state_survives_a_sweep(swept):
     away, there = swept
     back = away.come()
-    assert Recovery(back).resume() == 4  # nobody has started from the anchor of round 6 yet
-    assert run_rounds(back, back.exchange, range(5, 7), lambda h: None, lambda t, seconds: None)
+    assert back.resume() == 4  # nobody has started from the anchor of round 6 yet
+    assert run_rounds(back, range(5, 7), lambda h: None, lambda t, seconds: None)
     assert back.step_count == 3
     assert any(bool(feedback.any()) for feedback in back.feedback.values())
     assert away.anchors()[6] == there.anchors()[6]
@@ -229,7 +228,7 @@ def test_restored_weights_are_never_held_as_those_of_round_0(swept, tmp_path):
     for file in (tmp_path / "bucket" / "anchors").glob("*/*.safetensors"):
         file.write_bytes(b"")
     with pytest.raises(RunError) as failed:
-        Recovery(away.come()).resume()
+        away.come().resume()
     assert not isinstance(failed.value, RunStopped)  # it may pass: the worker is started again
     shutil.copytree(tmp_path / "kept", tmp_path / "bucket" / "anchors", dirs_exist_ok=True)
     assert away.run(6).status.round == 6
@@ -269,7 +268,7 @@ def test_another_number_of_processes_is_refused_with_the_cure(tmp_path):
     fleet = alone.come()
     fleet.checkpoint.save_now(replace(place, processes=2), fleet.state_files())
     with pytest.raises(ConfigError, match="a replica of 2 processes, and this one has 1; put their"):
-        Recovery(alone.come()).resume()
+        alone.come().resume()
 
 
 # Real processes
@@ -375,10 +374,10 @@ def test_a_round_that_cannot_be_reached_is_waited_for_and_not_skipped(tmp_path):
     """A listed payload that is gone stops a replica that needs it; readers never skip on their own."""
 
     class Asked:
-        def pending(self) -> bool:
-            return True
+        def asked(self) -> int:
+            return 1
 
-        here = pending
+        here = asked
 
     def leave(fleet: Trainer) -> None:
         fleet.patience.leave = Asked()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,6 @@ from isthmus.outer.rounds import run_rounds
 from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.protocol import closer
 from isthmus.runtime.create import create
-from isthmus.runtime.edge import Edge
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 from isthmus.store import StoreError
 
@@ -60,14 +59,14 @@ def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Tra
 
     def start(name: str) -> Trainer:
         fleet = take_seat(made, tmp_path, next(m for m in made.fleet() if m.name == name))
-        Recovery(fleet).resume()
+        fleet.resume()
         return fleet
 
     return start
 
 
 def run(fleet: Trainer, rounds: range, progress: Callable[[int], None] = lambda h: None) -> None:
-    run_rounds(fleet, fleet.exchange, rounds, progress, lambda t, seconds: None)
+    run_rounds(fleet, rounds, progress, lambda t, seconds: None)
 
 
 def test_a_round_that_is_settled_meanwhile_ends_there_and_the_next_begins_with_the_others(come):
@@ -86,19 +85,18 @@ def test_a_round_that_is_settled_meanwhile_ends_there_and_the_next_begins_with_t
         if h == 2:  # of 4
             run(quick, range(2, 3))
 
-    assert late.exchange.closed(2) is None
-    assert late.train_round(1, progress) == []
+    assert late.begin(2)
+    late.train_round(2, progress)
     assert steps == [1, 2]
     assert late.step_count == STEPS + 2
     params = {name: p.detach() for name, p in late.replica.named_parameters().items()}
+    late.settle(2)
     for name, e in late.feedback.items():
         assert_close(e, late.recipe.outer.feedback_decay * before[name] + anchor[name] - params[name])
-    late.apply(2, late.exchange.close(2, []))
-    assert late.exchange.settle_anchor() == quick.exchange.settle_anchor()
-    assert late.exchange.closed(3) is None
-    (own,) = late.train_round(2, steps.append)  # from the edge on it is one of them
+    assert late.session.edge.settle() == quick.session.edge.settle()
+    assert late.begin(3)
+    late.train_round(3, steps.append)  # from the edge on it is one of them
     assert steps == [1, 2, 1, 2, 3, 4]
-    late.exchange.deliver(3, own)
     run(quick, range(3, 4))
     manifest = late.ledger.manifest(3)
     assert manifest is not None
@@ -118,22 +116,24 @@ def test_only_the_first_round_of_a_start_is_left_in_the_middle(come):
         if h == 2:
             run(quick, range(3, 4))
 
-    assert slow.exchange.closed(3) is None
-    assert len(slow.train_round(2, progress)) == 1
+    assert slow.begin(3)
+    slow.train_round(3, progress)
     assert steps == [1, 2, 3, 4]
 
 
-def test_a_long_round_is_not_looked_at_more_often_than_a_short_one(come):
-    ledger = come("rack-0").ledger
-    assert [Edge(ledger, 2, usual).every for usual in (3.0, 60.0, 1800.0, 1e6)] == [0.5, 1.0, 30.0, 30.0]
+@pytest.mark.parametrize(("usual", "pause"), [(3.0, 0.5), (60.0, 1.0), (1800.0, 30.0), (1e6, 30.0)])
+def test_a_long_round_is_not_looked_at_more_often_than_a_short_one(usual, pause, come):
+    session = come("rack-0").session
+    session.ledger.known = lambda t: SimpleNamespace(seconds=usual)
+    assert session.look_seconds() == pause
 
 
 def test_a_store_that_is_away_settles_nothing(come):
-    class Away:
-        def settled_at(self, round_number: int) -> float | None:
-            raise StoreError("s3://b: head manifests/000002.json: cannot reach the store", "network")
+    def away(round_number: int) -> float | None:
+        raise StoreError("s3://b: head manifests/000002.json: cannot reach the store", "network")
 
-    edge = Edge(Away(), 2)  # type: ignore[arg-type]
-    edge.look()
-    assert not edge.passed.is_set()
+    session = come("rack-0").session
+    session.watching, session.ledger.settled_at = True, away
+    session.look_after()
+    assert not session.overtaken()
     assert issubclass(StoreError, RunError)

@@ -8,8 +8,6 @@ from returning import LATE, seat, small
 
 from isthmus.outer.rounds import run_rounds
 from isthmus.protocol import closer
-from isthmus.protocol.missing import LedPast
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 from isthmus.store.objects import open_store
 
@@ -30,21 +28,8 @@ def lose(folder: Path, round_number: int) -> None:
 def at_once(back: Trainer) -> None:
     """Its waits take no time."""
     clock = Clock()
-    back.exchange.missing.clock = clock
-    back.exchange.missing.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
-
-
-def rounds_to(back: Trainer, done: int, last: int) -> None:
-    """As the worker does it."""
-    recovery = Recovery(back)
-    while done < last:
-        try:
-            run_rounds(
-                back, back.exchange, range(done + 1, last + 1), lambda h: None, lambda t, seconds: None
-            )
-            done = last
-        except LedPast as gap:
-            done = recovery.pass_over(gap)
+    back.session.exchange.missing.clock = clock
+    back.session.exchange.missing.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
 
 
 def test_a_replica_that_was_away_gets_past_by_a_later_anchor_and_keeps_what_is_its_own(
@@ -59,7 +44,7 @@ def test_a_replica_that_was_away_gets_past_by_a_later_anchor_and_keeps_what_is_i
     lose(tmp_path, 3)
     back = away.come()
     at_once(back)
-    rounds_to(back, Recovery(back).resume(), 6)
+    run_rounds(back, range(back.resume() + 1, 7), lambda h: None, lambda t, seconds: None)
     assert away.anchors()[6] == there.anchors()[6]
     assert 3 not in away.anchors()
     assert back.step_count == 3  # its optimiser is its own

@@ -10,7 +10,6 @@ from torch.testing import assert_close
 from isthmus.outer.rounds import run_rounds
 from isthmus.protocol import closer
 from isthmus.runtime.checkpoint import Checkpoint
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 
 ROUNDS = 4
@@ -47,9 +46,9 @@ def killed(at: Seat, round_number: int, inner_step: int) -> list[int]:
         if fleet.status.round == round_number and h == inner_step:
             raise Killed
 
-    rounds = range(Recovery(fleet).resume() + 1, round_number + 1)
+    rounds = range(fleet.resume() + 1, round_number + 1)
     with pytest.raises(Killed):
-        run_rounds(fleet, fleet.exchange, rounds, progress, lambda t, seconds: None)
+        run_rounds(fleet, rounds, progress, lambda t, seconds: None)
     return steps
 
 
@@ -66,8 +65,8 @@ def test_a_round_goes_on_from_its_middle_to_the_same_bits(round_number, inner_st
     killed(struck, round_number, inner_step)
     again: list[int] = []
     back = struck.come()
-    rounds = range(Recovery(back).resume() + 1, ROUNDS + 1)
-    run_rounds(back, back.exchange, rounds, again.append, lambda t, seconds: None)
+    rounds = range(back.resume() + 1, ROUNDS + 1)
+    run_rounds(back, rounds, again.append, lambda t, seconds: None)
     back.finish()
     assert again[0] == inner_step  # the step that had ended was not yet saved; those before it were
     if inner_step > 1:
@@ -98,20 +97,20 @@ def test_what_was_trained_of_a_round_that_is_settled_meanwhile_is_in_the_feedbac
     quick.run(1)
     killed(late, 2, 3)  # the checkpoint after two inner steps is on disk
     then = late.come()
-    assert Recovery(then).resume() == 1
+    assert then.resume() == 1
     assert len(then.losses) == 2
     before = {name: e.clone() for name, e in then.feedback.items()}
     start, params = {name: p.clone() for name, p in then.anchor.items()}, then.params
     quick.run(2)
     back = late.come()
-    run_rounds(back, back.exchange, range(Recovery(back).resume() + 1, 3), lambda h: None, lambda t, s: None)
+    run_rounds(back, range(back.resume() + 1, 3), lambda h: None, lambda t, s: None)
     beta = recipe.outer.feedback_decay
     for name, e in back.feedback.items():
         assert_close(e, beta * before[name] + start[name] - params[name])
     assert back.step_count == then.step_count
-    (own,) = back.train_round(2, lambda h: None)
-    assert own.facts.measured["inner_steps"] == [2 + recipe.outer.inner_steps]
-    assert any("our first 2 inner steps of it go to the error feedback" in line for line in late.said)
+    back.train_round(3, lambda h: None)
+    assert back.session.pending.measured["inner_steps"] == [2 + recipe.outer.inner_steps]
+    assert any("what we trained of it goes to the error feedback" in line for line in late.said)
 
 
 @pytest.mark.parametrize("file", ["params", "place", "optimiser"])

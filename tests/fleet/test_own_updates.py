@@ -7,8 +7,7 @@ from isthmus.outer.rounds import run_rounds
 from isthmus.protocol import closer
 from isthmus.protocol.documents import Refusal
 from isthmus.protocol.norms import EMPTY, TOO_LARGE, compare_norms
-from isthmus.runtime.recovery import Recovery
-from isthmus.runtime.refusals import Refusals
+from isthmus.runtime.session import is_refused_too_often
 from isthmus.runtime.trainer import Trainer
 
 
@@ -65,22 +64,23 @@ LARGE = TOO_LARGE
     ],
 )
 def test_three_refusals_in_a_row_for_the_norm_are_counted_from_the_manifests(verdicts, dropped):
-    record = Refusals(Settled(*verdicts), "a")
-    assert record.too_many(len(verdicts)) is dropped
+    assert is_refused_too_often(Settled(*verdicts), "a", len(verdicts)) is dropped
 
 
 def test_after_it_has_dropped_its_feedback_a_replica_counts_anew():
-    record = Refusals(Settled(*[LARGE] * 7), "a")
-    assert [t for t in range(1, 8) if record.too_many(t)] == [3, 6]
+    ledger, emptied_in = Settled(*[LARGE] * 7), [0]
+    for t in range(1, 8):
+        if is_refused_too_often(ledger, "a", t, emptied_in[-1]):
+            emptied_in.append(t)
+    assert emptied_in == [0, 3, 6]
 
 
 def settle_together(fleets: list[Trainer], t: int) -> None:
     for fleet in fleets:
-        assert fleet.exchange.closed(t) is None
-        for own in fleet.train_round(t - 1, lambda h: None):
-            fleet.exchange.deliver(t, own)
+        assert fleet.begin(t)
+        fleet.train_round(t, lambda h: None)
     for fleet in fleets:
-        fleet.apply(t, fleet.exchange.close(t, []))
+        fleet.settle(t)
 
 
 def test_feedback_that_is_wrong_in_memory_is_dropped_after_three_refusals_and_the_replica_counts_again(
@@ -90,15 +90,15 @@ def test_feedback_that_is_wrong_in_memory_is_dropped_after_three_refusals_and_th
     seats = [seat(recipe, tmp_path, f"rack-{i}") for i in range(3)]
     fleets = [one.come() for one in seats]
     for fleet in fleets:
-        assert Recovery(fleet).resume() == 0
+        assert fleet.resume() == 0
     settle_together(fleets, 1)
     bad, said = fleets[0], seats[0].said
     next(iter(bad.feedback.values())).view(-1)[0] = 3.6e25  # an exponent's bit, in memory
     for t in (2, 3):
         settle_together(fleets, t)
     bad = fleets[0] = seats[0].come()  # its count survives a restart
-    assert Recovery(bad).resume() == 2
-    assert run_rounds(bad, bad.exchange, range(3, 4), lambda h: None, lambda t, seconds: None)
+    assert bad.resume() == 2
+    assert run_rounds(bad, range(3, 4), lambda h: None, lambda t, seconds: None)
     assert not any("feedback is emptied" in line for line in said)
     settle_together(fleets, 4)
     (line,) = [line for line in said if "feedback is emptied" in line]

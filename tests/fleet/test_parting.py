@@ -16,7 +16,6 @@ from isthmus.protocol import closer
 from isthmus.protocol.patience import LeftWaiting, Patience
 from isthmus.runtime import preflight
 from isthmus.runtime.leaving import Parted, Parting
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.supervisor import count_signals
 from isthmus.runtime.trainer import Trainer
 
@@ -50,13 +49,13 @@ def test_a_round_that_does_not_end_in_time_is_left_in_its_middle_and_gone_on_wit
         if (fleet.status.round, h) == (2, inner_step):
             fleet.parting = told(0.0, clock)
 
-    rounds = range(Recovery(fleet).resume() + 1, ROUNDS + 1)
+    rounds = range(fleet.resume() + 1, ROUNDS + 1)
     with pytest.raises(Parted, match=rf"stopped in round 2, after {inner_step} of its 3 inner steps"):
-        run_rounds(fleet, fleet.exchange, rounds, progress, lambda t, s: None)
+        run_rounds(fleet, rounds, progress, lambda t, s: None)
     again: list[int] = []
     back = taken.come()
-    rounds = range(Recovery(back).resume() + 1, ROUNDS + 1)
-    run_rounds(back, back.exchange, rounds, again.append, lambda t, s: None)
+    rounds = range(back.resume() + 1, ROUNDS + 1)
+    run_rounds(back, rounds, again.append, lambda t, s: None)
     back.finish()
     assert again[0] == inner_step + 1  # no inner step is trained twice
     same(whole, back)
@@ -76,8 +75,8 @@ def test_a_round_that_ends_in_time_is_saved_at_once_and_finished(tmp_path: Path)
     def leave() -> bool:
         return fleet.parting.asked()
 
-    rounds = range(Recovery(fleet).resume() + 1, ROUNDS + 1)
-    assert not run_rounds(fleet, fleet.exchange, rounds, progress, lambda t, s: None, leave)
+    rounds = range(fleet.resume() + 1, ROUNDS + 1)
+    assert not run_rounds(fleet, rounds, progress, lambda t, s: None, leave)
     assert fleet.status.round == 2
     at = 4 * (2 - 1) + 1  # of round 2, after one of three inner steps
     assert [at in numbers for numbers in saved] == [False] * 4 + [True] * 2
@@ -88,14 +87,14 @@ def test_who_leaves_at_the_edge_of_a_round_goes_on_from_there_and_trains_nothing
     usual, taken = seat(small(full=1), tmp_path / "usual"), seat(small(full=1), tmp_path / "taken")
     whole, fleet = usual.run(ROUNDS), taken.come()
     fleet.checkpoint.is_due = lambda edge: False
-    rounds = range(Recovery(fleet).resume() + 1, ROUNDS)
-    run_rounds(fleet, fleet.exchange, rounds, lambda h: None, lambda t, s: None)
+    rounds = range(fleet.resume() + 1, ROUNDS)
+    run_rounds(fleet, rounds, lambda h: None, lambda t, s: None)
     fleet.finish()
     fleet.save_now()
     back, steps = taken.come(), []
-    rounds = range(Recovery(back).resume() + 1, ROUNDS + 1)
+    rounds = range(back.resume() + 1, ROUNDS + 1)
     assert rounds == range(ROUNDS, ROUNDS + 1)
-    run_rounds(back, back.exchange, rounds, steps.append, lambda t, s: None)
+    run_rounds(back, rounds, steps.append, lambda t, s: None)
     back.finish()
     assert steps == [1, 2, 3]
     assert f"back in round {ROUNDS}, at its start" in taken.said
@@ -108,12 +107,12 @@ def test_who_waits_for_the_others_saves_what_it_delivered_and_leaves(tmp_path: P
     fleet = waits.come()
     fleet.checkpoint.is_due = lambda edge: False
     asked: list[bool] = []
-    fleet.exchange.patience = Patience(
+    fleet.session.exchange.patience = Patience(
         waits.said.append, parting=lambda: bool(asked.append(True)) or True, sleep=lambda s: None
     )
-    Recovery(fleet).resume()
+    fleet.resume()
     with pytest.raises(LeftWaiting):
-        run_rounds(fleet, fleet.exchange, range(1, 2), lambda h: None, lambda t, s: None)
+        run_rounds(fleet, range(1, 2), lambda h: None, lambda t, s: None)
     assert asked
     assert fleet.checkpoint.numbers() == set()
     fleet.save_now()

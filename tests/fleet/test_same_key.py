@@ -8,7 +8,6 @@ from returning import Seat, seat, small
 
 from isthmus.outer.rounds import run_rounds
 from isthmus.protocol import closer
-from isthmus.runtime.recovery import Recovery
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +17,7 @@ def _no_turns(monkeypatch):
 
 def come(one: Seat):
     fleet = one.come()
-    assert Recovery(fleet).resume() == 0
+    assert fleet.resume() == 0
     return fleet
 
 
@@ -31,11 +30,10 @@ def test_of_two_commits_the_first_stands_the_other_update_returns_and_the_run_go
         tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) * 1e-3)
     fleets = [first, second]
     for t in (1, 2, 3):
-        own = [fleet.train_round(t - 1, lambda h: None) for fleet in fleets]
-        for fleet, mine in zip(fleets, own, strict=True):
-            fleet.exchange.deliver(t, mine[0])
         for fleet in fleets:
-            fleet.apply(t, fleet.exchange.close(t, []))
+            fleet.train_round(t, lambda h: None)
+        for fleet in fleets:
+            fleet.settle(t)
         fleets.reverse()  # once the one is first, once the other
     assert here.anchors() == there.anchors()
     for one, rounds in ((here, [2]), (there, [1, 3])):
@@ -45,4 +43,4 @@ def test_of_two_commits_the_first_stands_the_other_update_returns_and_the_run_go
         assert [int(re.search(r"round (\d+)", line)[1]) for line in emptied] == rounds
     entries = [entry for t in (1, 2, 3) for entry in first.ledger.manifest(t).entries]
     assert [entry.replica for entry in entries] == ["rack"] * 3
-    assert run_rounds(first, first.exchange, range(4, 5), lambda h: None, lambda t, seconds: None)
+    assert run_rounds(first, range(4, 5), lambda h: None, lambda t, seconds: None)

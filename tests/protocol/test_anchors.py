@@ -22,7 +22,6 @@ from isthmus.protocol.trust import Signer, load_signer
 from isthmus.replica.control_group import SingleProcess
 from isthmus.replica.full import FullReplica
 from isthmus.runtime.create import create
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 from isthmus.store import open_store
 
@@ -108,13 +107,12 @@ def join(url: str, to: Path, capsys: pytest.CaptureFixture[str]) -> str:
         background=False,
     )
     try:
-        done = Recovery(fleet).resume()
-        while (counted := fleet.exchange.closed(done + 1)) is not None:
-            done += 1
-            fleet.apply(done, counted)
+        done = fleet.resume()
+        while not fleet.begin(done + 1):
+            done = fleet.settle(done + 1)
     except RunStopped as stopped:
         return f"status 1: {stopped}"
-    said.append(f"joined with anchor {fleet.exchange.anchor}")
+    said.append(f"joined with anchor {fleet.session.edge.settle()}")
     return "status 0: " + "\n".join(said)
 
 

@@ -157,7 +157,7 @@ def test_only_a_request_signed_with_the_replicas_key_makes_it_leave(any_store_ur
     run = Little(any_store_url, tmp_path)
     c, said = run.replica("c"), []
     request = LeaveRequest(Orders(), c.ledger, "start1", said.append, leader=True)
-    assert not request.pending()
+    assert not request.asked()
     stranger = open_store(any_store_url)
     for forged in (
         b"leave",
@@ -167,13 +167,13 @@ def test_only_a_request_signed_with_the_replicas_key_makes_it_leave(any_store_ur
         bytes(1 << 20),
     ):
         stranger.put("members/c/leave-start1", forged)
-        assert not request.pending()
+        assert not request.asked()
         with pytest.raises(Refused):
             c.ledger.asked_to_leave("start1")
     assert len(said) == 1
     assert "somebody asks this replica to leave, but" in said[0]
     run.ledger("c").ask_to_leave("start1")
-    assert request.pending()
+    assert request.asked()
 
 
 def test_a_request_to_leave_that_is_no_file_stops_nobody(folder_url: str, tmp_path: Path):
@@ -181,7 +181,7 @@ def test_a_request_to_leave_that_is_no_file_stops_nobody(folder_url: str, tmp_pa
     c, said = run.replica("c"), []
     os.makedirs(Path(folder_url, "members/c"), exist_ok=True)
     os.mkfifo(Path(folder_url, "members/c/leave-start1"))
-    assert not LeaveRequest(Orders(), c.ledger, "start1", said.append, leader=True).pending()
+    assert not LeaveRequest(Orders(), c.ledger, "start1", said.append, leader=True).asked()
     assert len(said) == 1
 
 
@@ -189,4 +189,4 @@ def test_a_request_is_found_by_the_start_after_it(folder_url: str, tmp_path: Pat
     run = Little(folder_url, tmp_path)
     ledger: Ledger = run.ledger("c")
     ledger.ask_to_leave("start1")
-    assert LeaveRequest(Orders(), ledger, "start2", print, leader=True, previous="start1").pending()
+    assert LeaveRequest(Orders(), ledger, "start2", print, leader=True, previous="start1").asked()

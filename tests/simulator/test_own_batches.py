@@ -22,7 +22,7 @@ from isthmus.planner.plan import predict
 from isthmus.replica.full import FullReplica
 from isthmus.replica.pipelined import PipelinedReplica
 from isthmus.runlog.row import Row
-from isthmus.simulator.exchange import LocalExchange
+from isthmus.simulator.exchange import ExchangingFleet, LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
 
 FP64 = {"inner": {"precision": "fp64"}, "outer": {"values": "fp64", "inner_steps": 2, "rounds": 2}}
@@ -40,7 +40,8 @@ def corpus():
 def simulated(corpus, recipe: Recipe, rounds: int = 2, group: int = 8, parts: int = 1) -> SimulatedFleet:
     plan = SimulatorPlan(group, parts, False, 0)
     fleet = SimulatedFleet(recipe, corpus, torch.device("cpu"), "fp64", plan, compiled=False)
-    run_rounds(fleet, LocalExchange(recipe), range(1, rounds + 1), lambda h: None, lambda t, seconds: None)
+    exchanging = ExchangingFleet(fleet, LocalExchange(recipe))
+    run_rounds(exchanging, range(1, rounds + 1), lambda h: None, lambda t, seconds: None)
     return fleet
 
 

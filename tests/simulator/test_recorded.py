@@ -9,7 +9,7 @@ from isthmus.config import parse_recipe
 from isthmus.data.corpus import open_corpus
 from isthmus.outer.rounds import run_rounds
 from isthmus.planner.memory import SimulatorPlan
-from isthmus.simulator.exchange import LocalExchange
+from isthmus.simulator.exchange import ExchangingFleet, LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
 
 MIXED = replicas("rack", count=2) + pipelined("edge", count=2, stages=2, compression="1/4")
@@ -37,9 +37,8 @@ def run(device: str, *overrides: str) -> tuple[SimulatedFleet, list[dict]]:
     )
     scores = []
     rounds = range(1, recipe.outer.rounds + 1)
-    run_rounds(
-        fleet, LocalExchange(recipe), rounds, lambda h: None, lambda t, s: scores.append(fleet.evaluate())
-    )
+    exchanging = ExchangingFleet(fleet, LocalExchange(recipe))
+    run_rounds(exchanging, rounds, lambda h: None, lambda t, s: scores.append(fleet.evaluate()))
     return fleet, scores
 
 

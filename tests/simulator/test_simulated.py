@@ -14,7 +14,7 @@ from isthmus.model.inner import learning_rate
 from isthmus.model.llama import forward, init_params, rope_table, token_losses
 from isthmus.outer.rounds import run_rounds
 from isthmus.planner.memory import SimulatorPlan
-from isthmus.simulator.exchange import LocalExchange
+from isthmus.simulator.exchange import ExchangingFleet, LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
 from isthmus.subspace import SubspaceBoundary, reproject, split
 from isthmus.subspace.boundaries import projected_names, write_projection
@@ -42,8 +42,8 @@ def build(corpus, replicas, *overrides, group=None, grad_accum_steps=1):
 
 def train(corpus, replicas, *overrides, rounds=2, **how):
     recipe, fleet = build(corpus, replicas, *overrides, **how)
-    exchange = LocalExchange(recipe)
-    run_rounds(fleet, exchange, range(1, rounds + 1), lambda h: None, lambda t, seconds: None)
+    exchanging = ExchangingFleet(fleet, LocalExchange(recipe))
+    run_rounds(exchanging, range(1, rounds + 1), lambda h: None, lambda t, seconds: None)
     return fleet
 
 

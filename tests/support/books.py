@@ -50,15 +50,16 @@ class Books:
         self.trained.append(rounds)
         chance = torch.Generator().manual_seed(self.process.num_starts)
         encode, fold, settle, drop = outer.encode, outer.fold, outer.settle, outer.drop_feedback
-        save, restore, deliver = checkpoint.save, trainer.restore, trainer.exchange.deliver
+        session, save, restore = trainer.session, checkpoint.save, trainer.restore
+        deliver = session.exchange.deliver
 
         def add(params: Mapping[str, Tensor]) -> None:
             for name, p in params.items():
                 self.total[name] += trainer.anchor[name] - p
-            self.steps |= {(trainer.open, h) for h in range(1, len(trainer.losses) + 1)}
+            self.steps |= {(session.round, h) for h in range(1, len(trainer.losses) + 1)}
 
         def encoding(params: Mapping[str, Tensor], again: bool = False):
-            rounds.append(trainer.open)
+            rounds.append(session.round)
             if not again:
                 params = {
                     name: p + self.noise * torch.randn(p.shape, dtype=p.dtype, generator=chance)
@@ -100,8 +101,8 @@ class Books:
 
         outer.encode, outer.fold, outer.settle = encoding, folding, settling
         outer.drop_feedback = lambda: emptying(drop)
-        checkpoint.save, trainer.restore, trainer.exchange.deliver = saving, restoring, delivering
-        checkpoint.is_due = lambda edge: (trainer.open, len(trainer.losses)) in self.places
+        checkpoint.save, trainer.restore, session.exchange.deliver = saving, restoring, delivering
+        checkpoint.is_due = lambda edge: (session.round, len(trainer.losses)) in self.places
         self.before(trainer)
 
     def check(self) -> None:

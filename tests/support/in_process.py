@@ -27,7 +27,6 @@ from isthmus.protocol.replay import Replay
 from isthmus.protocol.trust import Signer, load_signer, new_secret, save_secret
 from isthmus.runtime.create import create
 from isthmus.runtime.heartbeat import HeartbeatThread
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 
 WRITES = ("put", "create", "copy")
@@ -89,7 +88,7 @@ class Process(Seat):
     def work(self) -> None:
         trainer = self.come()
         self.prepare(trainer)
-        heart = HeartbeatThread(trainer, self.incarnation, self.recipe.bucket.heartbeat_seconds)
+        heart = trainer.session.heart
         time = self.fleet.time
         time.start(self.name, partial(self._beat, heart))
 
@@ -97,8 +96,8 @@ class Process(Seat):
             time.sleep(self.step_seconds)
 
         try:
-            rounds = range(Recovery(trainer).resume() + 1, self.recipe.outer.rounds + 1)
-            run_rounds(trainer, trainer.exchange, rounds, progress, lambda t, seconds: None)
+            rounds = range(trainer.resume() + 1, self.recipe.outer.rounds + 1)
+            run_rounds(trainer, rounds, progress, lambda t, seconds: None)
         finally:
             heart.ended.set()
         trainer.finish()

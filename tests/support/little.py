@@ -27,7 +27,7 @@ from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.protocol.clipping import clip_factors, clipped_in
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.documents import Commit, Entry, Manifest, Shard
-from isthmus.protocol.exchange import LedgerExchange
+from isthmus.protocol.exchange import LedgerExchange, Standing
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.judge import judge
 from isthmus.protocol.ledger import Ledger, read_run
@@ -80,6 +80,22 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
+class Exchange(LedgerExchange):
+    """An exchange whose rounds a test takes one by one."""
+
+    def closed(self, round_number: int) -> Sequence[Contribution] | None:
+        """What counts in a round that was settled without us; None while it is open."""
+        if self.enter(round_number) is not Standing.SETTLED:
+            return None
+        return self.counted(round_number)[1]
+
+    def close(self, round_number: int, own: Sequence[Contribution]) -> Sequence[Contribution]:
+        """Deliver, wait until the round is settled, and return what counts in it."""
+        for mine in own:
+            self.deliver(round_number, mine)
+        return self.counted(round_number)[1]
+
+
 class Replica:
     """One member in this process: its ledger, its exchange, its anchor, its own random pseudo-gradients."""
 
@@ -102,12 +118,12 @@ class Replica:
         replayed = partial(digest_from_bucket, self.ledger) if whole else lambda t: ""
         closer = Closer(self.ledger, reader, log, clock, replayed=replayed) if closes else None
         incarnation = os.urandom(8).hex()
-        self.exchange = LedgerExchange(self.ledger, SingleProcess(), every, reader, closer, incarnation, log)
+        self.exchange = Exchange(self.ledger, SingleProcess(), every, reader, closer, incarnation, log)
         self.hold(0)
 
     def hold(self, round_number: int) -> str:
         every = enumerate(self.ledger.shards)
-        return self.exchange.hold_anchor(
+        return self.exchange.edge.hold_now(
             round_number, {i: shard_digest(self.anchor, names) for i, names in every}
         )
 

@@ -18,9 +18,7 @@ from isthmus.protocol.access import open_as
 from isthmus.protocol.patience import Patience
 from isthmus.replica.control_group import SingleProcess
 from isthmus.replica.full import FullReplica
-from isthmus.runtime.admission import Admission
 from isthmus.runtime.create import create
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 from isthmus.store.objects import Store, open_store
 
@@ -81,7 +79,7 @@ class Seat:
             save_seconds=0.0,
             background=self.background,
             patience=self.patience(),
-            admission=Admission(ledger, self.said.append, partial(self.deal, batches)),
+            deal=partial(self.deal, batches),
         )
 
     def deal(self, batches: Batches, share: Deal) -> None:
@@ -90,8 +88,8 @@ class Seat:
     def run(self, until: int, before: Callable[[Trainer], None] = lambda fleet: None) -> Trainer:
         fleet = self.come()
         before(fleet)
-        rounds = range(Recovery(fleet).resume() + 1, until + 1)
-        run_rounds(fleet, fleet.exchange, rounds, lambda h: None, lambda t, seconds: None)
+        rounds = range(fleet.resume() + 1, until + 1)
+        run_rounds(fleet, rounds, lambda h: None, lambda t, seconds: None)
         fleet.finish()
         return fleet
 

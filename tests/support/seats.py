@@ -14,8 +14,6 @@ from isthmus.protocol.trust import load_signer
 from isthmus.replica.control_group import SingleProcess
 from isthmus.replica.full import FullReplica
 from isthmus.runtime.create import create
-from isthmus.runtime.heartbeat import HeartbeatThread
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.trainer import Trainer
 from isthmus.store.objects import open_store
 
@@ -25,18 +23,18 @@ def rounds_in_a_bucket(recipe: Recipe, folder: Path, settle: int) -> list[float]
     create(recipe, str(folder / "bucket"), folder / "keys")
     seats = [take_seat(recipe, folder, member) for member in recipe.fleet() if member.config.kind == "full"]
     for fleet in seats:
-        Recovery(fleet).resume()
-        HeartbeatThread(fleet, "seat", 1.0).beat()
+        fleet.resume()
+        fleet.session.heart.beat()
     before, closer.STEP_IN_SECONDS = closer.STEP_IN_SECONDS, 0.0
     losses = []
     try:
         for t in range(1, settle + 1):
             for fleet in seats:
-                (own,) = fleet.train_round(t - 1, lambda h: None)
-                fleet.exchange.deliver(t, own)
+                assert fleet.begin(t)
+                fleet.train_round(t, lambda h: None)
             losses.append(sum(fleet.status.loss for fleet in seats) / len(seats))
             for fleet in seats:
-                fleet.apply(t, fleet.exchange.close(t, []))
+                fleet.settle(t)
     finally:
         closer.STEP_IN_SECONDS = before
     return losses

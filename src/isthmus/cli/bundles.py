@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.errors import ConfigError
+from isthmus.protocol.bundle import SUFFIX
 from isthmus.store.url import CREDENTIALS, is_url
 
 if TYPE_CHECKING:
     from isthmus.protocol.bundle import Bundle
-    from isthmus.protocol.documents import RunInfo
 
-SUFFIX = ".isthmus.toml"
 PLACES = ("url", "source", "target", "targets")  # arguments that name a run
 LOOPBACK = ("//127.", "//localhost", "//[::1]")
 
@@ -24,31 +23,6 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
     )
     words += "a profile of ~/.aws/credentials. Without this they hold none"
     parser.add_argument("--with-credentials", nargs="?", const="", metavar="PROFILE", help=words)
-
-
-def hand_out(
-    run: "RunInfo", url: str, store: Mapping[str, str], folder: Path, keys: Mapping[str, bytes]
-) -> None:
-    """Write one file per replica, with its key."""
-    for member in run.recipe.fleet():
-        bundle = bundle_of(run, url, store, member.name, keys[member.name].hex())
-        bundle.write(folder / f"{member.name}{SUFFIX}", member.config.stages)
-
-
-def bundle_of(run: "RunInfo", url: str, store: Mapping[str, str], replica: str, key: str) -> "Bundle":
-    from isthmus.protocol.bundle import Bundle
-    from isthmus.store import parse_url
-
-    return Bundle(
-        url=parse_url(url)[0],  # for a folder: the absolute path, as others must find it
-        run=run.recipe.name,
-        run_sha256=run.digest,
-        replica=replica,
-        key=key,
-        corpus=run.recipe.data.corpus,
-        corpus_sha256=run.corpus,
-        store=store,
-    )
 
 
 def what_else(url: str, store: Mapping[str, str]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.cli.arguments import RECIPE, add_set
-from isthmus.cli.bundles import SUFFIX, add_credentials, hand_out, what_else
+from isthmus.cli.bundles import add_credentials, what_else
 from isthmus.config import load_recipe
 from isthmus.data.manifest import MANIFEST
 from isthmus.errors import ConfigError
@@ -15,12 +15,15 @@ from isthmus.planner.auto import resolve
 from isthmus.store.url import is_url
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from isthmus.protocol.documents import RunInfo
 
 EPILOG = """examples:
   isthmus init demo s3://my-runs/first
   isthmus init demo /mnt/shared/first              a folder serves where all machines see it
   isthmus init mine.toml s3://my-runs/first --set data.corpus=s3://my-runs/corpus
+  isthmus init --from-module train.py:make_model s3://my-runs/own --replicas a,b --set outer.rounds=200
 then send each machine its file (a secret), and there, with credentials for the bucket:
   isthmus join rack-0.isthmus.toml
 How to get a bucket, and what to send a friend: docs/first-evening.md
@@ -37,7 +40,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", help=RECIPE)
+    parser.add_argument("recipe", nargs="?", default="", help=RECIPE)
     parser.add_argument("url", help="s3://bucket/prefix, or a folder")
     add_set(parser)
     parser.add_argument("--keys", metavar="DIR", help="where the private keys go (default: keys/NAME)")
@@ -49,6 +52,11 @@ def register(commands: argparse._SubParsersAction) -> None:
     room = "numbers of stages that replicas invited later may have, beside the recipe's, by commas: updates "
     room += "are cut for them from the start, into a few more objects"
     parser.add_argument("--room", metavar="STAGES", type=_numbers, default=(), help=room)
+    module = "in place of a recipe: a function that returns your own torch module, for loops with "
+    module += "isthmus.OuterSync (docs/use.md); --set takes outer.* and bucket.*"
+    parser.add_argument("--from-module", metavar="FILE:FUNCTION", help=module)
+    parser.add_argument("--replicas", metavar="NAMES", help="with --from-module: its replicas, by commas")
+    parser.add_argument("--name", help="with --from-module: the run's name (default: run)")
     add_credentials(parser)
     parser.set_defaults(run=init)
 
@@ -61,9 +69,16 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def init(args: argparse.Namespace) -> int:
+    if args.from_module:
+        return _init_named(args)
+    if not args.recipe:
+        raise ConfigError("give a recipe and a URL, or --from-module FILE:FUNCTION and a URL")
+    for option in ("replicas", "name"):
+        if getattr(args, option):
+            raise ConfigError(f"--{option} belongs to --from-module; a recipe states its own")
     recipe, picks = resolve(load_recipe(args.recipe, args.set), room=args.room)
     from isthmus.protocol.access import OWNER_KEY
-    from isthmus.protocol.bundle import store_settings
+    from isthmus.protocol.bundle import SUFFIX, hand_out, store_settings
     from isthmus.runtime.create import create
 
     store = store_settings(args.url, args.with_credentials)
@@ -88,6 +103,50 @@ def init(args: argparse.Namespace) -> int:
     for line in (*what_else(args.url, store), *about_text(run)):
         print(f"isthmus: {line}", file=sys.stderr)
     return 0
+
+
+def _init_named(args: argparse.Namespace) -> int:
+    """Create a run of named tensors from a function that returns a model."""
+    for option in ("recipe", "closers", "room", "with_credentials"):
+        if getattr(args, option) not in (None, "", ()):
+            raise ConfigError(f"--from-module takes no {option.replace('_', '-')}")
+    if not args.replicas:
+        raise ConfigError("--from-module needs --replicas, for example --replicas a,b")
+    from isthmus.config import OuterConfig
+    from isthmus.loop.create import create
+
+    outer = OuterConfig()
+    files = create(
+        _model_of(args.from_module),
+        args.url,
+        inner_steps=outer.inner_steps,
+        rounds=outer.rounds,
+        replicas=[name.strip() for name in args.replicas.split(",")],
+        name=args.name or "run",
+        keys=args.keys,
+        overrides=args.set,
+    )
+    print(f"The run is in {args.url}. Give each loop its file, by a way that nobody else reads:")
+    for path in files.values():
+        print(f'  isthmus.OuterSync(model, key="{path}")')
+    return 0
+
+
+def _model_of(spec: str) -> "nn.Module":
+    """Call FUNCTION of FILE."""
+    import runpy
+
+    from torch import nn
+
+    path, _, name = spec.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise ConfigError(f"--from-module {spec}: there is no file {path or spec}; write FILE.py:FUNCTION")
+    sys.path.insert(0, str(Path(path).parent))
+    make = runpy.run_path(path).get(name)
+    model = make() if callable(make) else None
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--from-module {spec}: {name} is not a function that returns a torch.nn.Module")
+    return model
 
 
 def about_text(run: "RunInfo") -> list[str]:

@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isthmus.cli.bundles import SUFFIX, add_credentials, bundle_of, what_else
+from isthmus.cli.bundles import add_credentials, what_else
 from isthmus.config.checks import object_name
 from isthmus.errors import ConfigError
+from isthmus.protocol.bundle import SUFFIX, bundle_of
 
 if TYPE_CHECKING:
     from isthmus.config import ReplicaConfig

@@ -88,6 +88,8 @@ def rebuild(args: argparse.Namespace) -> int:
     if not target.parent.is_dir():
         raise ConfigError(f"there is no folder {target.parent}; create it, or give --to another path")
     ledger = open_ledger(args.url)
+    if ledger.run.tensors and target.suffix != ".safetensors":
+        raise ConfigError("the weights of a run of your own loops go into a file; give --to NAME.safetensors")
     for name in args.without:
         find_member(ledger.run, name)
     last = ledger.last_round()

@@ -147,6 +147,7 @@ class BucketConfig:
 
     url: str = ""  # default: a folder next to the run
     deadline_seconds: float = 0.0  # when a round may close without the missing; 0: from the rounds before it
+    start_seconds: float = 0.0  # round 1 waits so long for every replica, from its first update on
     quorum: int = 0  # contributions that suffice then; 0: more than half of the members
     missed_rounds: int = 3  # rounds that a replica may miss in a row before the others stop waiting for it
     anchor_every: int = 10  # rounds between whole models in the bucket
@@ -156,6 +157,7 @@ class BucketConfig:
 
     def __post_init__(self) -> None:
         within("bucket.deadline_seconds", self.deadline_seconds, 0, 1e7)
+        within("bucket.start_seconds", self.start_seconds, 0, 1e7)
         within("bucket.quorum", self.quorum, 0, MOST_REPLICAS)
         within("bucket.missed_rounds", self.missed_rounds, 1, 1e6)
         within("bucket.anchor_every", self.anchor_every, 1, 1e9)

@@ -146,6 +146,23 @@ class ModelConfig:
         return 1 if self.vocab <= 2**8 else 2 if self.vocab <= 2**16 else 4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensors(ModelConfig):
+    """The parameters of a model that the user's own program builds: in a run of named tensors, in place of
+    [model]. Of the other fields nothing follows."""
+
+    vocab: int = 1
+    width: int = 2
+    layers: int = 1
+    heads: int = 1
+    ffn: int = 1
+    context: int = 1
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), metadata={"derived": True})
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.tensors)
+
+
 @lru_cache(maxsize=256)
 def _num_parameters(model: ModelConfig) -> int:
     return sum(map(prod, model.shapes().values()))

@@ -14,7 +14,7 @@ from typing import Any
 from isthmus.config.checks import choice, nearest, short
 from isthmus.config.fleet import AUTO
 from isthmus.config.gone import gone_key, without_gone_keys
-from isthmus.config.model import PRESETS, ModelConfig
+from isthmus.config.model import PRESETS, ModelConfig, NamedTensors
 from isthmus.config.shipped import find_recipe
 from isthmus.config.tree import Recipe
 from isthmus.errors import ConfigError
@@ -24,6 +24,7 @@ MOST_DOTS = 64  # in one line: tomllib's time is quadratic in a dotted key's len
 MOST_CHARACTERS = 4096  # of one value: the longest path that a system allows
 
 
+Tensors = Sequence[tuple[str, tuple[int, ...]]]  # (name, shape)
 Overrides = Mapping[str, Any] | Sequence[str]  # {"outer.keep": 64}, or ["outer.keep=64"]
 
 
@@ -50,17 +51,33 @@ def settings(overrides: Overrides) -> list[str]:
 BEFORE = {("subspace", "decay_t_perp"): True}
 
 
-def stored_recipe(text: str, source: str = "recipe") -> Recipe:
-    """Parse a run's recipe, as `dump_recipe` wrote it. It may lack newer keys; removed keys are dropped."""
+def stored_recipe(
+    text: str, source: str = "recipe", tensors: Tensors = (), overrides: Overrides = ()
+) -> Recipe:
+    """Parse a run's recipe, as `dump_recipe` wrote it. It may lack newer keys; removed keys are dropped.
+    `tensors`: names and shapes that replace its [model]."""
     table = without_gone_keys(_parse(text, source))
+    model = table.get("model", {})
+    if isinstance(model, dict) and (tensors := tensors or _named(model.get("tensors", ()), source)):
+        table["model"] = dataclasses.asdict(NamedTensors())
+        for derived in ("tensors", "boundary_tables"):
+            del table["model"][derived]
     for (section, key), value in BEFORE.items():
         found = table.setdefault(section, {})
         if isinstance(found, dict):
             found.setdefault(key, value)
     try:
-        return _overridden(table, ())
+        recipe = _overridden(table, settings(overrides))
+        return dataclasses.replace(recipe, model=NamedTensors(tensors=tuple(tensors))) if tensors else recipe
     except ConfigError as error:  # the user did not just type it, so name its location
         raise ConfigError(f"{source}: {error}") from None
+
+
+def _named(listed: Any, source: str) -> Tensors:
+    try:
+        return [(str(name), tuple(map(int, shape))) for name, shape in listed]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{source}: model.tensors is not a list of names and shapes") from None
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
@@ -235,13 +252,18 @@ def as_tables(recipe: Recipe) -> dict[str, Any]:
 
 
 def _stated(model: ModelConfig) -> dict[str, Any]:
+    if isinstance(model, NamedTensors):
+        return {"tensors": [[name, list(shape)] for name, shape in model.tensors]}
     derived = [f.name for f in dataclasses.fields(model) if f.metadata.get("derived")]
     return {name: value for name, value in dataclasses.asdict(model).items() if name not in derived}
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """Write the resolved recipe as TOML; `parse_recipe` reads it back unchanged."""
+def dump_recipe(recipe: Recipe, with_model: bool = True) -> str:
+    """Write the resolved recipe as TOML; `parse_recipe` reads it back unchanged. run.json states named
+    tensors elsewhere; with them only `stored_recipe` reads it."""
     table = as_tables(recipe)
+    if not with_model:
+        del table["model"]
     replicas = table.pop("replicas")
     sections = {key: table.pop(key) for key in list(table) if isinstance(table[key], dict)}
     lines = _lines(table)

@@ -135,6 +135,11 @@ def _from_bucket(url: str, where: str, corpus: str | None) -> Trained:
     """Apply the manifests after the newest anchor, as every replica does."""
     ledger = open_ledger(url)
     recipe, last = ledger.run.recipe, ledger.last_round()
+    if ledger.run.tensors:
+        raise ConfigError(
+            f"the model of this run is a class in its users' own programs; its weights come with "
+            f"`isthmus ledger rebuild {where} --to weights.safetensors`"
+        )
     if not last:
         raise ConfigError(f"{where} has no finished round yet; there is no model to take from it")
     text = run_text(ledger, corpus)

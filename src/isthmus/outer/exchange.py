@@ -1,8 +1,7 @@
-"""What replicas exchange in an outer round, and the protocol that closes a round."""
+"""What replicas exchange in an outer round."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from isthmus.runlog.facts import Facts
 
@@ -17,14 +16,3 @@ class Contribution:
     replica: str
     shards: Mapping[int, bytes]
     facts: Facts = field(default_factory=Facts)  # this process's measurements, for the run log
-
-
-class Exchange(Protocol):
-    """Takes this process's contributions and returns all that count, in the order of summation."""
-
-    def closed(self, round_number: int) -> Sequence[Contribution] | None:
-        """What counted in a round that was settled without us; None while it is open."""
-
-    def close(self, round_number: int, own: Sequence[Contribution]) -> Sequence[Contribution]:
-        """Deliver, wait until the round is settled, and return what counts in it."""
-        ...

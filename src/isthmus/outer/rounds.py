@@ -1,23 +1,28 @@
 """The outer-round loop, written once for the simulator and the real fleet."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
-
-from isthmus.outer.exchange import Contribution, Exchange
 
 
 class Fleet(Protocol):
-    """The object that the loop drives: a whole simulated fleet, or this process's replica of a real fleet."""
+    """What the loop drives: a whole simulated fleet, or this process's replica of a real fleet."""
 
-    def train_round(self, round_index: int, progress: Callable[[int], None]) -> Sequence[Contribution]: ...
+    def begin(self, round_number: int) -> bool:
+        """Whether to train a round; it may be settled without us."""
+        ...
 
-    def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None: ...
+    def train_round(self, round_number: int, progress: Callable[[int], None]) -> None:
+        """H inner steps, then our update goes out."""
+
+    def settle(self, round_number: int) -> int:
+        """Wait until the round is settled, and apply what counts. Return the round whose anchor we hold then:
+        it is a later one if only an anchor in the bucket led on."""
+        ...
 
 
 def run_rounds(
     fleet: Fleet,
-    exchange: Exchange,
     rounds: range,
     progress: Callable[[int], None],
     after: Callable[[int, float], None],
@@ -25,18 +30,19 @@ def run_rounds(
 ) -> bool:
     """Run outer rounds: train, exchange, apply, and `after(round, seconds of training)`.
 
-    A round that was settled without us is applied but not trained. Return False if `leave` ended it between
-    two rounds.
+    Return False if `leave` ended it between two rounds.
     """
-    for round_number in rounds:
+    round_number = rounds.start
+    while round_number in rounds:
+        trains, trained = fleet.begin(round_number), 0.0
         if leave():
             return False
-        started, trained = time.perf_counter(), 0.0
-        counted = exchange.closed(round_number)
-        if counted is None:
-            own = fleet.train_round(round_number - 1, progress)
+        if trains:
+            started = time.perf_counter()
+            fleet.train_round(round_number, progress)
             trained = time.perf_counter() - started
-            counted = exchange.close(round_number, own)
-        fleet.apply(round_number, counted)
-        after(round_number, trained)
+        settled = fleet.settle(round_number)
+        if settled == round_number:
+            after(round_number, trained)
+        round_number = settled + 1
     return True

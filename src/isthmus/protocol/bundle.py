@@ -17,11 +17,12 @@ from isthmus.config.toml import toml_line
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
 from isthmus.protocol.access import check_not_revoked
-from isthmus.protocol.ledger import Ledger, read_run
+from isthmus.protocol.ledger import Ledger, RunInfo, read_run
 from isthmus.protocol.trust import Signer, load_signer, save_secret
 from isthmus.store import open_store
 from isthmus.store.url import ENDPOINT, ENDPOINT_NAMES, REGION_NAMES, aws_options, parse_url
 
+SUFFIX = ".isthmus.toml"
 FORMAT = 1
 MOST_BYTES = 1 << 14
 HEX = re.compile("[0-9a-f]{64}")
@@ -108,6 +109,28 @@ class Bundle:
         if not file.exists():
             save_secret(file, bytes.fromhex(self.key), self.run_sha256)
         return file
+
+
+def bundle_of(run: RunInfo, url: str, store: Mapping[str, str], replica: str, key: str) -> Bundle:
+    return Bundle(
+        url=parse_url(url)[0],  # for a folder: the absolute path, as others must find it
+        run=run.recipe.name,
+        run_sha256=run.digest,
+        replica=replica,
+        key=key,
+        corpus=run.recipe.data.corpus,
+        corpus_sha256=run.corpus,
+        store=store,
+    )
+
+
+def hand_out(
+    run: RunInfo, url: str, store: Mapping[str, str], folder: Path, keys: Mapping[str, bytes]
+) -> None:
+    """Write one file per replica, with its key."""
+    for member in run.recipe.fleet():
+        bundle = bundle_of(run, url, store, member.name, keys[member.name].hex())
+        bundle.write(folder / f"{member.name}{SUFFIX}", member.config.stages)
 
 
 def read_bundle(path: Path) -> Bundle:

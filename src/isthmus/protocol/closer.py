@@ -242,6 +242,8 @@ class Closer:
         awaited = [name for name in members if name not in accepted and name not in answered]
         if not awaited:
             return True
+        if self.round == 1 and self._is_starting():
+            return False
         self._mark_down(awaited)
         awaited = [name for name in awaited if name not in self.down]
         stated = self.recipe.bucket.quorum
@@ -254,6 +256,11 @@ class Closer:
             return True  # all missing replicas have gone, so waiting would not help
         there = {*accepted, *self.verdicts.skipped()}  # a replica that skips is present all the same
         return len(there) >= quorum and (not alive or deadlines > 1)
+
+    def _is_starting(self) -> bool:
+        """Whether round 1 still waits for replicas that may never have started."""
+        first = min((info.modified_unix_seconds for info in self.verdicts.listed.values()), default=math.inf)
+        return self.presence.store_now() - first < self.recipe.bucket.start_seconds
 
     def _mark_down(self, names: Sequence[str]) -> None:
         """Note the replicas whose workers have ended in this round. If the round was open before we started,

@@ -19,8 +19,6 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 def run_shapes(run: RunInfo) -> dict[str, tuple[int, ...]]:
     """Every parameter's name and shape, in the order that all replicas share."""
-    if run.tensors:
-        return {tensor.name: tensor.shape for tensor in run.tensors}
     return run.recipe.model.shapes()
 
 
@@ -75,8 +73,6 @@ def _check_tensors(run: RunDocument, parts: Sequence[int]) -> None:
     names = [tensor.name for tensor in run.tensors]
     if len(set(names)) < len(names):
         raise Refused("it lists a tensor twice")
-    if len({tensor.dtype for tensor in run.tensors}) > 1:
-        raise Refused("its tensors are of several dtypes")
     if not run.start:
         raise Refused("it lists tensors, and does not name the anchor with their first values")
     if run.room or any(number > 1 for number in parts):

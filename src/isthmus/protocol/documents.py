@@ -78,6 +78,7 @@ class RunDocument(Document, frozen=True, kw_only=True):
     # [model], and the most bytes that one shard holds.
     tensors: Annotated[tuple[Tensor, ...], Meta(max_length=MOST_TENSORS)] = ()
     shard_bytes: Bytes = 0
+    frozen: HashOrNone = ""  # digest of the parameters that nobody trains, which are not sent
     # Reserved for later versions. "kept": the share of its own progress that a replica keeps at the end of a
     # round; "overlap": inner steps that it trains while the round's update is in transit.
     kept_progress: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
@@ -288,3 +289,4 @@ class RunInfo:
     first: "RunInfo | None" = None  # epoch 0, if this is a later one
     tensors: tuple[Tensor, ...] = ()  # if the run states its parameters itself
     shard_bytes: int = 0
+    frozen: str = ""  # digest of its frozen parameters

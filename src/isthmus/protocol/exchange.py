@@ -1,34 +1,25 @@
 """Exchange through an object store: deliver shards and a commit, wait for the manifest, read what counts."""
 
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
 from typing import Any
 
-from isthmus.errors import Diverged, RunError
+from isthmus.errors import Diverged
 from isthmus.layout.requests import SHORTEST_SECONDS
-from isthmus.model.digest import anchor_digest
 from isthmus.outer.exchange import Contribution
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.documents import Commit, Entry, Manifest, Shard
+from isthmus.protocol.edge import UNKNOWN, Edge
 from isthmus.protocol.judge import other_start
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.looks import RoundClock
-from isthmus.protocol.missing import MissingPayload
+from isthmus.protocol.missing import MissingPayload, tried
 from isthmus.protocol.patience import Patience
 from isthmus.protocol.shards import ShardReader
 from isthmus.protocol.trust import Refused, sha256
-from isthmus.replica.control_group import (
-    ControlGroup,
-    all_true,
-    collect,
-    shard_texts,
-    share_json,
-    whole_number,
-)
+from isthmus.replica.control_group import ControlGroup
 from isthmus.runlog.facts import Facts
 from isthmus.store import StoreError, StoreRefused
 from isthmus.store.together import together
@@ -67,17 +58,15 @@ class LedgerExchange:
         patience: Patience | None = None,
     ) -> None:
         self.patience = patience or Patience(log)
-        self.ledger, self.control, self.incarnation, self.log = ledger, control, incarnation, log
+        self.ledger, self.incarnation, self.log = ledger, incarnation, log
         self.writes, self.reader, self.closer = tuple(writes), reader, closer
-        self.replica = ledger.signer.replica
-        self.anchor = ""  # digest of the anchor that all processes hold now
+        self.replica, self.leads = ledger.signer.replica, control.rank == 0
+        self.edge = Edge(ledger, control, log)
         self.from_bucket = False  # our anchor is the bucket's until we train, so any other is wrong
         self.awaiting = ""  # what the heartbeat says this process waits for
-        self.unsettled: tuple[int, Future[Mapping[int, str]]] | None = None  # not agreed on yet
         self.sent_bytes, self.up_seconds = 0, 0.0  # of payloads
         self.wait_seconds = 0.0  # for manifests
         self.next_note = FIRST_NOTE_SECONDS
-        self.tells_anchors = True  # log anchor digests, by which replicas are compared; off on a terminal
         self.told: Facts | None = None  # the last commit's facts, of all processes of the replica
         self.moved_bytes = 0  # what the store had moved at the last `pop_facts`
         self.clock = self.patience.clock
@@ -85,57 +74,42 @@ class LedgerExchange:
         self.next_look = self.next_attempt = 0.0  # at the manifest; next attempt to close it
         self.seen_open = False  # whether the awaited round was seen open
         self.missing = MissingPayload(ledger, control, log, self.patience)
-        self.held = 0  # the round of this process's anchor, as the heartbeat says
         self.starts: set[str] = set()  # this replica's starts, as its private state lists them
         self.catching_up = True  # until this start has come to an open round
         self.standing = Standing.OPEN
+        self.following: Standing | None = None  # the next round's, if the last frame named it
         self.committed = False  # whether a commit of ours exists in the open round
+        self.wish = 0  # whether a process of this replica was asked to leave; see `Leave.asked`
 
-    def hold_anchor(self, round_number: int, digests: Mapping[int, str]) -> str:
-        """Record this replica's anchor after `round_number`; all its processes must hold the same."""
-        parts: dict[int, str] = {}
-        total = len(self.ledger.shards)
-        for texts in share_json(self.control, dict(digests), shard_texts(total)):
-            for index, digest in texts.items():
-                if parts.setdefault(index, digest) != digest:
-                    raise Diverged(
-                        f"replica {self.replica}: its stages hold different copies of shard {index} "
-                        f"after round {round_number}"
-                    )
-        if len(parts) < total:
-            raise RunError(f"replica {self.replica}: no stage holds some shards after round {round_number}")
-        self.anchor = anchor_digest([parts[i] for i in range(total)])
-        self.held = round_number
-        return self.anchor
+    @property
+    def anchor(self) -> str:
+        """The digest of the anchor that all processes of the replica hold."""
+        return self.edge.anchor
 
-    def hold_later(self, round_number: int, digests: "Future[Mapping[int, str]]") -> None:
-        """Like `hold_anchor`, while the digests are still being computed; the next round trains meanwhile."""
-        self.held, self.unsettled = round_number, (round_number, digests)
-
-    def settle_anchor(self) -> str:
-        """The digest of the anchor that all processes hold now. All of them call this at the same points."""
-        if self.unsettled:
-            (round_number, digests), self.unsettled = self.unsettled, None
-            self.hold_anchor(round_number, digests.result())
-            if self.tells_anchors:
-                self.log(f"round {round_number}: anchor {self.anchor[:16]}")
-        return self.anchor
-
-    def closed(self, round_number: int) -> Sequence[Contribution] | None:
-        """What counts in a settled round; None if it is open, or if we must train it again.
-
-        All processes take the leader's answer, so that none trains a round the others skip.
-        """
+    def enter(self, round_number: int) -> Standing:
+        """How a round stands. All processes take the leader's answer, so that none trains a round the others
+        skip."""
         self.reader.forget()
-        if self.catching_up:
-            self.settle_anchor()  # `_commit_of_ours` checks a commit against it
-        word = self.control.share(bytes([self._standing(round_number) if self.control.rank == 0 else 0]))[0]
-        self.standing = Standing(word[0])
+        if self.following is None:
+            if self.catching_up:
+                self.edge.settle()  # `_commit_of_ours` checks a commit against it
+            self._share(True, standing=self._standing(round_number) if self.leads else UNKNOWN)
+            assert self.following is not None, "the leader names it"
+        self.standing, self.following = self.following, None
         self.catching_up = self.catching_up and self.standing in (Standing.SETTLED, Standing.AGAIN)
         self.committed = self.standing in (Standing.COMMITTED, Standing.AGAIN)
-        if self.standing is not Standing.SETTLED:
-            return None
-        return self._counted(self._await(round_number, there=True))
+        return self.standing
+
+    def _share(self, ask: bool, **mine: Any) -> bool:
+        """A frame with the leader's word on the next round, and with wishes if we `ask` for them. Whether all
+        could read this round."""
+        leave = self.patience.leave if ask else None
+        frames = self.edge.share(wish=leave.asked() if leave else 0, **mine)
+        if ask:
+            self.wish = min((frame.wish for frame in frames if frame.wish), default=0)
+        standing = frames[0].standing
+        self.following = Standing(standing) if standing in tuple(Standing) else None
+        return all(frame.read for frame in frames)
 
     def _standing(self, round_number: int) -> "Standing":
         """The state of a round. A commit by an earlier start is possible only until this start has reached an
@@ -159,39 +133,30 @@ class LedgerExchange:
                 found = self.ledger.check_commit(data, self.replica, round_number, anchor) if data else None
         return found if found and found.incarnation in self.starts else None
 
-    def close(self, round_number: int, own: Sequence[Contribution]) -> Sequence[Contribution]:
-        for mine in own:  # empty if this replica has no update this time
-            self.deliver(round_number, mine)
-        return self._counted(self._await(round_number))
-
     def deliver(self, round_number: int, mine: Contribution) -> None:
         """Upload the shards first, the commit last. The first commit to a round stands: if an earlier start
         of ours made it, send nothing, since a GPU may have made other shards this time."""
-        if self.from_bucket and self.closer:
-            self.closer.rebuilt = round_number
-        self.from_bucket = False
-        self.settle_anchor()
-        self.reader.forget()
-        if self.standing is not Standing.OPEN:
-            for index in self.writes:  # a CPU makes the same shards, so they need not be read
-                data = mine.shards[index]
-                self.reader.keep(self.replica, Shard(index, sha256(data), len(data)), data)
-            return
-        rows: dict[int, str] = {}
+        self._begin_to_give(round_number)
+        rows: dict[int, tuple[str, int]] = {}
         for index in self.writes:
             data = mine.shards[index]
+            if self.standing is not Standing.OPEN:  # a CPU makes the same shards, so they need not be read
+                self.reader.keep(self.replica, Shard(index, sha256(data), len(data)), data)
+                continue
             started = self.clock()
             shard = self.patience(partial(self.ledger.put_shard, round_number, index, data))
             self.up_seconds += self.clock() - started
             self.sent_bytes += shard.size
             self.reader.keep(self.replica, shard, data)
-            rows[index] = json.dumps([shard.digest, shard.size])
-        listed = collect(self.control, rows, len(self.ledger.shards))
-        facts = self.told = self.gather_facts(mine.facts)
-        if self.control.rank == 0:
-            shards = tuple(self._shard(i, row) for i, row in enumerate(listed))
-            commit = self._commit(round_number, shards=shards, facts=facts)
-            self.committed = self.patience(partial(self.ledger.commit, commit))
+            rows[index] = shard.digest, shard.size
+        if self.standing is not Standing.OPEN:
+            return
+        frames = self.edge.share(rows=rows, facts=mine.facts.plus(self.pop_facts()))
+        listed = self.edge.collect([frame.rows for frame in frames])
+        self.told = Facts.gather([frame.facts or Facts() for frame in frames])
+        if self.leads:
+            shards = tuple(Shard(i, *row) for i, row in enumerate(listed))
+            self.committed = self._commit(round_number, shards=shards, facts=self.told)
             if not self.committed:
                 self.log(
                     f"round {round_number}: another start of this replica has committed another update, "
@@ -200,35 +165,25 @@ class LedgerExchange:
 
     def skip(self, round_number: int, code: str) -> bool:
         """State that this replica gives nothing to a round, so that no replica waits for it. False if an
-        earlier start has committed an update: that update stands, and may count.
+        earlier start has committed an update: that update stands, and may count. Only the leader learns that.
 
-        All processes of the replica call this, then `close` without an update. `code` is the reason in the
-        manifest: a word of small letters and underscores.
+        All processes of the replica call this. `code` is the reason in the manifest: a word of small letters
+        and underscores.
         """
+        self._begin_to_give(round_number)
+        self.edge.settle()
+        return not self.leads or self._commit(round_number, skip=code)
+
+    def _begin_to_give(self, round_number: int) -> None:
         if self.from_bucket and self.closer:
             self.closer.rebuilt = round_number
         self.from_bucket = False
-        self.settle_anchor()
-        stands = True
-        if self.control.rank == 0:
-            commit = self._commit(round_number, skip=code)
-            stands = self.patience(partial(self.ledger.commit, commit))
-        return all_true(self.control, stands)
 
-    def _commit(self, round_number: int, **given: Any) -> Commit:
-        return Commit(round=round_number, anchor=self.anchor, incarnation=self.incarnation, **given)
-
-    def _shard(self, index: int, row: str) -> Shard:
-        """A shard that another process of this replica reports as uploaded."""
-        try:
-            digest, size = json.loads(row)
-            return Shard(index, str(digest), whole_number(size))
-        except (ValueError, TypeError, RecursionError):
-            raise RunError(f"replica {self.replica}: shard {index} was put as {row[:80]!r}") from None
-
-    def gather_facts(self, own: Facts) -> Facts:
-        """The replica's facts: those of all its processes, each with the counts of its exchange."""
-        return Facts.gather(share_json(self.control, own.plus(self.pop_facts()).to_dict(), Facts.from_dict))
+    def _commit(self, round_number: int, **given: Any) -> bool:
+        """Whether our commit stands."""
+        start = self.incarnation
+        commit = Commit(round=round_number, anchor=self.anchor, incarnation=start, **given)
+        return self.patience(partial(self.ledger.commit, commit))
 
     def pop_facts(self) -> Facts:
         """Bytes since the last call, and the seconds spent on uploads, downloads and waiting.
@@ -247,30 +202,49 @@ class LedgerExchange:
             measured={name: [round(value, 4)] for name, value in seconds.items()},
         )
 
-    def _await(self, round_number: int, there: bool = False) -> Manifest:
+    # The end of a round
+
+    def counted(self, round_number: int) -> tuple[Manifest, list[Contribution]]:
+        """Wait until a round is settled; its manifest, and what counts as far as this process needs it. A
+        reader never skips a payload."""
+        manifest = self._await(round_number)
+        found, why = tried(read := partial(self._read, manifest))
+        following = UNKNOWN
+        if self.leads and not self.catching_up and round_number < self.ledger.run.recipe.outer.rounds:
+            following = self._standing(round_number + 1)
+        if not self._share(not self.catching_up, read=found is not None, standing=following) or found is None:
+            self.following, found = None, self.missing.wait(manifest, read, why)
+        if refusal := manifest.refusal(self.replica):
+            self.log(f"round {round_number}: our update was refused: {refusal.words}")
+        return manifest, found
+
+    def _await(self, round_number: int) -> Manifest:
         """Wait for the manifest; a closer tries to create it meanwhile.
 
         There is no limit: a round may wait for a quorum as long as necessary. The log says so, and why.
         """
-        self.settle_anchor()
+        anchor, there = self.edge.settle(), self.standing is Standing.SETTLED
         self.awaiting = f"the manifest of round {round_number}"
         began, self.next_note, self.seen_open = self.clock(), FIRST_NOTE_SECONDS, False
         early = not there and self.rounds.to_due(round_number) > SHORTEST_SECONDS
         self.next_look = began + self.rounds.pause(round_number) if early else began
         self.next_attempt = began
         # Only the leader asks the store; it answers the other processes before they time out.
-        settled = committed = False
+        settled = there
         while not settled:
-            settled = self.control.rank == 0 and self._look(round_number, began)
-            settled, committed = self.control.share(bytes([settled, self.committed]))[0]
-        self.committed, self.standing = bool(committed), Standing.OPEN
+            settled = self.leads and self._look(round_number, began)
+            word = self.edge.share(settled=settled, committed=self.committed)[0]
+            settled, self.committed = word.settled, word.committed
+        self.standing = Standing.OPEN
         self.rounds.ended(round_number, self.seen_open)
-        manifest = self._manifest(round_number)
+        # The store may show it to another process a little later.
+        while (manifest := self.patience(partial(self.ledger.manifest, round_number))) is None:
+            self.patience.sleep(SHORTEST_SECONDS)
         self.awaiting = ""
         self.wait_seconds += self.clock() - began
-        if self.anchor not in ("", manifest.anchor):
+        if anchor not in ("", manifest.anchor):
             if self.from_bucket:
-                raise other_start(manifest, self.anchor)
+                raise other_start(manifest, anchor)
             raise Diverged(
                 f"replica {self.replica} holds another anchor than round {round_number} started from; it "
                 "must join anew from the bucket"
@@ -303,12 +277,15 @@ class LedgerExchange:
             self.patience.rest(following - self.clock())
         return False
 
-    def _manifest(self, round_number: int) -> Manifest:
-        """A manifest that the leader has read. The store may show it to another process a little later."""
-        look = partial(self.ledger.manifest, round_number)
-        while (manifest := self.patience(look)) is None:
-            self.patience.sleep(SHORTEST_SECONDS)
-        return manifest
+    def close_overdue(self) -> None:
+        """Close the open round while the caller is away, in a long evaluation for example, once it has lasted
+        twice as long as usual. The leader's thread calls this, while no other call of ours runs."""
+        t, usual = self.edge.held + 1, self.rounds.seconds
+        closer = self.closer if self.edge.control.size == 1 else None  # several agree on digests at the edge
+        if closer and usual and self.clock() > self.rounds.ended_at + 2 * usual and closer.may_close(t):
+            anchor = self.edge.settle()
+            if self.ledger.settled_at(t) is None:
+                closer.attempt(t, anchor)
 
     def _missing(self, round_number: int) -> str:
         """What an open round waits for."""
@@ -318,14 +295,11 @@ class LedgerExchange:
         missing = [name for name in members if name not in there]
         if not missing:
             return "every update is there; waiting for a closer to settle the round"
-        return f"waiting for the update{'s' * (len(missing) > 1)} of {', '.join(missing)}"
-
-    def _counted(self, manifest: Manifest) -> list[Contribution]:
-        """What counts in the round, as far as this process needs it. A reader never skips a payload."""
-        counted = self.missing.read(manifest, partial(self._read, manifest))
-        if refusal := manifest.refusal(self.replica):
-            self.log(f"round {manifest.round}: our update was refused: {refusal.words}")
-        return counted
+        words = f"waiting for the update{'s' * (len(missing) > 1)} of {', '.join(missing)}"
+        seconds = self.ledger.run.recipe.bucket.start_seconds
+        if round_number == 1 and seconds:
+            words += f", {seconds:g} s at most; `isthmus revoke` begins without a replica that will not come"
+        return words
 
     def _read(self, manifest: Manifest) -> list[Contribution]:
         """Read several shards at a time; Refused if one is unavailable."""

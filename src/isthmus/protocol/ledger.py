@@ -28,6 +28,7 @@ from isthmus.protocol.documents import (
     RunDocument,
     RunInfo,
     Shard,
+    Tensor,
     decode,
     encode,
     format_of,
@@ -53,6 +54,9 @@ def run_document(
     *,
     owner: str,
     room: Sequence[int] = (),
+    tensors: Sequence[Tensor] = (),
+    shard_bytes: int = 0,
+    frozen: str = "",
 ) -> bytes:
     """The run.json of a new run. Every key file holds its sha256, so it is made before it is written. `owner`
     is the public key that signs membership changes."""
@@ -60,13 +64,17 @@ def run_document(
         RunDocument(
             format=FORMAT,
             run_id=os.urandom(16).hex(),
-            recipe=dump_recipe(recipe),
+            recipe=dump_recipe(recipe, with_model=not tensors),
             keys=dict(keys),
             closers=tuple(closers),
             corpus=corpus,
             start=start,
             owner=owner,
             room=tuple(room),
+            requires=("tensors",) if tensors else (),
+            tensors=tuple(tensors),
+            shard_bytes=shard_bytes,
+            frozen=frozen,
         )
     )
 
@@ -102,7 +110,7 @@ def parse_run(data: bytes) -> RunInfo:
         raise ConfigError(f"run.json is of format {form}; this Isthmus reads format {FORMAT}")
     try:
         stated = decode(data, RunDocument, "run.json")
-        recipe = stored_recipe(stated.recipe)
+        recipe = stored_recipe(stated.recipe, tensors=[(each.name, each.shape) for each in stated.tensors])
         if stated.keys.keys() != {member.name for member in recipe.fleet()}:
             raise Refused("its keys are not those of the recipe's replicas")
         if len(set(stated.closers)) < len(stated.closers) or not set(stated.closers) <= stated.keys.keys():
@@ -124,6 +132,7 @@ def parse_run(data: bytes) -> RunInfo:
         room=stated.room,
         tensors=stated.tensors,
         shard_bytes=stated.shard_bytes,
+        frozen=stated.frozen,
     )
 
 

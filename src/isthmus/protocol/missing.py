@@ -36,7 +36,7 @@ class LedPast(RunError):
 
 
 class MissingPayload:
-    """One process's wait. All processes of a replica call `read` together and take the same decision."""
+    """One process's wait. All processes of a replica call `wait` together and take the same decision."""
 
     def __init__(
         self, ledger: "Ledger", control: ControlGroup, log: Callable[[str], None], patience: Patience
@@ -53,19 +53,18 @@ class MissingPayload:
         since = self.since
         return None if since is None else time.monotonic() - since
 
-    def read(self, manifest: "Manifest", attempt: Callable[[], T]) -> T:
-        """What `attempt` reads of a settled round. Wait while Refused; LedPast or RunStopped ends that."""
-        found, why = _tried(attempt)
-        if all_true(self.control, found is not None) and found is not None:
-            return found
+    def wait(self, manifest: "Manifest", attempt: Callable[[], T], why: str) -> T:
+        """What `attempt` reads of a settled round, after a first try failed in some process of the replica.
+        Wait while Refused; LedPast or RunStopped ends that."""
         began, pause = self.clock(), PAUSE_SECONDS[0]
         self.since, self.awaiting = time.monotonic(), f"a payload of round {manifest.round}"
+        why = why or "in another process of this replica"
         self.log(f"round {manifest.round} counts a payload that cannot be read ({why}); trying again")
         try:
             while True:
                 self._pause(pause)
                 pause = min(PAUSE_SECONDS[1], 2 * pause)
-                found, again = _tried(attempt)
+                found, again = tried(attempt)
                 why = again or why
                 if all_true(self.control, found is not None) and found is not None:
                     return found
@@ -116,11 +115,12 @@ class MissingPayload:
         while seconds > 0 and not (leave and leave.here()):
             self.sleep(min(seconds, SLICE_SECONDS))
             seconds -= SLICE_SECONDS
-        if any_true(self.control, leave is not None and leave.pending()):
+        if any_true(self.control, leave is not None and bool(leave.asked())):
             raise LeftWaiting("left while it waited for a payload that is missing")
 
 
-def _tried(attempt: Callable[[], T]) -> tuple[T | None, str]:
+def tried(attempt: Callable[[], T]) -> tuple[T | None, str]:
+    """What `attempt` returns, or None and why it was Refused."""
     try:
         return attempt(), ""
     except Refused as reason:

@@ -26,8 +26,8 @@ class LeftWaiting(Exception):
 
 
 class Leave(Protocol):
-    def pending(self) -> bool:
-        """Whether somebody has asked us to leave. May query the bucket."""
+    def asked(self) -> int:
+        """0, or what somebody has asked us to do; of two wishes the smaller counts. May query the bucket."""
         ...
 
     def here(self) -> bool:
@@ -103,5 +103,5 @@ class Patience:
             self.say(self.awaiting)
 
     def _look_for_leave(self, ask_bucket: bool = False) -> None:
-        if self.leave and (self.leave.pending() if ask_bucket else self.leave.here()):
+        if self.leave and (self.leave.asked() if ask_bucket else self.leave.here()):
             raise LeftWaiting(f"left while it waited: {self.awaiting}")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NotRequired, Protocol, Self, TypedDict
 
 from isthmus.config import Member, Recipe
+from isthmus.config.model import NamedTensors
 from isthmus.layout.learning_rate import learning_rate
 from isthmus.layout.traffic import PURPOSES, dense_round_bytes
 from isthmus.planner.cost import round_seconds
@@ -113,8 +114,7 @@ class Row(Mapping[str, Any]):
     @classmethod
     def untrained(cls, recipe: Recipe, scores: Scores | None, seconds: float) -> Self:
         """Return row 0: the model before training."""
-        lr = learning_rate(0, recipe.inner, recipe.num_inner_steps)
-        return cls(round=0, lr=lr, seconds=seconds, fleet_seconds=0.0, **(scores or NO_SCORES))
+        return cls(round=0, lr=_rate(recipe, 0), seconds=seconds, fleet_seconds=0.0, **(scores or NO_SCORES))
 
     @classmethod
     def from_simulation(
@@ -172,7 +172,7 @@ class Row(Mapping[str, Any]):
         row = cls(
             round=round,
             inner_steps=step,
-            lr=learning_rate(step - 1, recipe.inner, recipe.num_inner_steps),
+            lr=_rate(recipe, step - 1),
             train_by_kind=by_kind([m for m, _ in known], [loss for _, loss in known]),
             seconds=seconds,
             tokens_per_second=_tokens(recipe, facts) / max(seconds, 1e-9),
@@ -288,11 +288,19 @@ def outside_tokens(rows: Iterable[Row]) -> int:
     return int(sum(count for kind in kinds for count in kind.get("outside_tokens", ())))
 
 
-def _tokens(recipe: Recipe, took_part: Mapping[str, Any]) -> int:
+def _tokens(recipe: Recipe, took_part: Mapping[str, Facts]) -> int:
     """Count tokens; a replica that this recipe lacks counts with the usual batch."""
+    if isinstance(recipe.model, NamedTensors):  # as many as the loops have counted
+        return int(sum(sum(facts.measured.get("tokens", ())) for facts in took_part.values()))
     sizes = {member.name: recipe.batch_of(member.config) for member in recipe.fleet()}
     sequences = sum(sizes.get(name, recipe.inner.batch) for name in took_part)
     return recipe.outer.inner_steps * sequences * recipe.model.context
+
+
+def _rate(recipe: Recipe, step: int) -> float | None:
+    """The learning rate; of a loop of its own it is not known."""
+    own = isinstance(recipe.model, NamedTensors)
+    return None if own else learning_rate(step, recipe.inner, recipe.num_inner_steps)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

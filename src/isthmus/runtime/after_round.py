@@ -37,7 +37,6 @@ class AfterRound:
         self.measure(round_number)
         if self.lines:
             self._tell(round_number, trained, self.clock() - began)
-        self.trainer.exchange.told = None
 
     def measure(self, round_number: int) -> None:
         """Measure the held-out loss. A failure ends the measurements, not the replica."""
@@ -71,6 +70,6 @@ class AfterRound:
             scoring_seconds=scoring_seconds,
             loss=status.loss,
             tokens_per_second=status.tokens_per_second,
-            facts=self.trainer.exchange.told,
+            facts=self.trainer.facts,
             held_out=max(newest, key=lambda said: said.round, default=None),
         )

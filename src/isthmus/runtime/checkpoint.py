@@ -12,10 +12,11 @@ carries its hash (model/checkpoint.py).
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ from torch import Tensor
 from isthmus import gpu
 from isthmus.disk import is_full, shortage
 from isthmus.errors import ConfigError, RunError
-from isthmus.files import replace_file, sync_folder
+from isthmus.files import replace_file
 from isthmus.model import checkpoint
 from isthmus.reading import read_note
+from isthmus.replica.control_group import ControlGroup, all_true, share_json, whole_numbers
 from isthmus.runtime.outer_step import Files
 
 LEAST_SECONDS = 5.0  # between two; a kill may cost this much work plus a start
@@ -90,6 +92,15 @@ def put_aside(work: Path, log: Callable[[str], None]) -> None:
             shutil.rmtree(between, ignore_errors=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that was loaded."""
+
+    place: Place
+    files: Files
+    starts: Sequence[str]
+
+
 class Checkpoint:
     """One process's checkpoint folder, and the thread that writes to it."""
 
@@ -135,17 +146,16 @@ class Checkpoint:
         """Our incarnations that may have committed an update, oldest first."""
         return (read_note(self.folder / STARTS, 64 * MOST_STARTS) or "").split()
 
-    def add_start(self, incarnation: str) -> None:
-        """Record a start on disk before returning: it is called before the start's first commit."""
-        if incarnation not in (starts := self.starts()):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            replace_file(self.folder / STARTS, "\n".join([*starts[1 - MOST_STARTS :], incarnation]))
-
-    def forget_starts(self) -> None:
-        """Forget earlier starts: the state that begins here lacks what they sent."""
-        (self.folder / STARTS).unlink(missing_ok=True)
-        if self.folder.is_dir():
-            sync_folder(self.folder)
+    def keep_starts(self, known: Collection[str]) -> None:
+        """Record these starts on disk before returning, and forget the others, whose updates the state lacks.
+        It is called before a start's first commit."""
+        before = self.starts()
+        kept = [start for start in before if start in known]
+        kept += sorted(set(known) - set(kept))
+        if kept == before:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(self.folder / STARTS, "\n".join(kept[-MOST_STARTS:]))
 
     # Saving
 
@@ -246,6 +256,32 @@ class Checkpoint:
 
     # Reading
 
+    def newest(self, control: ControlGroup, wanted: Files, params: Mapping[str, Tensor]) -> "Saved | None":
+        """The newest checkpoint that all processes of the replica have complete. Others are removed, so that
+        they cannot clash with what the replica saves from now on."""
+        own: list[Any] = [sorted(self.numbers()), self.starts()]
+        theirs = share_json(control, own, _numbers_and_starts)
+        common = set.intersection(*(numbers for numbers, _ in theirs))
+        self.drop(lambda number: number not in common)
+        for number in sorted(common, reverse=True):
+            found, why = None, "another process of this replica cannot read its part"
+            try:
+                found = self.load(number, wanted, params)
+            except ConfigError as reason:
+                why = str(reason)
+            if all_true(control, found is not None) and found is not None:
+                place, files = found
+                if place.processes != control.size:
+                    raise ConfigError(
+                        f"{self.folder} was saved by a replica of {place.processes} processes, and this one "
+                        f"has {control.size}; put their number back, or remove the folder to join from the "
+                        "bucket"
+                    )
+                return Saved(place, files, sorted(set.intersection(*(starts for _, starts in theirs))))
+            self.log(f"a checkpoint is lost: {why}")
+            self.drop(lambda other, lost=number: other == lost)
+        return None
+
     def numbers(self) -> set[int]:
         """The numbers of complete checkpoints; see `Place.number`."""
         return {n for kind in (EDGE, INSIDE) for n in checkpoint.saved_rounds(self.folder / kind)}
@@ -289,3 +325,8 @@ class Checkpoint:
     def _folder_of(self, number: int) -> Path:
         at_edge = number % (self.inner_steps + 1) in (0, self.inner_steps)
         return self.folder / (EDGE if at_edge else INSIDE)
+
+
+def _numbers_and_starts(value: Any) -> tuple[set[int], set[str]]:
+    numbers, starts = value
+    return set(whole_numbers(numbers)), {str(start) for start in starts}

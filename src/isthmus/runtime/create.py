@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from isthmus.model.digest import anchor_digest, shard_digest
 from isthmus.model.initial import checked_first
 from isthmus.planner.auto import resolve
 from isthmus.protocol.access import OWNER_KEY, check_key, check_owner
+from isthmus.protocol.cut import cut_by_size
+from isthmus.protocol.documents import Tensor as NamedTensor
 from isthmus.protocol.ledger import Ledger, RunInfo, create_run, parse_run, read_run, run_document
 from isthmus.protocol.trust import OWNER, Signer, new_secret, save_secret
 from isthmus.replica.picks import with_pin
@@ -55,17 +58,10 @@ def create(
     """
     recipe, _ = resolve(recipe, room=room)  # every machine that joins must find the same k/d
     check_trainable(recipe)
-    names = [member.name for member in recipe.fleet()]
-    for name in names:
-        object_name("replica", name)
-    for name in closers or ():
-        if name not in names:
-            raise ConfigError(f'closer "{name}" is not a replica of this recipe; there is {", ".join(names)}')
     for stages in room:
         if not 2 <= stages <= recipe.model.layers:
             raise ConfigError(f"--room is for {stages} stages; this model has {recipe.model.layers} layers")
-    if keys_dir.exists() and any(keys_dir.iterdir()):
-        raise ConfigError(f"{keys_dir} already holds keys; give --keys another folder")
+    _check_names(recipe, keys_dir, closers)
     try:
         text = open_corpus(recipe.data.corpus)
     except ConfigError:  # `init` need not run where the folder is
@@ -75,29 +71,67 @@ def create(
     if text and not is_url(recipe.data.corpus):  # a machine that fetches a text compares it
         check_text(text, recipe.data.corpus)
     recipe = with_pin(recipe, text) if text else recipe
-    first = first or checked_first(recipe, text)
+    anchor = {}
+    if first := first or checked_first(recipe, text):
+        master_dtype = torch.float64 if recipe.inner.precision == "fp64" else torch.float32
+        anchor = {name: tensor.to(master_dtype) for name, tensor in first.items()}
+    corpus = text.sha256 if text else ""
+    return _put(
+        recipe, url, keys_dir, closers, anchor, shards(recipe, room), hand_out, corpus=corpus, room=room
+    )
+
+
+def create_named(
+    recipe: Recipe,
+    url: str,
+    keys_dir: Path,
+    tensors: Sequence[NamedTensor],
+    shard_bytes: int,
+    anchor: Mapping[str, Tensor],
+    frozen: str,
+    hand_out: HandOut,
+) -> RunInfo:
+    """Like `create`, for a run of named tensors, whose first values are `anchor`. `frozen` is the digest of
+    the model's other parameters."""
+    _check_names(recipe, keys_dir)
+    cut = cut_by_size(tensors, shard_bytes)
+    stated: Any = {"tensors": tensors, "shard_bytes": shard_bytes, "frozen": frozen}
+    return _put(recipe, url, keys_dir, None, anchor, cut, hand_out, **stated)
+
+
+def _check_names(recipe: Recipe, keys_dir: Path, closers: Sequence[str] | None = None) -> None:
+    names = [member.name for member in recipe.fleet()]
+    for name in names:
+        object_name("replica", name)
+    for name in closers or ():
+        if name not in names:
+            raise ConfigError(f'closer "{name}" is not a replica of this recipe; there is {", ".join(names)}')
+    if keys_dir.exists() and any(keys_dir.iterdir()):
+        raise ConfigError(f"{keys_dir} already holds keys; give --keys another folder")
+
+
+def _put(
+    recipe: Recipe,
+    url: str,
+    keys_dir: Path,
+    closers: Sequence[str] | None,
+    anchor: Mapping[str, Tensor],
+    cut: Sequence[Sequence[str]],
+    hand_out: HandOut | None,
+    **stated: Any,
+) -> RunInfo:
+    """Write the keys, theta^(0) if it cannot be drawn, and run.json; `stated` as in `run_document`."""
     store = empty_store(url)
     if found := _unfinished(store, keys_dir):
         return found
-    secrets = {name: new_secret() for name in names}
+    secrets = {member.name: new_secret() for member in recipe.fleet()}
     signers = {name: Signer(name, secret) for name, secret in secrets.items()}
     public = {name: signer.public_key for name, signer in signers.items()}
     closers = list(closers or default_closers(recipe))
-    anchor, start = {}, ""
-    if first:
-        master_dtype = torch.float64 if recipe.inner.precision == "fp64" else torch.float32
-        anchor = {name: tensor.to(master_dtype) for name, tensor in first.items()}
-        start = anchor_digest([shard_digest(anchor, names) for names in shards(recipe, room)])
+    start = anchor_digest([shard_digest(anchor, names) for names in cut]) if anchor else ""
     owner = new_secret()
-    document = run_document(
-        recipe,
-        public,
-        closers,
-        text.sha256 if text else "",
-        start,
-        owner=Signer(OWNER, owner).public_key,
-        room=room,
-    )
+    owner_key = Signer(OWNER, owner).public_key
+    document = run_document(recipe, public, closers, start=start, owner=owner_key, **stated)
     run = parse_run(document)
     there = _fresh_folder(keys_dir)
     try:

@@ -25,7 +25,7 @@ from isthmus.runlog.facts import MAX_WORD
 from isthmus.runtime.process import History
 
 if TYPE_CHECKING:
-    from isthmus.runtime.trainer import Trainer
+    from isthmus.runtime.session import Session
 
 
 def vitals(history: History, work: Path, needed: int | None) -> Vitals:
@@ -40,47 +40,45 @@ def vitals(history: History, work: Path, needed: int | None) -> Vitals:
 
 
 class HeartbeatThread(threading.Thread):
-    """Writes a replica's heartbeats to the bucket every few seconds, in its first process."""
+    """Writes a session's heartbeats to the bucket. `vitals` describes the machine behind it."""
 
-    def __init__(
-        self, trainer: "Trainer", incarnation: str, every_seconds: float, history: History | None = None
-    ) -> None:
+    def __init__(self, session: "Session", vitals: Callable[[], Vitals] = Vitals) -> None:
         super().__init__(daemon=True, name="heartbeat")
-        self.history = history or History()
-        self.trainer, self.incarnation, self.least = trainer, incarnation, every_seconds
+        self.session, self.ledger, self.vitals = session, session.ledger, vitals
+        recipe = self.ledger.run.recipe
+        self.least = recipe.bucket.heartbeat_seconds
+        self.config = next(m.config for m in recipe.fleet() if m.name == session.replica)
         self.ended, self.news, self.num_beats = threading.Event(), threading.Event(), 0
         self.host = own_host()
 
     @property
     def every(self) -> float:
         """Seconds until the next heartbeat; longer in long rounds."""
-        return beat_seconds(self.least, self.trainer.exchange.rounds.seconds)
+        return beat_seconds(self.least, self.session.usual_seconds)
 
     def beat(self) -> None:
-        status, member = self.trainer.status, self.trainer.member
+        session, status = self.session, self.session.status
+        catching_up, awaiting, waited_seconds = session.waiting()
         self.num_beats += 1
-        self.trainer.ledger.beat(
+        self.ledger.beat(
             Heartbeat(
-                incarnation=self.incarnation,
+                incarnation=session.incarnation,
                 beat=self.num_beats,
-                kind=member.config.kind,
-                stages=member.config.stages,
-                state=CATCHING_UP if self.trainer.exchange.missing.since else status.state,
+                kind=self.config.kind,
+                stages=self.config.stages,
+                state=CATCHING_UP if catching_up else status.state,
                 round=status.round,
-                holds=self.trainer.exchange.held,
+                holds=session.round - 1,
                 inner_step=status.inner_step,
                 loss=finite(status.loss),
                 tokens_per_second=status.tokens_per_second,
-                awaiting=self.trainer.patience.awaiting
-                or self.trainer.exchange.missing.awaiting
-                or self.trainer.exchange.awaiting,
-                waited_seconds=self.trainer.patience.waited_seconds
-                or self.trainer.exchange.missing.waited_seconds,
+                awaiting=awaiting,
+                waited_seconds=waited_seconds,
                 farewell=status.farewell,
                 pid=os.getpid(),
                 host=self.host,
                 every_seconds=self.every,
-                vitals=vitals(self.history, self.trainer.checkpoint.folder, self.trainer.checkpoint.needs),
+                vitals=self.vitals(),
             )
         )
 
@@ -89,7 +87,7 @@ class HeartbeatThread(threading.Thread):
             try:
                 self.beat()
             except Exception as error:  # the next one may succeed; the run itself detects what is wrong
-                self.trainer.log(f"no heartbeat: {str(error).splitlines()[0]}")
+                self.session.log(f"no heartbeat: {str(error).splitlines()[0]}")
             self.news.wait(self.every)
             self.news.clear()
 

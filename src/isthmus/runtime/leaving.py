@@ -23,7 +23,7 @@ from isthmus.store.retry import StoreError
 if TYPE_CHECKING:
     from isthmus.protocol.ledger import Ledger
 
-STAY, LEAVE, PART = 0, 1, 2  # answers for a process: PART leaves and comes back
+STAY, LEAVE, PART = 0, 1, 2  # answers for a process: PART leaves and comes back. The smaller wish counts
 AGAIN_STATUS = 75  # EX_TEMPFAIL of sysexits.h: not finished, start it again
 BEAT_SECONDS = 1.0
 
@@ -179,9 +179,6 @@ class LeaveRequest:
         if self.leader and not self.orders.leave:
             self._look(self.incarnation)
         return LEAVE if self.orders.leave else STAY
-
-    def pending(self) -> bool:
-        return self.asked() != STAY
 
     def here(self) -> bool:
         """Whether this machine knows of a request."""

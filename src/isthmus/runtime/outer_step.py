@@ -14,7 +14,7 @@ from isthmus.outer.codec import Payloads, PlainCodec
 from isthmus.outer.exchange import Contribution
 from isthmus.outer.feedback import settle
 from isthmus.outer.weights import round_weights
-from isthmus.protocol.ledger import Ledger, Manifest
+from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused
 
@@ -52,7 +52,7 @@ class OuterStep:
     def encode(self, params: Mapping[str, Tensor], again: bool = False) -> dict[int, bytes]:
         """Turn anchor - params into error feedback and payload; return the packed shards to send. The
         feedback stays c = beta e + Delta until `settle`. `again`: it already is that c."""
-        if not torch.stack([p.isfinite().all() for p in params.values()]).all():  # check before changing e
+        if not again and not self.is_finite(params):  # check before changing e
             raise RunError(f"replica {self.replica}: its weights have an entry that is not finite")
         propose = self.method.propose_again if again else self.method.propose
         try:
@@ -60,6 +60,9 @@ class OuterStep:
         except ValueError as error:
             raise RunError(f"replica {self.replica}: {error}") from error
         return {i: self.codec.pack_many(bundle.part(self.ledger.shards[i])) for i in self.writes}
+
+    def is_finite(self, params: Mapping[str, Tensor]) -> bool:
+        return bool(torch.stack([p.isfinite().all() for p in params.values()]).all())
 
     def fold(self, params: Mapping[str, Tensor]) -> None:
         """Move anchor - params to the feedback without sending anything."""
@@ -79,16 +82,14 @@ class OuterStep:
         """Unpack an update; Refused unless it belongs to this run."""
         return unpack_shards(self.ledger, shards, self.codec.unpack_many)
 
-    def unpack_counted(
-        self, manifest: Manifest, contributions: Sequence[Contribution]
-    ) -> dict[str, Payloads]:
+    def unpack_counted(self, round_number: int, contributions: Sequence[Contribution]) -> dict[str, Payloads]:
         """The updates that a round counts, by replica."""
         updates = {}
         for contribution in contributions:
             try:
                 updates[contribution.replica] = self.unpack(contribution.shards)
             except Refused as reason:
-                raise RunError(f"round {manifest.round} counts {contribution.replica}: {reason}") from None
+                raise RunError(f"round {round_number} counts {contribution.replica}: {reason}") from None
         return updates
 
     def apply(

@@ -12,6 +12,7 @@ import torch
 
 from isthmus import gpu
 from isthmus.config import Member, Recipe
+from isthmus.config.model import NamedTensors
 from isthmus.data.fingerprint import check_text
 from isthmus.data.manifest import MANIFEST
 from isthmus.errors import ConfigError
@@ -99,6 +100,11 @@ class Place:
 
 
 def check_trainable(recipe: Recipe) -> None:
+    if isinstance(recipe.model, NamedTensors):
+        raise ConfigError(
+            "this run trains a model of its users' own programs: start yours with isthmus.OuterSync(model, "
+            "key=...), docs/use.md"
+        )
     if recipe.outer.method == "adamw":
         raise ConfigError('outer.method "adamw" averages every step; a fleet needs sparseloco or diloco')
     if recipe.subspace.grassmann_every:

@@ -8,15 +8,14 @@ import torch
 from isthmus.errors import Diverged, RunError, RunStopped
 from isthmus.outer.rounds import run_rounds
 from isthmus.protocol.exchange import Standing
-from isthmus.protocol.missing import LedPast
+from isthmus.protocol.heartbeat import Vitals
 from isthmus.protocol.patience import LeftWaiting
 from isthmus.replica.control_group import agree
 from isthmus.runtime.after_round import AfterRound
-from isthmus.runtime.heartbeat import HeartbeatThread
+from isthmus.runtime.heartbeat import vitals
 from isthmus.runtime.held_out import HeldOutLoss
-from isthmus.runtime.leaving import LEAVE, PART, STAY, LeaveRequest, Parted, Settled
+from isthmus.runtime.leaving import PART, STAY, LeaveRequest, Parted, Settled
 from isthmus.runtime.process import History
-from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.round_lines import RoundLines
 from isthmus.runtime.status import StartUp
 from isthmus.runtime.trainer import Trainer
@@ -39,15 +38,14 @@ class WorkerRounds:
         self.wanted = STAY
         self.settled = Settled(request.orders)
         self.after = AfterRound(trainer, self.settled, lines, loss)
-        every = trainer.recipe.bucket.heartbeat_seconds
-        self.heartbeats = HeartbeatThread(trainer, request.incarnation, every, history)
-        trainer.exchange.tells_anchors = not sys.stderr.isatty()
+        self.session, self.history = trainer.session, history
+        self.session.heart.vitals = self._vitals
+        self.session.edge.tells_anchors = not sys.stderr.isatty()
 
     def run(self) -> None:
         """Return when the run is finished or this process has left it; raise a fault."""
         trainer = self.trainer
-        if self.leads:
-            self.heartbeats.start()
+        self.session.start()
         try:
             self._run()
         except Parted as stop:
@@ -76,11 +74,11 @@ class WorkerRounds:
     def _run(self) -> None:
         trainer = self.trainer
         trainer.status.state = "catching up"
-        recovery = Recovery(trainer)
-        done = recovery.resume()
+        done = trainer.resume()
         self.after.begin(done)
         self.start.mark("resume")
-        to_the_end = self._rounds_after(done, recovery)
+        rounds = range(done + 1, trainer.recipe.outer.rounds + 1)
+        to_the_end = run_rounds(trainer, rounds, self._progress, self.after, self._leaves)
         trainer.finish()
         if to_the_end and extended(trainer):
             rounds = trainer.recipe.outer.rounds
@@ -89,7 +87,6 @@ class WorkerRounds:
         if not to_the_end:
             trainer.save_now()
         trainer.status.state = "finished" if to_the_end else "left"
-        trainer.status.farewell = trainer.exchange.gather_facts(trainer.pop_facts())
         trainer.log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
 
     def _close(self) -> None:
@@ -105,35 +102,27 @@ class WorkerRounds:
                 f"replica {name}: the machine of another stage was taken back; waiting for its return"
             )
 
-    def _rounds_after(self, done: int, recovery: Recovery) -> bool:
-        """The outer-round loop; False if we left before the last round."""
-        trainer = self.trainer
-        while True:
-            rounds = range(done + 1, trainer.recipe.outer.rounds + 1)
-            try:
-                return run_rounds(trainer, trainer.exchange, rounds, self._progress, self.after, self._leaves)
-            except LedPast as gap:
-                done = recovery.pass_over(gap)
-
     def _progress(self, h: int) -> None:
         """Called after each inner step."""
         if not self.start.told:
             if self.trainer.device.type == "cuda":
                 torch.cuda.synchronize(self.trainer.device)
             self.start.tell()
-            self.heartbeats.soon()
-        if self.trainer.exchange.standing is not Standing.AGAIN:  # training again is not progress
+            self.session.heart.soon()
+        if self.session.exchange.standing is not Standing.AGAIN:  # training again is not progress
             self.settled.step()
 
     def _leaves(self) -> bool:
         """Whether to leave. If any process was asked to leave or part, all do the same."""
-        words = self.trainer.control.share(bytes([self.request.asked()]))
-        self.wanted = next((word for word in (LEAVE, PART) if bytes([word]) in words), STAY)
+        self.wanted = self.session.wish
         if self.wanted == STAY:
             return False
         self.trainer.status.state = "leaving"
-        self.heartbeats.soon()
+        self.session.heart.soon()
         return True
+
+    def _vitals(self) -> Vitals:
+        return vitals(self.history, self.trainer.checkpoint.folder, self.trainer.checkpoint.needs)
 
     def _left(self, why: str) -> None:
         self.trainer.status.state = "left"
@@ -141,15 +130,13 @@ class WorkerRounds:
 
     def _say_farewell(self) -> None:
         try:
-            self.heartbeats.end()
+            self.session.leave()
         except RunError as error:  # must not hide why the run ended
             self.trainer.log(f"no farewell: {error}")
 
 
 def extended(trainer: Trainer) -> bool:
     """Whether the run got more rounds since this process started. All processes take the leader's answer."""
-    membership, leads = trainer.ledger.membership, trainer.control.rank == 0
-    rounds = trainer.recipe.outer.rounds
-    return agree(
-        trainer.control, leads and trainer.patience(membership.look).run.recipe.outer.rounds > rounds
-    )
+    ledger, rounds = trainer.ledger, trainer.recipe.outer.rounds
+    leads = trainer.control.rank == 0
+    return agree(trainer.control, leads and trainer.patience(ledger.look).run.recipe.outer.rounds > rounds)

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,21 +11,19 @@ from torch import Tensor
 from isthmus import gpu
 from isthmus.config import Member, Recipe
 from isthmus.disk import DiskFull
+from isthmus.layout.deal import Deal
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.llama import init_tensor
-from isthmus.outer.exchange import Contribution
-from isthmus.protocol.heartbeat import READY
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.patience import Patience
 from isthmus.replica.base import Replica, Wish
-from isthmus.replica.control_group import ControlGroup, all_true
+from isthmus.replica.control_group import ControlGroup, agree, all_true
 from isthmus.runlog.facts import Facts
-from isthmus.runtime.admission import NO_SHARE, Admission
 from isthmus.runtime.checkpoint import PARAMS, Checkpoint, Place
 from isthmus.runtime.leaving import Parted, Parting
 from isthmus.runtime.outer_step import Files
-from isthmus.runtime.session import Session
-from isthmus.runtime.status import INNER_STEPS, Measured, WorkerStatus
+from isthmus.runtime.session import Session, State
+from isthmus.runtime.status import INNER_STEPS, Measured
 from isthmus.subspace.boundaries import BasisSet, as_sent
 
 Log = Callable[[str], None]
@@ -50,11 +47,11 @@ class Trainer:
         save_seconds: float = 60.0,
         background: bool = True,
         patience: Patience | None = None,
-        admission: Admission | None = None,
+        deal: Callable[[Deal], None] = lambda share: None,
         parting: Parting | None = None,
     ) -> None:
-        """`save_seconds` as in Checkpoint. Without `background` all work happens in the calling thread, for
-        tests that kill at an exact point."""
+        """`save_seconds` as in Checkpoint. `deal` receives each round's share of the data. Without
+        `background` all work happens in the calling thread, for tests that kill at an exact point."""
         self.recipe, self.member, self.replica, self.ledger = recipe, member, replica, ledger
         self.control, self.device, self.log = control, device, log
         self.checkpoint = Checkpoint(
@@ -66,56 +63,69 @@ class Trainer:
             save_seconds=save_seconds,
             at_once=not background,
         )
-        self.status, self.measured = WorkerStatus(), Measured(replica, device)
-        self.admission, self.parting = admission or Admission(ledger, log), parting or Parting()
+        self.measured = Measured(replica, device)
+        self.deal, self.parting = deal, parting or Parting()
         self.patience = patience or Patience(log)
         own, where = replica.named_parameters(), gpu.outer_device(device)
         self.bases = BasisSet(recipe, where, next(iter(own.values())).dtype)
         anchor = first_anchor(recipe, member, own, where)
-        self.session = Session(ledger, anchor, own, control, incarnation, log, self.patience, background)
-        self.outer, self.exchange = self.session.outer, self.session.exchange
+        self.session = Session(
+            ledger, anchor, own, control, incarnation, log, self.patience, background=background
+        )
+        self.status, self.outer = self.session.status, self.session.outer
         self.anchor, self.feedback = self.session.anchor, self.session.feedback
         # In the open round, the losses of the inner steps done.
         self.losses, self.step_count = list[Tensor](), 0
         self.params: Mapping[str, Tensor] | None = None  # a checkpoint's, until `_take_up`
+        self.facts: Facts | None = None  # what we committed to the last round, of all our processes
         files = [*self.state_files().values(), own]
         self.checkpoint.reserve(sum(gpu.aligned(t.nbytes) for named in files for t in named.values()))
 
-    @property
-    def open(self) -> int:
-        """The open round."""
-        return self.session.open
+    # What the loop calls: begin, train_round, settle
 
-    # What the loop calls: train, apply
+    def begin(self, round_number: int) -> bool:
+        """Whether to train a round. A replica without a share of the data trains nothing."""
+        trains = self.session.begin()
+        if trains and self.session.share:
+            self.deal(self.session.share)
+        return trains
 
-    def train_round(self, round_index: int, progress: Callable[[int], None]) -> list[Contribution]:
+    def train_round(self, round_number: int, progress: Callable[[int], None]) -> None:
         """H inner steps, then error feedback and payload.
 
         A replica that has just started may be late. If the others settle the round without it, it stops
-        training it, so that they need not wait for it in the next one. A replica without a share of the data
-        trains nothing.
+        training it, so that they need not wait for it in the next one.
         """
-        round_number = round_index + 1
-        if not self.patience(partial(self.admission.enter, round_number)):
-            self.status.state = READY
-            if self.admission.member:  # we are a member, and perhaps the only one there
-                self.session.skip(NO_SHARE)
-            return []
         word = Wish.GO_ON
         if not self.session.carried:
             word = self._inner_steps(round_number, progress)
             if not self._is_finite():
                 self._skip(round_number)
-                return []
+                return
             if len(self.losses) < self.recipe.outer.inner_steps:
-                self._fold(round_number, self.replica.named_parameters())
-                return []
+                return
         with self.measured.timed("encode_seconds"):
-            shards = self.session.propose(self._as_sent(self.replica.named_parameters()))
+            self.session.encode(self._as_sent(self.replica.named_parameters()))
         with self.measured.timed("save_seconds"):
             self._save_proposed(word)
         self.status.state = "delivering"
-        return [self.session.deliver(shards, self.pop_facts())]
+        self.session.deliver(None, self.measured.pop(self.status))
+
+    def settle(self, round_number: int) -> int:
+        """Wait until the round is settled, and apply it. If it is settled while we have trained a part of it,
+        that part goes to the feedback, so the next round begins with the others."""
+        part = self._part()
+        if part is None and self.losses and not self.session.carried:
+            self._roll_back()
+        self.checkpoint.protect()
+        settled = self.session.settle(part)
+        self.measured.seconds["apply_seconds"] += settled.apply_seconds
+        if settled.returned:
+            self.measured.take_back(settled.returned)
+        if settled.round != round_number:  # a jump may have forgotten starts
+            self.checkpoint.keep_starts(self.session.starts)
+        self.losses, self.params, self.facts = [], None, settled.facts
+        return settled.round
 
     def _as_sent(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Apply `as_sent` on the anchor's device."""
@@ -130,23 +140,23 @@ class Trainer:
         first, before, pace = len(self.losses), (round_number - 1) * steps, gpu.Pace(self.device)
         self.measured.edge_ends()
         started = time.monotonic()
-        with self.session.watch() as overtaken:
-            for h in range(first + 1, steps + 1):
-                self.losses.append(self.replica.inner_step(before + h - 1))
-                self.step_count += 1
-                self.measured.fresh_steps += 1
-                self.measured.meter.step()
-                pace.launched()
-                status.inner_step = before + h
-                if self.device.type == "cpu":
-                    status.loss = float(self.losses[-1])
-                progress(h)
-                if h < steps and overtaken():
-                    break
-                left = (time.monotonic() - started) / (h - first) * (steps - h)
-                word = self.replica.agree(self._wish(h, left))
-                if h < steps:
-                    self._heed(word)
+        watching = self.session.watching
+        for h in range(first + 1, steps + 1):
+            self.losses.append(self.replica.inner_step(before + h - 1))
+            self.step_count += 1
+            self.measured.fresh_steps += 1
+            self.measured.meter.step()
+            pace.launched()
+            status.inner_step = before + h
+            if self.device.type == "cpu":
+                status.loss = float(self.losses[-1])
+            progress(h)
+            if h < steps and watching and agree(self.control, self.session.overtaken()):
+                break
+            left = (time.monotonic() - started) / (h - first) * (steps - h)
+            word = self.replica.agree(self._wish(h, left))
+            if h < steps:
+                self._heed(word)
         self.measured.edge_begins()
         status.loss = float(doubles(self.losses).mean())
         if (trained := len(self.losses) - first) > 0:
@@ -173,7 +183,9 @@ class Trainer:
         if word is Wish.STOP:
             self.save_now()
             steps = self.recipe.outer.inner_steps
-            raise Parted(f"stopped in round {self.open}, after {len(self.losses)} of its {steps} inner steps")
+            raise Parted(
+                f"stopped in round {self.session.round}, after {len(self.losses)} of its {steps} inner steps"
+            )
         if self.parting.asked() and not self.parting.saved and self.control.size == 1:
             self.parting.saved = self.save_now()
         elif word is Wish.SAVE:
@@ -199,54 +211,30 @@ class Trainer:
             self.checkpoint.save(self.place(), self.files())
         if self.session.unsaved:
             self.checkpoint.finish()
-            first = Place(self.open).number(self.recipe.outer.inner_steps)
+            first = Place(self.session.round).number(self.recipe.outer.inner_steps)
             saved = any(number >= first for number in self.checkpoint.numbers())
             if not all_true(self.control, saved):
                 raise DiskFull(self.checkpoint.short or "another process of this replica could not save")
             self.checkpoint.drop(lambda number: number < first)
             self.session.unsaved = False
-        self.checkpoint.add_start(self.session.incarnation)
-
-    def apply(self, round_number: int, contributions: Sequence[Contribution]) -> None:
-        """theta^(t-1) -> theta^(t), and c -> e by our own counted update."""
-        if self.params is not None and self.open == round_number:  # it was settled while we were away
-            self.fold_open()
-        with self.measured.timed("apply_seconds"):
-            self.checkpoint.protect()
-            settled = self.session.apply(round_number, contributions)
-        if settled.returned:
-            self.measured.take_back(settled.returned)
-        self.status.round, self.losses = round_number, []
-
-    def hold(self, round_number: int) -> None:
-        """Set the anchor's round."""
-        self.session.hold(round_number)
-        self.status.round = round_number
+        self.checkpoint.keep_starts([*self.session.starts, self.session.incarnation])
 
     def finish(self) -> None:
         """Finish the background work after the last round."""
-        self.session.finish()
+        self.session.finish(self.measured.pop(self.status))
         self.checkpoint.finish()
 
     # A round that is not finished
 
-    def _fold(self, round_number: int, params: Mapping[str, Tensor]) -> None:
-        """Move our inner steps to the feedback: the round was settled before we finished them."""
-        self.session.fold(self._as_sent(params))
-        num_steps, self.losses = len(self.losses), []
-        self.log(
-            f"round {round_number} was settled without us; our first {num_steps} inner steps of it go to the "
-            "error feedback, and the next round begins with the others"
-        )
-
-    def fold_open(self) -> None:
-        """Fold the open round's steps from the current weights or from a restored checkpoint's."""
-        params, self.params = self.params, None
+    def _part(self) -> dict[str, Tensor] | None:
+        """The weights of a round that we have trained in part and not delivered; None if there is none, or if
+        it must be rolled back because they are not finite."""
+        if not self.losses or self.session.carried:
+            return None
         self.status.loss = float(doubles(self.losses).mean())
-        if self._is_finite():
-            self._fold(self.open, self.replica.named_parameters() if params is None else params)
-        else:
-            self._roll_back()
+        if not self._is_finite():
+            return None
+        return self._as_sent(self.replica.named_parameters() if self.params is None else self.params)
 
     def _skip(self, round_number: int) -> None:
         """Skip the round because the loss is not finite, and announce it."""
@@ -263,7 +251,7 @@ class Trainer:
         if edge:
             place, moments = edge
             self.step_count = place.step_count
-            if place.round < self.open - place.carried:
+            if place.round < self.session.round - place.carried:
                 self.log(f"the optimiser's moments are those of round {place.round}")
             self.replica.restore(moments, self.step_count)
         else:
@@ -278,9 +266,9 @@ class Trainer:
     def place(self) -> Place:
         """The current position."""
         pending = self.session.pending
-        sent = pending.facts.measured.get(INNER_STEPS, [0])[0] if pending else 0
+        sent = pending.measured.get(INNER_STEPS, [0])[0] if pending else 0
         return Place(
-            self.open,
+            self.session.round,
             doubles(self.losses),
             self.step_count,
             self.measured.fresh_steps + int(sent),
@@ -295,7 +283,7 @@ class Trainer:
         return {**self.state_files(), **({PARAMS: self.replica.named_parameters()} if inside else {})}
 
     def state_files(self) -> dict[str, Mapping[str, Tensor]]:
-        return {**self.session.save(), "optimiser": self.replica.state()}
+        return {**self.session.save().files, "optimiser": self.replica.state()}
 
     def save_now(self) -> bool:
         """Save to disk, so that the next start continues from here; False if there is no room."""
@@ -303,20 +291,36 @@ class Trainer:
             return True
         return self.checkpoint.save_now(self.place(), self.files())
 
+    def resume(self) -> int:
+        """Restore the state on this disk, or join from the bucket; return how many rounds are done."""
+        saved = self.checkpoint.newest(self.control, self.state_files(), self.replica.named_parameters())
+        if saved is None:
+            self.checkpoint.keep_starts([])
+            self.session.restore(None)
+            return self.session.round - 1
+        self.restore(saved.place, saved.files)
+        at = f"after {saved.place.num_steps} of its inner steps" if saved.place.num_steps else "at its start"
+        self.log(f"back in round {saved.place.round}, {at}")
+        state = State(saved.place.round, saved.files, saved.place.carried, saved.starts)
+        part = None if state.carried else self._part()
+        self.session.restore(state, part)
+        if self.session.round != state.round:
+            if part is None and self.losses and not state.carried:
+                self._roll_back()
+            self.losses, self.params = [], None
+        self.checkpoint.keep_starts(self.session.starts)
+        return self.session.round - 1
+
     def restore(self, place: Place, files: Files) -> None:
-        """Restore the state at a checkpoint's position."""
-        self.session.restore(files, place.carried)
-        self.losses, self.session.open = list(place.losses), place.round
-        self.step_count, self.measured.fresh_steps = place.step_count, place.fresh_steps
+        """Restore everything; the session then finds its place in the run."""
+        self.outer.restore(files)
+        self.losses, self.step_count = list(place.losses), place.step_count
+        self.measured.fresh_steps = place.fresh_steps
         self.replica.restore(files["optimiser"], place.step_count)
         self.status.restore(place.told)
         self.params = None
         if PARAMS in files:
             self.params = {name: p.to(self.device) for name, p in files[PARAMS].items()}
-
-    def pop_facts(self) -> Facts:
-        """This process's measurements since the last call."""
-        return self.measured.pop(self.status)
 
 
 def first_anchor(

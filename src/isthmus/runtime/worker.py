@@ -122,7 +122,6 @@ def run_worker(
     from isthmus.replica.base import precision_dtypes
     from isthmus.replica.full import FullReplica
     from isthmus.replica.leader import LeaderReplica, follow_leader
-    from isthmus.runtime.admission import Admission
     from isthmus.runtime.held_out import HeldOutLoss
     from isthmus.runtime.leaving import LeaveRequest
     from isthmus.runtime.round_lines import RoundLines
@@ -180,7 +179,7 @@ def run_worker(
             log, orders.waits, request, parting=lambda: control.size == 1 and request.parting.asked()
         ),
         parting=request.parting,
-        admission=Admission(ledger, log, deal),
+        deal=deal,
     )
     prints = at.rank == 0 or config.stage is not None
     lines = RoundLines(log, recipe.outer.rounds) if prints else None

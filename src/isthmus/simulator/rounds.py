@@ -12,7 +12,7 @@ from isthmus.outer.rounds import run_rounds
 from isthmus.runlog import Row, RunDir
 from isthmus.runlog.facts import Facts
 from isthmus.runlog.live import View
-from isthmus.simulator.exchange import LocalExchange
+from isthmus.simulator.exchange import ExchangingFleet, LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
 
 SAVE_SHARE = 0.05  # of the time that saving state may take
@@ -84,7 +84,8 @@ def simulate_rounds(
         return leave() or view.hooks.stopped
 
     left_over = range(done + 1, rounds + 1)
-    return run_rounds(fleet, exchange, left_over, lambda h: view.inner(h, steps, None), after, stops)
+    driven = ExchangingFleet(fleet, exchange)
+    return run_rounds(driven, left_over, lambda h: view.inner(h, steps, None), after, stops)
 
 
 def _outside(fleet: SimulatedFleet, name: str) -> dict[str, list[float]]:
