@@ -19,6 +19,7 @@ from isthmus.data.tokens import Batches
 from isthmus.errors import RunError
 from isthmus.protocol import closer
 from isthmus.protocol.access import open_as
+from isthmus.protocol.patience import Patience
 from isthmus.replica.control_group import StageControlGroup
 from isthmus.replica.links import LINK_PURPOSES, Departure, Frame
 from isthmus.replica.pipelined import PipelinedReplica
@@ -142,6 +143,7 @@ class Stages:
             log,
             save_seconds=0.0,
             background=False,
+            patience=Patience(log, leave=request),
             parting=request.parting,
         )
         try:

@@ -38,7 +38,7 @@ class Asked:
     def __init__(self, in_bucket: bool = False, after: int = 1_000_000) -> None:
         self.in_bucket, self.looks = in_bucket, after
 
-    def pending(self) -> bool:
+    def asked(self) -> int:
         return self.in_bucket
 
     def here(self) -> bool:
