@@ -11,9 +11,9 @@ TRITON := $(VENV)/triton
 demo: $(READY)
 	$(BIN)/isthmus train demo
 
-# Lint, types, and the tests of the method and of the protocol: a minute and a half on two cores.
-METHOD := tests/layout tests/model tests/outer tests/sparse tests/subspace tests/protocol tests/test_config.py \
-    tests/test_files.py tests/test_imports.py
+# Lint, types, the tests of the method, and fleets in one process: under a minute on two idle cores.
+METHOD := tests/layout tests/model tests/outer tests/sparse tests/subspace tests/fleet/test_in_process.py \
+    tests/test_config.py tests/test_files.py tests/test_imports.py
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

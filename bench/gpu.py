@@ -199,7 +199,6 @@ def train(size: str, corpus: str, rounds: int, steps: int, batch: int) -> dict[s
         own = part("train and encode", lambda: fleet.train_round(index, lambda h: None))
         part("decode and step", lambda: fleet.apply(index + 1, exchange.close(index + 1, own)))
         part("evaluate", fleet.evaluate)
-        part("hold", lambda: fleet.scorer.hold(fleet.table))
 
     # Short rounds compile everything and record it.
     fleet.recipe = dataclasses.replace(recipe, outer=dataclasses.replace(recipe.outer, inner_steps=2))

@@ -5,8 +5,8 @@
 A cell is SECONDS_OF_A_ROUND:SECONDS_BETWEEN_KILLS, 0 for none. Each is one `isthmus train` of four full
 replicas on this machine, in a bucket of its own. Its inner steps are paced: each lasts a stated time, most of
 which the process sleeps, as one does whose GPU computes. So the cores of a replica that is dead do not make
-the others faster, which on a machine with fewer cores than replicas would hide what a kill costs. `--unpaced`
-leaves the pace out; then the model is larger instead.
+the others faster, which on a machine with fewer cores than replicas would hide what a kill costs.
+
 
 Columns. `tokens/s`: those of all inner steps behind the updates that manifests list, by their commits' facts;
 with them are the inner steps of rounds that were settled without their replica, which the error feedback
@@ -176,15 +176,11 @@ class Killer(threading.Thread):
 def measure(cell: Cell, minutes: float, args: argparse.Namespace) -> None:
     """Train in a temporary folder, and count in the manifests what the minutes brought."""
     folder = Path(tempfile.mkdtemp(prefix="isthmus-kill-rate-")).resolve()
-    if args.unpaced:
-        batch, steps = 16, round(args.unpaced_steps * cell.round_seconds / 3)
-    else:
-        batch, steps = 4, round((cell.round_seconds - EDGE_SECONDS) / args.step_seconds)
+    batch, steps = 4, round((cell.round_seconds - EDGE_SECONDS) / args.step_seconds)
     (folder / "sitecustomize.py").write_text(PACE)
     recipe, run = folder / "recipe.toml", folder / "run"
     recipe.write_text(RECIPE.format(steps=steps, batch=batch, context=CONTEXT, heartbeat=args.heartbeat))
-    pace = 0.0 if args.unpaced else args.step_seconds
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PACE_SECONDS": str(pace)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PACE_SECONDS": str(args.step_seconds)}
     environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     words = [sys.executable, "-m", "isthmus.cli.main", "train", str(recipe), "--run", str(run)]
     with open(folder / "train.log", "wb") as log:
@@ -256,8 +252,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", nargs="+", default=default, metavar="ROUND:EVERY", help=" ".join(default))
     parser.add_argument("--minutes", type=float, default=0.0, help="of a cell (default: 4, of long rounds 8)")
     parser.add_argument("--step-seconds", type=float, default=STEP_SECONDS, help="of a paced inner step")
-    parser.add_argument("--unpaced", action="store_true", help="inner steps as fast as they go")
-    parser.add_argument("--unpaced-steps", type=int, default=60, help="of a round of 3 s, where unpaced")
     parser.add_argument("--heartbeat", type=float, default=3.0, help="bucket.heartbeat_seconds")
     parser.add_argument("--skip", type=int, default=2, help="rounds before the count begins")
     parser.add_argument("--seed", type=int, default=0)

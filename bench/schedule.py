@@ -102,12 +102,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="inner steps measured, after the warm-up")
     parser.add_argument("--ours", nargs="+", choices=list(OURS), default=["isthmus", "split"])
     parser.add_argument("--stock", nargs="*", choices=STOCK, default=list(STOCK), help="torch's, beside ours")
-    parser.add_argument(
-        "--restart-when-idle",
-        action="store_true",
-        help="leave the kernel's tcp_slow_start_after_idle = 1 as it is (docs/operate.md)",
-    )
-    parser.add_argument("--congestion", default="", help="TCP's congestion control, such as cubic or bbr")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -120,9 +114,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, netns.Network() as network:
         cables = network.line(names, latency_ms=args.latency_ms)
         for name in names:
-            network.set(name, "net.ipv4.tcp_slow_start_after_idle", int(args.restart_when_idle))
-            if args.congestion:
-                network.set(name, "net.ipv4.tcp_congestion_control", args.congestion)
+            network.set(name, "net.ipv4.tcp_slow_start_after_idle", 0)  # as docs/operate.md recommends
         for ratio in args.ratios:
             rows = ROWS
             if args.mbps:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from isthmus.files import open_own, overwrite_own, own_size, replace_file, replacing, replacing_by_name
+from isthmus.files import open_own, overwrite_own, own_size, replace_file, replacing
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
@@ -35,18 +35,6 @@ def test_a_link_is_replaced_and_what_it_points_to_is_not_touched(tmp_path):
 def test_a_private_file_is_private_from_its_first_byte(tmp_path):
     replace_file(tmp_path / "key", "secret", mode=0o600)
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("way", [replacing, replacing_by_name])
-def test_a_link_that_was_planted_under_the_temporary_name_is_refused(tmp_path, monkeypatch, way):
-    monkeypatch.setattr(os, "urandom", lambda count: bytes(count))
-    outside = tmp_path / "outside"
-    outside.write_text("mine")
-    path = tmp_path / "state"
-    (tmp_path / f".state.{os.getpid()}.00000000.tmp").symlink_to(outside)
-    with pytest.raises(FileExistsError), way(path):
-        pass
-    assert (outside.read_text(), path.exists()) == ("mine", False)
 
 
 def test_our_own_file_is_opened_again_and_a_note_replaces_the_one_before(tmp_path):

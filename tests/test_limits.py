@@ -61,13 +61,3 @@ def test_a_test_that_waits_fails_with_all_stacks_and_the_next_one_runs(tmp_path,
     assert "Timeout (>2.0s) from pytest-timeout" in said
     assert "in helper_thread_waits" in said
     assert "wait()" in said
-
-
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "xdist"])
-def test_a_test_that_no_signal_reaches_ends_with_all_stacks(tmp_path, workers):
-    status, said = run(tmp_path, "test_deaf", *workers)
-    assert status != 0, said
-    assert "in wait" in said
-    assert "in helper_thread_waits" in said
-    if workers:  # another worker goes on
-        assert "1 failed, 1 passed" in said

@@ -1,8 +1,6 @@
 """Code that lies beside what people hand around: no command imports from the folder that it is started in."""
 
 import os
-import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,7 +12,6 @@ from little import Little, rounds
 from small_recipes import RACK, recipe_text
 
 from isthmus.cli.main import main
-from isthmus.runtime.addresses import free_port
 
 LIMIT_SECONDS = 120
 # `python -m` has imported some of Python's own modules, and found the package, before a line of ours runs.
@@ -130,33 +127,3 @@ def test_a_process_that_a_library_starts_takes_nothing_from_there_either(world):
     with planted(world, ("ctypes",)) as ran:
         subprocess.run([sys.executable, "-P", "-c", LIBRARY], cwd=world, check=True, capture_output=True)
     assert not ran.exists()
-
-
-def test_neither_end_of_a_measured_link_runs_a_module_that_lies_there(world):
-    command = [sys.executable, "-P", "-m", "isthmus", "doctor"]
-    with planted(world, OTHERS + OURS_AND_PYTHONS) as ran:
-        listener = subprocess.Popen(
-            [*command, "--listen", f"127.0.0.1:{free_port('127.0.0.1')}"],
-            cwd=world,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert listener.stderr is not None
-        try:
-            found = re.search(r"port (\d+), until Ctrl-C", listener.stderr.readline())
-            assert found, "the listener does not listen"
-            done = run(
-                world,
-                "doctor",
-                f"127.0.0.1:{found[1]}",
-                "--preset",
-                "nano",
-                "--seconds",
-                "0.1",
-                flags=("-P",),
-            )
-        finally:
-            listener.send_signal(signal.SIGINT)
-            listener.communicate(timeout=LIMIT_SECONDS)
-    assert not ran.exists(), f"these ran: {ran.read_text()}"
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -3,21 +3,17 @@
 import io
 import json
 import os
-import pty
 import subprocess
 import sys
 import unicodedata
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import pytest
 from fabricate import make_run, recipe
 from little import Little, at_once, hasty, rounds  # noqa: F401 - a fixture
 
 from isthmus.cli.main import main
-from isthmus.printing import guarded, guarded_streams, unguarded, visible, visible_lines
+from isthmus.printing import guarded, unguarded, visible
 from isthmus.protocol.manifests import manifest_key
-from isthmus.runlog.live import open_view
 from isthmus.runtime.process import logger
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -66,13 +62,6 @@ def test_every_character_that_is_not_seen_is_shown_by_its_number(kind):
         assert (f"{ord(character):02x}" in shown) != character.isprintable() or character.isprintable()
 
 
-def test_what_can_be_seen_is_left_as_it_is():
-    text = "Größe 3 µm, 模型 🚀 [red]not markup[/red] \\x1b"
-    assert visible(text) == text
-    assert visible_lines(f"{text}\n{text}\n") == f"{text}\n{text}\n"
-    assert visible("\ud800\n") == r"\ud800\x0a"  # a lone half of a pair, which no stream could encode
-
-
 def test_a_guarded_stream_is_the_stream_without_what_is_not_seen():
     inner = io.StringIO()
     stream = guarded(inner)
@@ -90,17 +79,6 @@ def test_what_an_encoding_lacks_is_escaped_and_does_not_stop_the_command():
     stream = guarded(io.TextIOWrapper(raw, encoding="latin-1"))
     print("ä 模", file=stream, flush=True)
     assert raw.getvalue() == b"\xe4 \\u6a21\n"
-
-
-def test_the_streams_of_a_command_are_guarded_and_given_back(capsys):
-    before = sys.stdout, sys.stderr
-    with guarded_streams():
-        print(EVIL)
-        print(EVIL, file=sys.stderr)
-    assert (sys.stdout, sys.stderr) == before
-    for text in capsys.readouterr():
-        assert text
-        check_clean(text)
 
 
 # Run directories
@@ -208,33 +186,3 @@ def test_a_worker_guards_its_log(tmp_path):
     assert b"stolen" in done.stderr
     check_clean(done.stdout.decode())
     check_clean(done.stderr.decode())
-
-
-def read_to_the_end(controller: int) -> str:
-    """All that is written to a terminal, in pieces, until its other side closes: that is an OSError."""
-    shown = b""
-    with suppress(OSError):
-        while piece := os.read(controller, 1 << 16):
-            shown += piece
-    return shown.decode()
-
-
-def test_the_views_of_a_run_keep_their_own_colours_and_no_others(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    controller, terminal = pty.openpty()
-    with ThreadPoolExecutor(1) as pool:
-        shown_later = pool.submit(read_to_the_end, controller)
-        with os.fdopen(terminal, "w") as stream, monkeypatch.context() as patch:
-            patch.setattr(sys, "stderr", stream)
-            with guarded_streams(), open_view(recipe(), 0, 3, sys.stderr) as view:
-                view.note(f"a replica left: {EVIL}")
-                print(f"printed meanwhile: {EVIL}", file=sys.stderr)
-        shown = shown_later.result(60)
-    os.close(controller)
-    assert "\x1b[" in shown  # rich's own
-    assert "a replica left" in shown
-    assert "printed meanwhile" in shown
-    for theirs in ("\x1b]0;", "\x1b[31;1m", "\x1b[2J", "\x1b]8;", "\x9b", "\u202e", "\u200b", "\a"):
-        assert theirs not in shown

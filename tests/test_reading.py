@@ -7,7 +7,6 @@ import pytest
 
 from isthmus.errors import ConfigError
 from isthmus.reading import (
-    list_folder,
     open_regular,
     parse_json,
     read_bytes,
@@ -88,18 +87,12 @@ def test_a_file_is_read_whole_or_refused_by_its_size(tmp_path):
         READERS["read_lines"](path)
 
 
-def test_a_file_that_states_no_size_is_bounded_all_the_same():
-    assert os.stat("/proc/self/status").st_size == 0
-    with pytest.raises(ConfigError, match="at most 100 are read"):
-        read_bytes("/proc/self/status", 100)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("[" * 100_000, "nested too deeply"),
         ('{"a":' * 100_000, "nested too deeply"),
-        ("[" + "1," * 1_000_001 + "1]", "JSON values; at most 1,000,000"),
+        ("[" + "1," * 1_000_001 + "1]", "JSON values"),
         ("1" * 5000, "is not JSON"),
         ("{", "is not JSON"),
         ("", "is not JSON"),
@@ -126,11 +119,3 @@ def test_lines_are_those_of_the_file_and_none_is_too_long(tmp_path):
         next(read_lines(path, 1000))
     path.write_bytes(b"")
     assert list(read_lines(path, 10)) == []
-
-
-def test_a_folder_is_listed_in_order(tmp_path):
-    for name in "cab":
-        (tmp_path / name).touch()
-    assert list_folder(tmp_path) == ["a", "b", "c"]
-    with pytest.raises(FileNotFoundError):
-        list_folder(tmp_path / "none")

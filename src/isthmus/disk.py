@@ -68,10 +68,8 @@ def full_line(error: OSError) -> str:
 
 
 def _line(folder: Path, needed: int, what: str) -> str:
-    free, needs = free_bytes(folder), in_words(needed)
-    if free is not None and free >= needed:
-        needs += f", with {in_words(SPARE_BYTES)} beside it"
-    return f"the disk of {folder} has {in_words(free)} free, and {what} needs {needs}; make room there"
+    free, needs = in_words(free_bytes(folder)), in_words(needed + SPARE_BYTES)
+    return f"the disk of {folder} has {free} free, and {what} needs {needs}; make room there"
 
 
 def in_words(num_bytes: float | None) -> str:

@@ -11,30 +11,20 @@ NEW = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
-def replacing_by_name(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[Path]:
-    """Yield an empty file next to `path` that replaces it if the block ends without an exception.
-
-    For libraries that open files by their names.
-    """
+def replacing(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
+    """Yield a new file next to `path` that replaces it if the block ends without an exception."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    os.close(os.open(temporary, os.O_WRONLY | NEW, mode))
     try:
-        yield temporary
-        if sync:
-            with open(temporary, "rb") as file:
+        with create_file(temporary, mode) as file:
+            yield file
+            file.flush()
+            if sync:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     if sync:
         sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def replacing(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
-    """Like `replacing_by_name`, but yield an open file to write to."""
-    with replacing_by_name(path, mode, sync) as temporary, open(temporary, "wb") as file:
-        yield file
 
 
 def replace_file(path: Path, data: bytes | str, mode: int = 0o666, sync: bool = True) -> None:

@@ -29,62 +29,49 @@ KINDS = {
 }
 
 
-def open_regular(path: str | Path, *, follow: bool = True) -> FileIO:
-    """Open a regular file to read without blocking; `follow`: also through a link.
-
-    It checks the file before opening it, because opening a device may have an effect, and again afterwards,
-    because the file may have been replaced. O_NONBLOCK: opening a pipe would wait for its writer.
-    """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    try:
-        _check_regular(os.stat(path, follow_symlinks=follow), path)
-        file = FileIO(os.open(path, flags), "r")
-    except (OSError, ValueError) as error:
-        raise _in_words(error, path) from None
-    try:
-        _check_regular(os.fstat(file.fileno()), path)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
 def stat_regular(path: str | Path, *, follow: bool = True) -> os.stat_result:
-    """Return the stat of a regular file, without opening it."""
+    """Return the stat of a regular file, without opening it; `follow`: also through a link."""
     try:
         found = os.stat(path, follow_symlinks=follow)
-        _check_regular(found, path)
     except (OSError, ValueError) as error:
         raise _in_words(error, path) from None
+    if not stat.S_ISREG(found.st_mode):
+        kind = KINDS.get(stat.S_IFMT(found.st_mode), "a symbolic link")
+        raise ConfigError(f"{path} is {kind}, not a regular file; it is not read")
     return found
 
 
-def is_regular(path: str | Path) -> bool:
+def open_regular(path: str | Path, *, follow: bool = True) -> FileIO:
+    """Open a regular file to read. It checks the file first: opening a pipe would wait for its writer."""
+    stat_regular(path, follow=follow)
     try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except (OSError, ValueError):
-        return False
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+        return FileIO(os.open(path, flags), "r")
+    except OSError as error:
+        raise _in_words(error, path) from None
 
 
 def read_bytes(path: str | Path, max_bytes: int, *, start: int | None = None, follow: bool = True) -> bytes:
     """Read the whole file or refuse a larger one; with `start`, read at most `max_bytes` from there."""
-    with open_regular(path, follow=follow) as file:
-        size = os.fstat(file.fileno()).st_size
-        if start is None and size > max_bytes:
-            raise _too_large(path, size, max_bytes)
+    with BufferedReader(open_regular(path, follow=follow)) as file:
         try:
-            file.seek(start or 0)
-            data = _read(file, max_bytes + (start is None))
+            size = os.fstat(file.fileno()).st_size
+            if start is None and size <= max_bytes:
+                data = file.read(max_bytes + 1)  # it may grow meanwhile, or report no size, as in /proc
+                size = len(data)
+            elif start is not None:
+                file.seek(start)
+                return file.read(max_bytes)
         except OSError as error:
             raise _in_words(error, path) from None
-    if start is None and len(data) > max_bytes:  # it grew meanwhile, or reports no size, as in /proc
-        raise _too_large(path, len(data), max_bytes)
+    if size > max_bytes:
+        raise ConfigError(f"{path} holds {size:,} bytes; at most {max_bytes:,} are read")
     return data
 
 
-def read_text(path: str | Path, max_bytes: int, *, follow: bool = True) -> str:
+def read_text(path: str | Path, max_bytes: int) -> str:
     try:
-        return read_bytes(path, max_bytes, follow=follow).decode("utf-8")
+        return read_bytes(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text") from None
 
@@ -101,12 +88,11 @@ def read_json(path: str | Path, max_bytes: int = DOCUMENT_BYTES, *, follow: bool
     return parse_json(read_bytes(path, max_bytes, follow=follow), str(path))
 
 
-def parse_json(data: bytes | str, source: str, max_values: int = MOST_VALUES) -> Any:
+def parse_json(data: bytes | str, source: str) -> Any:
     """Parse one JSON value of bounded depth and count. JSON has no NaN or infinity: they become null."""
-    data = data.encode(errors="surrogatepass") if isinstance(data, str) else data
-    count = num_values(data)
-    if count > max_values:
-        raise ConfigError(f"{source} holds {count:,} JSON values; at most {max_values:,} are read")
+    text = data if isinstance(data, bytes) else data.encode(errors="surrogatepass")
+    if sum(map(text.count, (b",", b"[", b"{"))) >= MOST_VALUES:
+        raise ConfigError(f"{source} holds more than {MOST_VALUES:,} JSON values; it is not read")
     try:
         return json.loads(data, parse_constant=lambda _: None, parse_float=_finite)
     except RecursionError:
@@ -115,23 +101,13 @@ def parse_json(data: bytes | str, source: str, max_values: int = MOST_VALUES) ->
         raise ConfigError(f"{source} is not JSON") from None
 
 
-def num_values(data: bytes) -> int:
-    """Return an upper bound on the values in a JSON text, without building any."""
-    return data.count(b",") + data.count(b"[") + data.count(b"{") + 1
-
-
 def read_lines(path: str | Path, max_line: int) -> Iterator[bytes]:
     """Yield lines, each with its newline; text after the last newline comes last, without one."""
     with BufferedReader(open_regular(path), PIECE_BYTES) as file:
         for number in itertools.count(1):
-            try:
-                line = file.readline(max_line + 1)
-            except OSError as error:
-                raise _in_words(error, path) from None
+            line = file.readline(max_line + 1)
             if len(line) > max_line:
-                raise ConfigError(
-                    f"{path}, line {number:,} is longer than {max_line:,} bytes; it is not read"
-                )
+                raise ConfigError(f"{path}, line {number:,} is longer than {max_line:,} bytes")
             if not line:
                 return
             yield line
@@ -145,38 +121,12 @@ def list_folder(path: str | Path) -> list[str]:
         raise _in_words(error, path) from None
 
 
-def _read(file: FileIO, most: int) -> bytes:
-    """Read up to `most` bytes, or to the end. A single read may return fewer than requested."""
-    pieces: list[bytes] = []
-    while most > 0:
-        piece = file.read(min(most, 64 << 20))
-        if piece is None:  # no data yet, but more may come: no file on a disk does this
-            raise BlockingIOError("it is not a file on a disk")
-        if not piece:
-            break
-        pieces.append(piece)
-        most -= len(piece)
-    return b"".join(pieces)
-
-
 def _finite(text: str) -> float | None:
     return value if math.isfinite(value := float(text)) else None
 
 
-def _check_regular(found: os.stat_result, path: str | Path) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = KINDS.get(stat.S_IFMT(found.st_mode), "a symbolic link")
-        raise ConfigError(f"{path} is {kind}, not a regular file; it is not read")
-
-
-def _too_large(path: str | Path, size: int, most: int) -> ConfigError:
-    return ConfigError(f"{path} holds {size:,} bytes; at most {most:,} are read")
-
-
 def _in_words(error: OSError | ValueError, path: str | Path) -> Exception:
     """Turn a system error into one line; absent files keep their class, and passing faults stay retryable."""
-    if isinstance(error, ConfigError):
-        return error
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return FileNotFoundError(error.errno, error.strerror, str(path))
     words = (error.strerror or str(error)) if isinstance(error, OSError) else "its name is not one of a file"

@@ -11,7 +11,7 @@ from isthmus.cli.bundles import PLACES, take
 from isthmus.cli.main import build_parser, main
 from isthmus.errors import ConfigError
 from isthmus.protocol import bundle as bundles
-from isthmus.protocol.bundle import parse_bundle, read_bundle, store_settings
+from isthmus.protocol.bundle import read_bundle, store_settings
 from isthmus.protocol.ledger import read_run
 from isthmus.runtime import supervisor
 from isthmus.store import open_store
@@ -100,7 +100,6 @@ def test_join_by_the_file_alone_is_join_with_url_replica_and_key(here, capsys, j
         *(
             "status FILE",
             "watch FILE",
-            "members FILE",
             "ledger show FILE",
             "export FILE --to hf x",
             "eval FILE",
@@ -208,11 +207,6 @@ def test_the_environment_goes_before_the_file_and_the_file_before_nothing(aws):
     assert os.environ["AWS_SECRET_ACCESS_KEY"] == "their-secret"
 
 
-def test_a_file_is_read_as_it_was_written():
-    found = with_store(endpoint="https://x.example", region="auto")
-    assert parse_bundle(found.to_text("a.isthmus.toml", 2)) == found
-
-
 HOSTILE = {
     "not TOML": ("= =", "Invalid"),
     "no format": ('url = "s3://bbb/p"', "its format is None"),
@@ -259,13 +253,6 @@ def test_a_file_without_end_or_a_pipe_is_not_read(here, capsys):
     for name, says in (("long", "at most 16,384 are read"), ("pipe", "a pipe"), ("none", "there is no file")):
         assert main(["join", f"{name}.isthmus.toml"]) == 2
         assert says in capsys.readouterr().err
-
-
-def test_init_refuses_a_url_without_a_corpus(here, capsys):
-    (here / "empty").mkdir()
-    assert main(["init", "r.toml", "bucket", "--set", f"data.corpus=file://{here}/empty"]) == 2
-    assert "upload one by `isthmus data push" in capsys.readouterr().err
-    assert not (here / "keys").exists()
 
 
 def test_with_credentials_in_it_the_file_is_all_that_a_friend_needs(here, seaweed_url, capsys, monkeypatch):

@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from isthmus.cli.main import build_parser
@@ -112,30 +111,3 @@ def test_the_image_starts_isthmus_as_a_user_without_rights():
             assert (DEPLOY.parent / source).exists(), source
             kept = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
             assert f"!{source.removeprefix('./')}" in kept
-
-
-def test_the_image_holds_what_pyproject_names():
-    wanted = re.findall(
-        r'^(?:readme|license-files) = \[?"([^"]+)"', (DEPLOY.parent / "pyproject.toml").read_text(), re.M
-    )
-    copied = " ".join(value for kind, value in instructions() if kind == "COPY")
-    assert wanted
-    for name in wanted:
-        assert name in copied, name
-
-
-@pytest.mark.parametrize("name", ["compose.yaml", "kubernetes.yaml", "skypilot.yaml"])
-def test_no_key_is_given_twice(name):
-    """YAML takes the last one without a word."""
-
-    class Strict(yaml.SafeLoader):
-        pass
-
-    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
-        keys = [key.value for key, _ in node.value if key.value != "<<"]
-        assert len(keys) == len(set(keys)), f"{name}: {keys}"
-        loader.flatten_mapping(node)
-        return {loader.construct_object(k, True): loader.construct_object(v, True) for k, v in node.value}
-
-    Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
-    assert list(yaml.load_all((DEPLOY / name).read_text(), Strict))

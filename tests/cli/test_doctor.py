@@ -69,7 +69,7 @@ def test_it_ends_with_a_role_and_lines_that_a_recipe_takes(capsys, tmp_path, mon
     recipe = parse_recipe(RECIPE + pasted)
     assert recipe.replicas[0].tflops > 0
     assert recipe.replicas[0].outer_link.mbps > 1
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "bucket").iterdir()) == []
 
 
 def test_what_fails_is_named_with_its_cure_and_the_rest_is_still_checked(capsys, tmp_path, monkeypatch):

@@ -56,20 +56,6 @@ def test_an_invitation_killed_at_any_step_leaves_a_file_that_joins(owned, capsys
 
 
 @WHEN
-def test_an_extension_killed_at_its_order_is_typed_again_and_made_once(owned, capsys, monkeypatch, after):
-    typed = ["extend", "bucket", "--rounds", "5", "--key", "keys/run.owner.key"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "create", deadly(Store.create, after))
-        with pytest.raises(Killed):
-            main(typed)
-    assert main(typed) == 0
-    assert "goes on from 30 to 35 rounds (epoch 1)" in capsys.readouterr().out
-    assert (owned.epoch.number, owned.epoch.run.recipe.outer.rounds) == (1, 35)
-    assert main(typed) == 0  # which is another one
-    assert "goes on from 35 to 40 rounds (epoch 2)" in capsys.readouterr().out
-
-
-@WHEN
 def test_a_revocation_killed_at_its_order_is_typed_again_and_says_what_is_so(
     owned, capsys, monkeypatch, after
 ):

@@ -8,10 +8,8 @@ import sys
 
 import pytest
 
-from isthmus.cli.data import DEMO_VOCAB, first_run
 from isthmus.cli.main import build_parser, main
 from isthmus.cli.overview import EPILOG, GROUPS
-from isthmus.config import load_recipe
 
 
 def commands() -> list[str]:
@@ -46,13 +44,6 @@ def test_the_help_of_every_command_has_examples(command, capsys):
     with pytest.raises(SystemExit):
         main([*command, "--help"])
     assert "examples:" in capsys.readouterr().out
-
-
-def test_the_run_to_try_a_corpus_with_takes_its_vocabulary():
-    for vocab in (300, DEMO_VOCAB, 8192, 50_000):
-        _, _, name, *settings = first_run("my corpus", vocab).replace("'my corpus'", "corpus").split()
-        assert name == "demo"  # which is done in minutes on a CPU
-        assert load_recipe(name, [word for word in settings if word != "--set"]).model.vocab >= vocab
 
 
 def test_ctrl_c_while_a_library_loads_is_one_line_even_where_the_library_swallows_it(capsys, monkeypatch):

@@ -1,12 +1,10 @@
 """`isthmus simulate` as a user meets it: what it prints, and what it says to bad input."""
 
-import json
 import shlex
 import subprocess
 import sys
 
 import pytest
-import torch
 from small_recipes import pipelined, recipe_text, replicas
 
 from isthmus.cli.main import main
@@ -65,27 +63,13 @@ def test_bad_input_is_one_line_and_status_2_and_nothing_is_written(recipe, tmp_p
     assert everything_in(tmp_path) == before
 
 
-@pytest.mark.parametrize("option", ["--compile", "--no-compile", "--mode=turns", "--set=seed=1"])
-def test_what_a_resumed_run_makes_no_use_of_is_refused(option, isthmus):
-    status, _, err = isthmus("simulate", "--resume", "runs/any", option)
-    assert (status, err.count("\n")) == (2, 1)
-    assert "--resume goes on with the run as it was" in err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_cuda_device_that_is_not_there_is_refused(recipe, tmp_path, capsys):
-    assert main(["simulate", recipe, "--device", "cuda"]) == 2
-    assert "there is no CUDA device here; use --device cpu" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_run_directory_that_holds_another_run_is_left_alone(recipe, tmp_path, capsys):
     assert main(["simulate", recipe, "--run", "mine", "--quiet"]) == 0
     before = everything_in(tmp_path / "mine")
     capsys.readouterr()
     assert main(["simulate", recipe, "--run", "mine", "--quiet"]) == 2
     error = capsys.readouterr().err
-    assert 'already holds the run "tiny" (finished, 2 of 2 rounds)' in error
+    assert "already holds a run" in error
     assert error.count("\n") == 1
     assert everything_in(tmp_path / "mine") == before
 
@@ -101,15 +85,6 @@ def test_it_says_in_words_what_happened_and_where_the_report_is(recipe, tmp_path
     assert (tmp_path / "runs" / "tiny" / "report.html").exists()
     assert "round 2/2" in printed.err
     assert "stacked, all together; about" in printed.err
-
-
-def test_json_is_the_last_row_and_nothing_else(recipe, capsys):
-    assert main(["simulate", recipe, "--json", "--quiet"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["last"]["round"] == 2
-    assert set(result["last"]["bytes"]) == {
-        "activations", "gradients", "tokens", "payload_up", "payload_down", "control",
-    }  # fmt: skip
 
 
 def test_a_finished_run_resumes_to_itself(recipe, tmp_path, capsys):
@@ -159,20 +134,3 @@ def test_a_folder_of_texts_in_place_of_a_corpus_is_answered_by_a_command_that_wo
     command = said.partition("`")[2].partition("`")[0]
     assert main([*shlex.split(command)[1:], "--vocab", "300"]) == 0
     assert main(["data", "show", shlex.split(command)[-1]]) == 0
-
-
-@pytest.mark.parametrize("words", [["help"], ["help", "train"]])
-def test_help_is_understood_as_a_word(words, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(words)
-    assert capsys.readouterr().out.startswith(f"usage: {' '.join(['isthmus', *words[1:]])} ")
-
-
-def test_no_command_teaches_and_a_mistyped_one_is_answered_by_the_nearest(capsys):
-    assert main([]) == 2
-    assert "where to begin" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        main(["trian"])
-    assert capsys.readouterr().err == (
-        'isthmus: there is no command "trian"; did you mean "train"?; see isthmus --help\n'
-    )

@@ -62,7 +62,7 @@ def test_what_members_said_of_themselves_is_read(ledger: Ledger):
     assert (signer, stage.stage, stage.addresses) == ("c", 1, ("192.0.2.7:29500",))
 
 
-@pytest.mark.parametrize("words", [["status"], ["ledger", "show"], ["ledger", "verify"], ["members"]])
+@pytest.mark.parametrize("words", [["status"], ["ledger", "show"], ["ledger", "verify"]])
 def test_commands_read_it(bucket: str, capsys, words: list[str]):
     assert main([*words, bucket]) == 0
     assert capsys.readouterr().out

@@ -78,21 +78,6 @@ def test_any_step_is_reached_at_once_and_stacked_equals_one_by_one(num_replicas,
         assert torch.equal(Batches(view, 7, num_replicas, batch, 16).at(replica, step), stacked[replica])
 
 
-def test_random_access_equals_sequential():
-    view = counting_view(5000, 4)
-    batches = Batches(view, 3, 2, 3, 8)
-    sequential = {(m, step): batches.at(m, step) for step in range(300) for m in range(2)}
-    for index in np.random.default_rng(0).permutation(600):
-        m, step = int(index) % 2, int(index) // 2
-        assert torch.equal(batches.at(m, step), sequential[m, step])
-
-
-def test_passes_counts_how_often_the_data_is_read():
-    batches = Batches(counting_view(101), seed=0, num_replicas=2, batch=5, context=10)
-    assert batches.num_sequences == 10
-    assert batches.passes(inner_steps=3) == 3.0
-
-
 def test_fewer_tokens_than_one_batch_are_refused():
     with pytest.raises(ConfigError, match="it needs 41"):
         Batches(counting_view(40), seed=0, num_replicas=1, batch=4, context=10)

@@ -70,15 +70,6 @@ def test_verify_finds_one_changed_byte(prepared, isthmus):
     assert "validation-00000.bin differs" in err
 
 
-def test_a_missing_corpus_says_how_to_make_one(tmp_path, isthmus):
-    status, _, err = isthmus("data", "show", tmp_path / "none")
-    assert status == 2
-    assert "isthmus data prepare" in err
-    assert err.count("\n") == 1
-    with pytest.raises(ConfigError, match="builtin:sample"):
-        open_corpus("builtin:other")
-
-
 def test_texts_in_place_of_a_corpus_are_answered_by_a_command_that_works(tmp_path, isthmus):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.jsonl").write_bytes(json_lines(make_texts(300)))
@@ -88,22 +79,6 @@ def test_texts_in_place_of_a_corpus_are_answered_by_a_command_that_works(tmp_pat
     status, _, err = isthmus(*command[1:], "--vocab", 300)
     assert status == 0, err
     assert len(open_corpus(command[-1]).train)
-
-
-@pytest.mark.parametrize("damage", [b"", b"{}", b'{"format": "isthmus-corpus", "version": 99}', b"[1]"])
-def test_a_damaged_manifest_is_refused(prepared, damage):
-    (prepared / "manifest.json").write_bytes(damage)
-    with pytest.raises(ConfigError, match=r"manifest\.json"):
-        open_corpus(prepared)
-
-
-def test_show_prints_the_manifest(prepared, isthmus):
-    status, out, _ = isthmus("data", "show", prepared, "--json")
-    assert status == 0
-    assert json.loads(out) == json.loads((prepared / "manifest.json").read_bytes())
-    _, out, _ = isthmus("data", "show", prepared)
-    assert "train" in out
-    assert "in.jsonl" in out
 
 
 def test_the_builtin_sample_opens_and_is_small():

@@ -213,29 +213,6 @@ def test_a_hostile_manifest_is_one_line(url, bucket):
         open_corpus(url)
 
 
-def as_a_link(folder: Path, elsewhere: Path) -> None:
-    elsewhere.mkdir()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.symlink_to(elsewhere)
-
-
-def open_to_others(folder: Path, elsewhere: Path) -> None:
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-
-
-@pytest.mark.parametrize("planted", [as_a_link, open_to_others])
-def test_a_cache_that_others_could_fill_is_not_used(url, cache, prepared, tmp_path, planted):
-    for number, folder in enumerate((cache / digest(prepared), cache)):
-        if folder == cache:
-            os.rename(cache, tmp_path / "old")
-        else:
-            cache.mkdir(parents=True, mode=0o700)
-        planted(folder, tmp_path / f"elsewhere-{number}")
-        with pytest.raises(ConfigError, match="is a link, or others may write to it"):
-            open_corpus(url)
-
-
 def test_a_disk_without_room_is_said_before_anything_is_fetched(url, monkeypatch):
     corpus = open_corpus(url)
     monkeypatch.setattr(fetch, "ROOM_BYTES", 1 << 60)
@@ -276,21 +253,6 @@ def test_two_corpora_never_mix_at_one_url(url, prepared, bucket, tmp_path, isthm
     os.rename(bucket / "manifest.json", bucket / "pushing.json")  # of an upload that never ended
     status, _, err = isthmus("data", "push", other, url)
     assert (status, "another corpus is being uploaded to" in err) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("builtin:sample", "file:///tmp/x"), "comes with Isthmus"),
-        (("file:///tmp/x", "file:///tmp/y"), "push takes a prepared folder and then a URL"),
-        (("corpus", "elsewhere"), "push takes a prepared folder and then a URL"),
-        (("nowhere", "file:///tmp/x"), "there is no corpus in nowhere"),
-    ],
-)
-def test_wrong_words_to_push_are_one_line(isthmus, words, says):
-    status, _, err = isthmus("data", "push", *words)
-    assert (status, err.count("\n")) == (2, 1)
-    assert says in err
 
 
 def test_an_absent_corpus_says_how_to_upload_one(tmp_path, bucket):

@@ -1,6 +1,5 @@
 """A text of the same size is not the same text: who would train on another is refused before it trains."""
 
-import json
 import os
 import time
 from pathlib import Path
@@ -73,15 +72,6 @@ def test_a_simulation_does_not_go_on_with_another_text(isthmus):
     assert status == 2
     assert f"its fingerprint is {open_corpus('corpus').sha256}, and the run's is {stated}" in err
     assert RunDir.open("run").rows() == rows
-
-
-def test_a_simulation_of_an_older_version_goes_on(isthmus):
-    assert isthmus("simulate", "r.toml", "--run", "run", "--quiet", "--device", "cpu")[0] == 0
-    about = json.loads(Path("run/about.json").read_text())
-    about.pop("corpus_sha256", None)
-    Path("run/about.json").write_text(json.dumps(about))
-    replace_text()
-    assert isthmus("simulate", "--resume", "run", "--quiet")[0] == 0
 
 
 def other_corpus(isthmus) -> None:

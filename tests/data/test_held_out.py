@@ -1,6 +1,5 @@
 """Held-out text: as much as a recipe scores where the documents give it, and one line where they do not."""
 
-import json
 import random
 from pathlib import Path
 
@@ -8,9 +7,7 @@ import numpy as np
 import pytest
 from corpus_texts import contents, json_lines, make_texts
 
-from isthmus.config.model import PRESETS
 from isthmus.data.corpus import TokenView, open_corpus
-from isthmus.data.held_out import wanted_tokens
 from isthmus.data.tokens import num_scored, validation_batches
 
 WORDS = ["river", "mill", "geese", "quarrel", "over", "grains", "of", "rye", "and", "too", "many"]
@@ -27,13 +24,6 @@ def prepared(isthmus, tmp_path: Path, texts: list[str], *options) -> tuple[Path,
     status, _, err = isthmus("data", "prepare", path, "--to", to, *options)
     assert status == 0, err
     return to, err
-
-
-def test_a_default_recipe_of_the_vocabulary_decides_how_much_is_wanted():
-    for name in ("nano", "10m", "178m"):
-        assert wanted_tokens(PRESETS[name].vocab) == 4 * 32 * PRESETS[name].context
-    assert wanted_tokens(300) == wanted_tokens(1024)
-    assert wanted_tokens(1 << 20) == wanted_tokens(32_000)
 
 
 @pytest.mark.parametrize(("num_documents", "num_words", "least"), [(300, 1500, 16_384), (577, 60, 2_000)])
@@ -56,16 +46,6 @@ def test_a_handful_of_documents_holds_one_out(tmp_path, isthmus):
     assert manifest.train.documents >= 1
 
 
-def test_the_same_command_finds_the_same_share_again(tmp_path, isthmus):
-    texts = texts_of(1500, 60)
-    to, _ = prepared(isthmus, tmp_path, texts, "--vocab", 300)
-    before = contents(to)
-    assert "already" in prepared(isthmus, tmp_path, texts, "--vocab", 300)[1]
-    share = json.loads(before["manifest.json"])["arguments"]["validation"]
-    assert "already" in prepared(isthmus, tmp_path, texts, "--vocab", 300, "--validation", share)[1]
-    assert contents(to) == before
-
-
 def test_a_corpus_that_was_made_with_one_percent_stays_as_it_is(tmp_path, isthmus):
     """Older versions always held out 1 %: the same command finds their corpus, and continues it."""
     texts = texts_of(1500, 60)
@@ -74,12 +54,6 @@ def test_a_corpus_that_was_made_with_one_percent_stays_as_it_is(tmp_path, isthmu
     before = contents(to)
     assert "already" in prepared(isthmus, tmp_path, texts, "--vocab", 300)[1]
     assert contents(to) == before
-
-
-def test_enough_text_is_held_out_at_one_percent_as_ever(tmp_path, isthmus):
-    to, err = prepared(isthmus, tmp_path, texts_of(4000, 600), "--vocab", 300)
-    assert open_corpus(to).manifest.arguments["validation"] == 0.01
-    assert "held out" not in err
 
 
 def test_a_larger_share_holds_out_the_same_documents_and_more(tmp_path, isthmus):

@@ -1,7 +1,6 @@
 """A corpus that somebody else made or touched: only its own files are read, and only our own are written."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -56,24 +55,6 @@ def test_a_shard_has_the_name_that_we_give_it_so_it_lies_in_the_folder(prepared,
     status, out, err = isthmus("data", "show", prepared)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "here it is train-00000.bin" in err
-
-
-@pytest.mark.parametrize("name", ["train-00000.bin", "tokenizer.json"])
-def test_a_link_a_pipe_or_a_device_in_a_corpus_is_not_read(prepared, isthmus, name):
-    secret = prepared.parent / "secret"
-    secret.write_bytes(SECRET)
-    for put in (
-        lambda path: path.symlink_to(secret),
-        lambda path: path.symlink_to("/dev/zero"),
-        os.mkfifo,
-        os.mkdir,
-    ):
-        path = prepared / name
-        path.unlink()
-        put(path)
-        status, out, err = isthmus("data", "show", prepared, "--verify")
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert f"{name} is a" in err
 
 
 @pytest.mark.parametrize(
@@ -137,38 +118,3 @@ def test_a_token_beyond_the_vocabulary_is_one_line_and_not_a_fault_of_the_gpu(pr
     batches = Batches(open_corpus(prepared).train, 0, 1, 4, 32)
     with pytest.raises(ConfigError, match="holds the token 300, and its tokenizer has 300"):
         [batches.at(0, step) for step in range(batches.num_sequences // 4)]
-
-
-def unfinished(texts, folder, isthmus, monkeypatch, replaces):
-    """A preparation that was killed before its `replaces`-th rename; what it left is `folder`."""
-
-    class Killed(BaseException):
-        pass
-
-    rename, renamed = os.replace, []
-
-    def replace(source, target):
-        if len(renamed) == replaces:
-            raise Killed
-        renamed.append(target)
-        rename(source, target)
-
-    monkeypatch.setattr("isthmus.data.documents.BATCH_DOCUMENTS", 20)
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(Killed):
-        isthmus("data", "prepare", texts, "--to", folder, *SMALL)
-    monkeypatch.setattr(os, "replace", rename)
-
-
-def test_a_journal_that_names_files_elsewhere_moves_nothing(texts, tmp_path, isthmus, monkeypatch):
-    to, outside = tmp_path / "corpus", tmp_path / "outside.partial"
-    unfinished(texts, to, isthmus, monkeypatch, 6)
-    outside.write_bytes(SECRET)
-    journal = json.loads((to / "progress.json").read_bytes())
-    shard = {"name": "../outside", "tokens": 1000, "documents": 1, "sha256": "0" * 64}
-    journal["train"]["shards"] = [shard]
-    (to / "progress.json").write_text(json.dumps(journal))
-    status, _, err = isthmus("data", "prepare", texts, "--to", to, *SMALL)
-    assert (status, err.count("\n")) == (2, 1)
-    assert "progress.json is damaged" in err
-    assert outside.read_bytes() == SECRET

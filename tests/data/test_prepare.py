@@ -1,6 +1,5 @@
 """Preparing a corpus: the same text gives the same bytes, killed or not; bad input leaves nothing."""
 
-import json
 import os
 import random
 import signal
@@ -101,15 +100,6 @@ def test_limit_bytes_stops_after_the_document_that_reaches_it(texts, tmp_path, i
     assert read == sizes[np.searchsorted(sizes, 5000)]
 
 
-def test_a_given_tokenizer_is_kept_byte_for_byte(texts, tmp_path, isthmus):
-    given_file = corpus_module.BUILTIN_FOLDER / "tokenizer.json"
-    to = tmp_path / "corpus"
-    arguments = ("--validation", 0.1, "--to", to)
-    assert isthmus("data", "prepare", texts, "--tokenizer", given_file, *arguments)[0] == 0
-    assert (to / "tokenizer.json").read_bytes() == given_file.read_bytes()
-    assert open_corpus(to).vocab_size == 1024
-
-
 def test_large_vocabularies_take_four_bytes(texts, tmp_path, isthmus):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -139,20 +129,6 @@ def test_the_same_command_again_does_nothing_and_another_one_is_refused(texts, t
     assert {path: path.stat().st_mtime_ns for path in to.iterdir()} == before
     assert isthmus("data", "prepare", texts, "--to", to, *SMALL, "--seed", 1, "--overwrite")[0] == 0
     assert open_corpus(to).manifest.arguments["seed"] == 1
-
-
-def test_changed_input_is_not_taken_for_the_same_command(texts, tmp_path, isthmus):
-    to = tmp_path / "corpus"
-    assert isthmus("data", "prepare", texts, "--to", to, *SMALL)[0] == 0
-    data = bytearray(texts.read_bytes())
-    data[data.index(b"river")] = ord("l")
-    texts.write_bytes(data)
-    assert isthmus("data", "prepare", texts, "--to", to, *SMALL)[0] == 2
-
-
-def test_json_output_is_the_manifest(texts, tmp_path, isthmus):
-    _, out, _ = isthmus("data", "prepare", texts, "--to", tmp_path / "corpus", *SMALL, "--json")
-    assert json.loads(out) == json.loads((tmp_path / "corpus" / "manifest.json").read_bytes())
 
 
 @pytest.mark.parametrize(

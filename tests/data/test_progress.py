@@ -18,13 +18,3 @@ def test_a_log_soon_says_how_much_time_is_left(capsys, monkeypatch):
         "encoding 2%, about 1 min 38 s left 2 MB of text",
         "encoding 12%, about 1 min 28 s left 12 MB of text",
     ]
-
-
-def test_work_of_unknown_size_has_no_share(capsys, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr("isthmus.data.progress.time", SimpleNamespace(monotonic=lambda: now))
-    lines = Lines()
-    lines.phase("training a tokenizer", 0)
-    now = 3.0
-    lines.update(7)
-    assert capsys.readouterr().err.splitlines() == ["training a tokenizer", "training a tokenizer"]

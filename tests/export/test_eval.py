@@ -50,13 +50,6 @@ def test_a_pipelined_folder_scores_both_forwards_as_its_run_does(runs, tmp_path,
     assert again["full"]["loss"] != again["pipelined"]["loss"]
 
 
-def test_a_table_for_the_eye(runs, capsys):
-    assert main(["eval", str(runs["mixed"])]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["forward", "loss", "perplexity", "bits", "per", "byte"]
-    assert [line.split()[0] for line in lines[2:]] == ["full", "pipelined", "mixed"]
-
-
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="the harness is installed here")
 def test_without_the_harness_one_line_says_how_to_install_it(runs, capsys):
     assert main(["eval", str(runs["full"]), "--harness", "hellaswag"]) == 2
@@ -97,23 +90,3 @@ def test_the_harness_runs_a_task_of_one_s_own_on_a_run_and_on_both_kinds_of_fold
     assert main(["eval", str(kept), "--harness", "mine,nosuch", "--include", str(tmp_path)]) == 2
     assert 'no task "nosuch"' in capsys.readouterr().err
     assert not hit.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["{folder}"], "give --corpus, or --harness TASKS"),
-        (["{none}"], "does not exist"),
-        (["{run}", "--batches", "-2"], "must be 0 (all) or more"),
-        (["{run}", "--harness", ","], "names no task"),
-        (["{run}", "--include", "{run}"], "give --harness TASKS with it"),
-        (["{run}", "--harness", "mine", "--include", "{none}"], "--include: there is no folder"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(runs, folders, capsys, arguments, says):
-    names = {"run": runs["full"], "folder": folders["full"], "none": runs["full"] / "none"}
-    capsys.readouterr()
-    assert main(["eval", *(word.format(**names) for word in arguments)]) == 2
-    printed = capsys.readouterr()
-    assert says in printed.err
-    assert printed.err.count("\n") == 1

@@ -86,13 +86,6 @@ def test_a_bucket_without_a_settled_round_is_one_line_and_status_2(trained_run, 
     assert not (tmp_path / "hf").exists()
 
 
-def test_the_history_of_such_a_run_verifies_and_a_sweep_leaves_theta_0(trained_run, capsys):
-    assert main(["ledger", "verify", str(trained_run / "bucket")]) == 0
-    assert "rounds 1 to 2 replay" in capsys.readouterr().out
-    assert main(["ledger", "sweep", str(trained_run / "bucket")]) == 2  # one anchor of its own at most
-    assert (trained_run / "bucket" / "anchors" / "000000" / "complete.json").exists()
-
-
 def test_generate_reads_no_manifest_that_its_replay_does_not_need(trained_run, monkeypatch, capsys):
     """What a run was trained on in all is counted for those who ask: export and eval."""
     monkeypatch.setattr(Manifests, "between", lambda *_: pytest.fail("it walks the manifests"))

@@ -2,7 +2,7 @@
 
 `open` sends all dimensions between its stages, `edge` one in eight. One run serves all the tests: what
 crossed each cable, and what we say crossed it. How long steps take over thin cables is measured by
-bench/link_rates.py and bench/schedule.py.
+bench/schedule.py.
 """
 
 import json

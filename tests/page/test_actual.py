@@ -58,9 +58,8 @@ def fleet(*parts):
 
 def test_a_run_that_does_what_its_plan_says_has_only_ratios_of_one():
     found = compare_rows(fleet(*RATED), ABOUT, as_predicted(fleet(*RATED), 4))
-    assert found.rates == {"rack": "stated", "edge": "stated"}
     for line in found.lines:
-        assert line.ratio == (None if "if activations" in line.what else pytest.approx(1)), line
+        assert line.ratio == pytest.approx(1), line
     units = {(line.kind, line.where, line.unit) for line in found.lines}
     for where in ("stage 0 to 1", "stage 1 to 0", "to the bucket", "from the bucket"):
         assert ("edge", where, "bytes") in units
@@ -68,26 +67,11 @@ def test_a_run_that_does_what_its_plan_says_has_only_ratios_of_one():
     assert ("edge", "stage 1 to 0", "share") in units
 
 
-def test_memory_is_stated_with_and_without_recomputation():
-    """What was run has a measured peak; the other way is only predicted."""
-    text = recipe_text(FULL + PIPELINED, inner={"precision": "fp32"})
-    for settings, words, less in (([], "recomputed", True), (["inner.recompute=true"], "kept", False)):
-        own = parse_recipe(text, [*(f"replicas.{n}.tflops=0.1" for n in ("rack", "edge")), *settings])
-        lines = compare_rows(own, ABOUT, as_predicted(own, 2)).lines
-        ours = {x.kind: x for x in lines if x.what == "peak memory" and x.where in ("", "stage 0")}
-        other = {x.kind: x for x in lines if x.what == f"peak memory if activations were {words}"}
-        assert other.keys() == {"rack", "edge"}
-        assert all(line.measured is None and line.predicted > 0 for line in other.values())
-        assert (other["rack"].predicted < ours["rack"].predicted) == less
-
-
-def test_machines_half_as_fast_show_in_the_ratio_and_not_beside_it():
+def test_machines_half_as_fast_show_in_the_rate_and_not_in_the_plan():
     rows = as_predicted(fleet(*RATED), 4, slower=2.0)
     lines = {(x.kind, x.where, x.what): x for x in compare_rows(fleet(*RATED), ABOUT, rows).lines}
     assert lines["rack", "", "training rate of a machine"].ratio == pytest.approx(0.5)
-    step = lines["rack", "", "an inner step"]
-    assert step.ratio == pytest.approx(2)
-    assert step.ratio_at_measured_rate == pytest.approx(1)
+    assert lines["rack", "", "an inner step"].ratio == pytest.approx(1)
     assert lines["edge", "stage 0 to 1", "bytes"].ratio == pytest.approx(1)
 
 
@@ -95,14 +79,13 @@ def test_without_a_stated_rate_the_measured_one_is_taken_and_said(tmp_path):
     rows = as_predicted(fleet(*RATED), 4)
     found = compare_rows(fleet(FULL, PIPELINED), ABOUT, rows)
     assert found.rates == {"rack": "measured", "edge": "measured"}
-    assert all(line.at_measured_rate is None for line in found.lines)
     for line in found.lines:
-        assert line.ratio == (None if "if activations" in line.what else pytest.approx(1)), line
+        assert line.ratio == pytest.approx(1), line
     run = RunDir.create(tmp_path / "run", fleet(FULL, PIPELINED), ABOUT)
     for row in rows:
         run.append(row | {"tokens": 1, "bytes": {}})
     html = write_report(run.path).read_text(encoding="utf-8")
-    assert "the compute rate is the one" in html
+    assert "is the one measured in this run" in html
     assert "stage 1 to 0" in html
 
 

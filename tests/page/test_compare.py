@@ -59,14 +59,6 @@ def test_json_has_every_result_and_plots_only_on_demand(runs: list[str], capsys)
     assert "<svg" in Path("both.svg").read_text()
 
 
-def test_a_run_without_the_metric_is_left_out_of_the_plot_and_named(runs: list[str], capsys):
-    make_run(Path("runs/full"), recipe(FULL), 3)
-    call("compare", *runs, "runs/full", "--metric", "loss_pipelined")
-    captured = capsys.readouterr()
-    assert "fleet" in captured.out.splitlines()[3]
-    assert captured.err.rstrip().endswith("full")
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -94,17 +86,6 @@ def test_runs_of_one_recipe_and_fleets_with_other_names():
     assert differences([recipe(FULL), barn]) == {"fleet": ["2 full", "2 of 2 stages 1/8"]}
     preset = recipe(FULL, "model.preset=10m")
     assert differences([recipe(FULL), preset]) == {"model.preset": ["nano", "10m"]}
-
-
-def test_report_prints_the_summary_and_where_the_page_is(runs: list[str], capsys):
-    assert call("report", "runs/wide") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("4 replicas (2 full; 2 pipelined")
-    assert lines[-1] == "Report: runs/wide/report.html"
-    call("report", "runs/wide", "--json")
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["summary"] == lines[:-1]
-    assert facts["totals"]["rounds"] == 20
 
 
 def test_bytes_of_a_bucket_stand_apart_and_say_why_a_simulation_has_none(tmp_path, monkeypatch, capsys):

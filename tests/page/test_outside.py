@@ -52,8 +52,6 @@ def test_metrics_are_the_runs_last_figures(run):
     assert found["isthmus_bytes_total", 'run="small",purpose="activations"'] == sent
     both = 'run="small",kind="edge",link="stage 0 to 1",what="activations, token ids"'
     assert found["isthmus_link_bytes_total", both] == sent + sum(row["bytes"]["tokens"] for row in run.rows())
-    share = last["bias"]["edge"]["outside"][0]
-    assert found["isthmus_outside_energy_ratio", 'run="small",kind="edge",boundary="0"'] == share
 
 
 def test_labels_of_a_hostile_run_are_escaped(tmp_path):
@@ -84,7 +82,6 @@ def test_event_files_hold_every_round_once_and_read_back(run, tmp_path):
         if row.round:
             assert found["train/edge"] == pytest.approx(row.train_by_kind["edge"], rel=1e-6)
             assert found["held-out by kind/edge"] == pytest.approx(row.loss_by_kind["edge"], rel=1e-6)
-            assert found["bias/edge/boundary 0"] == pytest.approx(row.bias["edge"]["outside"][0], rel=1e-6)
     assert json.loads((run.path / "about.json").read_text())["status"] == "finished"
 
 
@@ -92,7 +89,7 @@ def test_losses_that_come_later_are_a_second_event_of_their_round(run, tmp_path)
     from tensorboardX.proto.event_pb2 import Event
 
     rows = run.rows()
-    nothing = {"loss_full": None, "loss_pipelined": None, "loss_mixed": None, "loss_by_kind": {}, "bias": {}}
+    nothing = {"loss_full": None, "loss_pipelined": None, "loss_mixed": None, "loss_by_kind": {}}
     writer = EventWriter(tmp_path / "tb")
     writer.add([*rows[:2], replace(rows[2], **nothing), replace(rows[3], **nothing)])
     writer.add([*rows[:3], replace(rows[3], **nothing), rows[4]])

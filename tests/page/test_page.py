@@ -2,7 +2,6 @@
 
 import re
 import signal
-from itertools import pairwise
 from urllib.parse import urlsplit
 
 import pytest
@@ -202,27 +201,6 @@ def test_a_screen_reader_hears_changes_and_not_every_second(page, run, url):
         page.until(
             "document.getElementById('announced').textContent === \"no answer from this page's server\""
         )
-
-
-@pytest.mark.parametrize(("first", "still_open"), [(19_945, 20_004), (19_949, 20_001)])
-def test_round_numbers_of_a_long_run_leave_the_grid_even_and_do_not_touch(page, run, url, first, still_open):
-    page.go(url)
-    page.value(
-        f"(() => {{ const state = structuredClone(last), data = state.rounds; data.open = {still_open};"
-        f"data.rounds = Array.from({{length: data.open - {first} + 1}}, (_, i) => {first} + i);"
-        "data.rows.forEach((row) => { row.cells = data.rounds.map(() => ['counted', '']); });"
-        "draw(state) })()"
-    )
-    cells = "document.querySelectorAll('#grid tbody tr:first-child [role=gridcell]')"
-    places = page.value(f"[...{cells}].map(c => c.offsetLeft)")
-    assert len({right - left for left, right in pairwise(places)}) == 1
-    labels = page.value(
-        "[...document.querySelectorAll('#grid thead th span')].filter(s => s.firstChild).map(s => {"
-        "const r = document.createRange(); r.selectNodeContents(s);"
-        "const b = r.getBoundingClientRect(); return [s.textContent, b.left, b.right] })"
-    )
-    assert {"19950", "19960", "20000"} <= {text for text, _, _ in labels}
-    assert all(right < left for (_, _, right), (_, left, _) in pairwise(labels))
 
 
 def test_a_hostile_run_is_shown_as_text_and_breaks_nothing(page, tmp_path):

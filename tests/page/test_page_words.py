@@ -1,34 +1,21 @@
 """Contents, and the words that can be asked: by keyboard and touch, at a desk and on a phone."""
 
-from pathlib import Path
-
 import pytest
 from browser import CHROMIUM
 
-from isthmus.page import parts
 from isthmus.page.report import write_report
 
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; apt-get install chromium"),
 ]
-ODD = ["T_perp", "drift out of S", "kappa", "error feedback", "pseudo-gradient", "anchor", "closer", "k/d"]
+ODD = ["T_perp", "kappa", "error feedback", "pseudo-gradient", "anchor", "closer", "k/d"]
 TOO_WIDE = (  # also in a box that would scroll by itself
     "[...document.querySelectorAll('main *, nav *')].filter(e => e.checkVisibility()"
     " && !e.closest('.unseen, .skip, thead, pre, .cells')).map(e => [e.getBoundingClientRect(), e])"
     ".filter(([box]) => box.width > 1 && box.right > innerWidth + 0.5)"
     ".map(([box, e]) => `${e.tagName}.${e.getAttribute('class')} ${box.right} ${e.textContent.slice(0, 40)}`)"
 )
-BOTH = """(() => {
-  const line = (what, kind) => ({ kind, what, where: "slowest link", source: "", predicted: "12.3 TFLOP/s",
-    measured: "0.0109 TFLOP/s", ratio: { value: 18.48, close: false }, at_measured_rate: "123.4 ms",
-    ratio_at_measured_rate: { value: 1.01, close: true } });
-  const whats = ["peak memory if activations were recomputed", "share of its rate in use", "utilisation"];
-  const state = structuredClone(last);
-  state.plan.both = true;
-  state.plan.lines = ["", "rack", "edge"].flatMap((kind) => whats.map((what) => line(what, kind)));
-  draw(state);
-})()"""
 
 
 def shown(page):
@@ -71,17 +58,15 @@ def test_every_word_answers_once_in_its_section_and_stays_in_the_window(page, ur
 
 
 def test_a_word_is_asked_and_dismissed_by_keyboard_and_survives_a_new_state(drawn, page):
-    word = "document.querySelector('#bias [data-word=\"T_perp\"]')"
+    word = "document.querySelector('#plan [data-word=\"utilisation\"]')"
     page.value(f"{word}.focus()")
     page.press("Enter")
-    assert shown(page).startswith("T_perp The part of the token embedding outside the subspace")
+    assert shown(page).startswith("utilisation The share of a round")
     assert page.value("answer_.getAttribute('role')") == "status"  # so that it is read out
     page.value(f"window.before = {word}")
-    page.value(
-        "(() => { const state = structuredClone(last); state.bias.kinds[0].drift = 0.5; draw(state) })()"
-    )
+    page.value("(() => { const state = structuredClone(last); state.plan.rounds = 99; draw(state) })()")
     assert page.value(f"before.isConnected === false && document.activeElement === {word}")
-    assert shown(page).startswith("T_perp")
+    assert shown(page).startswith("utilisation")
     assert page.value(f"{word}.getAttribute('aria-expanded')") == "true"
     page.press("Escape")
     assert shown(page) is None
@@ -135,31 +120,10 @@ def test_contents_stand_at_the_side_of_a_desk_and_lead_to_every_section(drawn, p
     assert 0 <= top < 60  # still there
 
 
-def test_contents_are_folded_at_the_top_of_a_phone(page, url):
-    page.look_as(360, 740, touch=True)
-    page.go(url)
-    closed = page.value("document.getElementById('contents').getBoundingClientRect().height")
-    assert closed < 50
-    page.value("document.querySelector('#contents summary').click()")
-    assert page.value("document.getElementById('contents-list').offsetHeight") > 80
-    page.value("[...document.querySelectorAll('#contents-list a')].at(-2).click()")
-    page.until("scrollY > 500")
-    page.until("!document.getElementById('contents').open")
-    top, bottom = page.value(
-        "(b => [b.top, b.bottom])(document.getElementById('contents').getBoundingClientRect())"
-    )
-    assert (top, bottom) == (0, closed)  # it stays at hand
-    title = "document.getElementById(location.hash.slice(1)).getBoundingClientRect().top"
-    assert page.value(title) >= bottom  # and does not cover where it led
-
-
 @pytest.mark.parametrize("width", [360, 320])
-@pytest.mark.parametrize("both", [False, True], ids=["one plan", "two plans"])
-def test_a_phone_shows_the_numbers_of_plan_against_actual(page, run, width, both):
+def test_a_phone_shows_the_numbers_of_plan_against_actual(page, run, width):
     page.look_as(width, 740, touch=True)
     page.go(write_report(run.path).as_uri())
-    if both:
-        page.value(BOTH)
     assert page.value(TOO_WIDE) == []
     rows = page.value(
         "[...document.querySelectorAll('#against tbody tr:not(.group)')].map(row =>"
@@ -169,17 +133,9 @@ def test_a_phone_shows_the_numbers_of_plan_against_actual(page, run, width, both
     )
     lines = page.value("(drawn.get(against) && JSON.parse(drawn.get(against))[0]).lines")
     assert len(rows) == len(lines) > 3
-    heads = ["Predicted", "Measured", "Ratio", *(["At the rate here", "Ratio then"] if both else [])]
     for row in rows:
-        assert [head for head, _, _ in row] == heads
+        assert [head for head, _, _ in row] == ["Predicted", "Measured", "Ratio"]
         assert all(inside for _, _, inside in row)
     figures = {(row[0][1], row[1][1]) for row in rows}
     source = lambda line: f" {line['source']}" if line["source"] else ""  # noqa: E731
     assert figures == {(line["predicted"], line["measured"] + source(line)) for line in lines}
-
-
-def test_every_file_of_the_script_and_the_style_is_sent():
-    page = Path(parts.__file__).parent
-    assert {path.stem for path in (page / "script").iterdir()} == set(parts.SCRIPTS)
-    assert {path.stem for path in (page / "style").iterdir()} == set(parts.STYLES)
-    assert all((page / "script" / f"{name}.js").read_text() in parts.script() for name in parts.SCRIPTS)

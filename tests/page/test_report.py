@@ -139,11 +139,11 @@ def test_opened_as_a_file_it_is_drawn_and_asks_for_nothing(page, run, width, dar
     shown = page.value("document.body.innerText")
     for sentence in summary(run):
         assert sentence in shown.replace("\u00a0", " ")
-    for title in ("The fleet", "Loss", "Round by round", "Bytes", "Bias", "Plan against actual", "Time"):
+    for title in ("The fleet", "Loss", "Round by round", "Bytes", "Plan against actual", "Time"):
         assert title in shown
     assert "What has changed" not in shown
     assert "report of 20" in shown
-    assert page.value("document.querySelectorAll('svg path.line').length") == 15
+    assert page.value("document.querySelectorAll('svg path.line').length") == 13
     assert page.value("document.querySelectorAll('#spans circle').length") == 4
     assert page.value("document.documentElement.scrollWidth - innerWidth") <= 0
     assert [asked for asked in page.requests if not asked.startswith("data:")] == [url]

@@ -5,13 +5,12 @@ import re
 import shutil
 
 import pytest
-from fabricate import make_run, recipe
+from fabricate import make_run
 from fabricated import Long, resealed
 from little import hasty as hasty
 from made import small
 from servers import start_moto
 
-from isthmus.page.charts import CONTROL
 from isthmus.page.prometheus import exposition
 from isthmus.page.rounds import grid
 from isthmus.page.source import Raw, RunSource, Settled, open_source
@@ -19,7 +18,7 @@ from isthmus.page.state import MOST_EVENTS, StateBuilder
 from isthmus.protocol.fleet_state import member_states
 from isthmus.protocol.heartbeat import Heartbeat, Vitals
 from isthmus.runlog import Row, RunDir, totals
-from isthmus.runlog.words import size, summary
+from isthmus.runlog.words import summary
 from isthmus.store.objects import open_store
 from isthmus.store.retry import StoreError
 
@@ -35,32 +34,6 @@ def test_the_page_agrees_with_the_run_in_words_figures_and_colours(run):
     assert [kind["colour"] for kind in state["kinds"]] == [1, 2]
     assert state["plan"]["lines"]
     assert {line["kind"] for line in state["plan"]["lines"]} == {"", "rack", "edge"}
-
-
-def test_the_tile_between_replicas_says_what_the_sentence_says(tmp_path):
-    state = state_of(make_run(tmp_path / "run", recipe(), 20))
-    (tile,) = [tile for tile in state["tiles"] if tile["name"] == "Between replicas"]
-    assert any(f"Between replicas {tile['value']} crossed" in sentence for sentence in state["summary"])
-    assert state["traffic"][1]["title"].startswith(f"Between replicas: {tile['value']}, and ")
-
-
-def test_the_bars_name_control_where_they_hold_it(run, tmp_path):
-    """Control is a part of the bar between replicas, but not of what crossed between them."""
-    fleet = RunDir.open(shutil.copytree(run.path, tmp_path / "run"))
-    rows = [row | {"bytes": row.bytes | {"control": 5_000_000}} for row in run.rows()]
-    fleet.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sums = totals(fleet.rows())
-    stages, replicas = state_of(fleet)["traffic"]
-    control = sums["bytes"]["control"]
-    updates = size(sums["link_bytes"]["replicas"] - control)
-    assert replicas["title"] == f"Between replicas: {updates}, and {size(control)} of control"
-    assert stages["title"] == f"Between stages: {size(sums['link_bytes']['stages'])}"
-    assert (replicas["note"], stages["note"]) == (CONTROL, "")
-
-
-def test_a_run_without_control_does_not_mention_it(run):
-    _, replicas = state_of(run)["traffic"]
-    assert "control" not in replicas["title"].lower() + replicas["note"].lower()
 
 
 def test_curves_hold_every_forward_and_every_kind(run):
@@ -92,21 +65,13 @@ def test_a_long_run_is_thinned_but_keeps_its_spike_and_its_ends(run):
     assert len(json.dumps(state)) < 60_000
 
 
-def test_rows_from_before_the_bias_was_measured_still_make_a_page(run):
-    rows = [{key: row[key] for key in row if key not in ("bias", "measured")} for row in run.rows()]
+def test_rows_from_before_figures_were_measured_still_make_a_page(run):
+    rows = [{key: row[key] for key in row if key != "measured"} for row in run.rows()]
     raw = Raw(run.recipe, {"status": "finished"}, [Row.from_dict(row) for row in rows], "x", has_bucket=False)
     state = StateBuilder().build(raw)
-    assert state["bias"] is None
     assert state["plan"] is None
     assert state["charts"]
     assert state["problems"] == []
-
-
-def test_the_bias_gauge_has_every_boundary_with_its_first_and_last_value(run):
-    (kind,) = state_of(run)["bias"]["kinds"]
-    first, last = run.rows()[0]["bias"]["edge"], run.rows()[-1]["bias"]["edge"]
-    assert kind["gauges"] == [{"boundary": 0, "now": last["outside"][0], "first": first["outside"][0]}]
-    assert kind["drift"] == last["drift"]
 
 
 NOW = 1000.0
@@ -238,13 +203,6 @@ def one_of(heartbeats, name):
     return next(one for one in state["replicas"] if one["name"] == name)
 
 
-def test_the_stage_that_is_missing_is_known_by_what_its_launcher_says():
-    said = Heartbeat(state="waiting", awaiting="stage 1: no answer", missing=(1,), waited_seconds=3.0)
-    one = one_of({"edge": (said, 999.0)}, "edge")
-    assert (one["state"], one["missing"], one["up"]) == ("waiting", [1], False)
-    assert one["why"] == "stage 1: no answer (for 4 s)"
-
-
 def test_the_last_error_restarts_and_the_room_on_the_disk_are_in_the_state():
     vitals = Vitals(
         restarts=7,
@@ -256,13 +214,6 @@ def test_the_last_error_restarts_and_the_room_on_the_disk_are_in_the_state():
     one = one_of({"rack-0": (Heartbeat(state="training", vitals=vitals), 998.0)}, "rack-0")
     assert (one["restarts"], one["last_error"], one["last_error_unix"]) == (7, "out of memory", 968.0)
     assert (one["disk_free"], one["disk_short"], one["closes"]) == ("1.0 MB", True, True)
-
-
-def test_what_a_worker_cannot_do_in_the_bucket_is_shown():
-    said = Heartbeat(state="delivering", awaiting="cannot write to the bucket: full", waited_seconds=40.0)
-    one = one_of({"rack-0": (said, 998.0)}, "rack-0")
-    assert (one["state"], one["why"]) == ("delivering", "cannot write to the bucket: full (for 42 s)")
-    assert one["tone"] == "wait"
 
 
 def test_the_age_of_the_heartbeat_decides():
@@ -327,7 +278,7 @@ def test_losses_that_are_filled_in_later_reach_the_page_the_report_and_other_pro
     shutil.copytree(run.path, tmp_path / "run")
     late, whole = RunDir.open(tmp_path / "run"), run.rows()
     late.truncate(1)
-    blank = {"loss_full": None, "loss_pipelined": None, "loss_mixed": None, "loss_by_kind": {}, "bias": {}}
+    blank = {"loss_full": None, "loss_pipelined": None, "loss_mixed": None, "loss_by_kind": {}}
     for row in whole[2:4]:
         late.append(row | blank)
     source, builder = open_source(str(late.path)), StateBuilder(lambda: 1000.0)
@@ -344,7 +295,6 @@ def test_losses_that_are_filled_in_later_reach_the_page_the_report_and_other_pro
     assert [x for x, _ in full_curve(state)] == [row.tokens for row in whole[:3]]
     assert state["last"]["loss_full"] == whole[2].loss_full
     assert state["tiles"][0]["words"].endswith(", after round 2")
-    assert len(state["bias"]["charts"][0]["series"][0]["points"]) == 3
     assert f'{{run="small",forward="full"}} {whole[2].loss_full!r}' in exposition(state, now=0.0)
     late.append(whole[4] | blank)
     late.amend(whole[4])

@@ -58,7 +58,9 @@ def test_a_line_counts_when_it_is_whole(path):
     metrics.look()
     assert len(metrics.rows) == 1001
     assert metrics.odd == "metrics.jsonl: 1 lines are not rows of a run"
-    os.truncate(path, path.stat().st_size - 3)  # as an engine cuts off what a kill has torn
+    grow(path, line(1001)[:9])
+    metrics.look()
+    os.truncate(path, path.stat().st_size - 9)  # as an engine cuts off what a kill has torn
     grow(path, line(1001))
     metrics.look()
     assert (metrics.rows, metrics.odd) == (fresh(path).rows, fresh(path).odd)
@@ -70,12 +72,10 @@ def test_a_line_counts_when_it_is_whole(path):
         lambda path: grow(path, line(500, loss_full=1.0) + line(1000)),  # a round that was run again
         lambda path: os.truncate(path, 20_000),
         lambda path: path.write_text(line(0) + line(1)),
-        lambda path: path.write_text(path.read_text().replace("5.0", "4.0")),  # in place, as long as before
-        lambda path: path.write_text(path.read_text().replace("5.0", "4.25")),  # and longer
         lambda path: (path.rename(path.with_name("old")), path.write_text(line(0) * 2000)),
         lambda path: path.write_text(""),
     ],
-    ids=["again", "cut", "short", "other", "longer", "replaced", "empty"],
+    ids=["again", "cut", "short", "replaced", "empty"],
 )
 def test_however_the_file_changes_the_rows_are_those_of_a_fresh_reading(path, change):
     metrics = fresh(path)

@@ -122,7 +122,7 @@ def test_the_plan_shows_what_auto_became(capsys, tmp_path):
     said = capsys.readouterr().out
     recipe, replica = edge()
     chosen = pick(recipe, replica)
-    assert f"Auto: {chosen.choice}." in said
+    assert f"Auto: {chosen.reason}." in said
     price = chosen.rung.price.text(recipe.model.num_parameters)
     flat = " ".join(said.split())
     assert f"k/d = {chosen.compression} in bf16: {price}" in flat

@@ -94,7 +94,7 @@ def test_the_example_becomes_a_mixed_fleet_and_says_why():
 
 def test_every_list_gives_a_recipe_that_loads_plans_and_fits(tmp_path):
     chance, made = random.Random(0), 0
-    for _ in range(12):
+    for _ in range(8):
         parts = [
             site(f"s{i}", chance.choice([20, 200, 940]), bucket=chance.choice([30, 300])) for i in (0, 1)
         ]
@@ -118,7 +118,7 @@ def test_every_list_gives_a_recipe_that_loads_plans_and_fits(tmp_path):
         for own in machines.machines:
             assert dealt[own.name] <= own.count
             assert (dealt[own.name] < own.count) == (own.name in found.left_out)
-    assert made >= 8
+    assert made >= 5
 
 
 def test_machines_with_the_memory_are_full_and_the_others_share(tmp_path):
@@ -282,7 +282,7 @@ def test_a_suggested_recipe_runs(tmp_path):
     """Machines too small for a whole nano model with a large batch, on thin links; two rounds of it."""
     from isthmus.simulator.run import simulate
 
-    settings = "outer.rounds=2", "outer.inner_steps=15", "data.eval_batches=1", "inner.batch=16"
+    settings = "outer.rounds=2", "outer.inner_steps=5", "data.eval_batches=1", "inner.batch=16"
     memory_gb = 0.99 * largest("nano", 1, site("a"), *settings) / (1 - SPARE) / 1e9
     fleet = site("a", 3, 5), machine("box", "a", 2, memory_gb, 0.03), machine("pc", "a", 1, 2, 0.04)
     found = suggest(base("nano", *settings), listed(tmp_path, *fleet), {"outer.inner_steps"})

@@ -10,7 +10,6 @@ import pytest
 from fabricated import Long, forged, removed, resealed
 from little import hasty as hasty
 
-from isthmus.cli.history import on_stderr
 from isthmus.cli.main import main
 from isthmus.errors import RunStopped
 from isthmus.protocol import manifests
@@ -186,17 +185,3 @@ def test_the_first_round_with_payloads_is_found_in_a_few_steps():
         ledger: Any = SimpleNamespace(has_payloads=has)
         assert _first_with_payloads(ledger, 1, 64) == first
         assert len(asked) <= 7
-
-
-def test_verify_tells_how_far_it_is_now_and_then(capsys):
-    now = 0.0
-    with on_stderr("verifying", lambda: now) as tell:
-        for t in range(1, 101):
-            now = float(t)
-            tell(t, 100)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "isthmus: verifying: 30 of 100 rounds, 1 a second, 70 s left",
-        "isthmus: verifying: 60 of 100 rounds, 1 a second, 40 s left",
-        "isthmus: verifying: 90 of 100 rounds, 1 a second, 10 s left",
-    ]

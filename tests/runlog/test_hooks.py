@@ -8,7 +8,7 @@ from small_recipes import RACK, recipe_text
 from isthmus.config import parse_recipe
 from isthmus.runlog import Row
 from isthmus.runlog.hooks import RoundHooks
-from isthmus.runlog.live import PlainView, Progress, View
+from isthmus.runlog.live import View
 
 
 def delivered(hooks: RoundHooks, got: list) -> list:
@@ -16,10 +16,9 @@ def delivered(hooks: RoundHooks, got: list) -> list:
     return [(row.round, row.loss_full) for row in got]
 
 
-@pytest.mark.parametrize("kind", [View, PlainView])
-def test_a_round_waits_for_its_losses_and_for_the_rounds_before_it(kind):
+def test_a_round_waits_for_its_losses_and_for_the_rounds_before_it():
     got: list[Row] = []
-    view = kind(Progress(parse_recipe(recipe_text(RACK)), 0, 9), io.StringIO())
+    view = View(parse_recipe(recipe_text(RACK)), 0, 9, io.StringIO())
     view.hooks = hooks = RoundHooks([got.append])
     late = Row(round=1)
     view.round(Row(round=0, loss_full=5.0))

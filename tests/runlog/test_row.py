@@ -12,7 +12,7 @@ from isthmus.runlog.facts import Facts
 
 KEYS = [
     *("round", "inner_steps", "tokens", "lr", "loss_train", "train_by_kind"),
-    *("loss_full", "loss_pipelined", "loss_mixed", "loss_by_kind", "bias"),
+    *("loss_full", "loss_pipelined", "loss_mixed", "loss_by_kind"),
     *("grad_norm", "seconds", "tokens_per_second", "fleet_seconds", "bytes", "dense_bytes", "measured"),
 ]
 
@@ -68,13 +68,6 @@ def test_keys_are_written_in_their_order_and_those_of_real_processes_only_there(
     with pytest.raises(KeyError):
         simulated["anchor"]
     assert simulated.get("anchor") is None
-
-
-def test_a_loss_that_was_not_reported_does_not_count_as_zero():
-    facts = {"rack-0": Facts(loss=5.0), "rack-1": Facts(), "edge-0": Facts()}
-    row = Row.from_manifest(RECIPE, manifest(facts), 0)
-    assert (row.loss_train, row.train_by_kind, row.grad_norm) == (5.0, {"rack": 5.0}, None)
-    assert row.tokens == 3 * RECIPE.round_tokens // 4
 
 
 def test_figures_of_a_kind_are_sums_of_bytes_means_of_seconds_and_the_largest_peak():

@@ -3,10 +3,8 @@ from pathlib import Path
 import pytest
 from fabricate import FULL, PIPELINED, make_run, recipe
 
-from isthmus.runlog import REAL, summary
-from isthmus.runlog.words import clock, count, duration, fleet_in_words, rate, size, times
-
-ONE = FULL.replace("2", "1")
+from isthmus.runlog import summary
+from isthmus.runlog.words import clock, count, duration, rate, size, times
 
 
 def words(tmp_path: Path, fleet: str, *overrides: str, num_rounds: int = 20, **about) -> list[str]:
@@ -27,46 +25,6 @@ def test_a_mixed_fleet_in_words(tmp_path: Path):
         "With the recipe's links, and a machine like this one for each that it names, it would take "
         "4 min 10 s: a formula, not a measurement.",
     ]
-
-
-def test_the_virtual_clock_says_of_what_machines_it_speaks_and_is_silent_of_those_that_ran(tmp_path: Path):
-    rates = [f"replicas.{name}.tflops=0.5" for name in ("rack", "edge")]
-    stated = words(tmp_path / "stated", FULL + PIPELINED, *rates, mode=REAL)
-    assert stated[-1] == (
-        "With machines and links as the recipe states them it would take 4 min 10 s: a formula, not a "
-        "measurement."
-    )
-    assert not any("formula" in text for text in words(tmp_path / "real", FULL + PIPELINED, mode=REAL))
-
-
-@pytest.mark.parametrize(
-    ("done", "says"),
-    [
-        (16, "Its last 4 rounds will open the boundaries for a plain model."),
-        (18, "Boundaries opened in 2 of 4 finishing rounds, for a plain model."),
-        (20, "Boundaries opened in 4 of 4 finishing rounds, for a plain model."),
-    ],
-)
-def test_finishing_rounds_in_words(tmp_path: Path, done: int, says: str):
-    assert words(tmp_path, FULL + PIPELINED, "finish.rounds=4", num_rounds=done)[1] == says
-
-
-def test_without_pipelined_replicas_there_is_one_loss_and_no_stage(tmp_path: Path):
-    text = words(tmp_path, FULL, "outer.method=diloco")
-    assert text[1] == "Held-out loss fell from 6.95 to 4.28 nats."
-    assert not any("stages" in sentence for sentence in text)
-    assert "dense updates, once a round" in text[2]
-
-
-def test_adamw_is_not_compared_with_itself(tmp_path: Path):
-    text = words(tmp_path, FULL, "outer.method=adamw")
-    assert text[2].endswith("gradients, after every inner step, which is dense data parallelism.")
-
-
-def test_one_replica_exchanges_nothing(tmp_path: Path):
-    text = words(tmp_path, ONE)
-    assert text[0].startswith("1 full replica trained")
-    assert "With one replica there was nothing to exchange between replicas." in text
 
 
 def test_before_the_first_round(tmp_path: Path):
@@ -96,25 +54,10 @@ def test_a_run_that_did_not_finish_says_so(tmp_path: Path, about: dict, sentence
     assert words(tmp_path, PIPELINED, num_rounds=7, **about)[1] == sentence
 
 
-def test_rounds_without_evaluation_are_not_taken_for_the_last_loss(tmp_path: Path):
-    text = words(tmp_path, FULL, num_rounds=7, eval_every=4)
-    assert text[1] == "Held-out loss fell from 6.95 to 5.63 nats (last measured after round 4)."
-
-
 def test_a_diverged_run_says_so(tmp_path: Path):
     run = make_run(tmp_path / "run", recipe(), 3)
     run.append(dict(run.rows()[-1]) | {"round": 4, "loss_train": float("nan"), "loss_mixed": float("nan")})
     assert "The training loss of the last round was not a finite number: the run diverged." in summary(run)
-
-
-def test_fleets_in_words():
-    barn = PIPELINED.replace("edge", "barn").replace('"1/8"', '"none"').replace("stages = 2", "stages = 4")
-    shed = FULL.replace("rack", "shed")
-    assert fleet_in_words(recipe(FULL + shed)) == "4 full replicas"
-    assert fleet_in_words(recipe(PIPELINED)) == "2 replicas, pipelined in 2 stages at k/d = 1/8,"
-    assert fleet_in_words(recipe(FULL + shed + barn)) == (
-        "6 replicas (4 full; 2 pipelined in 4 stages without compression)"
-    )
 
 
 def test_figures_change_unit_before_they_grow_a_fourth_digit():

@@ -176,5 +176,5 @@ def test_a_batch_that_cannot_be_cut_is_named(fleet, says):
 
 
 def test_averaging_of_gradients_asks_for_equal_batches():
-    with pytest.raises(ConfigError, match="as if all batches were alike"):
+    with pytest.raises(ConfigError, match="gives all batches the same weight"):
         parse_recipe(recipe_text(replicas("a", batch=2), outer={"method": "adamw"}))

@@ -16,7 +16,7 @@ from isthmus.outer.codec import codec_for
 from isthmus.outer.exchange import Contribution
 from isthmus.protocol.norms import compare_norms
 from isthmus.runlog import Row
-from isthmus.runlog.live import open_view
+from isthmus.runlog.live import View
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
 from isthmus.simulator.rounds import simulate_rounds
@@ -117,7 +117,7 @@ def losses(fault: Callable | None) -> tuple[float, float]:
     plan = pick_plan(recipe, device, precision, compiled=False)
     fleet = SimulatedFleet(recipe, corpus, device, precision, plan, compiled=False)
     exchange, rows = FaultyExchange(recipe, fleet, "rack-1", fault), Rows()
-    with open_view(recipe, 0, recipe.outer.rounds, rows=[], quiet=True) as view:
+    with View(recipe, 0, recipe.outer.rounds, rows=[], quiet=True) as view:
         simulate_rounds(recipe, fleet, exchange, rows, view)
     assert set(exchange.refused) <= {"rack-1"}, "an honest update was refused"
     return rows[0].loss_mixed, rows[-1].loss_mixed

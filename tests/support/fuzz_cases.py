@@ -21,20 +21,15 @@ from typing import Any
 
 from fuzz_mutate import (
     draw_bytes,
-    draw_folder,
     draw_json,
     draw_payload,
-    draw_toml,
     dumped,
     spoil_bytes,
-    spoil_folder,
     spoil_json,
-    spoil_toml,
 )
 
 Case = dict[str, Any]
 OUTCOMES: Counter[str] = Counter()  # how often a reader read something, and how often it said no
-PARTS = ("documents", "members", "payloads", "folders")
 BUCKET = "run/bucket"
 SEALED = {  # in a file's name -> the kind of document that is signed
     "/manifests/": "manifest",
@@ -182,8 +177,6 @@ def bundle() -> None:
 
 
 READERS: dict[str, Callable[[], None]] = {
-    "members": cli("members", BUCKET),
-    "members json": cli("members", BUCKET, "--json"),
     "bundle": bundle,
     "open bucket": opened(BUCKET),
     "status": cli("status", BUCKET),
@@ -214,8 +207,8 @@ OF_BUCKET = (
 OF_FILE: dict[str, tuple[str, ...]] = {
     "run/bucket/run.json": OF_BUCKET,
     "run/bucket/members/rack-0/leave-1": ("leave", "page bucket"),
-    "run/bucket/membership": ("members", "members json", "status", "verify", "page bucket"),
-    "run/bucket/members": ("status", "page bucket", "members json"),
+    "run/bucket/membership": ("status", "verify", "page bucket"),
+    "run/bucket/members": ("status", "page bucket"),
     "run/bucket/manifests": (
         "status",
         "show",
@@ -258,8 +251,6 @@ def _document(draw: random.Random, world: Path, prefixes: tuple[str, ...] = tupl
     readers = readers_of(name)
     case: Case = {"file": name, "readers": draw.sample(readers, min(draw.choice((1, 1, 2)), len(readers)))}
     data, times = (world / name).read_bytes(), draw.choice((1, 1, 1, 2, 3))
-    if name.endswith(".toml") and draw.random() < 0.8:
-        return case | {"toml": [draw_toml(draw) for _ in range(times)]}
     if name.endswith(".safetensors") and draw.random() < 0.7:
         size = int.from_bytes(data[:8], "little")
         ops = [draw_json(draw, json.loads(data[8 : 8 + size])) for _ in range(times)]
@@ -283,16 +274,10 @@ def _payload(draw: random.Random, world: Path) -> Case:
     return {"file": draw.choice(shards), "ops": draw_payload(draw), "readers": ["payload"]}
 
 
-def _folder(draw: random.Random, world: Path) -> Case:
-    names = [name for name in files_of(world) if name.startswith(f"{BUCKET}/")]
-    return {"tree": BUCKET, "ops": draw_folder(draw, names), "readers": draw.sample(OF_BUCKET, 3)}
-
-
 _DRAW: dict[str, Callable[[random.Random, Path], Case]] = {
     "documents": _document,
     "members": _of_members,
     "payloads": _payload,
-    "folders": _folder,
 }
 
 
@@ -357,15 +342,6 @@ def _words(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _spoilt(case: Case, world: Path) -> Iterator[None]:
-    if "tree" in case:
-        tree = Path(case["tree"])
-        spoil_folder(Path.cwd(), case["ops"])
-        try:
-            yield
-        finally:
-            _remove(tree)
-            shutil.copytree(world / tree, tree, symlinks=True)
-        return
     name = case["file"]
     found = next(world.glob(_glob(name)), None)
     if found is None:
@@ -382,8 +358,6 @@ def _spoilt(case: Case, world: Path) -> Iterator[None]:
 
 
 def spoilt(case: Case, data: bytes) -> bytes:
-    if "toml" in case:
-        return spoil_toml(data.decode(), case["toml"]).encode()
     if "json" not in case:
         return spoil_bytes(data, case.get("bytes") or case["ops"])
     lines = [data] if case["file"].endswith(".json") else data.splitlines()
@@ -412,13 +386,6 @@ def sealed(name: str, document: dict[str, Any], body: Any) -> bytes:
 def _glob(name: str) -> str:
     head, _, last = name.rpartition("/")
     return f"{head}/{last[:2]}*" if len(last) == 66 else name
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path)
 
 
 def snapshot() -> dict[str, tuple[int, ...]]:

@@ -1,18 +1,14 @@
-"""How a document, a payload or a folder is spoilt: small operations, drawn from a seed, that can be kept.
+"""How a document or a payload is spoilt: small operations, drawn from a seed, that can be kept.
 
 An operation is a list of JSON values, so that a case which failed is one line of a file and stays the same
 however the drawing changes. One that does not fit where it is applied does nothing.
 """
 
 import json
-import os
 import random
-import re
-import shutil
 import struct
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 Op = list[Any]
@@ -80,23 +76,6 @@ BYTES = {
     "bom": b"\xef\xbb\xbf",
     "bidi": "\u202e".encode(),
 }
-TOML_VALUES = (
-    "0",
-    "-1",
-    "1e9",
-    "1000000000",
-    "10" * 30,
-    "nan",
-    "inf",
-    "1e-300",
-    "true",
-    '""',
-    '"../../x"',
-    "[]",
-)
-TOML_VALUES += ('"s3://nowhere/x"', "{}", '"/dev/zero"', '"\\u001b[31m"', "1979-05-27", "[1, 2, 3]", '"auto"')
-
-
 # Documents
 
 
@@ -127,11 +106,6 @@ def draw_bytes(draw: random.Random) -> Op:
     )
 
 
-def draw_toml(draw: random.Random) -> Op:
-    kind = draw.choice(("value", "value", "value", "twice", "gone", "key"))
-    return [kind, draw.randrange(200), draw.choice(TOML_VALUES)]
-
-
 def spoil_json(document: Any, ops: list[Op]) -> Any:
     for kind, path, *rest in ops:
         try:
@@ -150,19 +124,6 @@ def spoil_bytes(data: bytes, ops: list[Op]) -> bytes:
     for op in ops:
         data = _BYTE_OPS[op[0]](data, *op[1:])[:MOST_BYTES]
     return data
-
-
-def spoil_toml(text: str, ops: list[Op]) -> str:
-    for kind, number, value in ops:
-        lines = text.split("\n")
-        stated = [i for i, line in enumerate(lines) if "=" in line]
-        if not stated:
-            break
-        at = stated[number % len(stated)]
-        key = lines[at].partition("=")[0]
-        new = {"value": [f"{key}= {value}"], "twice": [lines[at]] * 2, "gone": [], "key": [f"x{lines[at]}"]}
-        text = "\n".join([*lines[:at], *new[kind], *lines[at + 1 :]])
-    return text
 
 
 def _paths(document: Any, path: tuple = ()) -> Any:
@@ -269,123 +230,3 @@ def draw_payload(draw: random.Random) -> list[Op]:
         else:
             ops.append(draw_bytes(draw))
     return [*ops, ["crc"]] if draw.random() < 0.85 else ops
-
-
-# Folders
-
-
-FOLDER_OPS = (
-    "remove",
-    "empty",
-    "pipe",
-    "link",
-    "loop",
-    "folder",
-    "huge",
-    "swap",
-    "deny",
-    "add",
-    "many",
-    "spoil",
-)
-CANARY = "CANARY"  # beside the world, wherever that is
-TARGETS = (f"{CANARY}/secret", "/dev/zero", "/etc/hostname", "..", ".", CANARY)
-NAMES = ("\x1b[31mred", "a\nb", "\u202etxt.exe", "x" * 250, "000001.json", "999999999999.json", "-1.json")
-NAMES += ("model.safetensors.partial", "report.html.partial", "config.json", "evil.py", "complete.json")
-NAMES += ("leave-x", ".hidden")
-
-
-def draw_folder(draw: random.Random, files: list[str]) -> list[Op]:
-    ops = []
-    for _ in range(draw.choice((1, 1, 2, 4))):
-        kind, name = draw.choice(list(_FOLDER_OPS)), draw.choice(files)
-        if kind == "link":
-            ops.append([kind, name, draw.choice(TARGETS)])
-        elif kind == "swap":
-            ops.append([kind, name, draw.choice(files)])
-        elif kind in ("add", "many"):
-            target = draw.choice((*TARGETS, "", "", ""))
-            ops.append([kind, str(Path(name).parent), draw.choice(NAMES), target])
-        elif kind == "spoil":
-            ops.append([kind, name, draw_bytes(draw)])
-        elif kind in ("folder", "loop", "pipe") and draw.random() < 0.3:
-            ops.append([kind, str(Path(name).parent)])
-        else:
-            ops.append([kind, name])
-    return ops
-
-
-def spoil_folder(root: Path, ops: list[Op]) -> None:
-    for kind, name, *rest in ops:
-        found = sorted(root.glob(re.sub(r"([0-9]+)-[0-9a-f]{64}", r"\1-*", name)))
-        path = found[0] if found else root / name
-        if path == root or not os.path.lexists(path.parent):
-            continue
-        try:
-            _FOLDER_OPS[kind](root, path, *rest)
-        except (OSError, ValueError):
-            continue
-
-
-def _away(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _real(root: Path, target: str) -> str:
-    return target.replace(CANARY, str(root.parent / "canary"))
-
-
-def _put(root: Path, path: Path, make: Callable[[Path], None]) -> None:
-    _away(path)
-    make(path)
-
-
-def _huge(root: Path, path: Path) -> None:
-    if path.is_file():
-        os.truncate(path, 3 << 30)
-
-
-def _swap(root: Path, path: Path, other: str) -> None:
-    if path.is_file() and (root / other).is_file() and path != root / other:
-        aside = path.with_name("aside")
-        path.rename(aside)
-        (root / other).rename(path)
-        aside.rename(root / other)
-
-
-def _add(root: Path, path: Path, name: str, target: str) -> None:
-    if path.is_dir() and not os.path.lexists(path / name):
-        if target:
-            (path / name).symlink_to(_real(root, target))
-        else:
-            (path / name).write_bytes(b"{}")
-
-
-def _many(root: Path, path: Path, name: str, target: str) -> None:
-    if path.is_dir():
-        for i in range(1500):
-            (path / f"{i:06d}{Path(name).suffix[:20]}").write_bytes(b"")
-
-
-def _spoil(root: Path, path: Path, op: Op) -> None:
-    if path.is_file() and path.stat().st_size <= MOST_BYTES:
-        path.write_bytes(spoil_bytes(path.read_bytes(), [op]))
-
-
-_FOLDER_OPS: dict[str, Callable[..., None]] = {
-    "remove": lambda root, path: _away(path),
-    "empty": lambda root, path: _put(root, path, Path.touch),
-    "pipe": lambda root, path: _put(root, path, os.mkfifo),
-    "link": lambda root, path, target: _put(root, path, lambda p: p.symlink_to(_real(root, target))),
-    "loop": lambda root, path: _put(root, path, lambda p: p.symlink_to(p.name)),
-    "folder": lambda root, path: _put(root, path, Path.mkdir),
-    "huge": _huge,
-    "swap": _swap,
-    "deny": lambda root, path: path.chmod(0),
-    "add": _add,
-    "many": _many,
-    "spoil": _spoil,
-}

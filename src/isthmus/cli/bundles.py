@@ -26,7 +26,7 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
 
 
 def what_else(url: str, store: Mapping[str, str]) -> list[str]:
-    """Return what the owner should know about the files: how others reach the bucket, with which rights."""
+    """Return what the owner should know about the files: how others reach the bucket, and their rights."""
     said = []
     if any(mark in store.get("endpoint", "") for mark in LOOPBACK):
         said.append(

@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+from isthmus.cli.arguments import add_json
+
 EPILOG = """examples:
   isthmus compare runs/demo runs/h50
   isthmus compare runs/keep-* --plot keep.svg --metric loss_full
@@ -16,10 +18,8 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "compare",
         help="set runs side by side: what differs, what came of it",
-        description="Print a table of runs with the settings in which they differ, and plot one loss of all "
-        "of them against tokens.",
+        description="Print a table of runs with the settings that differ, and plot one loss against tokens.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN|URL", help="the folder of a run, such as runs/demo, or a bucket"
@@ -30,7 +30,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--metric", help="what is plotted (default: loss_mixed, or the first that a run has measured)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, and plot only where --plot says so")
+    add_json(parser)
     parser.set_defaults(run=compare)
 
 

@@ -23,7 +23,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         description="Print a script that lets the shell complete commands, options, files and the names of "
         "recipes that ship.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     parser.set_defaults(run=completion)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isthmus.cli.arguments import add_json
 from isthmus.errors import ConfigError, RunError
 from isthmus.printing import visible
 
@@ -54,7 +55,7 @@ examples:
   isthmus data push corpus/ s3://my-runs/corpus
 then, in the recipe:  [data] corpus = "s3://my-runs/corpus"
 
-Whoever needs the text fetches it from there by itself: `simulate`, `train`, `join`, `export`. Copies lie in
+Whoever needs the text fetches it from there by itself: `simulate`, `train`, `join`, `export`. Copies stay in
 ~/.cache/isthmus (or ISTHMUS_CACHE). Every file is checked by its sha256 when it is fetched; `data show URL
 --verify` reads the copy again. A run fixes the sha256 of the manifest. Credentials are those for a run's
 bucket. A killed upload is continued by the same command; a corpus that is there is never replaced.
@@ -62,13 +63,11 @@ bucket. A killed upload is continued by the same command; a corpus that is there
 
 
 def register(commands: argparse._SubParsersAction) -> None:
-    raw = argparse.RawDescriptionHelpFormatter
     group = commands.add_parser(
         "data",
         help="make and inspect training corpora",
         description="Turn your own text into what a run reads, and look at it.",
         epilog=EPILOG,
-        formatter_class=raw,
     )
     parts = group.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
 
@@ -77,7 +76,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="turn text into token shards",
         description="Turn text into a corpus: a tokenizer, memory-mapped token shards and a manifest.",
         epilog=PREPARE_EXAMPLES,
-        formatter_class=raw,
     )
     parser.add_argument(
         "inputs", nargs="*", metavar="INPUT", help="a text file, a folder of them, or a web address"
@@ -115,19 +113,19 @@ def register(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="leave out what cannot be read, and say at the end what it was",
     )
-    parser.add_argument("--limit-bytes", type=int, metavar="N", help="stop after N bytes of text")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the hash that holds documents out (default 0)"
     )
     parser.add_argument(
         "--shard-tokens", type=int, default=1 << 24, metavar="N", help="tokens per shard (default 16_777_216)"
     )
+    parser.add_argument("--limit-bytes", type=int, metavar="N", help="stop after N bytes of text")
     parser.add_argument(
         "--hf", metavar="NAME[:CONFIG]", help="a dataset on the Hugging Face hub as the input"
     )
     parser.add_argument("--split", metavar="SPLIT", help="split of the --hf dataset (default train)")
     parser.add_argument("--overwrite", action="store_true", help="replace another corpus in DIR")
-    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    add_json(parser)
     parser.set_defaults(run=prepare)
 
     parser = parts.add_parser(
@@ -135,11 +133,10 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="print what a corpus holds",
         description="Print what a prepared corpus holds.",
         epilog=SHOW_EXAMPLES,
-        formatter_class=raw,
     )
     parser.add_argument("corpus", metavar="DIR", help="a prepared folder, a URL of one, or builtin:sample")
     parser.add_argument("--verify", action="store_true", help="compare every file with its sha256")
-    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    add_json(parser)
     parser.set_defaults(run=show)
 
     parser = parts.add_parser(
@@ -147,7 +144,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="put a corpus into a bucket, for others to fetch",
         description="Upload a prepared corpus, so that a recipe can name it by its URL.",
         epilog=PUSH_EXAMPLES,
-        formatter_class=raw,
     )
     parser.add_argument("corpus", metavar="DIR", help="a prepared folder")
     parser.add_argument("url", metavar="URL", help="where to: s3://bucket/prefix, or file:///folder")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isthmus.cli.arguments import add_json
 from isthmus.config import PRESETS
 from isthmus.config.checks import choice
 from isthmus.errors import ConfigError
@@ -44,7 +45,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         "FLOP/s (counted as `isthmus plan` counts them), disk, and for each target the bucket or the link to "
         "another machine. Ends with the role it can play and the lines to paste into a recipe.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "targets",
@@ -81,14 +81,14 @@ def register(commands: argparse._SubParsersAction) -> None:
         metavar="HOST:PORT",
         help="measure the link through `isthmus relay` there; on both machines, on one with --listen",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the text")
+    add_json(parser)
     parser.set_defaults(run=doctor, replica="")  # the file names the replica
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Run all checks, report what is wrong, and end with the lines to write into a recipe."""
     if not 0.1 <= args.seconds <= 60:
-        raise ConfigError(f"--seconds is {args.seconds:g}; it lies between 0.1 and 60")
+        raise ConfigError(f"--seconds is {args.seconds:g}; give 0.1 to 60")
     if args.preset:
         choice("--preset", args.preset, tuple(PRESETS))
     if args.listen is not None:

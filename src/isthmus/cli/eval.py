@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from isthmus.cli.arguments import add_batches, add_corpus, add_device, add_json, check_model_arguments
 from isthmus.errors import ConfigError
 from isthmus.runlog import finite
 
@@ -23,27 +24,22 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="held-out loss, perplexity and bits per byte; the lm-evaluation-harness",
         description="Held-out loss, perplexity and bits per byte of a run's model, by kind of forward.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "source", metavar="RUN", help="a run directory, a bucket's URL or folder, or an exported folder"
     )
-    parser.add_argument("--corpus", metavar="DIR", help="the run's corpus, if not where its recipe says")
-    parser.add_argument(
-        "--batches", type=int, metavar="N", help="held-out batches (default: as the recipe; 0: all)"
-    )
+    add_corpus(parser)
+    add_batches(parser)
     parser.add_argument(
         "--harness", metavar="TASKS", help="also run these tasks of the lm-evaluation-harness, by commas"
     )
     parser.add_argument("--include", metavar="DIR", help="where the harness finds tasks of your own")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
-    parser.add_argument("--json", action="store_true", help="print the scores as JSON")
+    add_device(parser)
+    add_json(parser)
     parser.set_defaults(run=evaluate)
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    if args.batches is not None and args.batches < 0:
-        raise ConfigError(f"--batches is {args.batches}; it must be 0 (all) or more")
     tasks = [task.strip() for task in (args.harness or "").split(",") if task.strip()]
     if args.harness is not None and not tasks:
         raise ConfigError("--harness names no task; write them as hellaswag,arc_easy")
@@ -51,12 +47,7 @@ def evaluate(args: argparse.Namespace) -> int:
         raise ConfigError("--include says where the harness finds tasks; give --harness TASKS with it")
     if args.include is not None and not Path(args.include).is_dir():
         raise ConfigError(f"--include: there is no folder {args.include}; give the one with your tasks")
-    from isthmus.data.corpus import check_here
-    from isthmus.planner.devices import check_device
-
-    check_device(args.device)  # before torch is loaded
-    if args.corpus:
-        check_here(args.corpus)
+    check_model_arguments(args)
     from isthmus.export.scores import evaluate as score
 
     found = score(

@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+from isthmus.cli.arguments import add_batches, add_corpus, add_device, add_json, check_model_arguments
 from isthmus.errors import ConfigError
 from isthmus.runlog import finite
 
@@ -24,7 +25,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         description="Write the newest model of a run as a Hugging Face folder: config, "
         "safetensors, tokenizer, model card.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="RUN", help="a run directory, or a bucket's URL or folder")
     parser.add_argument(
@@ -42,14 +42,10 @@ def register(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the weights written")
     parser.add_argument("--force", action="store_true", help="write a plain model however much worse it is")
-    parser.add_argument("--corpus", metavar="DIR", help="the run's corpus, if not where its recipe says")
-    parser.add_argument(
-        "--batches", type=int, metavar="N", help="held-out batches (default: as the recipe; 0: all)"
-    )
-    parser.add_argument(
-        "--device", default="auto", help="to measure on: auto (default), cpu, cuda, cuda:N or mps"
-    )
-    parser.add_argument("--json", action="store_true", help="print the losses as JSON")
+    add_corpus(parser)
+    add_batches(parser)
+    add_device(parser)
+    add_json(parser)
     parser.set_defaults(run=export)
 
 
@@ -59,14 +55,7 @@ def export(args: argparse.Namespace) -> int:
         raise ConfigError(f'--to is "{kind}"; the only format is hf: --to hf DIR')
     if args.replica and args.as_ != "pipelined":
         raise ConfigError("--replica says whose boundaries to keep; give --as pipelined with it")
-    if args.batches is not None and args.batches < 0:
-        raise ConfigError(f"--batches is {args.batches}; it must be 0 (all) or more")
-    from isthmus.data.corpus import check_here
-    from isthmus.planner.devices import check_device
-
-    check_device(args.device)  # before torch is loaded
-    if args.corpus:
-        check_here(args.corpus)
+    check_model_arguments(args)
     from isthmus.export.folder import export as write
 
     done = write(

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 
+from isthmus.cli.arguments import add_corpus, add_device, add_json, check_model_arguments
 from isthmus.errors import ConfigError
 from isthmus.printing import unguarded, visible_lines
 
@@ -24,7 +25,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         description="Continue a prompt, token by token, until the end of the text, --max-tokens, or a full "
         "context.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "source", metavar="RUN", help="a run directory, a bucket's URL or folder, or an exported folder"
@@ -45,11 +45,9 @@ def register(commands: argparse._SubParsersAction) -> None:
         choices=("auto", "plain", "pipelined"),
         help="auto (default): plain, but through the boundaries if every replica trained so",
     )
-    parser.add_argument("--corpus", metavar="DIR", help="the run's corpus, if not where its recipe says")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
-    parser.add_argument(
-        "--json", action="store_true", help="print prompt, text and counts as JSON at the end"
-    )
+    add_corpus(parser)
+    add_device(parser)
+    add_json(parser)
     parser.set_defaults(run=generate)
 
 
@@ -73,23 +71,16 @@ def harmless(text: str) -> str:
 
 def generate(args: argparse.Namespace) -> int:
     check(args)
-    from isthmus.data.corpus import check_here
-    from isthmus.planner.devices import check_device
-
-    check_device(args.device)  # before torch is loaded
-    if args.corpus:
-        check_here(args.corpus)
+    check_model_arguments(args)
     from isthmus.export.text_generator import Text, open_generator
     from isthmus.replica.picks import pick_device
 
     generator = open_generator(args.source, args.as_, args.corpus, str(pick_device(args.device)))
     prompt = generator.encode(args.prompt)
-    if len(prompt) > generator.model.context:
+    if len(prompt) >= generator.model.context:
         raise ConfigError(
             f"the prompt has {len(prompt)} tokens, the model's context {generator.model.context}; shorten it"
         )
-    if len(prompt) == generator.model.context:
-        raise ConfigError(f"the prompt fills the context of {len(prompt)} tokens; shorten it")
     print(f"isthmus: {generator.about}", file=sys.stderr)
     live = not args.json
     out = unguarded(sys.stdout)  # a file gets the text unchanged

@@ -3,9 +3,8 @@
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,11 @@ from isthmus.printing import visible
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from isthmus.data.progress import Progress
     from isthmus.protocol.ledger import Ledger, Manifest
 
 SHOWN = 20  # rounds, unless more are asked for
-LINE_SECONDS = 30.0  # between two progress lines in a log
+MANY = 100  # rounds: work on more shows its progress
 
 
 def add_range(action: argparse.ArgumentParser, start: str, end: str) -> None:
@@ -83,10 +83,10 @@ def _scores(args: argparse.Namespace, ledger: "Ledger", first: int, last: int) -
     recipe, found = ledger.run.recipe, dict[int, dict[str, float]]()
     size = recipe.inner.batch, recipe.model.context, recipe.data.eval_batches
     batches = validation_batches(run_text(ledger, args.corpus), *size)
-    with on_stderr("scoring") as tell:
+    with shown("scoring rounds", last - first + 1) as progress:
         for t, scores in usefulness(ledger, batches, first, last):
             found[t] = {name: round(score, 6) for name, score in scores.items()}
-            tell(t - first + 1, last - first + 1)
+            progress.update(t - first + 1)
     return found
 
 
@@ -108,6 +108,16 @@ def row_of(
     }
 
 
+@contextmanager
+def shown(label: str, total: int) -> "Iterator[Progress]":
+    """Yield a display for work on `total` rounds; a few rounds need none."""
+    from isthmus.data.progress import Progress, on_stderr
+
+    with closing(on_stderr() if total > MANY else Progress()) as progress:
+        progress.phase(label, total)
+        yield progress
+
+
 def verify(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import open_ledger
     from isthmus.protocol.audit import audit
@@ -117,37 +127,7 @@ def verify(args: argparse.Namespace) -> int:
     if not last:
         raise ConfigError("no round of this run is settled yet; there is nothing to verify")
     start, end = asked_range(args, last)
-    with on_stderr("verifying") as tell:
-        found = audit(ledger, start, end, tell)
+    with shown("verifying rounds", end - start + 1) as progress:
+        found = audit(ledger, start, end, lambda done, _: progress.update(done))
     print(json.dumps(found.to_dict()) if args.json else "\n".join(found.to_lines()))
     return 0
-
-
-@contextmanager
-def on_stderr(
-    label: str, clock: Callable[[], float] = time.monotonic
-) -> "Iterator[Callable[[int, int], None]]":
-    """Yield a callback for (finished rounds, all rounds) that draws a bar on a terminal, a line in a log."""
-    from isthmus.data.progress import Bar, Progress
-
-    bar: Progress | None = Bar() if sys.stderr.isatty() else None
-    began, next_line, total_shown = clock(), clock() + LINE_SECONDS, 0
-
-    def tell(done: int, total: int) -> None:
-        nonlocal next_line, total_shown
-        rate = done / max(clock() - began, 1e-3)
-        words = f"{done:,} of {total:,} rounds, {rate:,.0f} a second, {(total - done) / rate:,.0f} s left"
-        if bar is not None:
-            if total_shown != total:
-                bar.phase(label, total)
-                total_shown = total
-            bar.update(done, words)
-        elif clock() >= next_line and done < total:
-            next_line = clock() + LINE_SECONDS
-            print(f"isthmus: {label}: {words}", file=sys.stderr, flush=True)
-
-    try:
-        yield tell
-    finally:
-        if bar is not None:
-            bar.close()

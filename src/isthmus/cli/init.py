@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.cli.arguments import RECIPE, add_set
+from isthmus.cli.arguments import RECIPE, add_set, names_in
 from isthmus.cli.bundles import add_credentials, what_else
 from isthmus.config import load_recipe
 from isthmus.data.manifest import MANIFEST
@@ -35,10 +35,9 @@ def register(commands: argparse._SubParsersAction) -> None:
         "init",
         help="create a run in a bucket, and the keys of its replicas",
         description="Write run.json into the bucket, only if there is none; one private key per replica, "
-        "and the owner's, by which replicas can be invited and revoked later. Beside each key lies a file to "
+        "and the owner's, which `invite` and `revoke` need later. Next to each key is a file to "
         "hand out, NAME.isthmus.toml, with all that its machine needs but credentials for the bucket.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?", default="", help=RECIPE)
     parser.add_argument("url", help="s3://bucket/prefix, or a folder")
@@ -65,7 +64,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(number) for number in text.split(",")}))
     except ValueError:
-        raise argparse.ArgumentTypeError(f'"{text}" is no list of numbers, such as 2,4') from None
+        raise argparse.ArgumentTypeError(f'"{text}" is not a list of numbers, such as 2,4') from None
 
 
 def init(args: argparse.Namespace) -> int:
@@ -83,7 +82,7 @@ def init(args: argparse.Namespace) -> int:
 
     store = store_settings(args.url, args.with_credentials)
     keys = Path(args.keys or Path("keys") / recipe.name)
-    closers = list(dict.fromkeys(name.strip() for name in args.closers.split(","))) if args.closers else None
+    closers = names_in(args.closers) if args.closers else None
     check_keys_folder(keys)
     check_text_here(recipe.data.corpus)
     run = create(

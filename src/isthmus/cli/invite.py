@@ -1,10 +1,11 @@
-"""`isthmus invite` and `isthmus revoke`: add and remove a run's members."""
+"""`isthmus invite`, `isthmus revoke` and `isthmus closers`: change who takes part in a run."""
 
 import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isthmus.cli.arguments import add_owner, names_in
 from isthmus.cli.bundles import add_credentials, what_else
 from isthmus.config.checks import object_name
 from isthmus.errors import ConfigError
@@ -23,7 +24,7 @@ What to send a friend: docs/first-evening.md
 """
 REVOKE_EXAMPLES = """examples:
   isthmus revoke s3://my-runs/first edge-1
-  isthmus members s3://my-runs/first            who is left
+  isthmus status s3://my-runs/first             who is left
 """
 
 
@@ -36,19 +37,18 @@ def register(commands: argparse._SubParsersAction) -> None:
         "round on, and costs the run nothing until its machine comes. Needs the owner's key, which `isthmus "
         "init` wrote. To replace a lost or stolen key: revoke NAME, then invite NAME.",
         epilog=INVITE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("url", help="the run's bucket, or the run directory of `isthmus train`")
     add("name", help="the new replica's name: letters, digits, - and _")
-    add("--like", metavar="NAME", help="a replica or a [[replicas]] table of the run, of which it is a copy")
+    add("--like", metavar="NAME", help="the replica or [[replicas]] table of the run that it copies")
     add("--stages", type=int, help="more than 1: a pipelined replica (default: full, or as --like)")
     add("--compression", metavar="K/D", help="between its stages, as in a recipe")
     add("--wire", help="what crosses its links, as in a recipe")
     add("--mbps", type=float, help="its links, each way")
     add("--latency-ms", type=float, help="its links, one way")
     add("--processes", type=int, help="of a full replica: GPUs of one machine that share every batch")
-    add("--batch", type=int, help="sequences of its inner step, by which its updates are weighed (the run's)")
+    add("--batch", type=int, help="sequences of its inner step, which weigh its updates (default: the run's)")
     add("--closer", action="store_true", help="it may close rounds: only for a machine that you trust")
     add("--to", metavar="FILE", help=f"the file to send (default: NAME{SUFFIX} beside the owner's key)")
     add_credentials(parser)
@@ -61,17 +61,21 @@ def register(commands: argparse._SubParsersAction) -> None:
         "process ends with one line. Needs the owner's key. If you gave its owner credentials for the "
         "bucket, take those back too.",
         epilog=REVOKE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     revoked.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
     revoked.add_argument("replica", help="whose rights end")
     add_owner(revoked)
     revoked.set_defaults(run=revoke)
-
-
-def add_owner(parser: argparse.ArgumentParser) -> None:
-    owner = "the owner's key (default: keys/RUN/run.owner.key, or that of the run directory)"
-    parser.add_argument("--key", default="", metavar="FILE", help=owner)
+    closing = commands.add_parser(
+        "closers",
+        help="name all replicas that may close rounds",
+        description="Name all replicas that may close rounds from the next round on. Needs the owner's key.",
+        epilog="examples:\n  isthmus closers s3://my-runs/first rack-0,rack-1\n",
+    )
+    closing.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
+    closing.add_argument("names", help="their names, by commas")
+    add_owner(closing)
+    closing.set_defaults(run=closers)
 
 
 def invite(args: argparse.Namespace) -> int:
@@ -156,8 +160,21 @@ def revoke(args: argparse.Namespace) -> int:
         return 0
     find_member(ledger.run, args.replica)
     if ledger.run.closers == (args.replica,):
-        words = f"name another first: isthmus members {args.url} --closers NAMES"
+        words = f"name another first: isthmus closers {args.url} NAMES"
         raise ConfigError(f"{args.replica} is the only closer of this run; {words}")
     epoch = ledger.order(owner, Changes(revoked=[args.replica]))
     print(f"{args.replica} is revoked (epoch {epoch.number}): from the end of the open round on.")
+    return 0
+
+
+def closers(args: argparse.Namespace) -> int:
+    from isthmus.protocol.access import find_member, open_as_owner
+    from isthmus.protocol.membership import Changes
+
+    names = names_in(args.names)
+    ledger, owner = open_as_owner(args.url, args.key)
+    for name in names:
+        find_member(ledger.run, name)
+    epoch = ledger.order(owner, Changes(closers=names))
+    print(f"rounds are closed by {', '.join(names)} (epoch {epoch.number}), after the open one.")
     return 0

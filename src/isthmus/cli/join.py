@@ -33,7 +33,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         "time: it restores its own state, or reads the newest anchor in the bucket, and contributes from the "
         "next round on.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument  # dest names a field of JoinConfig
     add("url", help="the file that the run's owner sent you; or the bucket: s3://bucket/prefix, or a folder")
@@ -79,7 +78,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="ask a replica to leave a run at the end of its round",
         description="Ask a replica, wherever it runs, to leave at the end of its round. Needs its key.",
         epilog=LEAVE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = leave_parser.add_argument
     add("url", help="the replica's file, NAME.isthmus.toml; or the run's bucket")

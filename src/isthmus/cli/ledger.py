@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isthmus.cli.arguments import add_json
 from isthmus.cli.history import add_range, show, verify
 from isthmus.errors import ConfigError, RunError, RunStopped
 
@@ -28,7 +29,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="a run's history in its bucket: show, verify, rebuild, sweep",
         description="The bucket is the run's history: who gave what, and every theta^(t), bit for bit.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, run, text in (
@@ -39,7 +39,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     ):
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         action.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
-        action.add_argument("--json", action="store_true", help="print JSON instead of text")
+        add_json(action)
         if name == "show":
             add_range(action, "the first round (default: the last 20; with --json all)", "the last round")
             action.add_argument("--all", action="store_true", help="all rounds")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from isthmus import __version__
 from isthmus.cli import (
@@ -21,12 +21,12 @@ from isthmus.cli import (
     doctor,
     eval,
     export,
+    extend,
     generate,
     init,
     invite,
     join,
     ledger,
-    members,
     new,
     plan,
     relay,
@@ -46,6 +46,9 @@ from isthmus.printing import guarded_streams, visible
 
 class Parser(argparse.ArgumentParser):
     """A parser that prints an error as one line instead of the usage. It wraps descriptions, not examples."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def format_help(self) -> str:
         if self.description:
@@ -75,7 +78,6 @@ def build_parser() -> argparse.ArgumentParser:
         prog="isthmus",
         description="Pre-train one language model on machines that share no fast network.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"isthmus {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -88,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         init,
         join,
         invite,
-        members,
+        extend,
         relay,
         status,
         ledger,

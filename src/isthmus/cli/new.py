@@ -7,6 +7,7 @@ import shlex
 import textwrap
 from pathlib import Path
 
+from isthmus.cli.arguments import add_json
 from isthmus.config import Recipe, parse_recipe, toml_line
 from isthmus.config.shipped import first_sentence, shipped_names, shipped_text
 from isthmus.errors import ConfigError
@@ -57,12 +58,11 @@ def register(commands: argparse._SubParsersAction) -> None:
         description="Write a recipe to change: one of those that ship, with the keys that people change "
         "first explained. Nothing is overwritten.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", nargs="?", type=Path, help="the new file, such as mine.toml")
     parser.add_argument("--like", metavar="NAME", help="the recipe to begin with (default: demo)")
     parser.add_argument("--list", action="store_true", help="the recipes that ship, one line each")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of words")
+    add_json(parser)
     parser.set_defaults(run=new)
 
 

@@ -9,7 +9,7 @@ GROUPS = {
     "use its model": ("generate", "export", "eval"),
     "with others, through a bucket": (
         *("init", "join", "leave", "relay"),
-        *("members", "invite", "revoke"),
+        *("invite", "revoke", "closers"),
     ),
     "besides": ("completion",),
 }

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.cli.arguments import add_recipe
+from isthmus.cli.arguments import add_json, add_recipe
 from isthmus.cli.plan_table import table
 from isthmus.config import Recipe, load_recipe, parse_recipe
 from isthmus.errors import ConfigError
@@ -56,7 +56,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         "started. Where the recipe of a small model states no training rate, such as the demo's, it is "
         "measured here, and the plan is that of `isthmus train` on this machine.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(parser)
     parser.add_argument(
@@ -91,7 +90,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--preset", metavar="NAME", help="with --suggest: the model (default: 178m)")
     parser.add_argument("--to", type=Path, metavar="FILE", help="with --suggest: where the recipe goes")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    add_json(parser)
     parser.set_defaults(run=plan)
 
 

@@ -137,8 +137,7 @@ def _step_rows(kind: "KindForecast", num_parameters: int) -> dict[str, str]:
     }
     if kind.loss_price:
         what = f"k/d = {kind.compression}" if kind.compression != "none" else "open"
-        price = kind.loss_price.text(num_parameters).replace("; ", ";\n")
-        rows["compression"] = f"{what} in {kind.wire}: {price}"
+        rows["compression"] = f"{what} in {kind.wire}: {kind.loss_price.text(num_parameters)}"
     rows["schedule"] = (
         f"{step.micro_batches} micro-batches; stages run {', '.join(map(str, step.depths))} of them "
         "forward before their first backward"

@@ -4,7 +4,7 @@ import argparse
 import sys
 from contextlib import suppress
 
-from isthmus.errors import ConfigError
+from isthmus.cli.arguments import check_port
 
 PORT = 29520  # as in runtime.relay
 EPILOG = """examples:
@@ -29,7 +29,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         description="Carry the links between stages that are behind NAT or a firewall: both connect to this "
         "machine, which forwards ciphertext from one to the other and knows nothing of what it says.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--host", default="", metavar="ADDRESS", help="listen there only (default: everywhere)"
@@ -41,8 +40,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 def relay(args: argparse.Namespace) -> int:
     from isthmus.runtime.relay import MOST_FILES, Relay
 
-    if not 0 <= args.port <= 65535:
-        raise ConfigError(f"--port is {args.port}; a port is 0 to 65535, 0 for any free one")
+    check_port(args.port)
 
     def log(text: str) -> None:
         print(f"isthmus: {text}", file=sys.stderr, flush=True)

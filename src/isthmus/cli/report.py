@@ -3,6 +3,8 @@
 import argparse
 import json
 
+from isthmus.cli.arguments import add_json
+
 EPILOG = """examples:
   isthmus report runs/demo            rewrite runs/demo/report.html; also while the run goes on
   isthmus report runs/demo --json     totals, summary and plan against actual, for another program
@@ -17,15 +19,12 @@ def register(commands: argparse._SubParsersAction) -> None:
         description="Say in words what a run did, and rewrite its report.html: the page of `isthmus watch` "
         "in one file, which needs no server and no network.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "run_dir", metavar="RUN", help="the folder of a run, or the bucket of a run with --to"
     )
     parser.add_argument("--to", metavar="DIR", help="of a bucket: the new run directory to write")
-    parser.add_argument(
-        "--json", action="store_true", help="print totals, summary and plan against actual as JSON"
-    )
+    add_json(parser)
     parser.set_defaults(run=report)
 
 

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.cli.arguments import add_recipe, add_run
+from isthmus.cli.arguments import add_recipe, add_run, check_start
 from isthmus.errors import ConfigError
 from isthmus.planner.devices import check_device
 from isthmus.runlog import RunDir, finite, summary
@@ -31,7 +31,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         "payloads and a virtual clock for the links. Writes a run directory with metrics.jsonl and "
         "report.html.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(parser)
     add_run(parser, "go on with this run from its last saved round")
@@ -47,17 +46,12 @@ def register(commands: argparse._SubParsersAction) -> None:
         default=None,
         help="torch.compile the inner step (default: on CUDA)",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress, only the summary")
-    parser.add_argument(
-        "--json", action="store_true", help="print the last row as JSON instead of the summary"
-    )
     parser.set_defaults(run=simulate)
 
 
 def simulate(args: argparse.Namespace) -> int:
     """Run or resume, then summarise the run and name its report."""
-    if bool(args.recipe) == bool(args.resume):
-        raise ConfigError("give a recipe to start a run, or --resume RUN to go on with one")
+    check_start(args)
     own = args.set or args.run_dir or args.mode != "auto" or args.compile is not None
     if args.resume and own:
         raise ConfigError(

@@ -5,8 +5,8 @@ import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from isthmus.cli.arguments import add_json
 from isthmus.disk import in_words
-from isthmus.errors import ConfigError
 from isthmus.printing import visible
 from isthmus.runlog import RunDir
 
@@ -24,12 +24,10 @@ def register(commands: argparse._SubParsersAction) -> None:
         "and loss, and the replicas that the open round waits for. It writes nothing, so ages are by this "
         "machine's clock.",
         epilog="examples:\n  isthmus status s3://my-runs/first\n  isthmus status runs/demo --json\n"
-        "  isthmus status s3://my-runs/first --follow\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "  watch -n 5 isthmus status s3://my-runs/first      again and again\n",
     )
     parser.add_argument("url", help="the run's bucket, or the run directory of `isthmus train`")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--follow", action="store_true", help="again and again, until the run ends or Ctrl-C")
+    add_json(parser)
     parser.set_defaults(run=status)
 
 
@@ -40,18 +38,9 @@ def status(args: argparse.Namespace) -> int:
 
     run = find_place(args.url).run
     ledger = open_ledger(args.url)
-
-    def look_again() -> "FleetState":
-        found = look(ledger)
-        return found if found.held_out or not run else replace(found, held_out=_recorded(run))
-
-    if args.follow:
-        from isthmus.cli.follow import follow
-
-        if args.json:
-            raise ConfigError("--follow draws a table or prints lines; drop it, or --json")
-        return follow(look_again)
-    found = look_again()
+    found = look(ledger)
+    if run and not found.held_out:
+        found = replace(found, held_out=_recorded(run))
     print(json.dumps(asdict(found), indent=2) if args.json else table(found))
     return 0
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from isthmus.cli.arguments import add_recipe, add_run
+from isthmus.cli.arguments import add_recipe, add_run, check_start
 from isthmus.config import load_recipe
 from isthmus.errors import ConfigError
 from isthmus.planner.devices import check_device
@@ -28,21 +28,15 @@ def register(commands: argparse._SubParsersAction) -> None:
         "names none) across replicas. A process that dies is started again. Writes the same run directory as "
         "`simulate`.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(parser)
     add_run(parser, "go on with this run, each replica from its own saved state")
-    parser.add_argument("--quiet", action="store_true", help="no progress, only the summary")
-    parser.add_argument(
-        "--json", action="store_true", help="print the last row as JSON instead of the summary"
-    )
     parser.set_defaults(run=train)
 
 
 def train(args: argparse.Namespace) -> int:
     """Run or resume, then print a summary, and how to resume an interrupted run."""
-    if bool(args.recipe) == bool(args.resume):
-        raise ConfigError("give a recipe to start a run, or --resume RUN to go on with one")
+    check_start(args)
     if args.resume and any(override.startswith("outer.rounds=") for override in args.set):
         raise ConfigError(
             f"--resume goes on with the run as it was; `isthmus extend {args.resume}` adds rounds"

@@ -5,7 +5,7 @@ import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from isthmus.cli.arguments import add_log
+from isthmus.cli.arguments import add_log, check_port
 
 EPILOG = """examples:
   isthmus watch runs/demo                  the page of a run directory; Ctrl-C ends it
@@ -26,7 +26,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         description="Serve the page of a run on this machine: fleet, losses, rounds, bytes, plan against "
         "actual. It reads the run directory or the bucket, and writes to neither.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", metavar="RUN|URL", help="the folder of a run, or a bucket")
     parser.add_argument("--port", type=int, default=8017, help="default 8017; 0: any free one")
@@ -39,17 +38,14 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def watch(args: argparse.Namespace) -> int:
-    from isthmus.errors import ConfigError
     from isthmus.page.loggers import LoggedRows, check_loggers
     from isthmus.page.server import Server, Watcher
     from isthmus.page.source import open_source
     from isthmus.page.tensorboard import EventWriter
 
-    if not 0 <= args.port <= 65535:
-        raise ConfigError(f"--port is {args.port}; a port is 0 to 65535, 0 for any free one")
+    check_port(args.port)
     check_loggers(args.log)
-    source = open_source(args.target)
-    watcher = Watcher(source)
+    watcher = Watcher(open_source(args.target))
     with Server(args.host, args.port, watcher) as server, ExitStack() as ends:
         if args.tensorboard:
             started = str(watcher.raw.about.get("started") or "")

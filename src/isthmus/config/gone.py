@@ -9,11 +9,13 @@ COMMANDS = {
     "slurm": "copy deploy/slurm.sh of the repository, and give it to sbatch (docs/places.md)",
     "reproduce": "in a checkout of the repository: `python -m experiments`",
     "rotate": "a new key is `isthmus revoke URL NAME`, then `isthmus invite URL NAME`",
+    "members": "`isthmus status URL` lists them; `isthmus closers URL NAMES` names who closes rounds",
     "logs": "`isthmus status` shows each replica's last error; its whole log is on its own machine",
 }
 
 # As typed: "plan --scale"; for an option that takes a list of words, "--log mlflow".
 OPTIONS = {
+    "status --follow": "`isthmus watch URL` follows a run; in a terminal: watch -n 5 isthmus status URL",
     "watch --open": "open the URL that it prints",
     "doctor --replica": "give the replica's file, NAME.isthmus.toml, in place of the bucket",
     "plan --scale": "plan a larger fleet by --set replicas.NAME.count=N",

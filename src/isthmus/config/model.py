@@ -104,7 +104,7 @@ class ModelConfig:
         return shapes
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of every parameter of one layer; all layers are alike."""
+        """Return name and shape of every parameter of a layer, the same for all layers."""
         d, f, head = self.width, self.ffn, self.head_size
         rows = {"wq": self.heads * head, "wk": self.num_kv_heads * head, "wv": self.num_kv_heads * head}
         shapes: dict[str, tuple[int, ...]] = {"attention_norm.weight": (d,)}

@@ -70,11 +70,11 @@ class InnerConfig:
             above(f"inner.{name}", getattr(self, name), 0, 1e6)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"inner.{name} is {getattr(self, name)}; it lies in [0, 1)")
+                raise ConfigError(f"inner.{name} is {getattr(self, name)}; it must be in [0, 1)")
         for name in ("warmup_start", "final_lr"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(
-                    f"inner.{name} is {getattr(self, name)}; a share of inner.lr lies in [0, 1]"
+                    f"inner.{name} is {getattr(self, name)}; it is a share of inner.lr, from 0 to 1"
                 )
         choice("inner.optimizer", self.optimizer, ("adamw", "muon"))
         choice("inner.backward", self.backward, ("whole", "split"))
@@ -115,7 +115,7 @@ class OuterConfig:
         within("outer.lr", self.lr, 0, 1e6)
         for name in ("feedback_decay", "momentum"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"outer.{name} is {getattr(self, name)}; it lies in [0, 1]")
+                raise ConfigError(f"outer.{name} is {getattr(self, name)}; it must be in [0, 1]")
 
     @property
     def step_size(self) -> float:
@@ -228,8 +228,8 @@ class Recipe:
             raise ConfigError(f"{what}; change it or {own}micro_batches")
         if self.outer.method == "adamw" and batch != self.inner.batch:
             raise ConfigError(
-                f'replica {replica.name}: outer.method = "adamw" averages gradients as if all batches were '
-                "alike; drop batch, or take another method"
+                f'replica {replica.name}: outer.method = "adamw" gives all batches the same weight; '
+                "drop batch, or take another method"
             )
 
     def _count_tables(self) -> None:
@@ -240,7 +240,7 @@ class Recipe:
             for replica in self.replicas:
                 if replica.kind != "pipelined":
                     raise ConfigError(
-                        f'replica {replica.name}: subspace.anchor = "learned" is for fleets in which every '
+                        f'replica {replica.name}: subspace.anchor = "learned" works only if every '
                         'replica is pipelined; set "fixed"'
                     )
             if len({replica.stages for replica in self.replicas}) > 1:
@@ -265,9 +265,7 @@ class Recipe:
         for name in ("weight_projection", "modified_adamw"):
             # AdamW's replicas share one set of weights, which cannot be projected for only some of them.
             if getattr(self.subspace, name) and self.outer.method == "adamw" and not alike:
-                raise ConfigError(
-                    f'subspace.{name} with outer.method = "adamw" needs replicas that are all alike'
-                )
+                raise ConfigError(f'subspace.{name} with outer.method = "adamw" needs identical replicas')
             if getattr(self.subspace, name) and not compressed:
                 raise ConfigError(f"subspace.{name} is for compressed replicas, and there is none")
 
@@ -307,8 +305,8 @@ class Recipe:
         return 1.0 if self.finish.how == "full" else finishing / self.finish.rounds
 
     def in_round(self, round_number: int) -> "Recipe":
-        """Return the recipe by which a round's bytes and seconds count: finishing rounds send whole streams.
-        Replicas stay compressed ones, at k = d: every stage holds the embedding and reads its update."""
+        """Return the recipe for counting a round's bytes and seconds: finishing rounds send whole streams.
+        Compressed replicas get k = d: their stages still hold the embedding and read its update."""
         if self.opening(round_number) is None:
             return self
         replicas = tuple(replace(r, compression="1") if r.compressed else r for r in self.replicas)
@@ -342,7 +340,7 @@ class Recipe:
         return self.outer.inner_steps * sequences * self.model.context
 
     def fleet(self) -> tuple[Member, ...]:
-        """Return every replica, in the order in which updates are summed."""
+        """Return every replica in the order of the sum of updates."""
         members: list[Member] = []
         for replica in self.replicas:
             for i in range(replica.count):

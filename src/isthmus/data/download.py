@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import Request, urlopen
 
 from isthmus import __version__
-from isthmus.data.cache import cache_folder, private_folder
+from isthmus.data.cache import cache_folder, made_folder
 from isthmus.data.progress import Progress
 from isthmus.data.readers import FORMATS, format_of
 from isthmus.disk import check_room, is_full
@@ -28,7 +28,7 @@ def downloaded(url: str, progress: Progress) -> Path:
     name = PurePosixPath(unquote(urlsplit(url).path)).name
     if not name or format_of(Path(name)) is None:
         raise ConfigError(f"{url} does not end in the name of a text file; expected {' '.join(FORMATS)}")
-    path = private_folder(cache_folder("downloads") / hashlib.sha256(url.encode()).hexdigest()[:16]) / name
+    path = made_folder(cache_folder("downloads") / hashlib.sha256(url.encode()).hexdigest()[:16]) / name
     if own_size(path) is None:
         try:
             _download(url, path, progress)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from isthmus import reading
-from isthmus.data.cache import cache_folder, private_folder
+from isthmus.data.cache import cache_folder, made_folder
 from isthmus.data.manifest import MANIFEST, MAX_JSON_BYTES, TOKENIZER, Manifest, parse_manifest
 from isthmus.data.progress import Progress, on_stderr
 from isthmus.data.tokenizer import MAX_TOKENIZER_BYTES
@@ -57,7 +57,7 @@ class Copy:
                     f"{url}: {shard.name} has {manifest.shard_bytes(shard):,} bytes; at most "
                     f"{MOST_FILE_BYTES:,} are fetched: prepare it with fewer --shard-tokens"
                 )
-        copy = cls(url, private_folder(cache / manifest.digest), manifest)
+        copy = cls(url, made_folder(cache / manifest.digest), manifest)
         if _cached_manifest(copy.folder) != data:
             with copy._locked():
                 replace_file(copy.folder / MANIFEST, data)

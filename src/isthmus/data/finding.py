@@ -10,10 +10,7 @@ from isthmus.errors import ConfigError
 
 HIDDEN = "hidden"
 README = "README.md beside data"
-AGAIN = "link(s) to text that is here already"
-NOWHERE = "broken link(s)"
-FOLDER = "link(s) to a folder"
-ODD = "pipe(s) or device(s)"
+LINKS = "link(s) to a folder, to nothing, or to text that is here already"
 # How to make files of another kind usable.
 CURES = {
     ending: cure
@@ -24,7 +21,6 @@ CURES = {
         (".rst", ".tex", ".log", ".text"): "plain text: name them .txt",
         ("",): "if they are plain text, name them .txt",
         (".zip", ".tar", ".gz", ".zst", ".bz2", ".xz"): "unpack them",
-        (FOLDER,): "give it as an INPUT of its own",
     }.items()
     for ending in endings
 }
@@ -103,40 +99,24 @@ def named_files(given: Path, left_out: LeftOut) -> list[tuple[Path, str]]:
 
 
 def text_files(folder: Path, left_out: LeftOut) -> list[Path]:
+    """Return each text file once: the file itself rather than a link, or the first of several links."""
+    here = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    seen = {path.resolve() for path in here if not path.is_symlink()}
     inside: list[Path] = []
-    for path in sorted(folder.rglob("*")):
-        if path.is_dir() and not path.is_symlink():
-            continue
+    for path in here:
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             left_out.counts[HIDDEN] += 1
-        elif path.is_dir():  # it may lead to a folder that contains this one
-            left_out.counts[FOLDER] += 1
-        elif not path.exists():
-            left_out.counts[NOWHERE] += 1
-        elif not path.is_file():
-            left_out.counts[ODD] += 1
-        elif format_of(path) is None:
+        elif path.is_symlink() and (not path.is_file() or path.resolve() in seen):
+            left_out.counts[LINKS] += 1
+        elif not path.is_file() or format_of(path) is None:
             left_out.add(path)
         else:
+            seen.add(path.resolve())
             inside.append(path)
-    inside = without_second_names(inside, left_out)
-    # A README.md in a collection from the hub describes the data and is no document.
+    # A README.md in a collection from the hub describes the data; it is not a document.
     if any(FORMATS[format_of(path) or ""] != ".txt" for path in inside):
         readmes = {path for path in inside if path.name.lower() == "readme.md"}
         left_out.counts[README] += len(readmes)
         left_out.counts += Counter()  # drops zeros
         inside = [path for path in inside if path not in readmes]
     return inside
-
-
-def without_second_names(paths: list[Path], left_out: LeftOut) -> list[Path]:
-    """Keep each file once: the file itself rather than a link to it, and the first of several links."""
-    seen = {path.resolve() for path in paths if not path.is_symlink()}
-    kept = []
-    for path in paths:
-        if path.is_symlink() and path.resolve() in seen:
-            left_out.counts[AGAIN] += 1
-            continue
-        seen.add(path.resolve())
-        kept.append(path)
-    return kept

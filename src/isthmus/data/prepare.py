@@ -185,7 +185,7 @@ def identity(
 
 
 class Work:
-    """One preparation in progress, with a journal from which another process can continue it."""
+    """A preparation in progress; another process can continue it from its journal."""
 
     def __init__(
         self,

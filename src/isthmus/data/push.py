@@ -1,6 +1,6 @@
 """`isthmus data push`: upload a prepared folder into a bucket, for others to fetch.
 
-The manifest is uploaded last, so there is no corpus before it is complete. `pushing.json` is first and names
+The manifest is uploaded last, so a partial upload is not a corpus yet. `pushing.json` is first and names
 the corpus: a repeated upload skips files that are there, and two corpora never mix.
 """
 

@@ -79,7 +79,7 @@ class TextFile:
         return about | ({"mark": "left out"} if self._has_mark() else {})
 
     def _has_mark(self) -> bool:
-        """Detect a byte order mark, which is no text. In JSON lines the parser has always skipped it."""
+        """Return whether the text starts with a byte order mark. The JSON parser skips it by itself."""
         if self.kind != ".txt":
             return False
         with open_bytes(self.path) as (_, plain):

@@ -45,7 +45,7 @@ def survey(
 ) -> Survey:
     """Read the head of every source. Bad ones raise an error that lists them; `skip_bad` leaves them out."""
     if not inputs:
-        raise ConfigError("there are no files left to train on besides those of --validation-from")
+        raise ConfigError("all files belong to --validation-from; give others to train on")
     found = Survey(skipped={} if skip_bad else None)
     for sources, good in ((validation, found.validation), (inputs, found.inputs)):
         for source in sources:

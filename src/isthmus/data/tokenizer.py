@@ -71,7 +71,7 @@ def tokenizer_bytes(path: Path) -> bytes:
     try:
         return reading.read_bytes(path, MAX_TOKENIZER_BYTES)
     except FileNotFoundError:
-        raise ConfigError(f"cannot read the tokenizer {path}: there is no such file") from None
+        raise ConfigError(f"cannot read the tokenizer {path}: no such file") from None
 
 
 def read_tokenizer(path: Path) -> bytes:

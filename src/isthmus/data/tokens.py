@@ -1,7 +1,7 @@
 """Batches of token windows: a pure function of (replica, inner step).
 
-There is no cursor. A replica that restarts requests its step and gets the same tokens, and so does a
-simulator of all replicas. So recovery can neither lose nor repeat data.
+No cursor is kept. A replica that restarts asks for its step and gets the same tokens, as does the simulator,
+so recovery can neither lose nor repeat data.
 """
 
 from collections.abc import Sequence

@@ -21,6 +21,14 @@ class Check:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+def passed(name: str, words: str, warning: str = "", **facts: Any) -> Check:
+    return Check(name=name, ok=True, words=words, warning=warning, facts=facts)
+
+
+def failed(name: str, words: str, cure: str, **facts: Any) -> Check:
+    return Check(name=name, ok=False, words=words, cure=cure, facts=facts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     device: str  # "cuda:0"

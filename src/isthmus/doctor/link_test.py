@@ -16,7 +16,7 @@ from dataclasses import asdict, astuple
 
 import torch
 
-from isthmus.doctor.checks import WRONG_CLOCK_SECONDS, Check, LinkRate, Say, mbps, ramp
+from isthmus.doctor.checks import WRONG_CLOCK_SECONDS, Check, LinkRate, Say, failed, mbps, passed, ramp
 from isthmus.errors import RunError
 from isthmus.protocol.trust import Signer
 from isthmus.replica.links import Frame, LinkPeers, TensorSpec
@@ -27,7 +27,7 @@ from isthmus.runtime.peer import HANDSHAKE_SECONDS, Endpoint, Find, Listener, St
 from isthmus.runtime.relay_place import RelayListener, RelayPlace
 
 JOIN_SECONDS = 30.0  # for the other end to answer
-TURN_SECONDS = 3600.0  # how long a listener waits for a peer before it listens anew
+TURN_SECONDS = 3600.0  # how long a listener waits for a peer before it starts over
 SILENCE_SECONDS = 10.0
 SESSION_SECONDS = 300.0  # the listener ends every measurement after this
 MOST_BYTES = 1 << 30  # per transfer, each way
@@ -170,19 +170,18 @@ def check_link(
     except OSError as error:
         why = (error.strerror or str(error) or "no answer").lower()
         cure = f"start `isthmus relay` at {relay}" if relay else there
-        return [Check(name=where, ok=False, words=f"cannot reach {relay or target}: {why}", cure=cure)], None
+        return [failed(where, f"cannot reach {relay or target}: {why}", cure)], None
     place = RelayPlace(relay, EVERYBODY, astuple(WAITS)) if relay else target
     try:
         rate, ahead = _ask(where, lambda: ([place], 0), seconds)
     except RunError as error:
         words = f"no stage link through it: {str(error).removeprefix(f'replica {NAME}: ')}"
-        return [Check(name=where, ok=False, words=words, cure=there)], None
-    facts = asdict(rate) | {"clock_ahead_seconds": ahead}
-    checks = [Check(name=where, ok=True, words=rate.describe(), facts=facts)]
+        return [failed(where, words, there)], None
+    checks = [passed(where, rate.describe(), clock_ahead_seconds=ahead, **asdict(rate))]
     if abs(ahead) > WRONG_CLOCK_SECONDS:
         words = f"the clocks of the other machine and of this one differ by {abs(ahead):.0f} s"
         cure = "set both by NTP; a bucket refuses requests of a machine that is some minutes off"
-        checks.append(Check(name="clock", ok=False, words=words, cure=cure))
+        checks.append(failed("clock", words, cure))
     return checks, rate
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from isthmus.doctor.checks import Check
+from isthmus.doctor.checks import Check, failed, passed
 from isthmus.memory import Memory
 from isthmus.planner.rate import usable_cores
 from isthmus.runlog.words import size
@@ -36,17 +36,15 @@ def cpu() -> Cpu:
 def check_memory(found: Memory | None, least_bytes: int) -> Check:
     """Check memory; `least_bytes` is the need of the smallest replica."""
     if found is None:
-        return Check(
-            name="memory",
-            ok=False,
-            words="this system does not say how much there is",
-            cure="look it up, and compare with the memory that `isthmus plan RECIPE` predicts",
-        )
-    words = f"{size(found.available_bytes)} free of {size(found.total_bytes)}"
-    need = f"even a nano replica needs {size(least_bytes)}"
-    cure = f"{need}: end other programs, or raise the container's limit"
-    ok = found.available_bytes >= least_bytes
-    return Check(name="memory", ok=ok, words=words, cure="" if ok else cure, facts=asdict(found))
+        cure = "look it up, and compare with the memory that `isthmus plan RECIPE` predicts"
+        return failed("memory", "this system does not say how much there is", cure)
+    words, facts = f"{size(found.available_bytes)} free of {size(found.total_bytes)}", asdict(found)
+    if found.available_bytes >= least_bytes:
+        return passed("memory", words, **facts)
+    cure = (
+        f"even a nano replica needs {size(least_bytes)}: end other programs, or raise the container's limit"
+    )
+    return failed("memory", words, cure, **facts)
 
 
 def check_disk(folder: Path) -> Check:
@@ -55,13 +53,10 @@ def check_disk(folder: Path) -> Check:
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
     except OSError as error:
-        return Check(
-            name="disk",
-            ok=False,
-            words=f"cannot write to {folder}: {error.strerror or error}",
-            cure="start isthmus in a folder that it may write to; runs and saved rounds go there",
-        )
-    ok = free >= LEAST_FREE_BYTES
-    cure = f"free at least {size(LEAST_FREE_BYTES)}, or start isthmus in a folder on another disk"
+        words = f"cannot write to {folder}: {error.strerror or error}"
+        return failed("disk", words, "start isthmus in a folder for its runs that it may write to")
     words = f"{size(free)} free in {folder}"
-    return Check(name="disk", ok=ok, words=words, cure="" if ok else cure, facts={"free_bytes": free})
+    if free >= LEAST_FREE_BYTES:
+        return passed("disk", words, free_bytes=free)
+    cure = f"free at least {size(LEAST_FREE_BYTES)}, or start isthmus in a folder on another disk"
+    return failed("disk", words, cure, free_bytes=free)

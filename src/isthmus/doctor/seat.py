@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from isthmus.config import Recipe, ReplicaConfig
-from isthmus.doctor.checks import Check
+from isthmus.doctor.checks import Check, failed, passed
 from isthmus.planner.plan import KindForecast, predict
 from isthmus.runlog.words import duration, size
 
@@ -22,12 +22,8 @@ def check_seat(
     needs = f"{size(need)} of memory" if one else f"{size(all_of_it)} of memory, {size(need)} for one stage"
     if need > room:
         cures = [*mine.cures, "ask the run's owner for a place with more stages"]
-        return Check(
-            name="place",
-            ok=False,
-            words=f"this machine cannot be {said}: it needs {needs}, and {size(room)} are free",
-            cure="; or ".join(cures),
-        )
+        words = f"this machine cannot be {said}: it needs {needs}, and {size(room)} are free"
+        return failed("place", words, "; or ".join(cures))
     alone = "" if one or all_of_it <= room else "one stage of "
     words = f"this machine can be {alone}{said}: it needs {needs}, and {size(room)} are free"
     if tflops:
@@ -36,8 +32,8 @@ def check_seat(
         )
         if last_seconds:
             words += f" here (the run's last took {duration(last_seconds)})"
-    facts = {"replica": name, "needed_bytes": need, "round_seconds": mine.round_seconds if tflops else None}
-    return Check(name="place", ok=True, words=words, facts=facts)
+    round_seconds = mine.round_seconds if tflops else None
+    return passed("place", words, replica=name, needed_bytes=need, round_seconds=round_seconds)
 
 
 def _mine(recipe: Recipe, config: ReplicaConfig, precision: str, tflops: float | None) -> KindForecast:

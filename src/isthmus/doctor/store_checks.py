@@ -4,12 +4,11 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
+from typing import Any
 
-from isthmus.doctor.checks import WRONG_CLOCK_SECONDS, Check, LinkRate, Say, mbps, ramp
+from isthmus.doctor.checks import WRONG_CLOCK_SECONDS, Check, LinkRate, Say, failed, mbps, passed, ramp
 from isthmus.errors import ConfigError
 from isthmus.store.objects import CONTROL_BYTES, Store, open_store
 from isthmus.store.retry import StoreError, StoreRefused
@@ -43,31 +42,31 @@ def check_bucket(
     shown, folder = parse_url(url)
     say(f"trying {shown}")
     prefix = f"members/{replica}/probe" if replica else "probe"
-    with _as_it_was(folder, prefix):
-        try:
-            store = _open(url)
-            key = f"{prefix}/{secrets.token_hex(8)}"
-            store.put(key, b"doctor", deadline=time.monotonic() + TIMEOUT_SECONDS)
-        except StoreError as error:
-            return [Check(name=shown, ok=False, words=_bare(error, shown), cure=cure(error))], None
-        except ConfigError as error:  # no credentials, or an invalid folder
-            advice = "give a folder that this user may write to" if folder else CURES["config"]
-            if "credentials" in str(error):
-                advice = "set them for this shell or service, see docs/operate.md, section 2"
-            return [Check(name=shown, ok=False, words=_bare(error, shown), cure=advice)], None
-        checks = [Check(name=shown, ok=True, words="reached; these credentials may read and write")]
-        rate = None
-        try:
-            checks.append(_put_if_absent(store, prefix))
-            checks.append(_clock(store, prefix, bool(folder)))
-            say(f"measuring the link to {shown}")
-            rate = _rate(store, key, seconds)
-            checks.append(Check(name="bucket link", ok=True, words=rate.describe(), facts=asdict(rate)))
-        except StoreError as error:
-            words = _bare(error, shown)
-            checks.append(Check(name="bucket link", ok=False, words=words, cure=cure(error)))
-        finally:
-            checks += _tidy(store, key, f"{prefix}/clock")
+    try:
+        store = _open(url)
+        key = f"{prefix}/{secrets.token_hex(8)}"
+        store.put(key, b"doctor", deadline=time.monotonic() + TIMEOUT_SECONDS)
+    except StoreError as error:
+        return [failed(shown, _bare(error, shown), cure(error))], None
+    except ConfigError as error:  # no credentials, or an invalid folder
+        advice = "give a folder that this user may write to" if folder else CURES["config"]
+        if "credentials" in str(error):
+            advice = "set them for this shell or service, see docs/operate.md, section 2"
+        return [failed(shown, _bare(error, shown), advice)], None
+    checks = [passed(shown, "reached; these credentials may read and write")]
+    rate = None
+    try:
+        checks.append(_put_if_absent(store, prefix))
+        checks.append(_clock(store, prefix, bool(folder)))
+        say(f"measuring the link to {shown}")
+        rate = _rate(store, key, seconds)
+        checks.append(passed("bucket link", rate.describe(), **asdict(rate)))
+    except StoreError as error:
+        checks.append(failed("bucket link", _bare(error, shown), cure(error)))
+    finally:
+        checks += _tidy(store, key, f"{prefix}/clock")
+        with suppress(OSError):
+            (folder / prefix).rmdir() if folder else None
     return checks, rate
 
 
@@ -89,37 +88,26 @@ def _put_if_absent(store: Store, prefix: str) -> Check:
     try:
         store.probe(prefix)
     except ConfigError as error:
-        return Check(
-            name="put-if-absent",
-            ok=False,
-            words=_bare(error, store.url),
-            cure="use another store, or a newer version of this one; a proxy in front of it may also drop "
-            "the header",
-        )
-    return Check(name="put-if-absent", ok=True, words="honoured: a round has one winner")
+        advice = "use another store or a newer version; a proxy in front of it may drop the header"
+        return failed("put-if-absent", _bare(error, store.url), advice)
+    return passed("put-if-absent", "honoured: a round has one winner")
 
 
 def _clock(store: Store, prefix: str, is_folder: bool) -> Check:
     began = time.monotonic()
-    there = store.now(f"{prefix}/clock")
-    ahead = time.time() - there
+    ahead = time.time() - store.now(f"{prefix}/clock")
     # The store read its clock during the request, and an HTTP date is in whole seconds.
     unsure = (time.monotonic() - began) / 2 + (0.0 if is_folder else 0.5)
-    facts = {"ahead_seconds": ahead, "unsure_seconds": unsure}
-    way = "ahead of" if ahead > 0 else "behind"
+    facts: dict[str, Any] = {"ahead_seconds": ahead, "unsure_seconds": unsure}
     if abs(ahead) - unsure > WRONG_CLOCK_SECONDS:
-        return Check(
-            name="clock",
-            ok=False,
-            words=f"this machine is {abs(ahead):.0f} s {way} the bucket; a store refuses requests that are "
-            "some minutes off (S3: 15), and TLS fails further out",
-            cure="set the clock by NTP (timedatectl set-ntp true)",
-            facts=facts,
+        way = "ahead of" if ahead > 0 else "behind"
+        words = (
+            f"this machine is {abs(ahead):.0f} s {way} the bucket; a store refuses requests that are some "
+            "minutes off (S3: 15), and TLS fails further out"
         )
+        return failed("clock", words, "set the clock by NTP (timedatectl set-ntp true)", **facts)
     words = f"within {max(abs(ahead), unsure):.1f} s of the bucket's; rounds go by the bucket's"
-    if is_folder:
-        words += " (here, its file system's)"
-    return Check(name="clock", ok=True, words=words, facts=facts)
+    return passed("clock", words + " (here, its file system's)" * is_folder, **facts)
 
 
 def _rate(store: Store, key: str, seconds: float) -> LinkRate:
@@ -154,19 +142,8 @@ def _tidy(store: Store, *keys: str) -> list[Check]:
             store.delete(key, deadline=time.monotonic() + 5)
     except StoreError as error:
         # Contributors need no right to delete; leftovers are harmless.
-        ok, stay = error.kind == "denied", f"could not delete {' and '.join(keys)}: {_bare(error, store.url)}"
-        return [Check(name="bucket tidy", ok=ok, words=stay, cure="delete them by hand; they do no harm")]
+        words = f"could not delete {' and '.join(keys)}: {_bare(error, store.url)}"
+        if error.kind == "denied":
+            return [passed("bucket tidy", words)]
+        return [failed("bucket tidy", words, "delete them by hand")]
     return []
-
-
-@contextmanager
-def _as_it_was(folder: Path | None, prefix: str) -> Iterator[None]:
-    """Remove the folders that the test of a folder created."""
-    below = [folder / prefix, *(folder / prefix).parents] if folder else []
-    made = [path for path in below if not path.exists()]
-    try:
-        yield
-    finally:
-        for path in made:  # the deepest first; non-empty ones stay
-            with suppress(OSError):
-                path.rmdir()

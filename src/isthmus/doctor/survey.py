@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from isthmus.config import PRESETS, Recipe
 from isthmus.doctor import machine
-from isthmus.doctor.checks import Check, Gpu, LinkRate, Say
+from isthmus.doctor.checks import Check, Gpu, LinkRate, Say, failed, passed
 from isthmus.doctor.role import Fit, fits, least_bytes, role
 from isthmus.doctor.seat import check_seat
 from isthmus.memory import machine_memory
@@ -140,7 +140,7 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
     except (ImportError, OSError) as error:  # a torch build for another system raises OSError
         words = f"torch cannot be loaded: {' '.join(str(error).split())[:160]}"
         cure = "install it: pip install -c constraints.txt torch (docs/operate.md, section 1)"
-        found.checks.append(Check(name="training", ok=False, words=words, cure=cure))
+        found.checks.append(failed("training", words, cure))
         return False
     found.gpus = gpus()
     alike = {gpu.name: gpu for gpu in reversed(found.gpus)}
@@ -157,20 +157,18 @@ def _train(found: Survey, available: int, preset: str, seconds: float, say: Say)
         except (RuntimeError, MemoryError) as error:  # no kernel for this device, or too little memory
             words = f"{device} in {precision}: {' '.join(str(error).split())[:160]}"
             cure = "see whether other programs hold its memory, and whether torch fits its driver"
-            found.checks.append(Check(name="training", ok=False, words=words, cure=cure))
+            found.checks.append(failed("training", words, cure))
             continue
         found.rates.append(NamedRate(**asdict(rate), name=name))
         words = (
             f"{device} {precision}: {rate.tflops:.3g} TFLOP/s, {rate.tokens_per_second:,.0f} tokens/s of "
             f"{model} on {rate.sequences} x {PRESETS[model].context} tokens ({rate.sample})"
         )
-        found.checks.append(
-            Check(name="training", ok=True, words=words, warning=rate.warning, facts=asdict(rate))
-        )
+        found.checks.append(passed("training", words, rate.warning, **asdict(rate)))
     return bool(found.rates)
 
 
 def _that_fits(preset: str, precision: str, room: int) -> str:
-    """Return the requested preset, or the largest of which one sequence fits."""
+    """Return the requested preset if one sequence fits, else the largest that does."""
     sizes = [fit.preset for fit in fits(room, precision, None) if fit.full_batch]
     return preset if preset in sizes or not sizes else sizes[-1]

@@ -5,6 +5,8 @@ import math
 import os
 import secrets
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ def folder_bytes(trained: Trained, dtype: str, member: Member | None) -> int:
 
 
 def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: Member | None) -> None:
-    """Write under a temporary name, then rename the folder. `member`: keep this replica's boundaries."""
+    """Write the whole folder or nothing. `member`: keep this replica's boundaries."""
     check_target(folder)
     model, corpus = trained.recipe.model, trained.corpus
     config = hf_config(model, corpus.end_id, dtype)
@@ -59,17 +61,23 @@ def write_folder(trained: Trained, folder: Path, card: str, dtype: str, member: 
         keys, extra = boundary_parts(trained, member)
         config |= keys
         tensors |= extra
+    with new_folder(folder, tensors, WHAT) as fresh:
+        save_tensors(fresh / WEIGHTS, tensors, {"format": "pt"})
+        for name, text in _texts(trained, config, card, member).items():
+            replace_file(fresh / name, text)
+
+
+@contextmanager
+def new_folder(folder: Path, tensors: Mapping[str, Tensor], what: str) -> Iterator[Path]:
+    """Yield a folder to fill under a temporary name, then rename it."""
     fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     needed = sum(tensor.nbytes for tensor in tensors.values())
     try:
-        with explain_disk_full(folder.absolute().parent, needed, WHAT):
+        with explain_disk_full(folder.absolute().parent, needed, what):
             fresh.mkdir()
-            save_tensors(fresh / WEIGHTS, tensors, {"format": "pt"})
-            for name, text in _texts(trained, config, card, member).items():
-                replace_file(fresh / name, text)
-        check_target(folder)  # another process may have made it meanwhile
-        os.rename(fresh, folder)
-        sync_folder(folder.absolute().parent)
+            yield fresh
+            os.rename(fresh, folder)
+            sync_folder(folder.absolute().parent)
     except OSError as error:
         raise ConfigError(f"cannot write {folder}: {error.strerror or error}; give another folder") from None
     finally:

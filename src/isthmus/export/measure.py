@@ -26,7 +26,7 @@ class Losses:
 
     @property
     def worse(self) -> float:
-        """The share by which the plain model is worse than the one that the run trained."""
+        """How much worse the plain model is than the trained one, as a share of its loss."""
         return self.plain / self.mixed - 1
 
 

@@ -17,7 +17,6 @@ from isthmus.model import checkpoint
 from isthmus.model.checkpoint import load_tensors
 from isthmus.model.initial import first_params
 from isthmus.model.llama import init_tensor
-from isthmus.printing import visible
 from isthmus.protocol.access import open_ledger
 from isthmus.protocol.ledger import Ledger, Manifest
 from isthmus.protocol.place import find_place
@@ -183,12 +182,6 @@ def _trained(
     corpus: Corpus,
     history: Ledger | list[Row],
 ) -> Trained:
-    shapes, width = recipe.model.shapes(), recipe.model.width
-    for key, basis in saved.items():
-        if basis.ndim != 2 or f"{basis.shape[1]}" != key.partition("/")[0] or basis.shape[0] != width:
-            raise ConfigError(
-                f"{where} does not hold the U of its recipe's boundaries in basis/{visible(key)}"
-            )
     if corpus.vocab_size > recipe.model.vocab:
         raise ConfigError(
             f"the corpus has a tokenizer of {corpus.vocab_size} tokens, the model only {recipe.model.vocab}; "
@@ -198,7 +191,7 @@ def _trained(
     bases = BasisSet(recipe, torch.device("cpu"), dtype)
     bases.bases = {key: basis.to(dtype) for key, basis in saved.items()}
     bases.begin_round(round_number)  # open the boundaries as far as in this round
-    params = {name: params[name] for name in shapes}
+    params = {name: params[name] for name in recipe.model.shapes()}
     table = params[EMBEDDING] if first is None else first.to(dtype)
     return Trained(where, recipe, params, bases, table, round_number, corpus, history)
 

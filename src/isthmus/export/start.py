@@ -3,25 +3,20 @@
 `export` writes more: it measures the model and adds its corpus's tokenizer. Further training needs neither.
 """
 
-import os
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from isthmus.config import ModelConfig
-from isthmus.disk import explain_disk_full
 from isthmus.errors import ConfigError
-from isthmus.export.hf import as_json
-from isthmus.files import replace_file, sync_folder
+from isthmus.export.hf import as_json, new_folder
+from isthmus.files import replace_file
 from isthmus.model.checkpoint import save_tensors
 from isthmus.model.hf import CONFIG, WEIGHTS, hf_config, hf_name
 
 
 def write_start(folder: Path, model: ModelConfig, params: Mapping[str, Tensor]) -> None:
-    """Write under a temporary name, then rename the folder."""
     if model.boundary_tables:
         raise ConfigError(
             "this model has tables at its boundaries, which such a folder cannot hold; give --to a file "
@@ -30,17 +25,6 @@ def write_start(folder: Path, model: ModelConfig, params: Mapping[str, Tensor]) 
     config = hf_config(model, 0, "fp32")
     del config["bos_token_id"], config["eos_token_id"]  # the corpus defines them
     tensors = {hf_name(name): tensor for name, tensor in params.items()}
-    fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
-    try:
-        with explain_disk_full(
-            folder.absolute().parent, sum(t.nbytes for t in tensors.values()), "the folder"
-        ):
-            fresh.mkdir()
-            save_tensors(fresh / WEIGHTS, tensors)
-            replace_file(fresh / CONFIG, as_json(config))
-            os.rename(fresh, folder)
-            sync_folder(folder.absolute().parent)
-    except OSError as error:
-        raise ConfigError(f"cannot write {folder}: {error.strerror or error}; give another folder") from None
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    with new_folder(folder, tensors, "the folder") as fresh:
+        save_tensors(fresh / WEIGHTS, tensors)
+        replace_file(fresh / CONFIG, as_json(config))

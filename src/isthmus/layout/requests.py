@@ -1,6 +1,6 @@
 """Requests of one round to the object store: when a process asks, and how many a whole fleet sends.
 
-The plan and the protocol both use these functions, so they count alike.
+Both the plan and the protocol call these functions.
 """
 
 from math import ceil
@@ -11,7 +11,7 @@ MOST_BEAT_SECONDS = 60.0  # between two heartbeats, unless the recipe states mor
 
 # Polls for the end of a round
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.2, 1.0  # between two polls, if rounds are short
-EARLY = 0.05  # share of a round by which it may end earlier than the last ones
+EARLY = 0.05  # a round may end earlier than the previous ones by this share
 NEAR, MOST_NEAR_SECONDS = 0.01, 10.0  # of a round: the longest pause once it is due, if above one second
 FAR, LEAST_FAR_SECONDS, MOST_FAR_SECONDS = 0.1, 3.0, 60.0  # of a round: the longest pause before it is due
 GROWTH = 0.7  # the next pause as a share of the time since the round was due

@@ -1,11 +1,11 @@
 """Plan against actual: the figures that `isthmus plan` predicts for a run's recipe next to the measured ones.
 
-A prediction uses the compute rate that the recipe states, as it would before the run. If the recipe states
-none, it uses the rate measured in the run, and so tests bytes, links, bubble and exchange. If it states one,
-a second prediction uses the measured rate, so that a wrong rate does not look like a wrong plan.
+For real processes a prediction uses the compute rate measured in the run, so that it tests bytes, links,
+bubble and exchange, and a wrong rate does not look like a wrong plan; a rate that the recipe states has a
+line of its own. A simulation's clock uses the stated rate, and so does its prediction.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -31,32 +31,23 @@ class Line:
     what: str
     unit: str  # "seconds", "bytes", "share" or "tflops"
     predicted: float | None
-    at_measured_rate: float | None  # None if the recipe states no rate: `predicted` is at the measured one
     measured: float | None
     source: str = "measured"  # "virtual clock", "by shape": the source if nothing was measured
 
     @property
     def ratio(self) -> float | None:
         """Measured over predicted."""
-        return self._over(self.predicted)
-
-    @property
-    def ratio_at_measured_rate(self) -> float | None:
-        return self._over(self.at_measured_rate)
-
-    def _over(self, predicted: float | None) -> float | None:
-        return self.measured / predicted if predicted and self.measured is not None else None
+        return self.measured / self.predicted if self.predicted and self.measured is not None else None
 
     def to_dict(self) -> dict[str, Any]:
-        ratios = {"ratio": self.ratio, "ratio_at_measured_rate": self.ratio_at_measured_rate}
-        return asdict(self) | ratios
+        return asdict(self) | {"ratio": self.ratio}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     rounds: int
     simulated: bool
-    rates: dict[str, str]  # by kind: "stated" in the recipe, or "measured" in the run
+    rates: dict[str, str]  # of each kind's prediction: "stated" in the recipe or "measured" in the run
     lines: tuple[Line, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,18 +72,14 @@ def compare_rows(recipe: Recipe, about: About, rows: Iterable[Row]) -> Compariso
     if {r.name for r in recipe.replicas} - measured.keys() - stated.keys():
         return None  # a kind that took no part and states no rate: the whole cannot be planned
     recipe = _as_run(recipe, about, trained)
-    plan = predict(_at(recipe, measured | stated))
-    # The recipe's rate may belong to other machines than the run's.
-    differ = stated.keys() & measured.keys() and not simulated
-    again = predict(_at(recipe, stated | measured)) if differ else None
-    lines = _fleet(plan, again, trained, simulated)
-    for number, kind in enumerate(plan.kinds):
-        other = again.kinds[number] if again else None
+    plan = predict(_at(recipe, measured | stated if simulated else stated | measured))
+    lines = _fleet(plan, trained, simulated)
+    for kind in plan.kinds:
         figures = [row.measured[kind.name] for row in trained if row.measured.get(kind.name)]
-        both = _Both(kind, other, figures, recipe.outer.inner_steps)
+        both = _Kind(kind, figures, recipe.outer.inner_steps)
         if not simulated:
             if kind.name in stated and kind.name in measured:
-                rates = (stated[kind.name], None, measured[kind.name])
+                rates = stated[kind.name], measured[kind.name]
                 lines.append(Line(kind.name, "", "training rate of a machine", "tflops", *rates))
             lines += (
                 _steps(both, trained) + _links(both, len(trained)) + _exchange(both) + _memory(both, about)
@@ -101,8 +88,9 @@ def compare_rows(recipe: Recipe, about: About, rows: Iterable[Row]) -> Compariso
             lines += _shapes(both)
     predicted, peak = about.get("predicted_bytes"), about.get("peak_bytes")
     if simulated and predicted and peak:
-        lines.append(Line("", "", "peak memory", "bytes", predicted, None, peak))
-    rates = {r.name: "stated" if r.tflops else "measured" for r in recipe.replicas}
+        lines.append(Line("", "", "peak memory", "bytes", predicted, peak))
+    at_stated = stated.keys() if simulated else stated.keys() - measured.keys()
+    rates = {r.name: "stated" if r.name in at_stated else "measured" for r in recipe.replicas}
     return Comparison(rounds=len(trained), simulated=simulated, rates=rates, lines=tuple(lines))
 
 
@@ -139,11 +127,10 @@ def _typical(values: Sequence[float | None]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Both:
-    """One kind of replica: both predictions, and its figures round by round."""
+class _Kind:
+    """One kind of replica: its prediction, and its figures round by round."""
 
     plan: KindForecast
-    again: KindForecast | None
     figures: Sequence[Figures]
     steps: int  # H
 
@@ -152,12 +139,11 @@ class _Both:
         where: str,
         what: str,
         unit: str,
-        predicted: Callable[[KindForecast], float],
+        predicted: float,
         measured: float | None,
         source: str = "measured",
     ) -> Line:
-        again = predicted(self.again) if self.again else None
-        return Line(self.plan.name, where, what, unit, predicted(self.plan), again, measured, source)
+        return Line(self.plan.name, where, what, unit, predicted, measured, source)
 
     def typical(self, key: str, process: int | None = None) -> float | None:
         if process is None:
@@ -173,31 +159,30 @@ class _Both:
         return sum((figure.get("bytes") or {}).get(name, 0) for figure in self.figures for name in purposes)
 
 
-def _fleet(plan: Forecast, again: Forecast | None, rows: Sequence[Row], simulated: bool) -> list[Line]:
+def _fleet(plan: Forecast, rows: Sequence[Row], simulated: bool) -> list[Line]:
     key, source = ("fleet_seconds", "virtual clock") if simulated else ("seconds", "measured")
     seconds = _typical([row[key] for row in rows])
-    other = again.round_seconds if again else None
-    return [Line("", "", "an outer round", "seconds", plan.round_seconds, other, seconds, source)]
+    return [Line("", "", "an outer round", "seconds", plan.round_seconds, seconds, source)]
 
 
-def _steps(both: _Both, rows: Sequence[Row]) -> list[Line]:
+def _steps(both: _Kind, rows: Sequence[Row]) -> list[Line]:
     kind, steps = both.plan, both.steps
     seconds = both.typical("seconds")
-    lines = [both.line("", "an inner step", "seconds", lambda k: k.step.seconds, seconds and seconds / steps)]
+    lines = [both.line("", "an inner step", "seconds", kind.step.seconds, seconds and seconds / steps)]
     each = [both.typical("compute_seconds", s) for s in range(len(kind.memory))]
     if kind.stages > 1:
         for s, own in enumerate(each):
-            compute = lambda k, s=s: k.compute.stage_seconds_per_step[s]  # noqa: E731
+            compute = kind.compute.stage_seconds_per_step[s]
             lines.append(
                 both.line(f"stage {s}", "compute in a step", "seconds", compute, own and own / steps)
             )
     round_seconds = _typical([row.seconds for row in rows])
     known = [own for own in each if own]
     share = sum(known) / len(kind.memory) / round_seconds if known and round_seconds else None
-    return [*lines, both.line("", "utilisation", "share", lambda k: k.utilisation, share)]
+    return [*lines, both.line("", "utilisation", "share", kind.utilisation, share)]
 
 
-def _links(both: _Both, planned_rounds: int) -> list[Line]:
+def _links(both: _Kind, planned_rounds: int) -> list[Line]:
     """Compare every link, each way: bytes, and its use during training as a share of its stated rate."""
     link, seconds = both.plan.link, both.typical("seconds")
     if link is None:
@@ -213,17 +198,13 @@ def _links(both: _Both, planned_rounds: int) -> list[Line]:
             sent = both.total(key, process)
             whole = sum(both.plan.bytes[purpose] for purpose in purposes)  # includes finishing rounds
             expected = whole / link.num_links * rounds / planned_rounds
-            lines.append(both.line(where, "bytes", "bytes", lambda k, e=expected: e, sent))
+            lines.append(both.line(where, "bytes", "bytes", expected, sent))
             used = sent / replicas * 8 / (link.mbps * 1e6) / seconds if seconds and replicas else None
-            share = lambda k, f=field: _share_in_use(k, f)  # noqa: E731
+            share = _share_in_use(both.plan, field)
             lines.append(both.line(where, "share of its rate in use", "share", share, used))
 
-    def trip(kind: KindForecast) -> float:
-        own = kind.link
-        assert own is not None, "both predictions are of the same stages"
-        crossing = own.forward_seconds_per_micro_batch + own.backward_seconds_per_micro_batch
-        return crossing + 2 * own.latency_ms / 1e3
-
+    trip = link.forward_seconds_per_micro_batch + link.backward_seconds_per_micro_batch
+    trip += 2 * link.latency_ms / 1e3
     what = "a micro-batch there and back"
     lines.append(both.line("slowest link", what, "seconds", trip, both.typical("trip_seconds")))
     return lines
@@ -236,7 +217,7 @@ def _share_in_use(kind: KindForecast, field: str) -> float:
     return step_bytes * 8 / (kind.link.mbps * 1e6) / kind.step.seconds
 
 
-def _exchange(both: _Both) -> list[Line]:
+def _exchange(both: _Kind) -> list[Line]:
     lines = []
     for where, way in (("to the bucket", "up"), ("from the bucket", "down")):
         if not both.plan.bytes[f"payload_{way}"]:
@@ -244,18 +225,18 @@ def _exchange(both: _Both) -> list[Line]:
         lines.append(_payload(both, where, way))
         rounds = max(1, len(both.figures))
         spent = [both.total(f"{way}_seconds", s) / rounds for s in range(len(both.plan.memory))]
-        seconds = lambda k, w=way: getattr(k.exchange, f"{w}_seconds")  # noqa: E731
+        seconds = getattr(both.plan.exchange, f"{way}_seconds")
         lines.append(both.line(where, "in a round", "seconds", seconds, max(spent)))
     return lines
 
 
-def _payload(both: _Both, where: str, way: str) -> Line:
+def _payload(both: _Kind, where: str, way: str) -> Line:
     name = f"payload_{way}"
-    return both.line(where, "bytes", "bytes", lambda k: k.bytes[name], both.sent(name))
+    return both.line(where, "bytes", "bytes", both.plan.bytes[name], both.sent(name))
 
 
-def _memory(both: _Both, about: About) -> list[Line]:
-    """Compare every process's peak, and predict the largest one's with or without recomputation."""
+def _memory(both: _Kind, about: About) -> list[Line]:
+    """Compare every process's peak."""
     on_gpu = about.get("device") not in (None, "cpu")
     if not about.get("precision"):
         return []  # for a run that was only joined, the choice of `auto` is unknown
@@ -266,34 +247,26 @@ def _memory(both: _Both, about: About) -> list[Line]:
         if not any(peaks):
             continue
         where = f"{what} {s}" if len(plan.memory) > 1 else ""
-        lines.append(both.line(where, "peak memory", "bytes", lambda k, s=s: _peak(k, s, on_gpu), max(peaks)))
-    if lines:
-        s = max(range(len(plan.memory)), key=lambda s: plan.memory[s]["total"])
-        words = "peak memory if activations were " + ("kept" if plan.recompute else "recomputed")
-        other = lambda k: _peak(k, s, on_gpu, otherwise=True)  # noqa: E731
-        where = f"{what} {s}" if len(plan.memory) > 1 else ""
-        lines.append(both.line(where, words, "bytes", other, None))
+        lines.append(both.line(where, "peak memory", "bytes", _peak(plan, s, on_gpu), max(peaks)))
     return lines
 
 
-def _peak(kind: KindForecast, s: int, on_gpu: bool, otherwise: bool = False) -> float:
-    """Return the predicted peak on this run's device; `otherwise`: with recomputation the other way round."""
-    memory, total = kind.memory[s], kind.memory[s]["total"]
-    if otherwise:
-        total = (kind.memory_plain if kind.recompute else kind.memory_recomputed)[s]
-    # The runtime and the copy being written are in host memory.
-    copied = 0 if memory["on_gpu"] else memory["host_copy"]
-    return total - copied - memory["runtime"] if on_gpu else total - copied + memory["host_copy"]
+def _peak(kind: KindForecast, s: int, on_gpu: bool) -> float:
+    """Return the predicted peak on this run's device. The runtime and the copy being written are in host
+    memory."""
+    memory = kind.memory[s]
+    total = memory["total"] - (0 if memory["on_gpu"] else memory["host_copy"])
+    return total - memory["runtime"] if on_gpu else total + memory["host_copy"]
 
 
-def _shapes(both: _Both) -> list[Line]:
+def _shapes(both: _Kind) -> list[Line]:
     """Compare a simulated kind. It sends nothing, so stage links count the shapes that would cross them."""
     lines, num_links = [], both.plan.link.num_links if both.plan.link else 0
     for s in range(num_links):
         for where, purposes in ((f"stage {s} to {s + 1}", FORWARD), (f"stage {s + 1} to {s}", BACKWARD)):
             expected = sum(both.plan.bytes[purpose] for purpose in purposes) / num_links
             sent = both.sent(*purposes) / num_links
-            lines.append(both.line(where, "bytes", "bytes", lambda k, e=expected: e, sent, "by shape"))
+            lines.append(both.line(where, "bytes", "bytes", expected, sent, "by shape"))
     for where, way in (("to the bucket", "up"), ("from the bucket", "down")):
         if both.plan.bytes[f"payload_{way}"]:
             lines.append(_payload(both, where, way))

@@ -183,7 +183,7 @@ class BucketReader:
                 self.judged.add(t)
 
     def all_rows(self) -> list[Row]:
-        """Return rows as `train` writes them, with members' held-out losses and without bias. Unread rounds
+        """Return rows as `train` writes them, with members' held-out losses. Unread rounds
         are taken to include all replicas."""
         tokens, found = self.unread * self.recipe.round_tokens, []
         for t in range(self.first, self.done + 1) if self.done else ():

@@ -1,7 +1,7 @@
-"""The page's charts of a run's rows: curves, bytes by purpose, plan against actual, the bias gauge."""
+"""The page's charts of a run's rows: curves, bytes by purpose, plan against actual."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from isthmus.config import Recipe
@@ -136,22 +136,16 @@ def plan(rows: list[Row], recipe: Recipe, about: About) -> dict[str, Any] | None
     found = compare_rows(recipe, about, rows)
     if found is None:
         return None
-    both = any(line.at_measured_rate is not None for line in found.lines)
     return {
         "rounds": found.rounds,
         "simulated": found.simulated,
-        "both": both,
         "note": _plan_note(found),
         "lines": [_plan_line(line) for line in found.lines],
     }
 
 
 def _plan_line(line: Line) -> dict[str, Any]:
-    def ratio(value: float | None) -> dict[str, Any] | None:
-        if value is None or not math.isfinite(value):
-            return None
-        return {"value": value, "close": 1 / CLOSE <= value <= CLOSE}
-
+    value = line.ratio if line.ratio is not None and math.isfinite(line.ratio) else None
     return {
         "kind": line.kind,
         "where": line.where,
@@ -159,9 +153,7 @@ def _plan_line(line: Line) -> dict[str, Any]:
         "predicted": value_text(line.predicted, line.unit),
         "measured": value_text(line.measured, line.unit),
         "source": "" if line.source == "measured" else line.source,
-        "ratio": ratio(line.ratio),
-        "at_measured_rate": value_text(line.at_measured_rate, line.unit),
-        "ratio_at_measured_rate": ratio(line.ratio_at_measured_rate),
+        "ratio": {"value": value, "close": 1 / CLOSE <= value <= CLOSE} if value is not None else None,
     }
 
 
@@ -172,11 +164,10 @@ def _plan_note(found: Comparison) -> str:
         "ratio is measured over predicted; its scale goes from 1/4 to 4, and green is within 20 %."
     ]
     measured = [name for name, source in found.rates.items() if source == "measured"]
-    stated = [name for name, source in found.rates.items() if source == "stated"]
     if measured:
         notes.append(
-            f"The recipe states no training rate for {', '.join(measured)}: the compute rate is the one "
-            "measured in this run, so links, bubble, exchange and bytes are what is put to the test."
+            f"The compute rate of {', '.join(measured)} is the one measured in this run, so links, bubble, "
+            "exchange and bytes are what is put to the test."
         )
     if found.simulated:
         notes.append(
@@ -185,11 +176,6 @@ def _plan_note(found: Comparison) -> str:
             "between stages, so those bytes are by shape; payloads were packed and counted."
         )
         return " ".join(notes)
-    if stated:
-        notes.append(
-            f"The rate of {', '.join(stated)} is the recipe's; on the right, the same plan at the rate "
-            "measured here."
-        )
     notes.append(
         "Links are predicted as the recipe describes them and measured as they were: processes on one "
         "machine have faster ones. Seconds are medians over the rounds after the first. A link's share "
@@ -208,40 +194,3 @@ def value_text(value: float | None, unit: str) -> str:
     if unit == "tflops":
         return f"{value:.3g} TFLOP/s"
     return f"{1e3 * value:.3g} ms" if value < 1 else duration(value)
-
-
-def bias(rows: list[Row], recipe: Recipe) -> dict[str, Any] | None:
-    """Return the share of energy outside S at each boundary, and the embedding's drift per round."""
-    measured = [row for row in rows if row.bias]
-    if not measured:
-        return None
-    kinds, shares, drifts = [], [], []
-    for at, replica in enumerate(r for r in recipe.replicas if r.compressed):
-        own = [(row, row.bias[replica.name]) for row in measured if replica.name in row.bias]
-        if not own:
-            continue
-        first, last = own[0][1], own[-1][1]
-        gauges = [
-            {"boundary": b, "now": share, "first": first["outside"][b] if b < len(first["outside"]) else None}
-            for b, share in enumerate(last["outside"])
-        ]
-        kinds.append(
-            {"kind": replica.name, "gauges": gauges, "drift": last["drift"], "round": own[-1][0].round}
-        )
-        for b in range(min(len(last["outside"]), 8)):
-            value = lambda row, n=replica.name, b=b: _share(row, n, b)  # noqa: E731
-            shares.append(_line(measured, f"{replica.name}, boundary {b}", value, (2 + 3 * at + b) % 7))
-        value = lambda row, n=replica.name: row.bias[n]["drift"] if n in row.bias else None  # noqa: E731
-        drifts.append(_line(measured, replica.name, value, 2 + 2 * at))
-    note = "||r - r U Uᵀ||² / ||r||² of r = x - T_perp[tokens], on one held-out batch."
-    other = "||TE (I - U Uᵀ) - T_perp|| / ||T_perp|| after each round, before re-projection."
-    drawn = [
-        _chart("Energy outside the subspace", shares, "%", "share", note, zero=True),
-        _chart("Drift of the embedding", drifts, "%", "share", other, zero=True),
-    ]
-    return {"kinds": kinds, "charts": [chart for chart in drawn if chart["series"]]}
-
-
-def _share(row: Row, kind: str, boundary: int) -> float | None:
-    shares: Sequence[float] = row.bias[kind]["outside"] if kind in row.bias else ()
-    return shares[boundary] if boundary < len(shares) else None

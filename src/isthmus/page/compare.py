@@ -98,7 +98,7 @@ def measured_metric(entries: Sequence[Entry]) -> str:
 
 
 def differences(recipes: Sequence[Recipe]) -> dict[str, list[str]]:
-    """Map each recipe key in which the runs differ to its value in every run."""
+    """Map each recipe key that differs to its value in every run."""
     flat = [flatten(recipe) for recipe in recipes]
     if len({tuple(replica.name for replica in recipe.replicas) for recipe in recipes}) > 1:
         # Different names mean different fleets: compare them as wholes, not entry by entry.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isthmus.disk import DiskFull, full_line, is_full
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, RunError
 from isthmus.page.report import write_report
 from isthmus.runlog import RunDir
 
@@ -30,7 +30,8 @@ def ending(run: RunDir, go_on: str) -> Iterator[Ending]:
         end.status = "interrupted"
         raise KeyboardInterrupt(f"interrupted; {go_on}" if end.resumable else "interrupted") from None
     except BaseException as fault:
-        error = f"{type(fault).__name__}: {fault}".splitlines()[0]
+        known = isinstance(fault, ConfigError | RunError)
+        error = (str(fault) if known else f"{type(fault).__name__}: {fault}").splitlines()[0]
         if not isinstance(fault, OSError) or not is_full(fault):
             raise
         raise DiskFull(f"{full_line(fault)}, then {go_on}") from None

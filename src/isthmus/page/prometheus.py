@@ -38,7 +38,6 @@ def exposition(state: Mapping[str, Any], now: float) -> str:
     put("bytes_total", "counter", "Bytes that crossed links, by purpose.", by_purpose)
     _links(put, state["kinds"])
     _replicas(put, state, now)
-    _bias(put, last["bias"])
     return "\n".join(lines) + "\n"
 
 
@@ -72,21 +71,10 @@ def _replicas(put: Any, state: Mapping[str, Any], now: float) -> None:
     put("replica_heartbeat_age_seconds", "gauge", "Since its last heartbeat.", age)
     put("replica_tokens_per_second", "gauge", "From its last heartbeat.", rate)
     put("replica_loss", "gauge", "Training loss from its last heartbeat.", loss)
-    put("replica_restarts", "gauge", "Of its workers, since its launcher last ended well.", restarts)
+    put("replica_restarts", "gauge", "Restarts of its workers since its launcher last ended well.", restarts)
     put("replica_disk_free_bytes", "gauge", "On the disk of its private state.", disk)
     counted = [({"replica": row["replica"]}, row["counted"]) for row in state["rounds"]["rows"]]
-    put("replica_rounds_total", "counter", "Rounds in which its update counted.", counted)
-
-
-def _bias(put: Any, bias: Mapping[str, Any]) -> None:
-    shares = [
-        ({"kind": kind, "boundary": b}, share)
-        for kind, figures in bias.items()
-        for b, share in enumerate(figures["outside"])
-    ]
-    put("outside_energy_ratio", "gauge", "Share of energy outside the subspace at a boundary.", shares)
-    drifts = [({"kind": kind}, figures["drift"]) for kind, figures in bias.items()]
-    put("embedding_drift_ratio", "gauge", "Drift of the embedding in a round, relative to T_perp.", drifts)
+    put("replica_rounds_total", "counter", "Rounds that counted its update.", counted)
 
 
 def _labels(labels: Mapping[str, Any]) -> str:

@@ -68,6 +68,6 @@ def _hash(text: str) -> str:
 
 
 def _data(state: State) -> str:
-    """Return JSON in which no name from a run can close the script element around it."""
+    """Return JSON whose text cannot close the script element around it."""
     text = json.dumps(state, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     return text.translate(str.maketrans(UNSAFE))

@@ -27,7 +27,7 @@ class Tally:
 
     rows: dict[int, Row]
     rounds: frozenset[int]
-    counted: Counter[str]  # replica -> rounds in which its update counted
+    counted: Counter[str]  # replica -> rounds that counted its update
     strangers: frozenset[str]  # replicas in a manifest or a row, but not in the recipe
     simulated: bool
 

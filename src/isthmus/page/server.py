@@ -216,8 +216,8 @@ class Server(ThreadingHTTPServer):
         return f"http://{host}:{self.server_address[1]}/"
 
     def admits(self, host: str) -> bool:
-        """Check the Host header against DNS rebinding, by which another site could read us in a viewer's
-        browser: accept only this machine's names and that of `--host`."""
+        """Accept only this machine's names and that of `--host` in the Host header. After DNS rebinding,
+        another site could otherwise read us in a viewer's browser."""
         name = (host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host).strip("[]").lower()
         if name == "localhost" or is_loopback(name):
             return True

@@ -110,7 +110,6 @@ class StateBuilder:
             "speeds": charts.speeds(rows),
             "traffic": charts.traffic(sums),
             "plan": _safely(plan, None, "plan against actual", self.odd),
-            "bias": charts.bias(rows, recipe),
             "sums": sums,
             "last": last_figures(rows),
         }
@@ -272,6 +271,6 @@ def last_figures(rows: list[Row]) -> State:
         field: next((row[field] for row in newest if row[field] is not None), None)
         for field in losses + others
     }
-    for field in ("train_by_kind", "loss_by_kind", "bias"):
+    for field in ("train_by_kind", "loss_by_kind"):
         last[field] = next((row[field] for row in newest if row[field]), {})
     return last

@@ -8,8 +8,6 @@ from isthmus.errors import ConfigError
 from isthmus.reading import parse_json, read_bytes, stat_regular
 from isthmus.runlog import Row
 
-MARK_BYTES = 4096  # of the last data read: if they changed, the file is a different one
-
 
 class MetricsFile:
     """The rows, in the order of their rounds. The list is a new object exactly when it has changed."""
@@ -22,11 +20,7 @@ class MetricsFile:
         self._forget()
 
     def _forget(self) -> None:
-        self.end, self.mark, self.left_out = (
-            0,
-            b"",
-            0,
-        )  # the end of what was read; its last bytes; lines that are no rows
+        self.end = self.left_out = 0  # the end of what was read; lines that are not rows
 
     def look(self) -> float | None:
         """Return when the file was last written; None if it does not exist."""
@@ -46,25 +40,16 @@ class MetricsFile:
         return found.st_mtime
 
     def _read(self, found: os.stat_result) -> None:
-        same = self.seen is not None and found.st_ino == self.seen[0] and found.st_size > self.end
-        if not same or not self._add(found.st_size):
+        """Read what was added, or the whole file if it was replaced or cut."""
+        if self.seen is None or found.st_ino != self.seen[0] or found.st_size < self.end:
             self._forget()
             self.rows = []
-            self._add(found.st_size)
-
-    def _add(self, size: int) -> bool:
-        """Read on from `end`; False if what was read before is gone."""
-        start = self.end - len(self.mark)
-        data = read_bytes(self.path, size - start, start=start)
-        if not data.startswith(self.mark):
-            return False
+        data = read_bytes(self.path, found.st_size - self.end, start=self.end)
         data = data[: data.rfind(b"\n") + 1]  # the rest is still being written
-        fresh = list(self._rows(data[len(self.mark) :]))
-        self.end, self.mark = max(self.end, start + len(data)), data[-MARK_BYTES:] or self.mark
-        if fresh:  # rounds may have been repeated, or have got their losses
+        self.end += len(data)
+        if fresh := list(self._rows(data)):  # rounds may have been repeated, or have got their losses
             known = {row.round: row for row in (*self.rows, *fresh)}
             self.rows = [known[at] for at in sorted(known)]
-        return True
 
     def _rows(self, data: bytes) -> Iterator[Row]:
         for line in data.splitlines():

@@ -20,9 +20,7 @@ SCALARS = {
     "tokens_per_second": "speed/tokens_per_second",
     "seconds": "speed/round_seconds",
 }
-
-
-LATER = ("held-out", "bias/")  # prefixes of tags that a row may get later than others
+LATER = "held-out"  # the beginning of tags that a row may get later than others
 
 
 class Follower(ABC):
@@ -90,7 +88,4 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
     named += [(f"train/{kind}", value) for kind, value in row.train_by_kind.items()]
     named += [(f"held-out by kind/{kind}", value) for kind, value in row.loss_by_kind.items()]
     named += [(f"bytes/{purpose}", value) for purpose, value in row.bytes.items()]
-    for kind, bias in row.bias.items():
-        named += [(f"bias/{kind}/boundary {b}", share) for b, share in enumerate(bias["outside"])]
-        named.append((f"bias/{kind}/drift", bias["drift"]))
     return ((tag, float(value)) for tag, value in named if value is not None)

@@ -64,15 +64,11 @@ class Untied:
     num_parameters: int  # of the second table
 
     @property
-    def choice(self) -> str:
+    def reason(self) -> str:
         return (
             f"embedding and head are untied, {self.num_parameters:,} parameters more: the first and the last "
             "stage would have to exchange the table's whole gradient in every step"
         )
-
-    @property
-    def reason(self) -> str:
-        return self.choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +93,13 @@ class Pick:
     @property
     def reason(self) -> str:
         """The reason in one line, with the expected price."""
-        return f"{self.choice}; {self.rung.price.text(self.num_parameters)}"
-
-    @property
-    def choice(self) -> str:
+        price = self.rung.price.text(self.num_parameters)
         keys = " and ".join(f'{key} = "{getattr(self.rung, key)}"' for key in self.picked)
         chosen = f'replica {self.replica}: "auto" is {keys}'
         if not self.rung.enough:
             return (
                 f"{chosen}, the strongest there is, and the link of {self.mbps:g} Mb/s stays the bottleneck: "
-                f"{self.rung.busy:.0%} busy once the pipeline is full"
+                f"{self.rung.busy:.0%} busy once the pipeline is full; {price}"
             )
         milder = ""
         if self.milder:
@@ -114,7 +107,7 @@ class Pick:
             milder = f" ({other}: {self.milder.busy:.0%})"
         return (
             f"{chosen}: the link of {self.mbps:g} Mb/s is then "
-            f"{self.rung.busy:.0%} busy once the pipeline is full{milder}"
+            f"{self.rung.busy:.0%} busy once the pipeline is full{milder}; {price}"
         )
 
 

@@ -18,7 +18,6 @@ POLL_SECONDS = SHORTEST_SECONDS / 2  # until a closer, and then the others, noti
 # Checking a payload: hash, unpack, squared norm. One core of a busy machine does 6 to 9 MB/s of packed 2bit.
 VERIFY_BYTES_PER_SECOND = 10e6
 TOGETHER = 0.98  # kinds with at least this share of the longest round count as delivering together
-COMMIT_BYTES, SHARD_LINE_BYTES = 600, 80  # about, in commits and manifests: a replica's facts; one shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +30,6 @@ class OuterExchange:
     down_bytes: int
     up_seconds: float
     down_seconds: float
-    gets: int  # of payloads, on all machines
-    puts: int
 
     @property
     def seconds(self) -> float:
@@ -47,7 +44,6 @@ class Closing:
     verify_bytes: int  # all other payloads of the round
     last_bytes: int  # those that arrive together at its end
     seconds: float
-    manifest_bytes: int
 
 
 def has_bucket(recipe: Recipe) -> bool:
@@ -79,11 +75,8 @@ def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> Outer
             _transfer(link, sum(n * sizes[i] for i, n in counts.items()), _waits(sum(counts.values())))
             for counts in read
         )
-        gets = sum(sum(counts.values()) for counts in read)
-        puts = sum(len(w) for w, _ in machines) + 1
     else:
         up_seconds = down_seconds = exchange_seconds(recipe, member) / 2
-        gets = puts = 0
     return OuterExchange(
         mbps=link.mbps,
         latency_ms=link.latency_ms,
@@ -91,8 +84,6 @@ def exchange_of(recipe: Recipe, member: Member, sizes: tuple[int, ...]) -> Outer
         down_bytes=down,
         up_seconds=up_seconds,
         down_seconds=down_seconds,
-        gets=gets,
-        puts=puts,
     )
 
 
@@ -122,7 +113,6 @@ def closing_of(recipe: Recipe, turns: Mapping[str, float], sizes: tuple[int, ...
         verify_bytes=(recipe.num_replicas - 1) * payload,
         last_bytes=num_last * payload,
         seconds=reading + num_last * payload / VERIFY_BYTES_PER_SECOND + 2 * POLL_SECONDS,
-        manifest_bytes=recipe.num_replicas * (COMMIT_BYTES + SHARD_LINE_BYTES * len(sizes)),
     )
 
 

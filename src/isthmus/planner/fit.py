@@ -47,7 +47,7 @@ class MemoryPick:
         )
 
     @property
-    def choice(self) -> str:
+    def reason(self) -> str:
         chosen = [
             *(["sharding"] if self.sharding == "full" else []),
             *([f"micro_batches = {self.micro_batches}"] if self.micro_batches > 1 else []),
@@ -61,10 +61,6 @@ class MemoryPick:
             f'replica {self.replica}: "auto" is {what}: a process needs {_gb(self.needed_bytes)}{plain}, '
             f"which {fits} {room}"
         )
-
-    @property
-    def reason(self) -> str:
-        return self.choice
 
 
 def usable(memory_gb: float) -> float:

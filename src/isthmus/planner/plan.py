@@ -161,7 +161,7 @@ def predict(
         rounds=rounds,
         inner_steps=recipe.outer.inner_steps,
         kinds=kinds,
-        auto=tuple(pick.choice for pick in picks),
+        auto=tuple(pick.reason for pick in picks),
         payload_bytes=sum(sizes),
         num_shards=len(sizes),
         closing=usual.closing,

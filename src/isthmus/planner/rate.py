@@ -48,23 +48,15 @@ class TrainingRate:
     @property
     def warning(self) -> str:
         """Say why the machine may be faster than this, or nothing."""
-        found = []
         if self.busy:
-            found.append("the machine is busy")
+            return "the machine is busy: the rate may be too low; measure again when it is idle"
         if self.steps < FEWEST_STEPS:
-            found.append(f"only {self.steps} step{'s' * (self.steps > 1)} fitted into the time")
-        elif self.slowest_seconds > WIDE * self.fastest_seconds and not self.busy:
-            found.append(
-                f"the slowest step took {self.slowest_seconds / self.fastest_seconds:.1f} x the fastest"
-            )
-        if not found:
+            found = f"only {self.steps} step{'s' * (self.steps > 1)} fitted into the time"
+        elif self.slowest_seconds > WIDE * self.fastest_seconds:
+            found = f"the slowest step took {self.slowest_seconds / self.fastest_seconds:.1f} x the fastest"
+        else:
             return ""
-        cure = (
-            "measure again when it is idle"
-            if self.busy
-            else "measure again with --seconds 20 or a smaller --preset"
-        )
-        return f"{' and '.join(found)}: the rate may be too low; {cure}"
+        return f"{found}: the rate may be too low; measure again with --seconds 20 or a smaller --preset"
 
 
 def usable_cores(groups: Path = Path("/sys/fs/cgroup")) -> int:

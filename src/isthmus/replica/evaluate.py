@@ -1,5 +1,4 @@
-"""The three held-out losses, full, pipelined and mixed (docs/method.md, Three losses), and the bias of
-compressed boundaries."""
+"""The three held-out losses, full, pipelined and mixed (docs/method.md, Three losses)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,11 +10,9 @@ from isthmus import gpu
 from isthmus.config import Member, Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.data.tokens import validation_batches
-from isthmus.layout.stages import EMBEDDING
 from isthmus.model.llama import RunLayer, head_weights, rope_table, stream
 from isthmus.model.parts import parts
-from isthmus.runlog.row import Bias, Scores, by_kind
-from isthmus.subspace.bias import drift, energies, share, watched
+from isthmus.runlog.row import Scores, by_kind
 from isthmus.subspace.boundaries import BasisSet, boundary_functions, forward_key, projected
 
 LOGIT_BYTES = 1 << 30  # of float32 logits at a time, if a Scorer shares its device with a fleet
@@ -49,14 +46,8 @@ class Scorer:
         batches = validation_batches(text, *size) if isinstance(text, Corpus) else text
         self.held_out = [batch.to(device).long() for batch in batches]
         self.rope = rope_table(recipe.model, recipe.model.context, bases.dtype, device)
-        self.frozen: Tensor | None = None  # the table of the current round
         self.recorded = recorded
         self.recordings: dict[tuple, gpu.Replayed] = {}
-
-    def hold(self, table: Tensor) -> None:
-        """Freeze the embedding at a round's start: its part outside S is constant until the round's end."""
-        if any(member.config.compressed for member in self.members):
-            self.frozen = table.detach().clone() if self.frozen is None else self.frozen.copy_(table)
 
     @torch.no_grad()
     def score(self, anchor: Mapping[str, Tensor], table: Tensor) -> Scores:
@@ -66,72 +57,37 @@ class Scorer:
         forwards: dict[tuple, Member | None] = {(): None}  # one member for each distinct forward
         for key, member in zip(keys, self.members, strict=True):
             forwards.setdefault(key, member)
-        losses, dropped = (tensor.tolist() for tensor in self._measured(anchor, table, forwards))
-        by_forward = dict(zip(forwards, losses, strict=True))
+        by_forward = dict(zip(forwards, self._losses(anchor, table, forwards).tolist(), strict=True))
         per_member = [by_forward[key] for key in keys]
-        rest = iter(dropped)
-        shares = {
-            key: [next(rest) for _ in range(member.config.stages - 1)]
-            for key, member in forwards.items()
-            if member and member.config.compressed
-        }
         pipelined = [loss for loss, m in zip(per_member, self.members, strict=True) if m.config.stages > 1]
         return {
             "loss_full": by_forward[()],
             "loss_pipelined": sum(pipelined) / len(pipelined) if pipelined else None,
             "loss_mixed": sum(per_member) / len(per_member),
             "loss_by_kind": by_kind(self.members, per_member),
-            "bias": self._bias(anchor[EMBEDDING], shares),
         }
 
     @torch.no_grad()
     def loss(self, params: Mapping[str, Tensor], table: Tensor, member: Member | None = None) -> float:
         """The loss of one forward: the whole model's, or through a member's boundaries."""
         near = {name: tensor.to(self.dtype) for name, tensor in params.items()} if self.rows else None
-        return self._loss(params, near, table, member, []).item()
+        return self._loss(params, near, table, member).item()
 
-    def _measured(
+    def _losses(
         self, anchor: Mapping[str, Tensor], table: Tensor, forwards: Mapping[tuple, Member | None]
-    ) -> tuple[Tensor, Tensor]:
-        """Each forward's loss, and the shares that all compressed boundaries dropped; on the device."""
+    ) -> Tensor:
+        """Return each forward's loss, on the device."""
 
-        def work() -> tuple[Tensor, Tensor]:
-            shares: list[Tensor] = []
+        def work() -> tuple[Tensor]:
             # With batches in parts, each weight is read many times below.
             near = {name: tensor.to(self.dtype) for name, tensor in anchor.items()} if self.rows else None
-            losses = [self._loss(anchor, near, table, member, shares) for member in forwards.values()]
-            return torch.stack(losses), torch.stack(shares) if shares else losses[0].new_zeros(0)
+            return (torch.stack([self._loss(anchor, near, table, m) for m in forwards.values()]),)
 
         if not self.recorded:
-            return work()
+            return work()[0]
         # Finishing changes the forwards, not the tensors they read.
         recording = self.recordings.setdefault((id(anchor), id(table), *forwards), gpu.Replayed(work))
-        losses, shares = recording()
-        return losses, shares
-
-    def _bias(self, embedding: Tensor, shares: Mapping[tuple, Sequence[float]]) -> dict[str, Bias]:
-        """By compressed kind: the share of energy that each boundary drops, and the embedding's drift out of
-        S in this round; both are means over the kind's replicas."""
-        groups: dict[str, list[Member]] = {}
-        for member in self.members:
-            if member.config.compressed:
-                groups.setdefault(member.config.name, []).append(member)
-        bias: dict[str, Bias] = {}
-        for name, group in groups.items():
-            rows = [shares[forward_key(self.recipe, member, self.bases)] for member in group]
-            drifts = self._drifts(embedding, group)
-            bias[name] = {
-                "outside": [sum(column) / len(column) for column in zip(*rows, strict=True)],
-                "drift": sum(drifts) / len(drifts) if drifts else None,
-            }
-        return bias
-
-    def _drifts(self, embedding: Tensor, group: Sequence[Member]) -> list[float]:
-        if self.frozen is None:
-            return []
-        edges = range(group[0].config.stages - 1)
-        bases = {self.bases.key(m, b): self.bases.get(m, b) for m in group for b in edges}
-        return [drift(embedding, self.frozen, basis).item() for basis in bases.values()]
+        return recording()[0]
 
     def _loss(
         self,
@@ -139,42 +95,26 @@ class Scorer:
         near: Mapping[str, Tensor] | None,
         table: Tensor,
         member: Member | None,
-        shares: list[Tensor],
     ) -> Tensor:
-        """The loss of one forward. Append to `shares` what each compressed boundary dropped of the first
-        batch. `near` is the anchor in the stream's precision, if such a copy exists."""
+        """Return the loss of one forward. `near`: the anchor in the stream's precision, if a copy exists."""
         weights = dict(near or anchor)
         if member is not None:
             weights |= projected(self.recipe, member, self.bases, anchor)
         total = torch.zeros((), dtype=gpu.wide(self.device), device=self.device)
-        for number, batch in enumerate(self.held_out):
-            crossings: list[list[Tensor]] = []  # [part of the batch][boundary]
+        for batch in self.held_out:
             for part in batch.split(self.rows or len(batch)):
-                crossings.append([])
-                loss = self._part_loss(weights, part, table, member, crossings[-1] if number == 0 else None)
-                total += loss.to(total.dtype) * len(part)
-            shares += [share(torch.stack(parts).sum(0)) for parts in zip(*crossings, strict=True)]
+                total += self._part_loss(weights, part, table, member).to(total.dtype) * len(part)
         return total / sum(map(len, self.held_out))
 
     def _part_loss(
-        self,
-        weights: Mapping[str, Tensor],
-        part: Tensor,  # (B, L + 1)
-        table: Tensor,
-        member: Member | None,
-        crossing: list[Tensor] | None,
+        self, weights: Mapping[str, Tensor], part: Tensor, table: Tensor, member: Member | None
     ) -> Tensor:
-        """The loss of a part. Append the energies at each compressed boundary to `crossing`."""
+        """Return the loss of a part (B, L + 1)."""
         model, boundary_fns = self.recipe.model, {}
         if member:
             boundary_fns = boundary_functions(
                 self.recipe, [member], self.bases, table, len(part), params=weights
             )
-        if member and member.config.compressed and crossing is not None:
-            for boundary, edge in enumerate(sorted(boundary_fns)):
-                ((rows, cross),) = boundary_fns[edge]
-                measure = energies(self.bases.get(member, boundary), table)
-                boundary_fns[edge] = [(rows, watched(cross, measure, crossing))]
         x = stream(weights, part[:, :-1], model, self.rope, boundary_fns, self.dtype, self.run_layer)
         return self.parts.head_losses(head_weights(weights, model), x, part[:, 1:], model)
 

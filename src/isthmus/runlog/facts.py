@@ -1,12 +1,12 @@
 """A replica's report with its update, read by `isthmus status` and `watch`."""
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
-from msgspec import Meta
+from msgspec import Meta, ValidationError, convert
 
 MAX_WORD = 200  # characters of a short text
 MOST_LOSS = 1e6  # nats
@@ -25,20 +25,6 @@ class HeldOut:
     full: Loss
     pipelined: Loss | None = None
     mixed: Loss
-
-    @classmethod
-    def from_dict(cls, body: Any) -> "HeldOut | None":
-        """Parse a stranger's report: None unless it is fully valid."""
-        if not isinstance(body, dict) or not _is_number(body.get("round"), int) or body["round"] < 0:
-            return None
-        losses = {name: number(body, name) for name in ("full", "pipelined", "mixed")}
-        if losses["full"] is None or losses["mixed"] is None:
-            return None
-        if any(loss is not None and not 0 <= loss < MOST_LOSS for loss in losses.values()):
-            return None
-        return cls(
-            round=body["round"], full=losses["full"], pipelined=losses["pipelined"], mixed=losses["mixed"]
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +47,12 @@ class Facts:
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> "Facts":
-        """Parse a stranger's report; values of a wrong type or size are left out."""
-        return cls(
-            loss=number(body, "loss"),
-            grad_norm=number(body, "grad_norm"),
-            seconds=number(body, "seconds"),
-            trip_seconds=number(body, "trip_seconds"),
-            bytes={name: n for name, n in _named(body, "bytes") if _is_number(n, int) and n >= 0},
-            measured={name: row for name, row in _named(body, "measured") if _is_figures(row)},
-            held_out=HeldOut.from_dict(body.get("held_out")),
-        )
+        """Parse what `to_dict` returns; leave out what readers would refuse, such as an infinite norm."""
+        known = {}
+        for name, kind in get_type_hints(cls, include_extras=True).items():
+            with suppress(ValidationError):
+                known |= {name: convert(body[name], kind)} if name in body else {}
+        return cls(**known)
 
     def plus(self, more: "Facts") -> "Facts":
         """Add what another part of the same process counted."""
@@ -88,25 +70,3 @@ class Facts:
             for name in processes[0].measured:
                 measured[name] = [n for facts in processes for n in facts.measured.get(name, [0])]
         return replace(processes[0], bytes=dict(total), measured=measured)
-
-
-def number(body: Mapping[str, Any], key: str) -> float | None:
-    """Return a finite number of reasonable size, or None."""
-    return body[key] if _is_number(body.get(key), int | float) else None
-
-
-def _named(body: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a table that have plain names."""
-    table = body.get(key)
-    for name, value in table.items() if isinstance(table, dict) else ():
-        if isinstance(name, str) and re.fullmatch("[a-z_]{1,40}", name):
-            yield name, value
-
-
-def _is_figures(row: Any) -> bool:
-    listed = isinstance(row, list) and len(row) <= MAX_PROCESSES
-    return listed and all(_is_number(n, int | float) and n >= 0 for n in row)
-
-
-def _is_number(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 2**63

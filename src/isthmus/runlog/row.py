@@ -42,24 +42,16 @@ class Figures(TypedDict):
     peak_bytes: NotRequired[list[float]]
 
 
-class Bias(TypedDict):
-    """The cost of one kind's compressed boundaries: see `bias` in docs/watch.md."""
-
-    outside: list[float]  # the share of energy that each boundary drops
-    drift: float | None
-
-
 class Scores(TypedDict):
-    """The held-out losses of an anchor, and the bias of its boundaries."""
+    """The held-out losses of an anchor."""
 
     loss_full: float | None
     loss_pipelined: float | None
     loss_mixed: float | None
     loss_by_kind: dict[str, float]
-    bias: dict[str, Bias]
 
 
-NO_SCORES = Scores(loss_full=None, loss_pipelined=None, loss_mixed=None, loss_by_kind={}, bias={})
+NO_SCORES = Scores(loss_full=None, loss_pipelined=None, loss_mixed=None, loss_by_kind={})
 
 
 class EntryOfManifest(Protocol):
@@ -99,7 +91,6 @@ class Row(Mapping[str, Any]):
     loss_pipelined: float | None = None
     loss_mixed: float | None = None
     loss_by_kind: dict[str, float] = field(default_factory=dict)
-    bias: dict[str, Bias] = field(default_factory=dict)
     grad_norm: float | None = None
     seconds: float | None = None
     tokens_per_second: float | None = None
@@ -199,7 +190,7 @@ class Row(Mapping[str, Any]):
                     kind[key] = [max(pair) if key in LARGEST else sum(pair) for pair in pairs]
 
     def fill_in(self, scores: Scores | None, anchor: str | None) -> None:
-        """Add what is known late: held-out losses, bias, and the digest of the weights."""
+        """Add what is known late: held-out losses and the digest of the weights."""
         for name, value in (scores or {}).items():
             setattr(self, name, value)
         if self.round:

@@ -23,7 +23,6 @@ from isthmus.files import open_own, replace_file
 from isthmus.layout.traffic import PURPOSES, REPLICA_PURPOSES, STAGE_PURPOSES
 from isthmus.reading import (
     DOCUMENT_BYTES,
-    list_folder,
     parse_json,
     read_json,
     read_lines,
@@ -86,6 +85,12 @@ class RunDir:
     def __init__(self, path: str | Path, recipe: Recipe) -> None:
         self.path = Path(path)
         self.recipe = recipe
+        self.recipe_path = self.path / "recipe.toml"
+        self.about_path = self.path / "about.json"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.report_path = self.path / "report.html"
+        self.model_path = self.path / "model.safetensors"
+        self.state_path = self.path / "state"
 
     @classmethod
     def create(cls, path: str | Path, recipe: Recipe, about: Mapping[str, Any]) -> Self:
@@ -123,30 +128,6 @@ class RunDir:
         return cls(path, stored_recipe(text, str(path / "recipe.toml")))
 
     @property
-    def recipe_path(self) -> Path:
-        return self.path / "recipe.toml"
-
-    @property
-    def about_path(self) -> Path:
-        return self.path / "about.json"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def model_path(self) -> Path:
-        return self.path / "model.safetensors"
-
-    @property
-    def state_path(self) -> Path:
-        return self.path / "state"
-
-    @property
     def about(self) -> About:
         """Read about.json anew each time: a running run changes its status."""
         try:
@@ -155,10 +136,6 @@ class RunDir:
             return {}
         except ConfigError as refusal:
             raise ConfigError(f"{refusal}; remove it, the run can be read without it") from None
-        if not isinstance(about, dict):
-            raise ConfigError(
-                f"{self.about_path} is not a JSON object; remove it, the run can be read without it"
-            )
         return cast(About, about)
 
     def update_about(self, **facts: Any) -> None:
@@ -247,32 +224,11 @@ def next_run_dir(base: str | Path, name: str) -> Path:
 
 
 def _refuse_occupied(path: Path) -> None:
-    """Raise ConfigError unless `path` is an empty folder; the error lists what it contains."""
-    if not path.is_dir():
-        raise ConfigError(f"{path} is a file; give --run a folder that does not exist yet")
-    try:
-        names = list_folder(path)
-    except ConfigError as refusal:
-        raise ConfigError(f"{refusal}; give --run another folder") from None
-    if "recipe.toml" in names or "metrics.jsonl" in names:
-        raise ConfigError(
-            f"{path} already holds {_which_run(path)}; give --run another folder, or go on with --resume"
-        )
-    if names:
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        raise ConfigError(
-            f"{path} holds other files ({shown}) and no run; give --run a new or an empty folder"
-        )
-
-
-def _which_run(path: Path) -> str:
-    try:
-        run = RunDir.open(path)
-        done = max((row.round for row in run.rows()), default=0)
-        status = run.about.get("status", "status unknown")
-        return f'the run "{run.recipe.name}" ({status}, {done} of {run.recipe.outer.rounds} rounds)'
-    except ConfigError:
-        return "a run that cannot be read"
+    """Raise ConfigError unless `path` is an empty folder."""
+    if (path / "recipe.toml").exists():
+        raise ConfigError(f"{path} already holds a run; give --run another folder, or go on with --resume")
+    if not path.is_dir() or any(path.iterdir()):
+        raise ConfigError(f"{path} is not an empty folder; give --run a new or an empty one")
 
 
 def _json(value: Any, indent: int | None = None) -> str:

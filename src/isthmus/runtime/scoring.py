@@ -76,8 +76,6 @@ class ScoredAnchor:
         self.held: Replay | None = None
         self.scorer: Scorer | None = None
         self.first_table: Tensor | None = None
-        self.began_with: Tensor | None = None  # the table at the start of the last replayed round
-        self.compressed = any(member.config.compressed for member in self.recipe.fleet())
         self.hasher = ThreadPoolExecutor(1, thread_name_prefix="digest")  # its thread starts with a task
 
     @property
@@ -109,7 +107,7 @@ class ScoredAnchor:
         left = self.where.pop(0)
         while full and len(self.where) > 1 and self.where[0].device == left.device:
             self.where.pop(0)
-        self.held = self.scorer = self.first_table = self.began_with = None  # a step may be half done
+        self.held = self.scorer = self.first_table = None  # a step may be half done
         gc.collect()
         if left.device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # a failed GPU cannot do this either
@@ -130,22 +128,17 @@ class ScoredAnchor:
             self.held = Replay(self.ledger, max(0, round_number - 1), device=device)
         while self.held.round < round_number:
             self.check()
-            if self.compressed:
-                table = self._table(self.held)  # the step changes the anchor in place
-                self.began_with = table.clone() if self.began_with is None else self.began_with.copy_(table)
             try:
                 if self.held.step() is None:
                     raise RunError(f"round {self.held.round + 1} was settled, and its manifest is gone")
             except MissingPayloads:
                 if not self.held.jump_past():
                     raise
-                self.began_with = None  # unknown
         return self.held.round
 
     def scores(self) -> Scores:
         """The scores of the current anchor."""
         scorer = self.scorer = self.scorer or self._make_scorer()
-        scorer.frozen = self.began_with
         scorer.bases.begin_round(self.replay.round)
         scores = scorer.score(self.replay.anchor, self._table(self.replay))
         self._give_back()

@@ -38,7 +38,7 @@ from isthmus.replica.picks import (
 )
 from isthmus.runlog import REAL, About, RunDir, next_run_dir
 from isthmus.runlog.hooks import OnRound, RoundHooks
-from isthmus.runlog.live import View, open_view
+from isthmus.runlog.live import View
 from isthmus.runlog.results import Results
 from isthmus.runtime.create import check_free, create
 from isthmus.runtime.disk_watch import DiskWatch
@@ -195,7 +195,7 @@ def _run(
         ledger = begin()
         end.resumable = True
         torch.set_num_threads(1)  # the replicas need the cores more
-        with after as hooks, open_view(recipe, done, recipe.outer.rounds, rows=rows, quiet=quiet) as view:
+        with after as hooks, View(recipe, done, recipe.outer.rounds, rows=rows, quiet=quiet) as view:
             view.hooks = hooks
             _start(supervisor, run, ledger)
             fleet = f"{recipe.num_replicas} replicas, {num_workers} processes"

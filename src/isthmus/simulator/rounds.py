@@ -45,7 +45,6 @@ def simulate_rounds(
         view.round(row)
         view.hooks.deliver()
         clock = time.perf_counter()
-    fleet.scorer.hold(fleet.table)
 
     def after(round_number: int, trained_seconds: float) -> None:
         nonlocal clock
@@ -74,7 +73,6 @@ def simulate_rounds(
         run.append(row)
         if saver:
             saver.save(round_number, force=round_number == rounds)
-        fleet.scorer.hold(fleet.table)
         view.round(row)
         if view.hooks.deliver() and saver:
             saver.save(round_number, force=True)

@@ -37,7 +37,7 @@ from isthmus.replica.picks import (
 )
 from isthmus.runlog import REAL, About, RunDir, next_run_dir
 from isthmus.runlog.hooks import OnRound, RoundHooks
-from isthmus.runlog.live import open_view
+from isthmus.runlog.live import View
 from isthmus.runlog.results import Results
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
@@ -196,7 +196,7 @@ def _run(
             _restore(fleet, state, done, run)
         with (
             after as hooks,
-            open_view(recipe, done, recipe.outer.rounds, rows=run.rows(), quiet=quiet) as view,
+            View(recipe, done, recipe.outer.rounds, rows=run.rows(), quiet=quiet) as view,
         ):
             view.hooks = hooks
             how = plan.describe(recipe.num_replicas)

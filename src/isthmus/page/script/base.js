@@ -51,8 +51,8 @@ function tick() {
   } else if (state) {
     const when = state.heard_unix ? ago(now() - state.heard_unix) : "never";
     if (state.run.status !== "running") { words = `the run has ended, last heard ${when}`; }
-    else if (state.run.silent_unix) {
-      words = `the bucket does not answer, ${state.run.as_of_unix ? `shown as of ${ago(now() - state.run.as_of_unix)}` : `since ${ago(now() - state.run.silent_unix)}`}`; tone = "gone";
+    else if (state.run.silent_unix) { // what is shown comes from its last answer, or from the rows of the run directory
+      words = `the bucket does not answer, shown as of ${ago(now() - (state.run.as_of_unix ?? state.heard_unix ?? state.run.silent_unix))}`; tone = "gone";
     } else if (state.run.stale || (state.run.timeout_seconds && now() - state.heard_unix > state.run.timeout_seconds)) { words = `nothing heard from the run, last ${when}`; tone = "gone"; }
     else { words = `live, last heard ${when}`; tone = "live"; }
   }

@@ -49,7 +49,6 @@ const SECTIONS = [
   [rounds, ["rounds", "kinds"]],
   [bytes, ["traffic", "kinds", "run"]],
   [against, ["plan"]],
-  [bias, ["bias"]],
   [(state) => { $("time").hidden = !state.speeds.length; plots("speeds", state.speeds); }, ["speeds"]],
   [changes, ["comings", "events"]],
   [details, ["run", "summary", "recipe", "about"]],

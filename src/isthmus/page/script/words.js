@@ -4,7 +4,6 @@ const WORDS = {
   "anchor": "The weights that all replicas last agreed on. Every round starts from them, and ends with new ones.",
   "awaited": "The round is open, and this replica's update is not there yet.",
   "away": "The replica was not a member of that round: it had left, or had not joined yet.",
-  "bias": "What compression leaves out at every boundary, always in the same directions. More rounds do not average it away, so it is watched.",
   "boundary": "Where one stage ends and the next begins. What crosses it is squeezed before the link and expanded behind it.",
   "bubble": "Time in which a stage has nothing to do, because the first micro-batch has not reached it yet or the last one has passed.",
   "bucket": "A folder or an object store such as S3. Replicas exchange everything through it and never connect to each other.",
@@ -14,8 +13,6 @@ const WORDS = {
   "control": "All that the bucket moves beside updates: snapshots of the weights, manifests, heartbeats.",
   "delivered": "Its update for the open round is in the bucket.",
   "dense methods": "The usual way to train on several machines: all gradients are averaged after every inner step, and whole streams cross between stages.",
-  "drift out of S": "How far a round's training moved the token embedding out of the subspace S, relative to T_perp. After each round it is folded into T_perp, so that nothing is lost.",
-  "energy": "The squared length of the vectors: 28 % of it dropped means that what is left out has 28 % of the squared length.",
   "error feedback": "What a replica did not send in a round, because only the largest changes travel. It is kept and added to what the next round would send.",
   "forward": "How the model is computed for a loss: full is the whole model with nothing compressed, pipelined goes through the compressed boundaries, mixed is the mean over replicas as each of them trains.",
   "full": "A full replica holds the whole model on one machine. A full forward is one with nothing compressed.",
@@ -40,7 +37,6 @@ const WORDS = {
   "refused": "A closer did not count the update: it was malformed, from another anchor, far too large, against most others, or made the held-out loss worse. The cell says which.",
   "replica": "One copy of the model that trains on its own data: one machine, or several that share it as stages.",
   "S": "The subspace: k fixed directions out of d, the same for all stages. Only what lies in them crosses a compressed link.",
-  "score": "What one update alone does to the held-out loss, as a closer measured it on a sample. Below zero is better.",
   "silent": "Nothing has been heard of the replica for longer than its heartbeats allow. The others go on without it.",
   "stage": "A slice of the model's layers, on one machine of a pipelined replica.",
   "subspace": "k fixed directions out of d, called S. Only what lies in them crosses a compressed link.",
@@ -55,7 +51,7 @@ const WORDS = {
 
 // What else a word is called on the page.
 const ALIASES = {
-  "boundaries": "boundary", "drift": "drift out of S", "feedback": "error feedback", "round": "outer round", "dense": "dense methods",
+  "boundaries": "boundary", "feedback": "error feedback", "round": "outer round", "dense": "dense methods",
   "uncompressed": "dense methods", "bf16": "wire", "int8": "wire", "int6": "wire", "int5": "wire", "int4": "wire",
 };
 
