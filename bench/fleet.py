@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from fleet_table import Result, line, table
-from joined import Failed, JoinedRun, join_options, mps_server, random_corpus, rounds_of, speed
+from joined import Failed, JoinedRun, mps_server, random_corpus, rounds_of, speed
 
 from isthmus.config import Recipe, dump_recipe, parse_recipe
 from isthmus.data.corpus import open_corpus
@@ -74,7 +74,6 @@ class Bench:
         tokens = max(2**20, 16 * args.batch * self.context)
         self.corpus = args.corpus or random_corpus(folder / "corpus", presets[size].vocab, tokens)
         self.num_runs = 0
-        self.known = join_options()
         self.results: list[Result] = []
 
     def recipe(self, fleet: str, **changed: object) -> Recipe:
@@ -94,21 +93,18 @@ class Bench:
             "TRITON_CACHE_DIR": str(folder / "triton"),
         }
 
-    def options(self, recipe: Recipe) -> list[str]:
-        """Of `join`: what this checkout has by default, and what was asked for."""
+    def options(self) -> list[str]:
+        """Of `join`: what was asked for."""
         args, cuda = self.args, self.args.device.startswith("cuda")
         found = ["--device", args.device, *([] if cuda else ["--threads", "1"])]
-        if args.save_every is not None and "--save-every" in self.known:
+        if args.save_every is not None:
             found += ["--save-every", str(args.save_every)]
-        if "--no-compile" in self.known:
-            return [*found, "--no-compile"] if args.no_compile else found
-        stages = any(member.config.kind == "pipelined" for member in recipe.fleet())
-        return found if stages or args.no_compile or not cuda else [*found, "--compile"]
+        return [*found, "--no-compile"] if args.no_compile else found
 
     def run(self, recipe: Recipe, env: dict[str, str]) -> JoinedRun:
         self.num_runs += 1
         folder = self.folder / f"run-{self.num_runs}"
-        return JoinedRun(recipe, folder, self.caches() | env, self.options(recipe))
+        return JoinedRun(recipe, folder, self.caches() | env, self.options())
 
     def end(self, run: JoinedRun) -> None:
         """Keep its logs where they are wanted, and remove gigabytes of states at once."""
@@ -277,8 +273,6 @@ def main() -> int:
     found: dict[str, Any] = {"device": name, "torch": torch.__version__, "sizes": {}}
     found["arguments"] = {key: str(value) for key, value in vars(args).items()}
     say(f"{name}, torch {torch.__version__}, {found['arguments']}")
-    if args.save_every is not None and "--save-every" not in join_options():
-        say("`join` has no --save-every in this checkout; it is left out")
     if args.dir:
         args.dir.mkdir(parents=True, exist_ok=True)
     if args.bytecode:

@@ -1,6 +1,5 @@
 """Real processes of one run for bench/fleet.py: made, joined, watched, ended by their ids, and read back."""
 
-import argparse
 import hashlib
 import os
 import re
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 from kills import processes
 
-from isthmus.cli import join
 from isthmus.config import Recipe
 from isthmus.data.corpus import BUILTIN_FOLDER
 from isthmus.data.manifest import TOKENIZER, Manifest
@@ -60,13 +58,6 @@ def random_corpus(folder: Path, vocab: int, tokens: int, seed: int = 0) -> Path:
     )
     (folder / "manifest.json").write_text(manifest.to_json())
     return folder
-
-
-def join_options() -> set[str]:
-    """What `isthmus join` of this checkout understands."""
-    commands = argparse.ArgumentParser().add_subparsers()
-    join.register(commands)
-    return set(commands.choices["join"]._option_string_actions)
 
 
 @dataclass

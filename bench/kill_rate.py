@@ -7,7 +7,6 @@ replicas on this machine, in a bucket of its own. Its inner steps are paced: eac
 which the process sleeps, as one does whose GPU computes. So the cores of a replica that is dead do not make
 the others faster, which on a machine with fewer cores than replicas would hide what a kill costs.
 
-
 Columns. `tokens/s`: those of all inner steps behind the updates that manifests list, by their commits' facts;
 with them are the inner steps of rounds that were settled without their replica, which the error feedback
 brought into its next update. `share`: that against the cell of the same rounds without kills. `whole`: the

@@ -1,30 +1,27 @@
 """A real fleet under fire: processes are killed and stopped at random, from a seed, while it trains.
 
-    .venv/bin/python bench/kills.py --rounds 40 --every 4 --seed 0
+    pytest -m soak tests/fleet/test_kills.py -k under_fire
 
 Four replicas: two full, one pipelined of two stages, and one of two stages that restart apart, as if they
 were on two machines. Every few seconds a stage or a full replica's worker gets SIGKILL, or SIGSTOP for good,
 or SIGSTOP for a few seconds; once, all workers get SIGKILL.
 At the end the run must have finished by itself, with one history that every replica, whenever it was there,
-agrees with. "again" counts the faults that hit the same replica before it had recovered.
+agrees with.
 """
 
 import _thread
-import argparse
 import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.config import Recipe, parse_recipe
@@ -151,19 +148,9 @@ class Fault:
     round: int  # the last that the replica had applied
     gone_at: float | None = None  # when the victim was replaced, or ran again
     healed_at: float | None = None
-    again: int = 0  # faults of the same replica before it had recovered
-
-    def row(self, began: float) -> str:
-        took = "-" if self.healed_at is None else f"{self.healed_at - self.at:.1f} s"
-        kind = f"SIGSTOP {NAP_SECONDS:g} s" if self.kind == "nap" else self.kind
-        return (
-            f"{self.at - began:7.1f} s  {kind:<12}{self.victim.role:<10}{self.victim.name:<28}"
-            f"{self.round:>6}{self.again or '-':>7}{took:>12}"
-        )
 
 
 NAP_SECONDS = 4.0
-HEADER = f"{'time':>9}  {'fault':<12}{'role':<10}{'victim':<28}{'round':>6}{'again':>7}{'recovery':>12}"
 
 
 def script(seed: int, count: int = 1000) -> Iterator[tuple[str, str]]:
@@ -230,8 +217,6 @@ class Saboteur(threading.Thread):
             os.kill(victim.pid, signal.SIGKILL if kind == "SIGKILL" else signal.SIGSTOP)
         except ProcessLookupError:
             return
-        for fault in self.faults:
-            fault.again += fault.healed_at is None and fault.victim.replica == victim.replica
         self.faults.append(Fault(now, kind, victim, rounds[-1][0] if rounds else 0))
 
     def look(self) -> None:
@@ -276,27 +261,6 @@ class Saboteur(threading.Thread):
 class Outcome:
     faults: list[Fault]
     problems: list[str]
-    began: float
-    seconds: float
-    rounds: int
-    restarts: int
-    missed: dict[str, int] = field(default_factory=dict)  # replica -> rounds settled without it
-
-    def table(self) -> str:
-        lines = [HEADER, *(fault.row(self.began) for fault in self.faults)]
-        times = sorted(f.healed_at - f.at for f in self.faults if f.healed_at is not None)
-        if times:
-            lines.append(
-                f"{len(times)} of {len(self.faults)} faults healed; recovery {times[0]:.1f} to "
-                f"{times[-1]:.1f} s, median {times[len(times) // 2]:.1f} s"
-            )
-        missed = ", ".join(f"{name} {count}" for name, count in self.missed.items())
-        lines.append(f"{self.rounds} rounds in {self.seconds:.0f} s; rounds settled without: {missed}")
-        lines += [f"FAILED: {problem}" for problem in self.problems] or [
-            "one digest at every round in every log; ledger verify passes; no round lost or applied twice; "
-            "no process left"
-        ]
-        return "\n".join(lines)
 
 
 def ordeal(
@@ -326,11 +290,9 @@ def ordeal(
         )
     except (Exception, KeyboardInterrupt) as error:
         problems.append(saboteur.complaint or f"{type(error).__name__}: {error}")
-    seconds = time.monotonic() - saboteur.began
     saboteur.finish()
     url = url or str(folder / "bucket")
     about = json.loads((folder / "about.json").read_text())
-    outcome = Outcome(saboteur.faults, problems, saboteur.began, seconds, rounds, about.get("restarts", 0))
     if about["status"] != "finished":
         problems.append(f"the run is {about['status']}: {about.get('error')}")
     problems += [
@@ -339,8 +301,8 @@ def ordeal(
         if fault.healed_at is None
     ]
     problems += check_left_over(folder)
-    problems += check_history(folder, url, rounds, outcome)
-    return outcome
+    problems += check_history(folder, url, rounds)
+    return Outcome(saboteur.faults, problems)
 
 
 def check_left_over(folder: Path, timeout_seconds: float = 5.0) -> list[str]:
@@ -362,7 +324,7 @@ def orphans(folder: Path) -> Iterator[Process]:
             continue
 
 
-def check_history(folder: Path, url: str, rounds: int, outcome: Outcome) -> list[str]:
+def check_history(folder: Path, url: str, rounds: int) -> list[str]:
     """One digest for each round in all the logs and in the replay; rounds in order; the ledger verifies."""
     problems: list[str] = []
     ledger = open_ledger(url)
@@ -374,9 +336,6 @@ def check_history(folder: Path, url: str, rounds: int, outcome: Outcome) -> list
     truth = {0: replay.digest()[:16]}
     while (manifest := replay.step()) is not None:
         truth[manifest.round] = replay.digest()[:16]
-        for name in ledger.run.keys:
-            absent = name not in [entry.replica for entry in manifest.entries]
-            outcome.missed[name] = outcome.missed.get(name, 0) + absent
     for path in sorted((folder / "logs").glob("*.log")):
         problems += check_log(path, truth)
     for member in ledger.run.recipe.fleet():
@@ -408,35 +367,3 @@ def check_log(path: Path, truth: dict[int, str]) -> list[str]:
                 problems.append(f"{path.stem}{who or ''}: round {t} came after round {last[who]}")
             last[who] = t
     return problems
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--every", type=float, default=4.0, metavar="SECONDS", help="between faults")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--url", default="", help="the bucket (default: a folder in the run directory)")
-    parser.add_argument("--run", metavar="DIR", help="keep the run directory here (default: a temporary one)")
-    parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="give up then")
-    args = parser.parse_args(argv)
-    folder = Path(args.run or tempfile.mkdtemp(prefix="isthmus-kills-")).resolve()
-    if not args.run:
-        folder.rmdir()  # `train` makes it
-    outcome = ordeal(
-        folder,
-        rounds=args.rounds,
-        every_seconds=args.every,
-        seed=args.seed,
-        url=args.url,
-        limit_seconds=args.limit,
-    )
-    print(outcome.table())
-    if outcome.problems:
-        print(f"the run directory is {folder}", file=sys.stderr)
-    elif not args.run:
-        shutil.rmtree(folder)
-    return 1 if outcome.problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

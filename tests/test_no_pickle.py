@@ -30,6 +30,7 @@ OURS = {
     ),
     "worker.py": ("multiprocessing.connection",),
     "leaving.py": ("multiprocessing.connection",),
+    "hf.py": ("uses torch.load", "passes weights_only"),  # the state in a checkpoint of the user's Trainer
 }
 PACKAGES = ("multiprocessing", "torch.multiprocessing", "torch.distributed.rpc")
 

@@ -209,20 +209,20 @@ def test_the_environment_goes_before_the_file_and_the_file_before_nothing(aws):
 
 HOSTILE = {
     "not TOML": ("= =", "Invalid"),
-    "no format": ('url = "s3://bbb/p"', "its format is None"),
-    "another format": ("format = 2", "its format is 2"),
-    "nothing": ("format = 1", "it has no url"),
-    "a name that is a path": ('replica = "../../etc"', "its replica is malformed"),
-    "a run that is a path": ('run = "a/b"', "its run is malformed"),
-    "a key of another kind": ("key = 7", "its key is malformed"),
-    "a token of 0.2": (f'token = "isthmus1.a.full.9.{"A" * 86}"', "it has 'token', which is not known here"),
-    "no key": ('key = ""', "its key is malformed"),
+    "no format": ('url = "s3://bbb/p"', "Invalid enum value 0 - at `$.format`"),
+    "another format": ("format = 2", "Invalid enum value 2 - at `$.format`"),
+    "nothing": ("format = 1", "missing required field `url`"),
+    "a name that is a path": ('replica = "../../etc"', "`$.replica`"),
+    "a run that is a path": ('run = "a/b"', "`$.run`"),
+    "a key of another kind": ("key = 7", "`$.key`"),
+    "a token of 0.2": (f'token = "isthmus1.a.full.9.{"A" * 86}"', "unknown field `token`"),
+    "no key": ('key = ""', "`$.key`"),
     "credentials in the URL": ('url = "s3://me:pw@bbb/p"', "holds credentials"),
     "another scheme": ('url = "http://bb/p"', "is not a store"),
-    "a control character": ('url = "s3://bbb/p\\u001b[2J"', "its url is malformed"),
-    "an unknown name": ('shell = "rm -rf"', "it has 'shell', which is not known here"),
-    "an unknown setting": ('[store]\ncommand = "x"', "it has 'command', which is not known here"),
-    "a store that is none": ('store = "x"', "its store is not a table"),
+    "a control character": ('url = "s3://bbb/p\\u001b[2J"', "`$.url`"),
+    "an unknown name": ('shell = "rm -rf"', "unknown field `shell`"),
+    "an unknown setting": ('[store]\ncommand = "x"', "`key` in `$.store`"),
+    "a store that is none": ('store = "x"', "`$.store`"),
     "a malformed endpoint": ('[store]\nendpoint = "ftp://x"', "its endpoint is malformed"),
     "an endpoint with a password": ('[store]\nendpoint = "http://me:pw@x"', "its endpoint is malformed"),
     "half of the credentials": ('[store]\naccess_key_id = "x"', "only half of the credentials"),
@@ -234,7 +234,7 @@ def test_a_hostile_file_is_one_line_and_changes_nothing(here, capsys, case, join
     stated, says = HOSTILE[case]
     good = with_store().to_text("a.isthmus.toml").splitlines()
     name = stated.partition(" = ")[0]
-    kept = [] if says.startswith(("Invalid", "its format", "it has no")) else good
+    kept = [] if case in ("not TOML", "no format", "another format", "nothing") else good
     lines = [line for line in kept if not line.startswith(f"{name} =")]
     lines = [stated, *lines] if "[store]" not in stated else [*lines, stated]
     Path("a.isthmus.toml").write_text("\n".join(lines))

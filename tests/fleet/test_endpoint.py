@@ -213,6 +213,26 @@ def test_a_neighbour_that_comes_back_on_another_port_is_found_because_each_dial_
         opening.result().close()
 
 
+def test_a_stage_looks_for_its_neighbour_now_and_then_and_says_why_it_is_missing(endpoints):
+    places = [1]  # a port where nobody listens
+    late = endpoints(1).meet(0, LATE, lambda: at_port(places[-1])(), 20)
+    early = endpoints(0)
+    waiting = early.meet(1, EARLY, None, 20)
+    assert not late.reach(0.1)
+    assert late.trouble == "Connection refused"
+    assert not waiting.reach(0.1)
+    assert waiting.trouble == "no answer; start `isthmus join` there"
+    places.append(early.port)
+    assert late.reach(20)
+    assert waiting.reach(20)
+    for one, other in ((True, False), (False, True)):  # the link then uses these very connections
+        ours, theirs = late.open(one), waiting.open(other)
+        ours.sendall(b"x")
+        assert theirs.recv(1) == b"x"
+        ours.close()
+        theirs.close()
+
+
 def test_a_neighbour_that_never_comes_is_named(endpoints):
     with pytest.raises(RunError) as error:
         endpoints(0).meet(1, EARLY, None, 0.2).open(True)

@@ -346,7 +346,7 @@ def test_a_fleet_under_fire_finishes_with_one_history(tmp_path):
     outcome = kills.ordeal(
         tmp_path / "run", rounds=15, every_seconds=2.5, seed=0, most=7, limit_seconds=600, inner_steps=2
     )
-    print(outcome.table())
+    print(outcome.faults)
     assert outcome.problems == []
     struck = {(fault.victim.role, fault.kind) for fault in outcome.faults}
     assert {role for role, _ in struck} == set(kills.ROLES)

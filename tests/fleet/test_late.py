@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from isthmus.config import OuterConfig, Recipe, parse_recipe
 from isthmus.errors import RunError
-from isthmus.outer.baselines import DiLoCo
+from isthmus.outer.methods import DiLoCo
 from isthmus.outer.rounds import run_rounds
 from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.protocol import closer

@@ -39,6 +39,15 @@ def slow_mean(items: list[torch.Tensor], how: str, clip: bool, weights: Sequence
     return torch.tensor(means, dtype=torch.float64).view(items[0].shape)
 
 
+def plain_mean(items: list[torch.Tensor], how: str, weights: Sequence[int] | None = None) -> torch.Tensor:
+    """Tensor by tensor in the order given, as RunningMean promises to do it for chunks."""
+    total, count = torch.zeros_like(items[0]), torch.zeros_like(items[0])
+    for item, weight in zip(items, weights or [1] * len(items), strict=True):
+        total += item * weight
+        count += (item != 0) * weight if how == "contributors" else weight
+    return total / count.clamp(min=1)
+
+
 @pytest.mark.parametrize("how", ["contributors", "all"])
 @pytest.mark.parametrize("clip", [None, "median"])
 @pytest.mark.parametrize("num", [1, 4, 5])
@@ -49,11 +58,6 @@ def test_mean_agrees_with_plain_arithmetic(how, clip, num):
     decoded = [codec.decode(payload) for payload in payloads]
     expected = slow_mean(decoded, how, clip == "median")
     assert_close(aggregate(payloads, how, clip), expected)
-    assert_close(aggregate(decoded, how, clip), expected)
-    mixed = [
-        payload if i % 2 else item for i, (payload, item) in enumerate(zip(payloads, decoded, strict=True))
-    ]
-    assert_close(aggregate(mixed, how, clip), expected)
 
 
 @given(
@@ -71,7 +75,6 @@ def test_a_weighted_mean_agrees_with_plain_arithmetic(weights, how, clip, seed):
     decoded = [codec.decode(payload) for payload in payloads]
     expected = slow_mean(decoded, how, clip == "median", weights)
     assert_close(aggregate(payloads, how, clip, weights), expected)
-    assert_close(aggregate(decoded, how, clip, weights), expected)
 
 
 @given(weight=st.integers(1, 1 << 20), how=st.sampled_from(["contributors", "all"]))
@@ -97,9 +100,7 @@ def test_payloads_and_what_they_decode_to_give_the_same_bits(how):
     dense = [torch.randn(128, 67) for _ in range(5)]
     dense[2][:64] = 0  # zeros that are kept do not count as sent
     payloads = [codec.encode(item) for item in dense]
-    assert torch.equal(
-        aggregate(payloads, how), aggregate([codec.decode(payload) for payload in payloads], how)
-    )
+    assert torch.equal(aggregate(payloads, how), plain_mean([codec.decode(one) for one in payloads], how))
 
 
 @pytest.mark.parametrize("how", ["contributors", "all"])
@@ -110,7 +111,7 @@ def test_replicas_that_send_every_entry_have_the_mean_of_their_tensors_to_the_bi
     codec = TopK(keep=64 * 64, values="fp32")
     means = aggregate_many([codec.encode_many(own) for own in dense], how, weights=weights)
     for name, mean in means.items():
-        assert torch.equal(mean, aggregate([own[name] for own in dense], how, weights=weights))
+        assert torch.equal(mean, plain_mean([own[name] for own in dense], how, weights))
 
 
 @pytest.mark.parametrize("how", ["contributors", "all"])
@@ -136,16 +137,9 @@ def test_identical_replicas_average_alike_either_way(num):
 
 
 def test_sums_run_in_the_order_given():
-    items = [torch.tensor([x]) for x in (1e8, 1.0, -1e8, 1.0)]
+    items = [TopK(1, 1, "fp32").encode(torch.tensor([x])) for x in (1e8, 1.0, -1e8, 1.0)]
     assert aggregate(items, "all").item() == 0.25
     assert aggregate([items[0], items[2], items[1], items[3]], "all").item() == 0.5
-
-
-def test_dense_zeros_do_not_count_as_sent():
-    items = [torch.tensor([2.0, 0.0, 3.0]), torch.tensor([4.0, 0.0, 0.0])]
-    assert aggregate(items).tolist() == [3.0, 0.0, 3.0]
-    assert aggregate(items, "all").tolist() == [3.0, 0.0, 1.5]
-    assert aggregate([torch.tensor(1.0), torch.tensor(0.0)], "all").item() == 0.5
 
 
 @pytest.mark.parametrize("kind", ["fp32", "2bit", "fp64"])
@@ -189,17 +183,13 @@ def test_a_generator_is_taken_one_replica_at_a_time():
 
 def test_what_cannot_be_averaged_is_refused():
     sent = replicas(2)
-    with pytest.raises(ValueError, match="nothing"):
-        aggregate([])
-    with pytest.raises(ValueError, match="nothing"):
-        aggregate_many([])
-    with pytest.raises(ValueError, match="aggregation"):
-        aggregate([torch.zeros(3)], "most")
-    with pytest.raises(ValueError, match="clip"):
-        aggregate([torch.zeros(3)], clip="mean")
-    with pytest.raises(ValueError, match="shape"):
-        aggregate([torch.zeros(3), torch.zeros(4)])
-    with pytest.raises(ValueError, match="different"):
-        aggregate_many([sent[0], {name: sent[1][name] for name in ("wq", "norm")}])
-    with pytest.raises(ValueError, match="different"):
-        aggregate_many([sent[0], replicas(1, keep=100)[0]])
+    few = {name: sent[1][name] for name in ("wq", "norm")}
+    for items, how, clip, words in (
+        ([], "all", None, "nothing"),
+        (sent, "most", None, "aggregation"),
+        (sent, "all", "mean", "clip"),
+        ([sent[0], few], "all", None, "different"),
+        ([sent[0], replicas(1, keep=100)[0]], "all", None, "different"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            aggregate_many(items, how, clip)

@@ -7,8 +7,8 @@ from torch.testing import assert_close
 from isthmus.config import OuterConfig
 from isthmus.layout.chunks import KINDS
 from isthmus.outer import outer_method
-from isthmus.outer.baselines import DiLoCo
 from isthmus.outer.feedback import settle
+from isthmus.outer.methods import DiLoCo
 from isthmus.outer.sparseloco import SparseLoCo, plain_round
 from isthmus.sparse.topk import decode
 

@@ -248,22 +248,6 @@ def test_nobodys_update_closes_no_round(run: list[Replica]):
     assert not closes(run[0], 2)
 
 
-def test_the_next_deadline_is_generous_against_the_rounds_measured(run: list[Replica]):
-    a = run[0]
-    ago(a, "manifests/000001.json", 100)
-    give(2, *run)
-    assert closes(a, 2)
-    second = a.ledger.manifest(2)
-    assert second.seconds == pytest.approx(100, abs=3)
-    first = a.ledger.manifest(1)
-    assert second.deadline_seconds == pytest.approx(1.1 * first.deadline_seconds)  # it grows slowly
-    for each in run:
-        each.apply(2, each.exchange.closed(2))
-    give(3, *run)
-    assert closes(a, 3)
-    assert a.ledger.manifest(3).deadline_seconds == 25  # the median: one slow round does not move it
-
-
 def test_a_round_in_which_boundaries_open_is_given_the_time_that_whole_streams_take(
     folder_url: str, tmp_path: Path
 ):
@@ -283,21 +267,6 @@ def test_a_round_in_which_boundaries_open_is_given_the_time_that_whole_streams_t
     assert limits[:2] == [25, 25]
     assert limits[2] == pytest.approx(4 * more + 10, rel=0.3)  # round 4 is the first to open
     assert limits[3] > limits[1]  # most of what was measured is still of rounds before
-
-
-def test_one_who_lives_and_never_gives_does_not_stretch_the_deadlines(run: list[Replica]):
-    a, b, c = run
-    limits = []
-    for t in range(2, 7):
-        c.beat()
-        awaited = "c" in a.ledger.manifest(t - 1).members
-        assert awaited is (t <= 4)
-        ago(a, f"manifests/{t - 1:06d}.json", awaited * (a.ledger.manifest(t - 1).deadline_seconds + 1))
-        give(t, a, b)
-        assert closes(a, t)
-        limits.append(a.ledger.manifest(t).deadline_seconds)
-        apply(t, a, b)
-    assert set(limits) == {a.ledger.manifest(1).deadline_seconds}
 
 
 def test_closers_take_turns_and_full_replicas_come_first(folder_url: str, tmp_path: Path):

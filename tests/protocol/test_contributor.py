@@ -12,10 +12,10 @@ from little import hasty as hasty
 
 from isthmus.errors import Diverged, RunError
 from isthmus.outer.exchange import Contribution
+from isthmus.protocol.judge import MOST_VERDICTS
 from isthmus.protocol.ledger import Manifest
 from isthmus.protocol.replay import digest_from_bucket
 from isthmus.protocol.trust import sha256
-from isthmus.protocol.verdicts import MOST_VERDICTS
 from isthmus.store import Store
 
 pytestmark = pytest.mark.usefixtures("hasty")

@@ -2,13 +2,12 @@
 
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import servers
 from faultproxy import FaultProxy
-from little import RECIPE, Little, Replica, at_once, beating, rounds
+from little import RECIPE, Little, Replica, at_once, rounds
 from little import hasty as hasty
 from servers import use
 
@@ -16,7 +15,6 @@ from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError
 from isthmus.layout.traffic import outer_bytes
 from isthmus.protocol import closer as closer_module
-from isthmus.protocol.access import OWNER_KEY
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
 from isthmus.protocol.trust import MAX_DOCUMENT_BYTES
 from isthmus.runlog.facts import Facts
@@ -82,13 +80,6 @@ def test_sixteen_closers_race_for_a_manifest_and_one_wins(racing_store_url: str,
             assert race[3].manifest(1).closer == winners[0].signer.replica
 
 
-@pytest.mark.usefixtures("eager")
-def test_replicas_that_all_close_settle_one_history(any_store_url: str, tmp_path: Path):
-    replicas = Little(any_store_url, tmp_path).replicas()
-    rounds(replicas, [1, 2, 3])
-    one_history(replicas, 3)
-
-
 def test_bytes_that_the_exchange_counts_are_those_that_traffic_predicts(folder_url: str, tmp_path: Path):
     replicas = Little(folder_url, tmp_path).replicas()
     rounds(replicas, [1])
@@ -139,53 +130,6 @@ def test_replies_lost_after_the_write_neither_lose_nor_double_a_round(
         proxy.trouble("lose", part=part, times=2)
     rounds(replicas, [1, 2])
     one_history(replicas, 2)
-
-
-def test_the_reply_to_run_json_may_be_lost_too(bad_network: tuple[str, FaultProxy], tmp_path: Path):
-    url, proxy = bad_network
-    proxy.trouble("lose", part="run.json")
-    run = Little(url, tmp_path)
-    assert run.ledger().run == run.run
-    assert sorted(path.name for path in run.keys.iterdir()) == ["a.key", "b.key", "c.key", OWNER_KEY]
-
-
-@one_server
-def test_a_round_goes_on_after_connections_were_refused_for_seconds(
-    bad_network: tuple[str, FaultProxy], tmp_path: Path
-):
-    url, proxy = bad_network
-    replicas = Little(url, tmp_path).replicas()
-    rounds(replicas, [1])
-    proxy.close_port()
-    back = threading.Timer(1.5, proxy.open_port)
-    back.start()
-    with beating(replicas):
-        at_once(*(lambda each=each: each.round(2) for each in replicas))
-    back.join()
-    one_history(replicas, 2, quorum=2)
-
-
-def test_a_round_goes_on_after_the_store_was_killed_while_it_was_being_closed(
-    seaweed_url: str, seaweed_server: servers.Server, tmp_path: Path
-):
-    replicas = Little(seaweed_url, tmp_path).replicas()
-    away = threading.Event()
-
-    def outage() -> None:
-        while "a" not in replicas[0].ledger.committed(1):
-            time.sleep(0.05)
-        seaweed_server.kill()
-        away.set()
-        time.sleep(1.5)
-        seaweed_server.start()
-
-    def straggle() -> None:
-        assert away.wait(60)  # so that the round is open while the store is away
-        replicas[2].round(1)
-
-    with beating(replicas):
-        at_once(outage, straggle, *(lambda each=each: each.round(1) for each in replicas[:2]))
-    one_history(replicas, 1, quorum=2)
 
 
 def test_a_store_that_ignores_put_if_absent_is_refused_at_the_start(

@@ -43,13 +43,6 @@ def test_requests_of_status_do_not_grow_with_the_rounds(any_store_url: str, tmp_
     assert spent[1] == spent[0] <= 20
 
 
-def test_a_short_history_is_listed_in_one_request(any_store_url: str, tmp_path: Path):
-    run = Long(any_store_url, tmp_path, num_replicas=8).settle(60)
-    ledger = open_ledger(run.url)
-    assert look_at(ledger).round == 60
-    assert requests(ledger) <= 20
-
-
 def joined(run: Long) -> tuple[Replay, int]:
     """As a joiner begins: the newest anchor that it believes, and the rounds after it."""
     ledger = fresh(run)

@@ -360,15 +360,6 @@ def test_a_replica_leaves_out_of_its_own_figures_what_readers_would_refuse():
     assert fitting(Heartbeat(state="training", loss=1.0)) == Heartbeat(state="training", loss=1.0)
 
 
-def test_zeros_do_not_open_the_door_to_the_huge(folder_url: str, tmp_path: Path):
-    a, b, c = Little(folder_url, tmp_path, closers=["a"]).replicas()
-    a.exchange.deliver(1, a.update())
-    for each, scale in ((b, 0.0), (c, 100.0)):
-        each.exchange.deliver(1, each.update(scale))
-    assert a.exchange.closer.attempt(1, a.exchange.anchor)
-    assert [name for name, _ in a.ledger.manifest(1).refused] == ["b", "c"]  # the empty one too
-
-
 def test_a_signature_covers_the_kind_the_run_and_the_body():
     signer, other = Signer("a", new_secret()), Signer("b", new_secret())
     keys = {"a": signer.public_key, "b": other.public_key}

@@ -5,7 +5,7 @@ import torch
 
 from isthmus import gpu
 from isthmus.layout.chunks import KINDS
-from isthmus.outer import PlainCodec, aggregate, aggregate_many, codec_for, feed_back_many
+from isthmus.outer import PlainCodec, aggregate_many, codec_for, feed_back
 from isthmus.sparse import TopK, pack_many, unpack_many
 
 pytestmark = [
@@ -74,8 +74,6 @@ def test_means_agree_to_the_last_bit(how, clip, kind, scale):
             for name in SHAPES:
                 assert torch.equal(here[name], there[name].cpu())
                 assert torch.equal(anchor[name].cpu(), wanted[name])
-    dense = [codec.decode(unpack_many(one)["wq"]) for one in data]
-    assert torch.equal(aggregate(dense, how, clip), aggregate([x.cuda() for x in dense], how, clip).cpu())
 
 
 def test_kernels_are_chosen_where_they_can_run():
@@ -86,10 +84,10 @@ def test_kernels_are_chosen_where_they_can_run():
 def test_feedback_on_a_gpu_loses_nothing():
     codec = TopK(values="fp32")
     feedback, pseudo_grads = tensors(), tensors()
-    sent, rest = feed_back_many(pseudo_grads, feedback, codec, 0.95)
+    carried = {name: (feedback[name] * 0.95).add_(pseudo_grads[name]) for name in SHAPES}
+    sent = feed_back(pseudo_grads, feedback, codec, 0.95)
     for name in SHAPES:
-        carried = (feedback[name] * 0.95).add_(pseudo_grads[name])
-        assert torch.equal(rest[name] + codec.decode(sent[name]), carried)
+        assert torch.equal(feedback[name] + codec.decode(sent[name]), carried[name])
 
 
 def test_an_entry_that_is_not_finite_is_refused_by_name():

@@ -12,7 +12,8 @@ from servers import use
 
 from isthmus.errors import ConfigError
 from isthmus.store import StoreError, open_store
-from isthmus.store.retry import Absence, Fault
+from isthmus.store.retry import Fault
+from isthmus.store.timing import Absence
 
 one_server = pytest.mark.parametrize("bad_network", ["seaweed"], indirect=True)  # where it takes seconds
 
@@ -126,17 +127,6 @@ def test_refused_connections_are_waited_out(bad_network: tuple[str, FaultProxy])
     back.join()
 
 
-def test_a_store_that_ignores_put_if_absent_is_refused(moto_url: str, moto_server, monkeypatch):
-    proxy = FaultProxy(moto_server.port)  # moto checks no signature, so a header can go missing
-    use(monkeypatch, proxy.url)
-    store = open_store(moto_url)
-    proxy.trouble("strip", times=99)
-    with pytest.raises(ConfigError, match="ignores put-if-absent"):
-        store.probe()
-    assert store.list() == []
-    proxy.close_port()
-
-
 @one_server
 def test_expired_credentials_are_renewed_or_reported_in_one_line(bad_network: tuple[str, FaultProxy]):
     url, proxy = bad_network
@@ -169,32 +159,6 @@ def test_a_wrong_clock_is_not_called_a_wrong_permission(bad_network: tuple[str, 
         open_store(url)
 
 
-def test_a_store_killed_for_seconds_comes_back_to_the_same_calls(seaweed_url: str, seaweed_server):
-    store = open_store(seaweed_url)
-    store.put("there", b"before")
-    done: dict[str, object] = {}
-    calls = {
-        "get": lambda: store.get("there", max_bytes=99),
-        "put": lambda: store.put("late", b"after"),
-        "create": lambda: store.create("manifests/1.json", b"mine"),
-        "list": lambda: store.list("there"),
-    }
-    seaweed_server.kill()
-    threads = [
-        threading.Thread(target=lambda name=name, call=call: done.update({name: call()}))
-        for name, call in calls.items()
-    ]
-    for thread in threads:
-        thread.start()
-    time.sleep(1.5)
-    assert not done
-    seaweed_server.start()
-    for thread in threads:
-        thread.join()
-    assert done == {"get": b"before", "put": None, "create": True, "list": []}
-    assert store.get("late", max_bytes=99) == b"after"
-
-
 def test_the_last_word_is_the_final_fault_not_an_earlier_one(bad_network: tuple[str, FaultProxy]):
     url, proxy = bad_network
     store = open_store(url)
@@ -202,33 +166,6 @@ def test_the_last_word_is_the_final_fault_not_an_earlier_one(bad_network: tuple[
     proxy.trouble("answer", status=403, code="AccessDenied")
     with pytest.raises(StoreError, match="create a: permission denied"):
         store.create("a", b"x")
-
-
-def test_a_contributor_needs_only_its_own_prefixes(seaweed_url: str, seaweed_server, monkeypatch):
-    owner = open_store("s3://runs/demo")
-    owner.put("run.json", b"{}")
-    owner.put("manifests/1.json", b"{}")
-    use(monkeypatch, seaweed_server.endpoint, servers.RACK)
-    rack = open_store("s3://runs/demo")
-    rack.probe("members/rack/probe")
-    rack.put("payloads/rack/1/shard", b"x")
-    rack.create("members/rack/1.json", b"{}")
-    rack.create("commits/000001/rack.json", b"{}")
-    assert abs(rack.now("members/rack/clock") - time.time()) < 10
-    assert rack.get("manifests/1.json", max_bytes=9) == b"{}"
-    refused = (
-        lambda: rack.put("payloads/edge/1/shard", b"x"),
-        lambda: rack.put("payloads/rack-2/1/shard", b"x"),
-        lambda: rack.create("commits/000001/edge.json", b"{}"),
-        lambda: rack.create("manifests/2.json", b"{}"),
-        lambda: rack.delete("manifests/1.json"),
-    )
-    for call in refused:
-        with pytest.raises(StoreError, match=r"permission denied \(AccessDenied\)") as caught:
-            call()
-        assert caught.value.kind == "denied"
-        assert not any(secret in str(caught.value) for secret in servers.RACK)
-    assert owner.list("manifests") == ["manifests/1.json"]
 
 
 def test_an_absence_is_what_requests_met_not_the_time_in_which_nobody_asked():

@@ -158,11 +158,6 @@ def test_no_such_bucket(seaweed_url: str):
         open_store("s3://no-such-bucket/x")
 
 
-def test_no_such_bucket_on_moto(moto_url: str):
-    with pytest.raises(ConfigError, match="no such bucket; create it"):
-        open_store("s3://no-such-bucket/x")
-
-
 @pytest.mark.parametrize(
     ("key", "secret"), [("wrong-id", "wrong-secret"), (servers.ADMIN[0], "wrong-secret")]
 )

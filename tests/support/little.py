@@ -26,10 +26,10 @@ from isthmus.outer.exchange import Contribution
 from isthmus.outer.sparseloco import SparseLoCo
 from isthmus.protocol.clipping import clip_factors, clipped_in
 from isthmus.protocol.closer import Closer
-from isthmus.protocol.documents import Commit, Entry, Manifest, Shard
+from isthmus.protocol.documents import Commit, Manifest, Shard
 from isthmus.protocol.exchange import LedgerExchange, Standing
 from isthmus.protocol.heartbeat import Heartbeat
-from isthmus.protocol.judge import judge
+from isthmus.protocol.judge import judged
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.payloads import commit_key
 from isthmus.protocol.replay import digest_from_bucket
@@ -255,8 +255,12 @@ def close(round_number: int, closer: Replica, givers: Sequence[Replica]) -> None
     ledger, anchor = closer.ledger, closer.exchange.anchor
     sealed = {each.name: ledger.get_commit(each.name, round_number) or b"" for each in givers}
     read = closer.exchange.reader.read
-    judged = [judge(ledger, data, name, round_number, anchor, read) for name, data in sealed.items()]
-    entries = tuple(each for each in judged if isinstance(each, Entry))
+    given = {n: ledger.check_commit(data, n, round_number, anchor) for n, data in sealed.items()}
+    entries = tuple(
+        judged(ledger, name, commit, [read(name, round_number, shard) for shard in commit.shards])
+        for name, commit in given.items()
+        if not commit.skip
+    )
     names = tuple(member.name for member in closer.recipe.fleet())
     clipped = clipped_in(ledger, round_number, {entry.replica: entry.norm for entry in entries})
     how = {

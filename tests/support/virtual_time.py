@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from isthmus.store import Info, Store, together
-from isthmus.store.requests import FolderRequests
+from isthmus.store.folder import FolderRequests
 from isthmus.store.url import parse_url
 
 BEGIN = 1_700_000_000.0  # Unix seconds
@@ -190,12 +190,6 @@ class Requests(FolderRequests):
     def scan(self, prefix: str | None, *more: Any) -> dict[str, Info]:
         self.before("list", prefix or "")
         return super().scan(prefix, *more)
-
-    def copy(self, source: str, target: str, *more: Any) -> bool:
-        self.before("copy", target)
-        done = super().copy(source, target, *more)
-        self._date(target)
-        return done
 
     def _date(self, key: str) -> None:
         with suppress(FileNotFoundError):

@@ -103,7 +103,7 @@ def _title(kind: "KindForecast") -> str:
 
 def _kind_rows(recipe: Recipe, forecast: "Forecast", kind: "KindForecast") -> dict[str, str]:
     exchange = kind.exchange
-    rows = _step_rows(kind, recipe.model.num_parameters)
+    rows = _step_rows(kind)
     if forecast.num_replicas > 1:
         per = "round" if recipe.outer.method != "adamw" else f"{recipe.outer.inner_steps} inner steps"
         rows["exchange"] = (
@@ -119,7 +119,7 @@ def _kind_rows(recipe: Recipe, forecast: "Forecast", kind: "KindForecast") -> di
     return rows | {"bottleneck": bottleneck(forecast, kind)}
 
 
-def _step_rows(kind: "KindForecast", num_parameters: int) -> dict[str, str]:
+def _step_rows(kind: "KindForecast") -> dict[str, str]:
     compute, step, link = kind.compute, kind.step, kind.link
     if link is None:
         return {"inner step": f"{_time(step.seconds)}, all of it compute"}
@@ -137,7 +137,7 @@ def _step_rows(kind: "KindForecast", num_parameters: int) -> dict[str, str]:
     }
     if kind.loss_price:
         what = f"k/d = {kind.compression}" if kind.compression != "none" else "open"
-        rows["compression"] = f"{what} in {kind.wire}: {kind.loss_price.text(num_parameters)}"
+        rows["compression"] = f"{what} in {kind.wire}: {kind.loss_price.text()}"
     rows["schedule"] = (
         f"{step.micro_batches} micro-batches; stages run {', '.join(map(str, step.depths))} of them "
         "forward before their first backward"

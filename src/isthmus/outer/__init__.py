@@ -5,7 +5,7 @@ May import config, layout, runlog and sparse.
 
 from isthmus.outer.aggregate import aggregate, aggregate_many
 from isthmus.outer.codec import PlainCodec, codec_for
-from isthmus.outer.feedback import feed_back, feed_back_many
+from isthmus.outer.feedback import feed_back
 from isthmus.outer.methods import outer_method
 
 __all__ = [
@@ -14,6 +14,5 @@ __all__ = [
     "aggregate_many",
     "codec_for",
     "feed_back",
-    "feed_back_many",
     "outer_method",
 ]

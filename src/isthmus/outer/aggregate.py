@@ -17,9 +17,8 @@ from torch import Tensor
 from isthmus import gpu
 from isthmus.layout.chunks import Layout
 from isthmus.sparse.bundle import Bundle, Group, Shapes, SparseChunks, arrange, owners
-from isthmus.sparse.topk import add_at, decode, flat_positions, origins, to_grid
+from isthmus.sparse.topk import add_at, flat_positions, origins, to_grid
 
-Item = Tensor | SparseChunks
 NORM_ENTRIES = 2**24  # per block of squares in memory
 
 
@@ -123,30 +122,13 @@ class RunningMean:
 
 
 def aggregate(
-    items: Sequence[Item],
+    payloads: Sequence[SparseChunks],
     how: str = "contributors",
     clip: str | None = None,
     weights: Sequence[int] | None = None,
 ) -> Tensor:
-    """The mean of one parameter's dense pseudo-gradients or payloads (eq. 2 of arXiv 2601.02360).
-
-    See `RunningMean` for `how`, `clip_factors` for `clip`, `weights` for `weights`. Sums are in float32, or
-    in float64 if an item is.
-    """
-    items = list(items)
-    if not items:
-        raise ValueError("there is nothing to aggregate")
-    if len({tuple(item.shape) for item in items}) > 1:
-        raise ValueError(
-            f"items to aggregate differ in shape: {sorted({tuple(item.shape) for item in items})}"
-        )
-    payloads = [{"": item} for item in items if isinstance(item, SparseChunks)]
-    if len(payloads) == len(items):
-        return aggregate_many(payloads, how, clip, weights)[""]
-    factors = (
-        None if clip is None else clip_factors(torch.stack([_norm(item) for item in items])[:, None], clip)
-    )
-    return _aggregate_dense(items, how, factors, weights or [1] * len(items))
+    """The mean of one parameter's payloads (eq. 2 of arXiv 2601.02360); see `aggregate_many`."""
+    return aggregate_many([{"": payload} for payload in payloads], how, clip, weights)[""]
 
 
 @torch.no_grad()
@@ -156,7 +138,10 @@ def aggregate_many(
     clip: str | None = None,
     weights: Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
-    """`aggregate` for every parameter of a model; the tensors returned are views of one buffer.
+    """The mean for every parameter of a model (eq. 2 of arXiv 2601.02360): views of one buffer.
+
+    See `RunningMean` for `how`, `clip_factors` for `clip`, `weights` for `weights`. Sums are in float32, or
+    in float64 if the payloads are.
 
     `replicas` may be a generator; then one replica's payloads are in memory at a time, unless clipping first
     needs the norms of all of them. Scaled copies are in memory one replica at a time.
@@ -218,25 +203,6 @@ def scaled(bundle: Bundle, factors: Tensor) -> Bundle:
     return Bundle(bundle.shapes, bundle.side, bundle.keep, "fp32", groups)
 
 
-def _aggregate_dense(items: list[Item], how: str, factors: Tensor | None, weights: Sequence[int]) -> Tensor:
-    """Aggregate items that include dense tensors."""
-    if how not in ("contributors", "all"):
-        raise ValueError(f"aggregation is {how!r}; it is 'contributors' or 'all'")
-    dense = [decode(item) if isinstance(item, SparseChunks) else item.detach() for item in items]
-    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in dense) else torch.float32
-    total = torch.zeros(dense[0].shape, dtype=dtype, device=dense[0].device)
-    count = torch.zeros_like(total, dtype=torch.int64) if how == "contributors" else None
-    weights = weights if differ(weights) else [1] * len(items)
-    for i, (values, weight) in enumerate(zip(dense, weights, strict=True)):
-        if factors is not None:
-            values = values * factors[i, 0].to(values.dtype)
-        total.add_(_times(values, weight))
-        if count is not None:
-            count.add_(_times(values != 0, weight))
-    _divide(total, count, sum(weights))
-    return total
-
-
 def _divide(total: Tensor, count: Tensor | None, number: int) -> None:
     if count is None:
         total.view(-1).div_(torch.full((1,), number, dtype=total.dtype, device=total.device))
@@ -275,7 +241,8 @@ def clip_factors(norms: Tensor, clip: str) -> Tensor:
 
 
 def _norms(bundle: Bundle) -> Tensor:
-    """`_norm` of every tensor (T,), with the same bits, in as few operations as the groups allow."""
+    """The 2-norm of every tensor (T,) in float64, in as few operations as the groups allow. Squares are
+    summed by halving: a reduction's own order differs between devices."""
     found: dict[str, Tensor] = {}
     for names, group in zip(arrange(*bundle.key).groups, bundle.groups, strict=True):
         num_rows = max(1, NORM_ENTRIES // group.values.shape[1])  # a model's dense groups are large
@@ -294,12 +261,6 @@ def _norms(bundle: Bundle) -> Tensor:
 def squared_norm(payloads: Mapping[str, SparseChunks]) -> Tensor:
     """The sum of squares of all tensors, with the same bits on every machine."""
     return _sum_halves(_norms(Bundle.of(payloads)).square())
-
-
-def _norm(item: Item) -> Tensor:
-    """The 2-norm in float64, summed by halving: a reduction's own order differs between devices."""
-    values = item.values if isinstance(item, SparseChunks) else item.detach().reshape(1, -1)
-    return _sum_halves(_halved(values)).sqrt()
 
 
 def _halved(values: Tensor) -> Tensor:

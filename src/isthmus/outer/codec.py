@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isthmus import gpu
 from isthmus.outer.aggregate import RunningMean, add_all
-from isthmus.outer.feedback import feed_back_many
+from isthmus.outer.feedback import feed_back
 from isthmus.sparse.bundle import Bundle, SparseChunks
 from isthmus.sparse.topk import TopK
 from isthmus.sparse.wire import pack_all, unpack_all
@@ -53,11 +53,11 @@ class PlainCodec(TopK):
         scale: float = 1.0,
         subtract: bool = True,
     ) -> list[Bundle]:
-        """The payloads of several replicas; overwrites their feedback. See `feed_back_many`."""
+        """The payloads of several replicas; overwrites their feedback. See `feed_back`."""
         sent = []
         for own, e in zip(params, feedback, strict=True):
             pseudo_grads = {name: (anchor[name] - own[name]) * scale for name in anchor if name in own}
-            sent.append(feed_back_many(pseudo_grads, e, self, decay, in_place=True, subtract=subtract)[0])
+            sent.append(feed_back(pseudo_grads, e, self, decay, subtract=subtract))
         return sent
 
     def pack_all(self, replicas: Sequence[Payloads]) -> list[bytes]:

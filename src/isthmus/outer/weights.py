@@ -1,6 +1,6 @@
 """The weight of each replica's pseudo-gradient in the mean of a round: by the sequences behind it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import gcd
 
 from isthmus.config import Recipe
@@ -13,10 +13,6 @@ def round_weights(recipe: Recipe, replicas: Iterable[str]) -> list[int]:
     mean, with the same bits.
     """
     batches = {member.name: recipe.batch_of(member.config) for member in recipe.fleet()}
-    return reduced([recipe.outer.inner_steps * batches[name] for name in replicas])
-
-
-def reduced(weights: Sequence[int]) -> list[int]:
-    """The smallest whole numbers in the same proportions."""
-    shared = gcd(*weights) or 1
-    return [weight // shared for weight in weights]
+    sequences = [recipe.outer.inner_steps * batches[name] for name in replicas]
+    shared = gcd(*sequences) or 1
+    return [number // shared for number in sequences]

@@ -14,11 +14,10 @@ from fractions import Fraction
 from functools import cached_property
 
 from isthmus.config import AUTO, Member, Recipe, ReplicaConfig
-from isthmus.errors import ConfigError
 from isthmus.layout.traffic import micro_batch_bytes
 from isthmus.planner.fit import MemoryPick, choose
 from isthmus.planner.loss_price import BASES, LossPrice, Measured, measured
-from isthmus.planner.step import compute_of, steady_pace
+from isthmus.planner.step import compute_of, rate_of, steady_pace
 
 BUSY = 0.95
 LADDER = (
@@ -78,7 +77,6 @@ class Pick:
     replica: str
     picked: tuple[str, ...]  # the keys that were "auto"
     mbps: float
-    num_parameters: int
     rung: Rung
     milder: Rung | None  # the nearest cheaper one, which the link cannot carry; None if there is none
 
@@ -93,7 +91,7 @@ class Pick:
     @property
     def reason(self) -> str:
         """The reason in one line, with the expected price."""
-        price = self.rung.price.text(self.num_parameters)
+        price = self.rung.price.text()
         keys = " and ".join(f'{key} = "{getattr(self.rung, key)}"' for key in self.picked)
         chosen = f'replica {self.replica}: "auto" is {keys}'
         if not self.rung.enough:
@@ -146,14 +144,7 @@ def picked(replica: ReplicaConfig, chosen: Pick) -> ReplicaConfig:
 def pick(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> Pick:
     """Pick the least price that the link can carry: on one wire, the mildest k/d. If it can carry none, pick
     the one with the fewest bytes: the run is right, only slow."""
-    rate = replica.tflops or tflops
-    if rate <= 0:
-        instead = 'a k/d such as compression = "1/8"' if replica.compression == AUTO else 'wire = "bf16"'
-        raise ConfigError(
-            f'replica {replica.name}: {replica.auto} = "auto" needs the training rate of its machines; set '
-            f"tflops (`isthmus doctor` on such a machine measures it), or {instead}"
-        )
-    options = rungs(recipe, replica, rate)
+    options = rungs(recipe, replica, rate_of(replica, tflops))
     first = bisect_left(options, True, key=lambda rung: rung.enough)  # fewer bytes never keep the link busier
     enough = options[first:] or options[-1:]
     best, heavier = enough[0], options[: min(first, len(options) - 1)]
@@ -164,7 +155,6 @@ def pick(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> Pick:
         replica=replica.name,
         picked=tuple(key for key in ("compression", "wire") if getattr(replica, key) == AUTO),
         mbps=replica.link.mbps,
-        num_parameters=recipe.model.num_parameters,
         rung=best,
         milder=heavier[-1] if heavier else None,
     )

@@ -54,11 +54,11 @@ class MemoryPick:
             *(["recomputation"] if self.recompute == "yes" else []),
         ]
         what = " and ".join(chosen) if chosen else "neither sharding nor recomputation"
-        plain = f" ({_gb(self.plain_bytes)} without)" if chosen else ""
+        plain = f" ({gb(self.plain_bytes)} without)" if chosen else ""
         room = f"{self.memory_gb:g} GB with {SPARE:.0%} to spare"
         fits = "fits" if self.needed_bytes <= usable(self.memory_gb) else "still does not fit"
         return (
-            f'replica {self.replica}: "auto" is {what}: a process needs {_gb(self.needed_bytes)}{plain}, '
+            f'replica {self.replica}: "auto" is {what}: a process needs {gb(self.needed_bytes)}{plain}, '
             f"which {fits} {room}"
         )
 
@@ -158,7 +158,7 @@ def cures(recipe: Recipe, replica: ReplicaConfig, tflops: float = 0.0) -> tuple[
                 keys = base | trial
                 if (total := needed(recipe, replace(replica, **keys), tflops)) <= room:
                     said = {k: v for k, v in keys.items() if k == "kind" or PIPELINED.get(k) != v}
-                    found.append(f"{' and '.join(toml_line(k, v) for k, v in said.items())} ({_gb(total)})")
+                    found.append(f"{' and '.join(toml_line(k, v) for k, v in said.items())} ({gb(total)})")
                     break
         if found:
             break
@@ -182,5 +182,5 @@ def _changes(recipe: Recipe, replica: ReplicaConfig) -> Iterator[list[dict[str, 
     yield [(PIPELINED if full else {}) | {"stages": n} for n in stages]
 
 
-def _gb(num_bytes: float) -> str:
+def gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3g} GB"

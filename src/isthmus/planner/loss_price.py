@@ -20,7 +20,6 @@ FILE = Path(__file__).with_name("loss_prices.toml")
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
 LEARNED = "-learned"  # suffix of an InnerOpt's name: prices with subspace.anchor = "learned"
 FEW = 6  # an InnerOpt with fewer measurements uses AdamW's
-SAME_SIZE = 1.25  # a model within this factor of the measured one counts as equally large
 BASES = MEASURED, BETWEEN, MILDER, BEYOND = "measured", "between", "milder", "beyond"  # best known first
 
 
@@ -41,21 +40,18 @@ class LossPrice:
         figure = f"{self.percent:+.1f} %" if abs(self.percent) < 10 else f"{self.percent:+.0f} %"
         return {MILDER: "at most ", BEYOND: "about "}.get(self.basis, "") + figure
 
-    def text(self, num_parameters: int) -> str:
-        """Return a clause with the source of the number, for a model of this size."""
+    def text(self) -> str:
+        """Return a clause with the source of the number."""
         where = {
             MEASURED: "measured",
             BETWEEN: "between points measured",
             MILDER: "less compression than measured",
             BEYOND: "beyond what was measured",
         }[self.basis]
-        text = (
+        return (
             f"expected price {self.short} of loss, {where} at {self.parameters / 1e6:.0f} M parameters "
             f"with {NAMES[self.optimizer]}{' and learned anchors' * self.learned}"
         )
-        if abs(log(num_parameters / self.parameters)) < log(SAME_SIZE):
-            return text
-        return f"{text}; larger models paid less in the paper (Table 2)"
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ def rate_of(replica: ReplicaConfig, tflops: float = 0.0) -> float:
     if rate <= 0:
         raise ConfigError(
             f"replica {replica.name}: the training rate of its machines is not known; set tflops in the "
-            "recipe (`isthmus doctor` on that machine measures it), or give --tflops or --device "
-            f"{replica.name}=NAME (such as h100)"
+            "recipe (`isthmus doctor` on that machine measures it); `isthmus plan` also takes --tflops X and "
+            f"--device {replica.name}=NAME (such as h100)"
         )
     return rate
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from isthmus.config import FinishConfig, Recipe, SubspaceConfig
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import Pick
+from isthmus.planner.fit import gb
 from isthmus.planner.grouping import EXCHANGE_SHARE, INNER_STEPS, OUT, Group, Grouping, lacking
 from isthmus.planner.machines import Machine, MachineList
 from isthmus.planner.plan import Forecast, predict
@@ -47,7 +48,10 @@ def suggest(base: Recipe, machines: MachineList, pinned: Collection[str] = ()) -
     if base.outer.method == "adamw":
         raise ConfigError('--suggest is about rounds; outer.method is "adamw", which has none')
     given, base = base, replace(base, subspace=SubspaceConfig(), finish=FinishConfig())
-    grouping, choices = _grouped(base, machines, pinned)
+    finest = base.inner.micro_batches if "inner.micro_batches" in pinned else base.inner.batch
+    allowed = [base.outer.inner_steps] if "outer.inner_steps" in pinned else INNER_STEPS
+    grouping = Grouping(base, machines, finest, base.inner.in_flight, allowed)
+    choices = grouping.best()
     groups = grouping.groups(choices)
     if not groups:
         raise ConfigError(_nothing_fits(grouping))
@@ -78,18 +82,6 @@ def _compressing(recipe: Recipe, base: Recipe) -> Recipe:
     return replace(recipe, subspace=subspace, finish=finish)
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _grouped(base: Recipe, machines: MachineList, pinned: Collection[str]) -> tuple[Grouping, list[int]]:
-    """Return the grouping with the finest micro-batches, which need the least memory."""
-    m = base.inner.micro_batches if "inner.micro_batches" in pinned else base.inner.batch
-    steps = [base.outer.inner_steps] if "outer.inner_steps" in pinned else INNER_STEPS
-    grouping = Grouping(base, machines, m, base.inner.in_flight, steps)
-    return grouping, grouping.best()
-
-
 def _micro_batches(
     base: Recipe,
     machines: MachineList,
@@ -104,7 +96,7 @@ def _micro_batches(
     if "inner.micro_batches" in pinned:
         return grouping, groups, {"inner.micro_batches": "kept as it was set"}
     found = []
-    for m in _divisors(inner.batch):
+    for m in (n for n in range(1, inner.batch + 1) if inner.batch % n == 0):
         trial = Grouping(base, machines, m, inner.in_flight, grouping.inner_steps)
         ordered = tuple(
             Group(stages, group.count)
@@ -146,10 +138,6 @@ def exchange_share(forecast: Forecast) -> float:
 
 
 # The reasons
-
-
-def gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
 
 
 def _reasons(grouping: Grouping, group: Group) -> list[str]:
@@ -197,7 +185,8 @@ def _role(stages: int) -> str:
 def _left_out(grouping: Grouping, choices: list[int], groups: tuple[Group, ...]) -> dict[str, str]:
     """Map every unused machine to the reason."""
     reasons = {}
-    for i, (machine, idle) in enumerate(zip(grouping.machines, _idle(grouping, groups), strict=True)):
+    for i, machine in enumerate(grouping.machines):
+        idle = machine.count - sum(group.count * group.stages.count(i) for group in groups)
         if not idle:
             continue
         if choices[i] == OUT:
@@ -210,11 +199,3 @@ def _left_out(grouping: Grouping, choices: list[int], groups: tuple[Group, ...])
             text = _unused(grouping, i)
         reasons[machine.name] = (f"{idle} of {machine.count}: " if idle < machine.count else "") + text
     return reasons
-
-
-def _idle(grouping: Grouping, groups: tuple[Group, ...]) -> list[int]:
-    """Count the unused machines of each table."""
-    used = [
-        sum(group.count * group.stages.count(i) for group in groups) for i in range(len(grouping.machines))
-    ]
-    return [machine.count - n for machine, n in zip(grouping.machines, used, strict=True)]

@@ -5,18 +5,20 @@ mail or on a stick, so the reader checks every value here, once.
 """
 
 import os
-import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
 
 from isthmus import reading
 from isthmus.config.toml import toml_line
 from isthmus.errors import ConfigError
 from isthmus.files import replace_file
 from isthmus.protocol.access import check_not_revoked
+from isthmus.protocol.documents import Hash, HashOrNone, Name
 from isthmus.protocol.ledger import Ledger, RunInfo, read_run
 from isthmus.protocol.trust import Signer, load_signer, save_secret
 from isthmus.store import open_store
@@ -25,31 +27,22 @@ from isthmus.store.url import ENDPOINT, ENDPOINT_NAMES, REGION_NAMES, aws_option
 SUFFIX = ".isthmus.toml"
 FORMAT = 1
 MOST_BYTES = 1 << 14
-HEX = re.compile("[0-9a-f]{64}")
-NAME = re.compile(r"[\w-]{1,100}")
-RUN_NAME = re.compile(r"[\w.-]{1,100}")
-WORDS = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")
-KEY_WORDS = re.compile(r"[!-~]{1,4096}")  # of credentials: visible ASCII
-STORE = {
-    "endpoint": ENDPOINT,
-    "region": re.compile(r"[\w-]{1,100}"),
-    "access_key_id": KEY_WORDS,
-    "secret_access_key": KEY_WORDS,
-    "session_token": KEY_WORDS,
-}
 CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
+Words = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,1000}\Z")]
+Setting = Annotated[str, Meta(pattern=r"^(endpoint|region|access_key_id|secret_access_key|session_token)\Z")]
+Visible = Annotated[str, Meta(pattern=r"^[!-~]{1,4096}\Z")]  # ASCII
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
-    url: str
-    run: str  # the run's name
-    run_sha256: str  # of run.json, so that the reader cannot be led to another run
-    replica: str
-    key: str  # the replica's private key
-    corpus: str = ""  # where the text is
-    corpus_sha256: str = ""  # of its tokens; run.json has it too
-    store: Mapping[str, str] = field(default_factory=dict)  # settings to reach the bucket
+class Bundle(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: Literal[1] = FORMAT
+    url: Words
+    run: Annotated[str, Meta(pattern=r"^[\w.-]{1,100}\Z")]  # the run's name
+    run_sha256: Hash  # of run.json, so that the reader cannot be led to another run
+    replica: Name
+    key: Hash  # the replica's private key
+    corpus: Words | Literal[""] = ""  # where the text is
+    corpus_sha256: HashOrNone = ""  # of its tokens; run.json has it too
+    store: Mapping[Setting, Visible] = {}  # settings to reach the bucket
 
     @property
     def has_credentials(self) -> bool:
@@ -69,8 +62,8 @@ class Bundle:
         if "://" in self.url and not self.has_credentials:
             head.append("Credentials for the bucket are not in it: set what the sender tells you, for s3://")
             head.append("AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, in the environment.")
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "store"}
-        lines = [*(f"# {line}" for line in head), toml_line("format", FORMAT)]
+        values = {name: getattr(self, name) for name in self.__struct_fields__ if name != "store"}
+        lines = [f"# {line}" for line in head]
         lines += [toml_line(name, value) for name, value in values.items() if value]
         if self.store:
             lines += ["", "[store]", *(toml_line(*item) for item in self.store.items())]
@@ -140,38 +133,19 @@ def read_bundle(path: Path) -> Bundle:
         raise ConfigError(f"there is no file {path}; give the one that the run's owner sent you") from None
     try:
         return parse_bundle(text)
-    except (ValueError, RecursionError, TypeError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a file of `isthmus init` or `invite`: {error!s:.200}") from None
 
 
 def parse_bundle(text: str) -> Bundle:
-    """Parse a bundle; ValueError or TypeError if it is not one."""
-    found = tomllib.loads(text)
-    if (form := found.pop("format", None)) != FORMAT:
-        raise ValueError(f"its format is {form!r:.20}; this Isthmus reads {FORMAT}")
-    shapes = {
-        **{"url": WORDS, "run": RUN_NAME, "run_sha256": HEX, "replica": NAME},
-        **{"key": HEX, "corpus": WORDS, "corpus_sha256": HEX},
-    }
-    store = found.pop("store", {})
-    if missing := [name for name in ("url", "run", "run_sha256", "replica", "key") if name not in found]:
-        raise ValueError(f"it has no {missing[0]}")
-    bundle = Bundle(**_checked(found, shapes), store=_checked(store, STORE))
+    """Parse a bundle; ValueError or MsgspecError, with the field's name, if it is not one."""
+    bundle = msgspec.convert({"format": 0} | tomllib.loads(text), Bundle)
     parse_url(bundle.url)
+    if not ENDPOINT.fullmatch(bundle.store.get("endpoint", "http://none")):
+        raise ValueError("its endpoint is malformed")
     if bundle.has_credentials != ("secret_access_key" in bundle.store):
         raise ValueError("it holds only half of the credentials")
     return bundle
-
-
-def _checked(found: Any, shapes: Mapping[str, re.Pattern[str]]) -> dict[str, str]:
-    if not isinstance(found, dict):
-        raise TypeError("its store is not a table")
-    for name, value in found.items():
-        if name not in shapes:
-            raise ValueError(f"it has {name!r:.40}, which is not known here")
-        if not isinstance(value, str) or not shapes[name].fullmatch(value):
-            raise ValueError(f"its {name} is malformed")
-    return found
 
 
 def store_settings(url: str, with_credentials: str | None) -> dict[str, str]:
@@ -187,5 +161,5 @@ def store_settings(url: str, with_credentials: str | None) -> dict[str, str]:
     if with_credentials is not None and "access_key_id" not in found:
         named = f"the profile {with_credentials!r:.60}" if with_credentials else "the environment"
         raise ConfigError(f"--with-credentials: {named} has no AWS key; set one, or name another profile")
-    wanted = STORE if with_credentials is not None else ("endpoint", "region")
-    return {name: found[name] for name in STORE if name in found and name in wanted}
+    wanted = ("endpoint", "region", *(CREDENTIALS if with_credentials is not None else ()))
+    return {name: found[name] for name in wanted if name in found}

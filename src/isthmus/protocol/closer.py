@@ -9,16 +9,17 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from isthmus.errors import Diverged
 from isthmus.layout.requests import LONGEST_LOOK_SECONDS, LONGEST_SECONDS, STEP_IN_SECONDS
 from isthmus.protocol.clipping import clipped_in
 from isthmus.protocol.documents import Entry, Manifest, Refusal, Skip
+from isthmus.protocol.judge import Judge
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.members import Members
 from isthmus.protocol.presence import Presence
 from isthmus.protocol.shards import ShardReader
-from isthmus.protocol.verdicts import Verdicts
 
 CLOSING_ANSWERS = 9  # sequential store requests from the last commit to the manifest
 FEW = 8  # at most an eighth of the members is few
@@ -41,7 +42,7 @@ class Closer:
         self.recipe = ledger.run.recipe
         self.own = ledger.signer.replica
         self.presence, self.members = Presence(ledger, clock), Members(ledger)
-        self.verdicts = Verdicts(ledger, reader)
+        self.judge = Judge(ledger, reader)
         self.names = self.members.names
         self.round = 0
         self.closable_since: float | None = None
@@ -76,21 +77,21 @@ class Closer:
             turn = self._turn(round_number)
         previous = self.ledger.manifest(round_number - 1) if round_number > 1 else None
         members = self.members.awaited(round_number)
-        self.verdicts.look()
+        self.judge.look()
         if turn == 0:  # the first in line reads updates while it waits for the rest
             self._ask_for_few(members)
             self._judge(anchor)
         if not self._in_time(
-            turn, self._may_close(members, self.verdicts.there, self.verdicts.faults.keys(), previous)
+            turn, self._may_close(members, self.judge.there, self.judge.faults.keys(), previous)
         ):
             return False
         # A listing may lag: request every missing commit before leaving anyone out.
-        self.verdicts.ask(name for name in members if name not in self.verdicts.there)
+        self.judge.ask(name for name in members if name not in self.judge.there)
         self._judge(anchor)
-        self.verdicts.check_readable()
+        self.judge.check_readable()
         self._check_anchor(anchor)
-        accepted, refused = self.verdicts.compare(previous)
-        skipped = self.verdicts.skipped()
+        accepted, refused = self.judge.compare(previous)
+        skipped = self.judge.skipped()
         if not self._may_close(members, accepted, {*refused, *skipped}, previous):
             return False
         return self._settle(anchor, members, accepted, refused, skipped)
@@ -107,22 +108,21 @@ class Closer:
         self.looked, self.next_look, self.next_question = self.clock(), -math.inf, -math.inf
         self.beaten = False
         self.down.clear()
-        self.verdicts.begin(round_number)
+        self.judge.begin(round_number)
         self.members.begin(self.recipe)
         self.names = self.members.names
-        self.presence.answers.clear()
 
     def _ask_for_few(self, members: Sequence[str]) -> None:
         """When few commits are missing, request them by name now and then. A listing omits what is not an
         object, so we would wait for its author."""
-        missing = [name for name in members if name not in self.verdicts.there]
+        missing = [name for name in members if name not in self.judge.there]
         if len(missing) <= max(1, len(members) // FEW) and self.clock() >= self.next_question:
             self.next_question = self.clock() + LONGEST_LOOK_SECONDS
-            self.verdicts.ask(missing)
+            self.judge.ask(missing)
 
     def _judge(self, anchor: str) -> None:
-        self.verdicts.fetch()
-        self.busy = self.verdicts.judge(anchor)
+        self.judge.fetch()
+        self.busy = self.judge.judge(anchor)
 
     def _in_time(self, turn: int, closable: bool) -> bool:
         """Whether we may close it now. A closer gives each one before it in line a few seconds, counted from
@@ -133,7 +133,7 @@ class Closer:
             self.next_look = now + min(self._step_in_seconds * turn, LONGEST_LOOK_SECONDS)
             return False
         if self.closable_since is None:  # since our last look, or since the last commit came
-            came = max((i.modified_unix_seconds for i in self.verdicts.listed.values()), default=math.inf)
+            came = max((i.modified_unix_seconds for i in self.judge.listed.values()), default=math.inf)
             age = self.presence.store_now() - came if turn else 0.0
             self.closable_since = max(before, now - max(0.0, age))
         self.next_look = self.closable_since + self._step_in_seconds * turn
@@ -155,7 +155,7 @@ class Closer:
         """Create the manifest; True if ours won."""
         answered = {*accepted, *skipped}
         missing = [name for name in members if name not in answered and name not in refused]
-        alive = self.presence.alive_of(missing, self.round)
+        alive = self.presence.those(lambda name: self.presence.alive(name, self.round), missing)
         self._look_for_orders()
         following = self._next_members(answered, alive)
         seconds = self.presence.store_now() - self.presence.opened(self.round)
@@ -181,7 +181,7 @@ class Closer:
         news += [f"{name} gives nothing ({skip.code})" for name, skip in skipped.items()]
         given_up = [name for name in alive if name not in following]
         news += [f"{name} lives and does not deliver; it is no longer awaited" for name in given_up]
-        news += [self.verdicts.note] if self.verdicts.note else []
+        news += [self.judge.note] if self.judge.note else []
         for words in news:
             self.log(f"round {self.round}: {words}")
         return True
@@ -194,7 +194,7 @@ class Closer:
 
     def _usual_seconds(self, accepted: Collection[str]) -> float | None:
         """Seconds, by the store's clock, until half of the counted replicas had delivered."""
-        listed = [self.verdicts.listed[name] for name in accepted if name in self.verdicts.listed]
+        listed = [self.judge.listed[name] for name in accepted if name in self.judge.listed]
         opened = self.presence.opened(self.round)
         times = [max(0.0, info.modified_unix_seconds - opened) for info in listed]
         return statistics.median_low(times) if times else None
@@ -207,9 +207,9 @@ class Closer:
         If at least as many updates start from one other anchor as from ours, the bucket decides: a replay
         gives ours, or we have diverged and rejoin from the bucket. A closer that has just rejoined closes.
         """
-        others = Counter(self.verdicts.other_anchors().values())
+        others = Counter(self.judge.other_anchors())
         most = max(others.values(), default=0)
-        if not most or most < len(self.verdicts.good()) or self.rebuilt == self.round:
+        if not most or most < len(self.judge.good()) or self.rebuilt == self.round:
             return
         if self.found is None:
             self.found = self.replayed(self.round - 1)
@@ -237,7 +237,7 @@ class Closer:
         previous: Manifest | None,
     ) -> bool:
         """`answered`: replicas whose update does not count, or that skipped."""
-        if not accepted and not self.verdicts.skipped():
+        if not accepted and not self.judge.skipped():
             return False
         awaited = [name for name in members if name not in accepted and name not in answered]
         if not awaited:
@@ -254,19 +254,19 @@ class Closer:
             alive = False  # they send heartbeats and do not deliver
         if not alive and not stated:
             return True  # all missing replicas have gone, so waiting would not help
-        there = {*accepted, *self.verdicts.skipped()}  # a replica that skips is present all the same
+        there = {*accepted, *self.judge.skipped()}  # a replica that skips is present all the same
         return len(there) >= quorum and (not alive or deadlines > 1)
 
     def _is_starting(self) -> bool:
         """Whether round 1 still waits for replicas that may never have started."""
-        first = min((info.modified_unix_seconds for info in self.verdicts.listed.values()), default=math.inf)
+        first = min((info.modified_unix_seconds for info in self.judge.listed.values()), default=math.inf)
         return self.presence.store_now() - first < self.recipe.bucket.start_seconds
 
     def _mark_down(self, names: Sequence[str]) -> None:
         """Note the replicas whose workers have ended in this round. If the round was open before we started,
         note only those that are not back: a restarted fleet waits for all its members."""
-        found = self.presence.ended_of(names) if self.came else self.presence.down_of(names, self.round)
-        self.down |= set(found)
+        ended = self.presence.has_ended if self.came else partial(self.presence.was_down, self.round)
+        self.down |= set(self.presence.those(ended, names))
 
     def _deadlines_passed(self, previous: Manifest | None) -> float:
         """How many of its deadlines the round has been open."""
@@ -276,13 +276,14 @@ class Closer:
 
     def _next_members(self, answered: Collection[str], alive: Collection[str]) -> tuple[str, ...]:
         """Replicas that gave or skipped and still run, plus live replicas that are in step."""
-        ended = self.presence.ended_of(answered)
+        ended = self.presence.those(self.presence.has_ended, answered)
         if ended:  # the listing may be old: one that is back since gave after it
             self.presence.look_again()
-            ended = self.presence.ended_of(ended)
+            ended = self.presence.those(self.presence.has_ended, ended)
         stay = set(answered) - set(ended)
         stay |= {name for name in alive if not self.presence.is_behind(name)}
-        stay |= set(self.presence.in_step_of(name for name in self.names if name not in {*answered, *alive}))
+        rest = (name for name in self.names if name not in {*answered, *alive})
+        stay |= set(self.presence.those(self.presence.in_step, rest))
         late = [
             name for name in stay if name not in answered and self.members.given_up(name, self.round, False)
         ]
@@ -293,7 +294,8 @@ class Closer:
         whose heartbeat arrives, and those with a share now that have not been absent for long."""
         names = [member.name for member in self.ledger.run.recipe.fleet()]
         here = {*seen, self.own}
-        here |= set(self.presence.here_of(name for name in names if name not in here))
+        rest = (name for name in names if name not in here)
+        here |= set(self.presence.those(self.presence.is_here, rest))
         before = self.ledger.known(self.round - 1)
         now = before.dealt_in if before else self.names
         here |= {name for name in now if name not in here and not self.members.absent(name, self.round)}

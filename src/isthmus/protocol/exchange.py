@@ -12,9 +12,9 @@ from isthmus.outer.exchange import Contribution
 from isthmus.protocol.closer import Closer
 from isthmus.protocol.documents import Commit, Entry, Manifest, Shard
 from isthmus.protocol.edge import UNKNOWN, Edge
-from isthmus.protocol.judge import other_start
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.looks import RoundClock
+from isthmus.protocol.manifests import other_start
 from isthmus.protocol.missing import MissingPayload, tried
 from isthmus.protocol.patience import Patience
 from isthmus.protocol.shards import ShardReader

@@ -4,14 +4,16 @@
 """
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from isthmus.config import Member, Recipe
+from isthmus.disk import in_words
 from isthmus.protocol.heartbeat import GONE, WAITING, Heartbeat, silent_after, waiting_text
 from isthmus.protocol.ledger import Ledger, Manifest
-from isthmus.protocol.standing import missing_in_words, said_by_launcher, trouble
 from isthmus.runlog.held_out import HeldOutLosses
 
 SILENT, NOT_SEEN = "silent", "not seen"
@@ -109,7 +111,7 @@ def read_signs(ledger: Ledger, now: float) -> dict[str, Sign]:
     signs = dict(beats)
     for name, (said, written) in waits.items():
         last = beats[name][0] if name in beats else Heartbeat()
-        signs[name] = said_by_launcher(last, said), written
+        signs[name] = _said_by_launcher(last, said), written
     return signs
 
 
@@ -148,7 +150,7 @@ def _member_state(
     beat, written = sign or (Heartbeat(), now)
     state, age, seen = state_word(recipe, sign, now), max(0.0, now - written), sign is not None
     missing = beat.missing if state == WAITING else ()
-    wrong = [*missing_in_words(missing, member.config.stages), *(trouble(beat, age) if seen else ())]
+    wrong = [*_missing_in_words(missing, member.config.stages), *(_trouble(beat, age) if seen else ())]
     return MemberState(
         replica=member.name,
         kind=member.config.kind,
@@ -191,3 +193,43 @@ def _outside(manifest: Manifest | None) -> dict[str, int]:
     entries = manifest.entries if manifest else ()
     counts = {entry.replica: int(sum(entry.facts.measured.get("outside_tokens", ()))) for entry in entries}
     return {name: count for name, count in counts.items() if count}
+
+
+def _said_by_launcher(last: Heartbeat, waiting: Heartbeat) -> Heartbeat:
+    """A worker's last heartbeat, with what its launcher says now that none runs."""
+    return replace(
+        last,
+        state=WAITING,
+        awaiting=waiting.awaiting,
+        waited_seconds=waiting.waited_seconds,
+        missing=waiting.missing,
+        vitals=waiting.vitals,
+    )
+
+
+def _missing_in_words(missing: Sequence[int], num_stages: int) -> list[str]:
+    """The absent stages, by name; empty if unknown."""
+    known = [stage for stage in missing if stage < num_stages]
+    if not known or num_stages == 1:
+        return []
+    named = " and ".join(", ".join(map(str, known)).rsplit(", ", 1))
+    others = "the other waits" if num_stages - len(known) == 1 else "the others wait"
+    rest = f"; {others}" if len(known) < num_stages else ""
+    return [f"lacks stage{'s' * (len(known) > 1)} {named}{rest}"]
+
+
+def _trouble(heartbeat: Heartbeat, age_seconds: float) -> list[str]:
+    """What went wrong on the replica's machine, one line each; `age_seconds` is the heartbeat's."""
+    vitals, said = heartbeat.vitals, []
+    seconds = None if vitals.last_error_seconds is None else vitals.last_error_seconds + age_seconds
+    ago = f", {seconds:.0f} s ago" if seconds is not None else ""
+    why = f": {vitals.last_error}" if vitals.last_error else ""
+    if vitals.restarts:
+        times = f"{vitals.restarts:,} time{'s' * (vitals.restarts != 1)}"
+        said.append(f"was started again {times}, the last{ago}{why}".replace(", the last,", ", the last"))
+    elif why:
+        said.append(f"failed{ago.removeprefix(',')}{why}")
+    if vitals.disk_is_short:
+        free, needed = in_words(vitals.disk_free_bytes), in_words(vitals.disk_needed_bytes)
+        said.append(f"has {free} free on the disk of its state, and its next save needs {needed}")
+    return said

@@ -61,7 +61,6 @@ class Heartbeat(Document, frozen=True, kw_only=True):
     """
 
     incarnation: Start = ""
-    replaces: Start = ""  # the previous incarnation: waits for it end
     beat: Count = 0  # grows with every heartbeat of an incarnation
     kind: Word = ""
     stages: Count = 0

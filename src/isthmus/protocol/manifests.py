@@ -284,3 +284,12 @@ def gone(round_number: int) -> RunStopped:
 
 def manifest_key(round_number: int) -> str:
     return f"manifests/{round_number:06d}.json"
+
+
+def other_start(manifest: Manifest, anchor: str) -> RunStopped:
+    """The error for a manifest whose anchor differs from what replaying the previous rounds gives."""
+    return RunStopped(
+        f"manifest {manifest.round} of this run, by closer {manifest.closer}, is not to be trusted: it "
+        f"starts from anchor {manifest.anchor[:16]}, but replaying the rounds before it gives "
+        f"{anchor[:16]}; the run stops here"
+    )

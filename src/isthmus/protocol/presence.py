@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from isthmus.errors import RunStopped
-from isthmus.protocol.heartbeat import BEHIND, WAITING, Heartbeat, silent_after
+from isthmus.protocol.heartbeat import BEHIND, LIVE, WAITING, Beat, silent_after
 from isthmus.protocol.ledger import Ledger
 from isthmus.store.together import together
 
@@ -32,9 +32,8 @@ class Presence:
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
         self.ledger, self.clock = ledger, clock
         self.recipe, self.own = ledger.run.recipe, ledger.signer.replica
-        self.last: dict[str, tuple[Heartbeat, float]] = {}  # replica -> its last heartbeat, when written
+        self.last: dict[str, Beat] = {}  # replica -> its last heartbeat, when written
         self.ended: dict[str, str] = {}  # replica -> the incarnation that ended, by its launcher
-        self.answers: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, whether it was alive)
         self.silences: dict[str, tuple[float | None, float]] = {}  # replica -> (its last beat, silent since)
         self.asked: dict[str, float] = {}  # replica -> the silence in which we requested it directly
         self.listed: dict[tuple[str, str], Info] = {}  # (replica, live or waiting) -> as last listed
@@ -44,8 +43,7 @@ class Presence:
         self.opening = 0, 0.0, -math.inf  # (round, when it was opened, when we looked)
 
     def look_again(self) -> None:
-        """Send the next question to the store instead of using a recent answer."""
-        self.answers.clear()
+        """Send the next question to the store instead of using a recent listing."""
         self.opening = 0, 0.0, -math.inf
         self.scanned = -math.inf
 
@@ -88,9 +86,9 @@ class Presence:
             self.listed = self.ledger.scan_heartbeats()
             self.scanned = self.clock()
 
-    def hear(self, name: str) -> tuple[Heartbeat, float] | None:
+    def hear(self, name: str) -> Beat | None:
         """(its last heartbeat, when that was written), or None if it never sent one."""
-        self.read[name, "live"] = self.listed.get((name, "live"))
+        self.read[name, LIVE] = self.listed.get((name, LIVE))
         found = self.ledger.heartbeat(name)
         if found is None:
             return self.last.get(name)
@@ -104,7 +102,7 @@ class Presence:
         self.ledger.store.doubt_clock()  # this machine may have slept
         return written > self.store_now() + CLOCK_ERROR_SECONDS
 
-    def _is_new(self, name: str, document: str = "live") -> bool:
+    def _is_new(self, name: str, document: str = LIVE) -> bool:
         """Whether it was written since we read it, as far as the listing shows."""
         which = name, document
         return which in self.listed and self.read.get(which) != self.listed[which]
@@ -122,7 +120,7 @@ class Presence:
             self.hear(name)
         return name in self.last and self.last[name][0].incarnation == ended
 
-    def was_down(self, name: str, round_number: int) -> bool:
+    def was_down(self, round_number: int, name: str) -> bool:
         """Whether a worker of it has ended since the round was opened. It may run again by now, but trains
         the round late."""
         if self.has_ended(name):
@@ -132,66 +130,41 @@ class Presence:
             return False
         return said.modified_unix_seconds >= self.opened(round_number)
 
-    def any_alive(self, names: Iterable[str], round_number: int) -> bool:
-        """Whether one of them is alive. It asks recently live ones first and stops at the first live one. It
-        still notes when each silent replica fell silent."""
+    def those(self, question: Callable[[str], bool], names: Iterable[str]) -> list[str]:
+        """Names for which `question`, a method of ours, is true; queried in parallel."""
         self.scan()
-        waiting = sorted(names, key=lambda name: not self.answers.get(name, (0.0, False))[1])
+        names = list(names)
+        answers = together([partial(question, name) for name in names])
+        return [name for name, yes in zip(names, answers, strict=True) if yes]
+
+    def any_alive(self, names: Iterable[str], round_number: int) -> bool:
+        """Whether one of them is alive. It reads new heartbeats only until it finds one. It still notes when
+        each silent replica fell silent."""
+        self.scan()
         found = False
-        for name in waiting:
+        for name in sorted(names, key=self._is_new):
             if not found or not self._is_new(name):
                 found |= self.alive(name, round_number)
         return found
 
-    def in_step_of(self, names: Iterable[str]) -> list[str]:
-        """Replicas that recently said that they train or deliver. A replica that starts or catches up may
-        give to the next round, but cannot begin it with the others."""
-        self.scan()
-        return self._asked(self._in_step, names)
+    def in_step(self, name: str) -> bool:
+        """Whether it recently said that it trains or delivers. One that starts or catches up may give to
+        the next round, but cannot begin it with the others."""
+        return self.is_here(name) and not self.is_behind(name)
 
-    def _in_step(self, name: str) -> bool:
-        return self._is_here(name) and not self.is_behind(name)
-
-    def here_of(self, names: Iterable[str]) -> list[str]:
-        """Replicas with a recent heartbeat, whatever they do."""
-        self.scan()
-        return self._asked(self._is_here, names)
-
-    def _is_here(self, name: str) -> bool:
-        if (name, "live") not in self.listed or self.has_ended(name):
+    def is_here(self, name: str) -> bool:
+        """Whether it has a recent heartbeat, whatever it does."""
+        if (name, LIVE) not in self.listed or self.has_ended(name):
             return False
         heard = self.hear(name) if self._is_new(name) else self.last.get(name)
         return heard is not None and self._is_fresh(heard) and not (heard[0].leaving or heard[0].gone)
 
     def is_behind(self, name: str) -> bool:
         heard = self.last.get(name)
-        if heard is None:
-            return False
-        return heard[0].state in BEHIND or heard[0].leaving or heard[0].gone
-
-    def alive_of(self, names: Iterable[str], round_number: int) -> list[str]:
-        """The live ones among them."""
-        self.scan()
-        return self._asked(lambda name: self.alive(name, round_number), names)
-
-    def ended_of(self, names: Iterable[str]) -> list[str]:
-        """Those whose workers have ended, according to their launchers."""
-        self.scan()
-        return self._asked(self.has_ended, names)
-
-    def down_of(self, names: Iterable[str], round_number: int) -> list[str]:
-        """Those whose workers have ended in this round, whether or not they are back."""
-        self.scan()
-        return self._asked(lambda name: self.was_down(name, round_number), names)
-
-    def _asked(self, question: Callable[[str], bool], names: Iterable[str]) -> list[str]:
-        """Names for which `question` is true; queried in parallel."""
-        names = list(names)
-        answers = together([partial(question, name) for name in names])
-        return [name for name, yes in zip(names, answers, strict=True) if yes]
+        return heard is not None and (heard[0].state in BEHIND or heard[0].leaving or heard[0].gone)
 
     def alive(self, name: str, round_number: int) -> bool:
-        """Whether the replica still sends heartbeats. Reads at most one per heartbeat interval.
+        """Whether the replica still sends heartbeats.
 
         A replica is silent once no heartbeat came for as long as its last one allows, and we watched the last
         two intervals of that. While the store is down no heartbeat gets through, and the first replica to
@@ -199,22 +172,16 @@ class Presence:
         """
         self.scan()
         if self.has_ended(name):
-            self.answers.pop(name, None)
             return False
-        looked, answer = self.answers.get(name, (-math.inf, True))
-        if self.clock() - looked < self.recipe.bucket.heartbeat_seconds:
-            return answer
         heard = self.hear(name) if self._is_new(name) else self.last.get(name)
         answer = self._answer(name, heard, round_number)
         if not answer and self.asked.get(name) != self.silences[name][1]:
             self.asked[name] = self.silences[name][1]
             heard = self.hear(name)  # the listing may lag
             answer = self._answer(name, heard, round_number)
-        answer = answer and not (heard and heard[0].leaving)
-        self.answers[name] = self.clock(), answer
-        return answer
+        return answer and not (heard and heard[0].leaving)
 
-    def _answer(self, name: str, heard: tuple[Heartbeat, float] | None, round_number: int) -> bool:
+    def _answer(self, name: str, heard: Beat | None, round_number: int) -> bool:
         starting = heard is None and round_number == 1
         if self._is_fresh(heard) or (starting and self.store_now() - self.opened(1) < STARTING_SECONDS):
             self.silences.pop(name, None)
@@ -226,7 +193,7 @@ class Presence:
         watched = now - since >= WATCHED * self.recipe.bucket.heartbeat_seconds
         return not watched or self.ledger.store.seconds_since_return < BACK_OFF_SECONDS
 
-    def _is_fresh(self, heard: tuple[Heartbeat, float] | None) -> bool:
+    def _is_fresh(self, heard: Beat | None) -> bool:
         """Whether it is too early even to watch for silence."""
         if heard is None:
             return False

@@ -6,15 +6,15 @@ from functools import partial
 import torch
 
 from isthmus.errors import RunError, RunStopped
+from isthmus.memory import check_fits_memory
 from isthmus.model.digest import anchor_digest, shard_digests
 from isthmus.model.llama import init_params
 from isthmus.outer import outer_method
 from isthmus.outer.codec import Payloads
 from isthmus.outer.weights import round_weights
-from isthmus.protocol.claims import check_claims
 from isthmus.protocol.clipping import clip_factors
-from isthmus.protocol.judge import other_start
 from isthmus.protocol.ledger import Entry, Ledger, Manifest, Shard
+from isthmus.protocol.manifests import other_start
 from isthmus.protocol.shards import unpack_shards
 from isthmus.protocol.trust import Refused
 from isthmus.store import StoreError
@@ -44,9 +44,11 @@ class Replay:
         `log` receives the reason if a newer anchor is unusable."""
         self.ledger, self.recipe, self.without = ledger, ledger.run.recipe, frozenset(without)
         self.round, self.log, self.passed_over = 0, log, ""
-        # Copies: the tensors read or drawn; on a CPU the anchor too.
-        check_claims(ledger, start, copies=2 if torch.device(device).type == "cpu" else 1)
         self.dtype = torch.float64 if self.recipe.inner.precision == "fp64" else torch.float32
+        # A run.json of a few kB may state any model. A copy is read or drawn; on a CPU the anchor is another.
+        stored, copies = self.recipe.model.num_stored, 2 if torch.device(device).type == "cpu" else 1
+        words = f"run.json states a model of {self.recipe.model.num_parameters:,} parameters; to rebuild it"
+        check_fits_memory(copies * self.dtype.itemsize * stored, words)
         shapes = ledger.shapes
         self.anchor = {n: torch.empty(shape, dtype=self.dtype, device=device) for n, shape in shapes.items()}
         self.outer = outer_method(self.recipe.outer, self.anchor)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from isthmus.config import Member, Recipe
 from isthmus.data.ahead import ReadAhead
 from isthmus.data.tokens import Batches
-from isthmus.errors import ConfigError, RunError
+from isthmus.errors import ConfigError
 from isthmus.layout.stages import EMBEDDING
 from isthmus.model.llama import init_params
 from isthmus.replica.base import Wish, precision_dtypes
 from isthmus.replica.clock import Clock
-from isthmus.replica.process_groups import Store, make_group
+from isthmus.replica.process_groups import Store, lost_processes, make_group
 from isthmus.replica.stack import Stack
 from isthmus.subspace.boundaries import BasisSet
 
@@ -123,17 +123,8 @@ class FullReplica:
             for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(mean.view_as(tensor))
 
-    @contextmanager
-    def _faults(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            lost = any(word in str(error) for word in ("by peer", "imed out", "pair closure"))
-            if self.process_group and lost:
-                raise RunError(
-                    f"replica {self.member.name}: process {self.rank} lost the other processes of the replica"
-                ) from None
-            raise
+    def _faults(self) -> AbstractContextManager[None]:
+        return lost_processes(self.member.name, self.rank) if self.process_group else nullcontext()
 
     def named_parameters(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.stack.params.items()}

@@ -7,6 +7,8 @@ machines on a closed network.
 import ipaddress
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -145,6 +147,19 @@ def make_group(backend: str, store: Store, rank: int, size: int, address: str, t
     options._devices = [gloo.create_device(hostname=address, lazy_init=False)]
     options._timeout, options._threads = timeout, 1
     return gloo(store, rank, size, options)
+
+
+@contextmanager
+def lost_processes(replica: str, rank: int) -> Iterator[None]:
+    """Name the fault if the other processes of a full replica are gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(word in str(error) for word in ("by peer", "imed out", "pair closure")):
+            raise RunError(
+                f"replica {replica}: process {rank} lost the other processes of the replica"
+            ) from None
+        raise
 
 
 def _listen(host: str, port: int) -> socket.socket:

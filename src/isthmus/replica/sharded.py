@@ -2,8 +2,8 @@
 
 import ctypes
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from isthmus.config import Member, Recipe
 from isthmus.data.ahead import ReadAhead
 from isthmus.data.tokens import Batches
-from isthmus.errors import ConfigError, RunError
+from isthmus.errors import ConfigError
 from isthmus.layout.stages import EMBEDDING, stage_names
 from isthmus.model import muon
 from isthmus.model.inner import InnerOpt
@@ -28,7 +28,7 @@ from isthmus.replica.base import Wish, precision_dtypes
 from isthmus.replica.clock import Clock
 from isthmus.replica.control_group import ControlGroup, SingleProcess
 from isthmus.replica.full import LOOPBACK
-from isthmus.replica.process_groups import Store, make_group
+from isthmus.replica.process_groups import Store, lost_processes, make_group
 
 # Between rounds a process may be uploading while the others already wait for it.
 TIMEOUT_SECONDS = 1800.0
@@ -176,16 +176,8 @@ class ShardedReplica:
     def close(self) -> None:
         dist.destroy_process_group()
 
-    @contextmanager
-    def _faults(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if any(word in str(error) for word in ("by peer", "imed out", "pair closure")):
-                raise RunError(
-                    f"replica {self.member.name}: process {self.rank} lost the other processes of the replica"
-                ) from None
-            raise
+    def _faults(self) -> AbstractContextManager[None]:
+        return lost_processes(self.member.name, self.rank)
 
 
 class _SplitMatrices:

@@ -16,6 +16,7 @@ from isthmus.config import Recipe
 from isthmus.data.corpus import Corpus
 from isthmus.data.fingerprint import check_text
 from isthmus.errors import ConfigError
+from isthmus.memory import machine_memory
 from isthmus.model import checkpoint
 from isthmus.model.initial import checked_first, first_params, start_digest
 from isthmus.page.ending import Ending, ending
@@ -42,6 +43,8 @@ from isthmus.runlog.results import Results
 from isthmus.simulator.exchange import LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
 from isthmus.simulator.rounds import Saver, simulate_rounds
+
+GUESSED_BYTES = 8 * 2**30  # of memory, if the system does not report it
 
 
 class Setup(TypedDict):
@@ -235,7 +238,8 @@ def pick_plan(
     if device.type == "cuda":
         available = int(torch.cuda.mem_get_info(device)[0] * 0.92)
     else:
-        available = available_host_bytes()
+        found = machine_memory()
+        available = found.available_bytes if found else GUESSED_BYTES
     plan = plan_simulator(
         recipe, precision, available, compiled=compiled, can_park=device.type == "cuda", mode=mode
     )
@@ -246,12 +250,3 @@ def pick_plan(
             file=sys.stderr,
         )
     return plan
-
-
-def available_host_bytes() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            facts = dict(line.split(":", 1) for line in file)
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 8 * 2**30  # not Linux: a guess that fits most laptops

@@ -13,32 +13,60 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from isthmus.errors import ConfigError
 from isthmus.files import sync_folder
 from isthmus.reading import read_bytes, stat_regular
+from isthmus.store.requests import Info
 from isthmus.store.retry import StoreRefused
 
 STALE_SECONDS = 3600.0  # the writer of a temporary file this old is dead
 _TEMPORARY = re.compile(r"#\d+$")  # keys never end like this
 
 
-def read_file(root: Path, key: str, max_bytes: int) -> bytes:
-    """Read an object; StoreRefused if it is not one or is too large. Disk faults are OSErrors."""
-    size = stat_file(root, key).st_size
-    if size > max_bytes:
-        raise StoreRefused(f"{root}: {key} holds {size} bytes; at most {max_bytes} are accepted")
-    try:
-        return read_bytes(root / key, max_bytes, follow=False)
-    except ConfigError as error:
-        raise _fault(error, key) from None
+class FolderRequests:
+    """One try of each request to a folder's files. The last two arguments are for object stores."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get(self, key: str, max_bytes: int, client: Any, allow: Any) -> tuple[bytes, Info]:
+        info = self._stat(key)  # first: no object may look newer than its bytes
+        if info.size > max_bytes:
+            raise StoreRefused(
+                f"{self.folder}: {key} holds {info.size} bytes; at most {max_bytes} are accepted"
+            )
+        try:
+            return read_bytes(self.folder / key, max_bytes, follow=False), info
+        except ConfigError as error:
+            raise _fault(error, key) from None
+
+    def put(self, key: str, data: bytes, create: bool, durable: bool, client: Any, allow: Any) -> None:
+        write_file(self.folder, key, data, create=create, sync=durable)
+
+    def head(self, key: str, client: Any, allow: Any) -> Info | None:
+        with suppress(StoreRefused):  # a folder or a pipe is not an object
+            return self._stat(key)
+
+    def scan(self, prefix: str | None, most: int, client: Any, allow: Any) -> dict[str, Info]:
+        """At most `most` + 1 objects. Skips unreadable folders, and files that vanish meanwhile."""
+        found: dict[str, Info] = {}
+        cut = len(os.path.join(self.folder, ""))
+        for path in islice(_files(self.folder / prefix if prefix else self.folder), most + 1):
+            with suppress(OSError):
+                found[path[cut:]] = _info(os.lstat(path))
+        return found
+
+    def _stat(self, key: str) -> Info:
+        try:
+            return _info(stat_regular(self.folder / key, follow=False))
+        except ConfigError as error:
+            raise _fault(error, key) from None
 
 
-def stat_file(root: Path, key: str) -> os.stat_result:
-    try:
-        return stat_regular(root / key, follow=False)
-    except ConfigError as error:
-        raise _fault(error, key) from None
+def _info(stat: os.stat_result) -> Info:
+    return Info(stat.st_size, stat.st_mtime, f"{stat.st_ino}-{stat.st_mtime_ns}")
 
 
 def _fault(error: ConfigError, key: str) -> Exception:
@@ -46,21 +74,6 @@ def _fault(error: ConfigError, key: str) -> Exception:
     if isinstance(error.__context__, OSError) and error.__context__.errno != errno.ELOOP:
         return error.__context__
     return StoreRefused(f"{key} is not an object: {error}")
-
-
-def list_files(root: Path, prefix: str | None, most: int) -> list[str]:
-    """The keys of all objects below `prefix`; at most `most` + 1. Skips unreadable folders."""
-    cut = len(os.path.join(root, ""))
-    return [path[cut:] for path in islice(_files(root / prefix if prefix else root), most + 1)]
-
-
-def scan_files(root: Path, prefix: str | None, most: int) -> dict[str, os.stat_result]:
-    """Like `list_files`, with each file's stat result. Skips files that vanish meanwhile."""
-    found: dict[str, os.stat_result] = {}
-    for key in list_files(root, prefix, most):
-        with suppress(OSError):
-            found[key] = os.lstat(root / key)
-    return found
 
 
 def _files(top: Path) -> Iterator[str]:
@@ -72,17 +85,6 @@ def _files(top: Path) -> Iterator[str]:
                     folders.append(entry.path)
                 elif entry.is_file(follow_symlinks=False) and not _TEMPORARY.search(entry.name):
                     yield entry.path
-
-
-def link(aside: Path, path: Path) -> None:
-    """Give a file its second name, unless that exists."""
-    try:
-        os.link(aside, path)
-    except OSError as error:
-        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            words = "its file system has no hard links, which put-if-absent needs"
-            raise ConfigError(f"{path.parent} cannot be a store: {words}") from None
-        raise
 
 
 def write_file(root: Path, key: str, data: bytes, *, create: bool, sync: bool, keep: bool = True) -> None:
@@ -112,9 +114,14 @@ def write_file(root: Path, key: str, data: bytes, *, create: bool, sync: bool, k
                 os.fsync(handle)
         try:
             if create:
-                link(aside, path)
+                os.link(aside, path)
             elif keep:
                 os.replace(aside, path)
+        except OSError as error:
+            if create and error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                words = "its file system has no hard links, which put-if-absent needs"
+                raise ConfigError(f"{path.parent} cannot be a store: {words}") from None
+            raise
         finally:
             # Even if the name exists: its writer may have died before this. Every parent too, since another
             # process may have made them; syncing an unchanged folder costs nothing.

@@ -17,22 +17,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from isthmus.errors import ConfigError, Unreachable
-from isthmus.store.clock import StoreClock
-from isthmus.store.folder import list_files, remove_empty, remove_stale, write_file
-from isthmus.store.requests import BucketRequests, FolderRequests, Info, delete
+from isthmus.store.folder import FolderRequests, remove_empty, remove_stale, write_file
+from isthmus.store.requests import BucketRequests, Info, delete
 from isthmus.store.retry import (
     DEFAULT_SECONDS,
-    Absence,
     Backoff,
     Fault,
-    Rate,
     StoreError,
     StoreRefused,
     Unreadable,
     classify,
     wait,
 )
-from isthmus.store.together import AT_ONCE, together
+from isthmus.store.timing import Absence, Rate, StoreClock
 from isthmus.store.url import SEGMENT, connect, parse_url, where_s3_is
 
 __all__ = ["Info", "Store", "open_store"]
@@ -155,40 +152,19 @@ class Store:
     def head(self, key: str, *, deadline: float | None = None) -> Info | None:
         return self._persist("head", key, 0, partial(self._requests.head, self._key(key)), deadline)
 
-    def together(self, calls: Iterable[Callable[[], T]], at_once: int = AT_ONCE) -> list[T]:
-        """The result of each call, in order; `at_once` calls run in parallel. After a fault it starts no
-        further call, and raises the first fault in that order once none is running."""
-        return together(calls, at_once)
-
     def list(self, prefix: str = "", *, deadline: float | None = None) -> list[str]:
-        """Every key below `prefix`, a whole path segment ("payloads/rack-0"), in order.
-
-        It always lists from the start: on SeaweedFS a listing from an offset misses keys.
-        """
-        if self._folder:
-            self._count("list")
-            keys = list_files(self._folder, self._below(prefix), MOST_LISTED)
-            self._check_listed(prefix, len(keys))
-            return sorted(keys)
+        """Every key below `prefix`, a whole path segment ("payloads/rack-0"), in order."""
         return list(self.scan(prefix, deadline=deadline))
 
-    def scan(
-        self, prefix: str = "", *, most: int | None = None, deadline: float | None = None
-    ) -> dict[str, Info]:
-        """Like `list`, with sizes and times. StoreRefused if there are more than `most` objects: any writer
-        below a prefix can fill it, and each page of 1000 is a request."""
-        limit = MOST_LISTED if most is None else most
-        request = partial(self._requests.scan, self._below(prefix), limit)
-        found = self._persist("list", prefix, 0, request, deadline) or {}
-        if most is not None and len(found) > most:
-            raise StoreRefused(f"{self.url}: more than {most} objects lie below {prefix}")
-        self._check_listed(prefix, len(found))
-        return dict(sorted(found.items()))
-
-    def _check_listed(self, prefix: str, num_objects: int) -> None:
-        if num_objects > MOST_LISTED:
+    def scan(self, prefix: str = "", *, deadline: float | None = None) -> dict[str, Info]:
+        """Like `list`, with sizes and times. It always lists from the start: on SeaweedFS a listing from an
+        offset misses keys. Any writer can make a listing endless, so it has a limit."""
+        below = self._key(prefix.rstrip("/")) if prefix else None
+        found = self._persist("list", prefix, 0, partial(self._requests.scan, below, MOST_LISTED), deadline)
+        if len(found := found or {}) > MOST_LISTED:
             words = f"more than {MOST_LISTED:,} objects lie below {prefix}, and no run leaves so many there"
             raise StoreError(f"{self.url}: {words}; remove what is not this run's", "config")
+        return dict(sorted(found.items()))
 
     def foreign(self, read: Callable[[], T]) -> T:
         """Return what `read` finds in an object that somebody else wrote.
@@ -245,9 +221,6 @@ class Store:
         finally:
             with suppress(StoreError):  # a contributor may have the right to write but not to delete
                 self.delete(key, deadline=self.clock() + 5)
-
-    def _below(self, prefix: str) -> str | None:
-        return self._key(prefix.rstrip("/")) if prefix else None
 
     def _key(self, key: str) -> str:
         segments = key.split("/")

@@ -1,23 +1,20 @@
-"""One try of each request: to an object store, using `obstore`, or to a folder.
+"""One try of each request to an object store, using `obstore`.
 
-Both kinds have the same methods. The last two arguments are obstore's client and how long a transfer of a
-given size may take; a bucket returns a coroutine. The store retries: faults pass through unchanged, even that
-of an absent object.
+The last two arguments are obstore's client and how long a transfer of a given size may take; each returns a
+coroutine. `folder` has the same for a folder, without them. The store retries: faults pass through unchanged,
+even that of an absent object.
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import obstore
 
-from isthmus.store.folder import read_file, scan_files, stat_file, write_file
-from isthmus.store.retry import Rate, StoreRefused, drain
+from isthmus.store.retry import StoreRefused, drain
+from isthmus.store.timing import Rate
 
 Allow = Callable[[int], float]
 
@@ -74,27 +71,6 @@ class BucketRequests:
         return found
 
 
-class FolderRequests:
-    """The same requests to a folder's files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def get(self, key: str, max_bytes: int, client: Any, allow: Allow) -> tuple[bytes, Info]:
-        info = _file_info(stat_file(self.folder, key))  # first: no object may look newer than its bytes
-        return read_file(self.folder, key, max_bytes), info
-
-    def put(self, key: str, data: bytes, create: bool, durable: bool, client: Any, allow: Allow) -> None:
-        write_file(self.folder, key, data, create=create, sync=durable)
-
-    def head(self, key: str, client: Any, allow: Allow) -> Info | None:
-        with suppress(StoreRefused):  # a folder or a pipe is not an object
-            return _file_info(stat_file(self.folder, key))
-
-    def scan(self, prefix: str | None, most: int, client: Any, allow: Allow) -> dict[str, Info]:
-        return {key: _file_info(stat) for key, stat in scan_files(self.folder, prefix, most).items()}
-
-
 async def delete(key: str, client: Any, allow: Allow) -> None:
     """Delete an object of a bucket or a folder."""
     await asyncio.wait_for(obstore.delete_async(client, key), allow(0))
@@ -102,7 +78,3 @@ async def delete(key: str, client: Any, allow: Allow) -> None:
 
 def _info(meta: Any) -> Info:
     return Info(meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
-
-
-def _file_info(stat: os.stat_result) -> Info:
-    return Info(stat.st_size, stat.st_mtime, f"{stat.st_ino}-{stat.st_mtime_ns}")

@@ -7,7 +7,6 @@ HTTP status and the error code.
 import asyncio
 import atexit
 import errno
-import math
 import os
 import random
 import re
@@ -21,12 +20,7 @@ from typing import Any
 from isthmus.errors import PASSING_ERRNO, ConfigError, RunError, Unreachable
 
 DEFAULT_SECONDS = 60.0
-FLOOR_BYTES_PER_SECOND = 0.25e6 / 8  # the slowest link that we still wait for
 LAST_TRY_SECONDS = 0.5  # how long before the deadline the last try starts
-AWAY_SECONDS = 2.0  # a shorter outage delays no heartbeat that counts
-HUNG_SECONDS = (
-    10.0  # a small request that gets no answer for this long means that the store is down, rather than slow
-)
 EXPIRED_TRIES = 4  # others renew the credentials, within a few seconds
 
 
@@ -184,70 +178,6 @@ class Backoff:
 
     def spent(self) -> str:
         return f"gave up after {self.clock() - self.began:.0f} s and {self.tries} tries"
-
-
-class Absence:
-    """Tracks when the store last came back after an outage, in which every request failed for a while.
-
-    It also tracks how long an answer takes.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self._since = math.inf  # the start of the first request that failed after the last answer
-        self._answered = self._returned = -math.inf
-        self.answer_seconds = 0.0
-        self._lock = threading.Lock()
-
-    def failed(self, began: float, fault: Fault) -> None:
-        """Record the failure of a request that began then. Only a passing fault suggests an outage."""
-        if not fault.retry or fault.kind == "exists":
-            self.answered(began)
-            return
-        with self._lock:
-            self._since = min(began, self._since)
-
-    def answered(self, began: float) -> None:
-        with self._lock:
-            now = self.clock()
-            if now - began > HUNG_SECONDS and self._answered <= began:
-                self._since = min(began, self._since)
-            if now - self._since > AWAY_SECONDS:
-                self._returned = now
-            self._answered, self._since = now, math.inf
-            self.answer_seconds += 0.2 * (now - began - self.answer_seconds)
-
-    @property
-    def seconds_since_return(self) -> float:
-        return self.clock() - self._returned
-
-
-class Rate:
-    """The recent transfer rate in one direction, and so how long a request of a given size may take."""
-
-    def __init__(self, least_seconds: float = 10.0) -> None:
-        self.least_seconds = least_seconds
-        self.bytes_per_second: float | None = None
-        self._lock = threading.Lock()
-
-    def limit(self, num_bytes: int) -> float:
-        """Seconds that a transfer may take: below a fifth of the measured rate something is wrong."""
-        slow = max(FLOOR_BYTES_PER_SECOND, 0.2 * (self.bytes_per_second or 0.0))
-        return max(self.least_seconds, num_bytes / slow)
-
-    def saw(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes < 1 << 16:  # shows latency, not rate
-            return
-        rate = num_bytes / max(seconds, 1e-6)
-        with self._lock:
-            before = rate if self.bytes_per_second is None else self.bytes_per_second
-            self.bytes_per_second = 0.7 * before + 0.3 * rate
-
-    def too_slow(self) -> None:
-        """Halve the estimate after a time-out, so that the next try gets longer."""
-        with self._lock:
-            if self.bytes_per_second is not None:
-                self.bytes_per_second /= 2
 
 
 _loops: dict[int, asyncio.AbstractEventLoop] = {}  # one per process: a fork does not inherit the thread

@@ -44,7 +44,7 @@ def main() -> None:
         apply(3, a, b, c, d)
         settled(4, a, a, b, c, d)
         for each in (a, b, c, d):
-            each.ledger.beat(Heartbeat(state="finished", incarnation="2", replaces="1", round=4, holds=4))
+            each.ledger.beat(Heartbeat(state="finished", incarnation="2", round=4, holds=4))
         b.ledger.beat(Heartbeat(state="waiting", incarnation="2", awaiting="nothing"))
         c.ledger.ask_to_leave("2")
         stage = StageDocument(stage=1, start=1, addresses=("192.0.2.7:29500",))
