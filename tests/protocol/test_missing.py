@@ -119,16 +119,17 @@ def test_where_nobody_can_help_it_stops_with_one_line_that_names_what_can_be_had
 
 def test_who_waits_can_be_asked_to_leave(fleet: list[Replica]):
     class Leave:
-        wish = 0
+        wanted = False
 
         def asked(self) -> int:
-            return self.wish
+            return int(self.wanted)
 
-        here = asked
+        def here(self) -> bool:
+            return self.wanted
 
     a, _, c = fleet
     lose(a, "b", 1)
     c.exchange.patience.leave = leave = Leave()
-    meanwhile(c, {5.0: lambda: setattr(leave, "wish", 1)})
+    meanwhile(c, {5.0: lambda: setattr(leave, "wanted", True)})
     with pytest.raises(LeftWaiting):
         catches_up(c, 1)
