@@ -52,7 +52,7 @@ def stated(name: str) -> set[str]:
 
 def test_every_package_has_its_place_in_the_order():
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(ORDER)
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {*ROOT, "__init__", "__main__", "worker"}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {*ROOT, "__init__", "__main__", "hf", "worker"}
 
 
 @pytest.mark.parametrize("name", ORDER)

@@ -25,6 +25,7 @@ NAMES = {
 OURS = {
     "workers.py": ("imports multiprocessing", "multiprocessing.connection", "multiprocessing.process"),
     "worker.py": ("imports multiprocessing",),
+    "hf.py": ("uses torch.load", "passes weights_only"),  # the state in a checkpoint of the user's Trainer
 }
 PACKAGES = ("multiprocessing", "torch.multiprocessing", "torch.distributed.rpc")
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from isthmus.config import Recipe, load_recipe
     from isthmus.errors import ConfigError, RunError
     from isthmus.loop.local import SparseLoCo
+    from isthmus.loop.outer_sync import OuterSync
     from isthmus.runlog.results import Results
     from isthmus.runlog.row import Row
 
@@ -16,6 +17,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "ConfigError",
+    "OuterSync",
     "Recipe",
     "Results",
     "Row",
@@ -39,7 +41,7 @@ os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
 
 
 def __getattr__(name: str) -> Any:
-    """Load these names on first use: `import isthmus` loads nothing else, and torch only for `SparseLoCo`."""
+    """Load these names on first use: `import isthmus` loads nothing else, torch only for your own loop."""
     match name:
         case "Run" | "open_run":
             from isthmus.api import opened as home
@@ -49,6 +51,8 @@ def __getattr__(name: str) -> Any:
             from isthmus import config as home
         case "ConfigError" | "RunError":
             from isthmus import errors as home
+        case "OuterSync":
+            from isthmus.loop import outer_sync as home
         case "SparseLoCo":
             from isthmus.loop import local as home
         case "Results":

@@ -95,7 +95,8 @@ def test_commands_know_a_run_of_named_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)  # `join` saves a key
-    keys, url = made(tmp_path, Odd()), str(tmp_path / "bucket")
+    model = torch.nn.ModuleList([Odd(), *(torch.nn.Linear(2, 2) for _ in range(100))])  # a long list of names
+    keys, url = made(tmp_path, model), str(tmp_path / "bucket")
     assert main(["status", url]) == 0
     assert main(["ledger", "rebuild", url, "--to", str(tmp_path / "w.safetensors")]) == 0
     assert main(["ledger", "rebuild", url, "--to", str(tmp_path / "folder")]) == 2
@@ -103,4 +104,4 @@ def test_commands_know_a_run_of_named_tensors(
     assert main(["join", str(keys["a"])]) == 2
     assert "start yours with isthmus.OuterSync(model, key=...)" in capsys.readouterr().err
     assert main(["report", url, "--to", str(tmp_path / "report")]) == 0
-    assert open_run(tmp_path / "report").recipe.model.shapes()["scale"] == ()
+    assert open_run(tmp_path / "report").recipe.model.shapes()["0.scale"] == ()

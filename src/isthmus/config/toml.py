@@ -285,6 +285,8 @@ def toml_line(key: str, value: Any) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(_lines(value)) + " }"
+    if isinstance(value, list):  # of tensors, one in a line
+        return "[\n" + "".join(f"  {json.dumps(each)},\n" for each in value) + "]"
     if isinstance(value, str):
         # Quote as JSON does, except that TOML has no surrogate pairs and treats DEL as a control character.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

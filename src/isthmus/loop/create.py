@@ -67,7 +67,7 @@ def _recipe(
         bucket=BucketConfig(start_seconds=START_SECONDS),
         replicas=tuple(ReplicaConfig(name=replica) for replica in replicas),
     )
-    recipe = stored_recipe(dump_recipe(recipe), overrides=overrides)
+    recipe = stored_recipe(dump_recipe(recipe, with_model=False), tensors=shapes, overrides=overrides)
     if recipe.outer.method == "adamw":
         raise ConfigError('outer.method "adamw" averages gradients; take "sparseloco" or "diloco"')
     return recipe

@@ -16,7 +16,7 @@ WATCHED = 2  # heartbeats of another process with our key that must not come
 LOOK_SECONDS = 10.0  # between two looks at a bucket that is not there
 
 
-def open_member(url: str | None, key: Path, patience: Patience, log: Callable[[str], None]) -> Ledger:
+def open_member(url: str, key: Path, patience: Patience, log: Callable[[str], None]) -> Ledger:
     """The run as one of its replicas sees it. It waits for a bucket that is not there."""
     if not key.name.endswith(SUFFIX) and not url:
         raise ConfigError(f"{key} is not a file of `create` (NAME{SUFFIX}); with a bare key give url")
@@ -33,9 +33,9 @@ def open_member(url: str | None, key: Path, patience: Patience, log: Callable[[s
             patience.sleep(LOOK_SECONDS)
 
 
-def _open(url: str | None, key: Path) -> Ledger:
+def _open(url: str, key: Path) -> Ledger:
     if not key.name.endswith(SUFFIX):
-        ledger, _ = open_as(open_store(url or "", create=False), key.stem, str(key))
+        ledger, _ = open_as(open_store(url, create=False), key.stem, str(key))
         return ledger
     bundle = read_bundle(key)
     bundle.use_store()
