@@ -432,22 +432,6 @@ def test_sweep_does_not_count_on_an_anchor_that_cannot_be_read(history: str, cap
     assert open_store(history).list() == before
 
 
-def test_a_replica_joins_after_the_sweep_and_the_run_goes_on(history: str):
-    main(["ledger", "sweep", history])
-    replicas = [Replica(history, name, signer_of(history, name)) for name in "abc"]
-    for each in replicas:
-        replay = Replay(each.ledger, start=5)
-        while replay.step():
-            pass
-        with torch.no_grad():
-            for name, tensor in each.anchor.items():
-                tensor.copy_(replay.anchor[name])
-        each.hold(5)
-    rounds(replicas, [6])
-    assert len({each.exchange.anchor for each in replicas}) == 1
-    assert main(["ledger", "verify", history]) == 0
-
-
 def test_run_json_fixes_recipe_keys_and_closers(folder_url: str, tmp_path: Path):
     run = Little(folder_url, tmp_path, closers=["b", "a"]).run
     there: RunInfo = read_run(open_store(folder_url))

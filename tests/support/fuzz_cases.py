@@ -103,7 +103,7 @@ def page(target: str) -> Callable[[], None]:
 def judge_commits() -> None:
     """As a closer does, and as every reader of history does."""
     from isthmus.protocol.access import open_ledger
-    from isthmus.protocol.judge import judge
+    from isthmus.protocol.judge import judged
 
     ledger = open_ledger(BUCKET)
     for t in (1, 2, 3):
@@ -112,7 +112,8 @@ def judge_commits() -> None:
             data = ledger.get_commit(name, t)
             if data is not None and manifest is not None:
                 with refusals():
-                    judge(ledger, data, name, t, manifest.anchor, ledger.get_shard)
+                    commit = ledger.check_commit(data, name, t, manifest.anchor)
+                    judged(ledger, name, commit, [ledger.get_shard(name, t, s) for s in commit.shards])
 
 
 def unpack_payloads() -> None:

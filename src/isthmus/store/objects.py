@@ -193,7 +193,7 @@ class Store:
                 remove_empty(self._folder, self._key(prefix))
 
     def now(self, key: str = "probe/clock") -> float:
-        """The store's clock in Unix seconds, from an object written under `key` (`store.clock`)."""
+        """The store's clock in Unix seconds, from an object written under `key` (`store.timing`)."""
         return self._clock.now(key)
 
     def doubt_clock(self) -> None:
