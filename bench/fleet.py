@@ -166,16 +166,12 @@ class Bench:
     def one_start(self, run: JoinedRun) -> Result:
         """What was reached when, as seen from outside; the worker's own line says more."""
         reached: dict[str, Any] = {}
-        work = run.work("full")
         run.join("full")
         began = run.began["full"]
 
         def look() -> bool:
             if found := run.find("full", r"\] joining ", began):
-                reached.setdefault("launcher ready", found[0].at - began)
-            for what, file in (("worker runs", "alive-0"), ("replica built", "incarnation")):
-                if (work / file).exists() and (work / file).stat().st_mtime >= began:
-                    reached.setdefault(what, (work / file).stat().st_mtime - began)
+                reached.setdefault("supervisor ready", found[0].at - began)
             reached.update(run.first_step("full", by_heartbeat=True) or {})
             return "seconds" in reached
 
@@ -234,7 +230,9 @@ def keep_bytecode(folder: Path) -> None:
     thousands of files at every start, which takes longer than to import them."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "isthmus-bytecode")
-    modules = "torch._dynamo, torch._inductor.compile_fx, isthmus.runtime.agent, isthmus.runtime.recovery"
+    modules = (
+        "torch._dynamo, torch._inductor.compile_fx, isthmus.runtime.supervisor, isthmus.runtime.recovery"
+    )
     subprocess.run([sys.executable, "-c", f"import {modules}, isthmus.simulator.run"], check=True)
 
 

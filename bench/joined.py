@@ -161,7 +161,7 @@ class JoinedRun:
         return saved_rounds(self.work(name) / "whole" / "state" / "edge")
 
     def stop(self) -> None:
-        """Kill our launchers; their workers die with them."""
+        """Kill our `join` commands; their workers die with them."""
         for process in self.running.values():
             if process.poll() is None:
                 process.kill()

@@ -2,9 +2,9 @@
 
     pytest -m soak tests/fleet/test_kills.py -k under_fire
 
-Four replicas: two full, one pipelined of two stages under one launcher, one of two stages whose stages have a
-launcher each, as if they were on two machines. Every few seconds a stage, a full replica's worker or a
-launcher gets SIGKILL, or SIGSTOP for good, or SIGSTOP for a few seconds; once, all launchers get SIGKILL.
+Four replicas: two full, one pipelined of two stages, and one of two stages that restart apart, as if they
+were on two machines. Every few seconds a stage or a full replica's worker gets SIGKILL, or SIGSTOP for good,
+or SIGSTOP for a few seconds; once, all workers get SIGKILL.
 At the end the run must have finished by itself, with one history that every replica, whenever it was there,
 agrees with.
 """
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +73,7 @@ stages = 2
 compression = "1/4"
 """
 APART = ("field",)
-ROLES = ("stage", "full", "launcher")
+ROLES = ("stage", "full")
 KINDS = ("SIGKILL", "SIGSTOP", "nap")
 ANCHOR = re.compile(r"\[([\w-]+)(/\d+)?\] round (\d+): anchor ([0-9a-f]{16})")
 NEW_START = re.compile(r"\] joining |; starting (it|the replica's stages) again")
@@ -94,31 +94,35 @@ class Process:
 
 
 def processes(folder: Path) -> Iterator[Process]:
-    """The fleet's processes of this run directory, by /proc."""
+    """The workers and the `join` commands of this folder, by /proc."""
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
             own = (Path("/proc") / str(pid) / "comm").read_text().strip()
-            worker = re.fullmatch(r"worker-(\d+)/(\d+)", own)
-            words = command_of(parent_of(parent_of(pid)) if worker else pid)  # a fork server is between them
-            if not any(str(folder) in word for word in words):
-                continue
-            if "isthmus.runtime.launcher" in words:
-                config = json.loads(words[words.index("-m") + 2])
-                replica, stage = config["replica"], config["stage"]
-            elif "isthmus.cli.main" in words and "join" in words:
-                replica = words[words.index("--replica") + 1]
-                stage = words[words.index("--stage") + 1] if "--stage" in words else None
-            else:
-                continue
-            if worker:
-                whole = worker[2] == "1"
-                name = replica if whole else f"{replica} stage {worker[1]}"
-                yield Process(pid, "full" if whole else "stage", replica, name)
-            else:
-                at = "" if stage is None else f" stage {stage}"
-                yield Process(pid, "launcher", replica, f"launcher of {replica}{at}")
-        except (OSError, ValueError, KeyError, IndexError):
+            if worker := re.fullmatch(r"worker-(\d+)/(\d+)", own):
+                replica = replica_of(pid, folder)
+                name = replica if worker[2] == "1" else f"{replica} stage {worker[1]}"
+                if replica:
+                    yield Process(pid, "full" if worker[2] == "1" else "stage", replica, name)
+            elif replica := joined(command_of(pid), folder):
+                words = command_of(pid)
+                stage = f" stage {words[words.index('--stage') + 1]}" if "--stage" in words else ""
+                yield Process(pid, "supervisor", replica, f"supervisor of {replica}{stage}")
+        except (OSError, ValueError, IndexError):
             continue  # it ended while we looked
+
+
+def joined(words: Sequence[str], folder: Path) -> str:
+    """The replica of this `isthmus join`, if it is one of this folder."""
+    ours = "isthmus.cli.main" in words and "join" in words and any(str(folder) in word for word in words)
+    return words[words.index("--replica") + 1] if ours else ""
+
+
+def replica_of(pid: int, folder: Path) -> str:
+    """A worker's replica: by the log to which it writes, or by the `join` beyond its fork server."""
+    log = Path(os.readlink(f"/proc/{pid}/fd/2"))
+    if log.parent.name == "logs" and log.is_relative_to(folder):
+        return log.stem.partition(".")[0]
+    return joined(command_of(parent_of(parent_of(pid))), folder)
 
 
 def command_of(pid: int) -> list[str]:
@@ -196,13 +200,13 @@ class Saboteur(threading.Thread):
     def strike(self, now: float) -> None:
         """A random process of the role that is next in the script; one that is well and truly there."""
         role, kind = next(self.script)
-        if role == "everybody":  # the workers go with their launchers
-            for launcher in sorted(processes(self.folder), key=lambda p: p.name):
-                if launcher.role == "launcher":
-                    self.hit(launcher, kind, now)
+        if role == "everybody":
+            for worker in sorted(processes(self.folder), key=lambda p: p.name):
+                self.hit(worker, kind, now)
             return
         hurt = {fault.victim.pid for fault in self.faults}
-        there = [p for p in processes(self.folder) if p.role == role and p.pid not in hurt and self.is_up(p)]
+        up = [p for p in processes(self.folder) if self.applied[p.replica]]
+        there = [p for p in up if p.role == role and p.pid not in hurt]
         if not there:
             return
         self.hit(self.chance.choice(sorted(there, key=lambda p: p.name)), kind, now)
@@ -214,12 +218,6 @@ class Saboteur(threading.Thread):
         except ProcessLookupError:
             return
         self.faults.append(Fault(now, kind, victim, rounds[-1][0] if rounds else 0))
-
-    def is_up(self, process: Process) -> bool:
-        """A launcher without a worker is still importing torch: killing it again and again shows nothing."""
-        if process.role != "launcher":
-            return bool(self.applied[process.replica])
-        return any(p.role != "launcher" and p.replica == process.replica for p in processes(self.folder))
 
     def look(self) -> None:
         """Read the logs' new lines; see which victims were replaced, and who has gone on since."""
@@ -315,12 +313,13 @@ def check_left_over(folder: Path, timeout_seconds: float = 5.0) -> list[str]:
 
 
 def orphans(folder: Path) -> Iterator[Process]:
-    """Workers without a launcher, which leave nothing in /proc that names the folder, by their own notes."""
-    for note in folder.rglob("alive-*"):
+    """Workers without a supervisor that write to a log in this folder."""
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
-            pid = int(note.read_text())
-            if Path(f"/proc/{pid}/comm").read_text().startswith("worker-") and parent_of(pid) == 1:
-                yield Process(pid, "orphan", note.parent.name, f"worker of {note.parent.name}")
+            own = Path(f"/proc/{pid}/comm").read_text()
+            ours = Path(os.readlink(f"/proc/{pid}/fd/2")).is_relative_to(folder)
+            if own.startswith("worker-") and parent_of(pid) == 1 and ours:
+                yield Process(pid, "orphan", "", own.strip())
         except (OSError, ValueError):
             continue
 

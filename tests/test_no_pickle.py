@@ -21,10 +21,15 @@ NAMES = {
     *("DynamicRendezvousHandler", "C10dRendezvousBackend", "EtcdRendezvousBackend", "create_backend"),
     *("read_pickle", "to_pickle", "weights_only", "allow_pickle", "Unpickler"),
 }
-# A launcher forks its own workers: a function's name and strings, by a pipe of its own.
+# A supervisor forks its own workers: a function's name, strings and a pipe of its own, which carries JSON.
 OURS = {
-    "workers.py": ("imports multiprocessing", "multiprocessing.connection", "multiprocessing.process"),
-    "worker.py": ("imports multiprocessing",),
+    "supervisor.py": ("multiprocessing.connection",),
+    "workers.py": (
+        *("imports multiprocessing", "multiprocessing.connection", "multiprocessing.process"),
+        "imports Pipe",
+    ),
+    "worker.py": ("multiprocessing.connection",),
+    "leaving.py": ("multiprocessing.connection",),
     "hf.py": ("uses torch.load", "passes weights_only"),  # the state in a checkpoint of the user's Trainer
 }
 PACKAGES = ("multiprocessing", "torch.multiprocessing", "torch.distributed.rpc")

@@ -167,25 +167,22 @@ def test_a_line_of_a_log_is_one_line_however_it_is_told(capsys):
     assert err.count("\n") == 1
 
 
-def test_a_launcher_and_a_worker_guard_their_logs(tmp_path):
-    calls = {
-        "launcher": ("launch", "m.main(sys.argv[1:2])"),
-        "worker": ("run_worker", "m.work(m.LauncherConfig.from_json(sys.argv[1]))"),
-    }
-    for module, (name, call) in calls.items():
-        code = (
-            f"import sys; from isthmus.runtime import {module} as m\n"
-            "def odd(*rest):\n"
-            "    print(sys.argv[2], file=sys.stderr); print(sys.argv[2]); raise m.ConfigError(sys.argv[2])\n"
-            f"m.{name} = odd\n"
-            f"sys.exit({call})"
-        )
-        config = {"url": str(tmp_path), "replica": "a", "work_dir": str(tmp_path)}
-        command = [sys.executable, "-c", code, json.dumps(config), EVIL.replace("\0", "")]
-        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        done = subprocess.run(command, capture_output=True, timeout=120, env=os.environ | place)
-        assert done.returncode in (2, 3), done.stderr
-        assert b"stolen" in done.stdout
-        assert b"stolen" in done.stderr
-        check_clean(done.stdout.decode())
-        check_clean(done.stderr.decode())
+def test_a_worker_guards_its_log(tmp_path):
+    code = (
+        "import sys; from isthmus.runtime import worker\n"
+        "from multiprocessing import Pipe\n"
+        "def odd(*rest):\n"
+        "    print(sys.argv[2], file=sys.stderr); print(sys.argv[2]); raise RuntimeError(sys.argv[2])\n"
+        "worker.run_worker = odd\n"
+        "ours, theirs = Pipe()\n"
+        "worker.begin(sys.argv[1], '{}', {}, theirs)"
+    )
+    config = {"url": str(tmp_path), "replica": "a", "work_dir": str(tmp_path)}
+    command = [sys.executable, "-c", code, json.dumps(config), EVIL.replace("\0", "")]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    done = subprocess.run(command, capture_output=True, timeout=120, env=os.environ | place)
+    assert done.returncode == 1, done.stderr
+    assert b"stolen" in done.stdout
+    assert b"stolen" in done.stderr
+    check_clean(done.stdout.decode())
+    check_clean(done.stderr.decode())

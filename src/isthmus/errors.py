@@ -39,7 +39,7 @@ class RunStopped(RunError):
 
 
 class Diverged(RunError):
-    """This replica's anchor differs from the others': it must join anew from the bucket."""
+    """This replica's anchor differs from the others': it must join again from the bucket."""
 
 
 def passes(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 
 
 def visible(value: object) -> str:
-    """Return one line in which characters that move, hide or reverse others are escaped.
+    """Return one line, with characters escaped that move, hide or reverse others.
 
     These are control and format characters (bidi, zero width), surrogates, private and unassigned code
     points, line separators, and every blank except the space.

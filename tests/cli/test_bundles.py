@@ -13,7 +13,7 @@ from isthmus.errors import ConfigError
 from isthmus.protocol import bundle as bundles
 from isthmus.protocol.bundle import read_bundle, store_settings
 from isthmus.protocol.ledger import read_run
-from isthmus.runtime import launcher
+from isthmus.runtime import supervisor
 from isthmus.store import open_store
 
 SECRETS = ("admin-key-id", "admin-very-secret")
@@ -48,7 +48,7 @@ def aws(monkeypatch, tmp_path):
 def joined(monkeypatch) -> list:
     """What `join` would start."""
     started = []
-    monkeypatch.setattr(launcher, "launch", lambda config: started.append(config) or 0)
+    monkeypatch.setattr(supervisor, "join", lambda config: started.append(config) or 0)
     return started
 
 

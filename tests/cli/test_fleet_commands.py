@@ -22,9 +22,9 @@ from isthmus.errors import ConfigError
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.trust import load_signer, new_secret
-from isthmus.runtime import agent
-from isthmus.runtime.process import LauncherConfig
+from isthmus.runtime.process import JoinConfig
 from isthmus.runtime.stage_links import check_links
+from isthmus.runtime.supervisor import Supervisor
 from isthmus.store.objects import open_store
 
 RECIPE = recipe_text(
@@ -57,7 +57,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def start(*args: object, **kwargs: object) -> int:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr(agent, "run_agent", start)
+    monkeypatch.setattr(Supervisor, "run", start)
     return tmp_path / "here"
 
 
@@ -171,7 +171,7 @@ def test_a_name_taken_by_a_live_member_is_refused_until_it_has_gone(
     is_refused(said(*JOIN, "rack"), "replica rack is live in this run (heartbeat")
     assert not (here / "work").exists()
     started: list[str] = []
-    monkeypatch.setattr(agent, "run_agent", lambda config, *rest: started.append(config.replica) or 0)
+    monkeypatch.setattr(Supervisor, "run", lambda self, log: started.append(self.groups[0].member.name) or 0)
     assert said(*JOIN, "edge")[0] == 0
     ledger.beat(Heartbeat(incarnation="1", state="left"))
     assert said(*JOIN, "rack")[0] == 0
@@ -181,7 +181,7 @@ def test_a_name_taken_by_a_live_member_is_refused_until_it_has_gone(
 def test_nccl_between_machines_needs_a_network_that_is_trusted():
     member = parse_recipe(RECIPE).fleet()[-1]
     member = replace(member, config=replace(member.config, backend="nccl"))
-    config = LauncherConfig(url="", replica="edge")
+    config = JoinConfig(url="", replica="edge")
     check_links(config, member)
     check_links(replace(config, stage=0, trust_network=True), member)
     with pytest.raises(ConfigError, match="neither encrypts nor authenticates between machines"):

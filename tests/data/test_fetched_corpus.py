@@ -16,7 +16,7 @@ from isthmus.errors import ConfigError
 from isthmus.export.source import open_trained
 from isthmus.protocol.ledger import read_run
 from isthmus.runlog import RunDir
-from isthmus.runtime.checks import check_corpus
+from isthmus.runtime.preflight import check_corpus
 from isthmus.store import Store, open_store
 
 

@@ -16,8 +16,8 @@ from isthmus.export.source import open_trained
 from isthmus.model.hf import read_config, read_params
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.replay import Replay
-from isthmus.runtime.checks import check_start
 from isthmus.runtime.create import create
+from isthmus.runtime.preflight import check_start
 from isthmus.store.objects import open_store
 
 

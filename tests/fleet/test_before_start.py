@@ -16,7 +16,8 @@ from isthmus.planner.memory import process_memory, replica_memory
 from isthmus.replica.picks import as_picked, pick_precision, precision_note
 from isthmus.runtime import versions
 from isthmus.runtime.fits import SURE_SHARE, check_fits, cut_to_fit, resting_bytes, told_parts
-from isthmus.runtime.launcher import LauncherConfig, check_device
+from isthmus.runtime.preflight import check_device
+from isthmus.runtime.process import JoinConfig
 from isthmus.runtime.versions import check_torch
 
 ROOT = Path(__file__).parents[2]
@@ -183,10 +184,10 @@ def test_memory_is_counted_in_the_precision_that_the_card_has(monkeypatch):
 
 def test_an_old_card_is_told_to_whoever_joins_with_it(monkeypatch):
     recipe = parse_recipe(recipe_text(RACK))
-    monkeypatch.setattr("isthmus.replica.picks.pick_device", lambda name: CUDA)
-    monkeypatch.setattr("isthmus.runtime.fits.device_memory", lambda device: (16 * 10**9, "Tesla T4"))
+    monkeypatch.setattr("isthmus.runtime.preflight.pick_device", lambda name: CUDA)
+    monkeypatch.setattr("isthmus.runtime.preflight.device_memory", lambda device: (16 * 10**9, "Tesla T4"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    config = LauncherConfig(url="", replica="rack-0", device="cuda", compiled=False)
+    config = JoinConfig(url="", replica="rack-0", device="cuda", compiled=False)
     for capability, told in (((7, 5), "is fp32 here"), ((8, 0), "")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         warning = check_device(config, recipe, recipe.fleet()[0])

@@ -1,37 +1,33 @@
 """Which faults pass and which end a process, what is said of them, and how long the next start waits."""
 
 import errno
+import json
 import queue
+import re
 import signal
 import threading
 import time
+from dataclasses import asdict
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from small_recipes import RACK, recipe_text
+from small_recipes import EDGE, RACK, recipe_text
 
 from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable, passes
 from isthmus.protocol.heartbeat import WAITING, Heartbeat, fitting
 from isthmus.runtime import versions, worker
 from isthmus.runtime.checkpoint import put_aside
-from isthmus.runtime.crashes import Crashes, count_end, count_restart, count_start, note_error
-from isthmus.runtime.failure import (
-    LONGEST_PAUSE_SECONDS,
-    PASSING_STATUS,
-    Failure,
-    Failures,
-    Final,
-    Settled,
-    failure_note,
-)
-from isthmus.runtime.process import LauncherConfig
+from isthmus.runtime.failure import MOST_KILLS, PASSING_STATUS, Failure, Failures
+from isthmus.runtime.group import Group
+from isthmus.runtime.heartbeat import WaitingNotes
+from isthmus.runtime.leaving import AGAIN_STATUS, Orders, Settled
+from isthmus.runtime.process import History, JoinConfig
 from isthmus.runtime.recorder import ANSWER_SECONDS, Recorder
-from isthmus.runtime.restarts import Restarts
-from isthmus.runtime.supervisor import LocalSupervisor
-from isthmus.runtime.waiting import NOTE, STARTING, WaitingNotes
+from isthmus.runtime.workers import Worker
 from isthmus.store.retry import StoreError
 
 
@@ -101,18 +97,6 @@ def test_a_lack_of_memory_is_found_behind_what_it_became():
     assert (found.kind, found.passes) == ("no memory", False)
 
 
-def test_what_a_worker_noted_counts_for_more_than_its_exit_status(tmp_path):
-    note = failure_note(tmp_path, 3)
-    assert Failure.of_exit(1, note).kind == "status 1"
-    told = Failure.of(TypeError("no"))
-    told.write(note)
-    assert Failure.of_exit(PASSING_STATUS, note) == told
-    assert "TypeError: no" in told.trace
-    for spoilt in (b"", b"{}", b"[1]", b'{"kind": 1}', b"\xff\xfe"):
-        note.write_bytes(spoilt)
-        assert Failure.of_exit(1, note).kind == "status 1"
-
-
 def test_a_crash_does_not_pass_and_a_kill_does():
     for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS):
         crash = Failure.of_exit(-number)
@@ -142,82 +126,195 @@ def test_pauses_grow_from_nothing_to_half_a_minute():
     assert pauses == [0, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
-def test_only_a_round_that_was_trained_is_progress(tmp_path):
-    mark = Settled(tmp_path, 0)
+def test_only_a_round_that_was_trained_is_progress():
+    told: list[bool] = []
+    mark = Settled(SimpleNamespace(tell=lambda settled: told.append(settled)))
     mark.round()  # replayed from the bucket
-    assert not mark.path.exists()
     mark.step()
-    assert not mark.path.exists()
+    assert told == []
     mark.round()
-    assert mark.path.exists()
+    assert told == [True]
 
 
 # Between two starts
 
 
-def restarts(tmp_path: Path, num_workers: int = 2) -> tuple[Restarts, list[str]]:
-    said: list[str] = []
-    config = LauncherConfig(url="", replica="edge", work_dir=str(tmp_path))
-    waiting = WaitingNotes(tmp_path, None, 1.0)
-    made = Restarts(config, num_workers, said.append, waiting)
-    made.starting()
-    return made, said
+class Process:
+    """A worker's process and its end of the pipe, by hand."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.ours, self.pipe = Pipe()
+        self.orders: list[dict] = []
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.status
+
+    def kill(self) -> None:
+        self.status = -signal.SIGKILL if self.status is None else self.status
+
+    def join(self) -> None:
+        assert self.status is not None
+
+    def say(self, **message: object) -> None:
+        self.pipe.send_bytes(json.dumps(message).encode())
+
+    def heard(self) -> list[dict]:
+        while self.pipe.poll():
+            self.orders.append(json.loads(self.pipe.recv_bytes()))
+        return self.orders
+
+
+class Fleet:
+    """A group whose workers are no processes, at a time that a test sets."""
+
+    def __init__(self, folder: Path, fleet: str = EDGE, **config: object) -> None:
+        self.lines: list[str] = []
+        self.notes: list[Heartbeat] = []
+        (member,) = parse_recipe(recipe_text(fleet)).fleet()
+        notes = WaitingNotes(folder, self.notes.append, 1.0)
+        notes.wait_for = lambda *what, wait=notes.wait_for: (wait(*what), notes.tell())
+        given = JoinConfig(url="", replica=member.name, work_dir=str(folder), **config)
+        self.group = Group(given, member, self.lines.append, notes)
+        self.group.start = self.start
+        self.workers: list[Process] = []
+        self.starts, self.now = 0, time.monotonic()
+        self.start()
+
+    def start(self) -> None:
+        self.starts += 1
+        self.workers = [Process() for _ in self.group.ranks]
+        self.group.started_at = time.monotonic()
+        self.group.workers = {
+            rank: Worker(worker, worker.ours, self.now)
+            for rank, worker in zip(self.group.ranks, self.workers, strict=True)
+        }
+
+    def ends(self, statuses: dict[int, int], error: BaseException | None = None, rank: int = 0) -> None:
+        """Workers end, the one of `rank` with an error, and the next start is due."""
+        if error is not None:
+            self.workers[rank].say(failure=asdict(Failure.of(error)))
+        for each, status in statuses.items():
+            self.workers[each].status = status
+        self.group.look(self.now)
+        if not self.group.workers and self.group.result is None:
+            self.group.not_before = 0.0
+            self.group.look(self.now)
 
 
 def test_the_stage_that_failed_is_named_not_the_one_that_lost_it(tmp_path):
-    made, said = restarts(tmp_path)
+    fleet = Fleet(tmp_path)
     lost, cause = (
         RunError("replica edge: stage 0 lost its link"),
         torch.OutOfMemoryError("CUDA out of memory"),
     )
-    for rank, error in enumerate((lost, cause)):
-        Failure.of(error).write(failure_note(tmp_path, rank))
-    made.ended({0: PASSING_STATUS})  # stage 1 is still ending
-    assert said == ["stage 1 ended (no memory); starting the replica's stages again"]
-    made.starting()
-    assert not failure_note(tmp_path, 1).exists()
-    Failure.of(cause).write(failure_note(tmp_path, 1))
-    with pytest.raises(Final, match="replica edge failed twice in the same way: out of memory"):
-        made.ended({0: PASSING_STATUS, 1: 1})
+    fleet.workers[0].say(failure=asdict(Failure.of(lost)))
+    fleet.ends({0: PASSING_STATUS}, cause, rank=1)  # stage 1 is still ending
+    assert fleet.lines == ["stage 1 ended (no memory); starting the replica's stages again"]
+    fleet.ends({0: PASSING_STATUS, 1: 1}, cause, rank=1)
+    assert re.match("replica edge failed twice in the same way: out of memory", str(fleet.group.error))
+    assert (fleet.group.result, fleet.starts) == (1, 2)
     assert "OutOfMemoryError" in (tmp_path / "failed.txt").read_text()
 
 
+@pytest.mark.parametrize(("error", "status"), [(ConfigError("no corpus"), 2), (RunStopped("forged"), 1)])
+def test_a_fault_that_no_restart_mends_ends_the_group_at_once(error, status, tmp_path):
+    fleet = Fleet(tmp_path, RACK)
+    fleet.ends({0: status}, error)
+    assert (fleet.group.result, str(fleet.group.error), fleet.starts) == (status, str(error), 1)
+    assert isinstance(fleet.group.error, ConfigError) == (status == 2)
+
+
 def test_a_settled_round_in_between_gives_another_try(tmp_path):
-    made, _ = restarts(tmp_path, 1)
+    fleet = Fleet(tmp_path, RACK)
     for _ in range(4):
-        made.starting()
-        mark = Settled(tmp_path, 0)
-        mark.step()
-        mark.round()
-        made.ended({0: -signal.SIGSEGV})
-    made.starting()
-    with pytest.raises(Final, match="SIGSEGV"):
-        made.ended({0: -signal.SIGSEGV})
+        fleet.workers[0].say(settled=True)
+        fleet.ends({0: -signal.SIGSEGV})
+    assert fleet.starts == 5
+    fleet.ends({0: -signal.SIGSEGV})
+    assert "SIGSEGV" in str(fleet.group.error)
 
 
-def test_a_settled_round_counts_once_also_where_no_worker_starts_again(tmp_path):
-    made, _ = restarts(tmp_path, 1)
-    mark = Settled(tmp_path, 0)
-    mark.step()
-    mark.round()
-    wrong = Failure.of(TypeError("unexpected keyword argument 'shutdown_timeout'"))
-    assert made.judge([wrong]) == 0  # as when the agent itself fails
-    with pytest.raises(Final, match="shutdown_timeout"):
-        made.judge([wrong])
+def test_a_worker_that_is_killed_ten_times_without_a_round_is_given_up_with_one_line(tmp_path):
+    fleet = Fleet(tmp_path, RACK)
+    for _ in range(MOST_KILLS - 1):
+        fleet.ends({0: -signal.SIGKILL})
+    fleet.workers[0].say(settled=True)
+    for _ in range(MOST_KILLS):
+        assert fleet.group.error is None
+        fleet.ends({0: -signal.SIGKILL})
+    line = "replica rack was ended 10 times without a round: killed by signal 9; "
+    assert str(fleet.group.error).startswith(line)
 
 
-def test_a_request_to_leave_ends_the_pause(tmp_path):
-    made, said = restarts(tmp_path, 1)
-    made.failures.in_a_row = 20
-    waits = threading.Event()
-    made.waiting.wait_for = lambda *what: waits.set()
-    pause = threading.Thread(target=made.ended, args=({0: -signal.SIGKILL},), daemon=True)
-    pause.start()
-    assert waits.wait(120)
-    made.leaving.set()
-    pause.join(LONGEST_PAUSE_SECONDS / 2)
-    assert not pause.is_alive()
-    assert said[-1] == "that was 21 times in a row; the next start is in 30 s"
+def test_pauses_are_told_and_a_request_to_leave_shortens_them(tmp_path):
+    fleet = Fleet(tmp_path, RACK)
+    fleet.group.failures.in_a_row = 20
+    fleet.workers[0].status = -signal.SIGKILL
+    fleet.group.look(fleet.now)
+    assert fleet.lines[-1] == "that was 21 times in a row; the next start is in 30 s"
+    assert fleet.notes[-1].awaiting == "killed by signal 9; next start in 30 s"
+    fleet.group.leave()
+    assert fleet.group.not_before <= time.monotonic() + 2.0
+
+
+def test_a_silent_worker_is_killed_unless_we_slept_ourselves(tmp_path):
+    fleet = Fleet(tmp_path, RACK, stall_seconds=5.0)
+    fleet.group.look(fleet.now + 60, asleep=60.0)
+    fleet.workers[0].say()
+    fleet.group.look(fleet.now + 63)
+    fleet.group.look(fleet.now + 67)
+    assert fleet.starts == 1
+    fleet.group.look(fleet.now + 69)
+    assert fleet.starts == 2
+    assert fleet.lines[0] == "the worker has made no progress for 6 s; killing it"
+
+
+def test_orders_reach_each_worker_and_a_part_is_left_for_later(tmp_path):
+    fleet = Fleet(tmp_path)
+    fleet.group.leave()
+    fleet.group.part(100.0)
+    assert [worker.heard() for worker in fleet.workers] == [[{"leave": True}, {"part": 100.0}]] * 2
+    fleet.ends({0: 0, 1: AGAIN_STATUS})
+    assert (fleet.group.result, fleet.starts) == (AGAIN_STATUS, 1)
+    assert fleet.lines[-1].startswith("left for now: ")
+
+
+def test_what_ends_before_its_time_or_after_the_run_is_told_apart(tmp_path):
+    finished, late = Fleet(tmp_path, RACK), Fleet(tmp_path, RACK)
+    for fleet, seconds in ((finished, 100.0), (late, 0.0)):
+        fleet.workers[0].say(incarnation="first")
+        fleet.group.look(fleet.now)
+        fleet.group.part(seconds)
+    finished.ends({0: 0})
+    assert finished.group.result == 0
+    late.group.look(late.now)
+    assert late.group.result == AGAIN_STATUS
+    assert late.notes[-1].awaiting == "its next start: its machine was taken back"
+
+
+def test_a_stage_without_links_leaves_at_once_and_says_for_whom_it_waits(tmp_path):
+    fleet = Fleet(tmp_path, stage=0)
+    fleet.workers[0].say(waits="stage 1: no answer", missing=[1])
+    fleet.group.look(fleet.now)
+    assert (fleet.notes[-1].awaiting, fleet.notes[-1].missing) == ("stage 1: no answer", (1,))
+    assert fleet.group.waits == "stage 1: no answer"
+    fleet.group.leave()
+    fleet.group.look(fleet.now)
+    assert fleet.group.result == 0
+
+
+def test_restarts_are_counted_with_the_stage_and_its_error_for_the_next_start(tmp_path):
+    fleet = Fleet(tmp_path)
+    fleet.workers[0].say(incarnation="first")
+    lost = RunError("replica edge: stage 0 lost its link to stage 1")
+    fleet.ends({0: PASSING_STATUS, 1: -signal.SIGKILL}, lost)
+    history = fleet.group.history
+    assert (history.restarts, history.error) == (1, "stage 1: killed by signal 9")  # not who lost it
+    assert history.incarnation == "first"
+    assert fleet.notes[-1].awaiting == "the next start: its worker ended (killed by signal 9)"
+    assert (fleet.notes[-1].missing, fleet.notes[-1].incarnation) == ((1,), "first")
 
 
 # What is said while nothing runs
@@ -225,142 +322,62 @@ def test_a_request_to_leave_ends_the_pause(tmp_path):
 
 def test_waiting_is_said_until_the_next_worker_speaks_for_itself(tmp_path):
     now, said = [100.0], []
-    (tmp_path / "incarnation").write_text("first")
-    notes = WaitingNotes(tmp_path, said.append, 1.0, clock=lambda: now[0])
+    notes, first = (
+        WaitingNotes(tmp_path, said.append, 1.0, clock=lambda: now[0]),
+        History("first", 2, "no room"),
+    )
     notes.tell()
     assert said == []
-    notes.wait_for("stage 1 at 10.0.0.3: no answer", 8.0)
+    notes.wait_for("stage 1 at 10.0.0.3: no answer", first, [1], 8.0)
     now[0] += 3
     notes.tell()
-    assert (said[-1].state, said[-1].waited_seconds) == (WAITING, 3.0)
+    assert (said[-1].state, said[-1].waited_seconds, said[-1].missing) == (WAITING, 3.0, (1,))
     assert said[-1].awaiting == "stage 1 at 10.0.0.3: no answer; next start in 5 s"
-    assert (tmp_path / NOTE).read_text() == "stage 1 at 10.0.0.3: no answer"
+    assert (said[-1].vitals.last_error, said[-1].vitals.restarts) == ("no room", 2)
+    assert said[-1].vitals.disk_free_bytes
+    assert fitting(said[-1]) == said[-1]
     now[0] += 7
-    notes.wait_for("stage 1 at 10.0.0.3: the connection was closed")  # still the same wait
+    notes.wait_for("stage 1 at 10.0.0.3: the connection was closed", first)  # still the same wait
     notes.tell()
     assert said[-1].waited_seconds == 10.0
-    assert said[-1].awaiting == "stage 1 at 10.0.0.3: the connection was closed"
-    (tmp_path / "incarnation").write_text("second")
+    notes.over()
     notes.tell()
     assert len(said) == 2
-    assert not (tmp_path / NOTE).exists()
 
 
 def test_the_bucket_hears_at_once_which_incarnation_has_ended(tmp_path):
     said: queue.Queue[Heartbeat] = queue.Queue()
     notes = WaitingNotes(tmp_path, said.put, every_seconds=1e6)  # nothing here waits for an interval
     notes.start()
-    notes.ended("its first start")  # nobody has waited for a worker that never was
-    (tmp_path / "incarnation").write_text(f"{STARTING}01234567")  # nor is who starts again after a stop dead
-    notes.ended("its first start")
-    for incarnation in ("first", "second"):  # the second ends before anybody has looked whether it came
-        (tmp_path / "incarnation").write_text(incarnation)
-        notes.ended("its next start")
+    for incarnation in ("first", "second"):
+        notes.wait_for("its next start", History(incarnation))
         heard = said.get(timeout=60)
         assert (heard.state, heard.incarnation) == (WAITING, incarnation)
-    assert not (tmp_path / NOTE).exists()  # a restart is no news for a terminal
 
 
-def test_a_launcher_that_ends_first_says_that_its_worker_has(tmp_path):
-    (tmp_path / "incarnation").write_text("first")
+def test_a_supervisor_that_ends_first_says_that_its_worker_has(tmp_path):
     said, release = [], threading.Event()
     notes = WaitingNotes(tmp_path, lambda heartbeat: (release.wait(60), said.append(heartbeat)), 1e6)
     notes.start()
-    notes.ended("nothing more")
+    notes.wait_for("nothing more", History("first"))
     threading.Timer(0.1, release.set).start()
     notes.flush(60)
     assert [heartbeat.incarnation for heartbeat in said] == ["first"]
 
 
-def test_what_is_said_passes_the_readers_checks_whatever_it_is(tmp_path):
+def test_what_is_said_passes_the_readers_checks_and_survives_a_store_that_is_away(tmp_path):
     said: list[Heartbeat] = []
-    notes = WaitingNotes(tmp_path, said.append, 1.0)
-    notes.wait_for("\x1b[2J" + "x" * 500, 30.0)
+
+    def away(heartbeat: Heartbeat) -> None:
+        said.append(heartbeat)
+        raise StoreError("s3://b: put live.json: cannot reach the store", "network")
+
+    notes = WaitingNotes(tmp_path, away, 1.0)
+    notes.wait_for("\x1b[2J" + "x" * 500, History(), (), 30.0)
     notes.tell()
     read = fitting(said[0])
     assert read.awaiting.startswith(r"\x1b[2Jxxx")
     assert read.awaiting.endswith("; next start in 30 s")
-
-
-def test_a_store_that_is_away_does_not_end_the_notes(tmp_path):
-    def away(heartbeat: Heartbeat) -> None:
-        raise StoreError("s3://b: put live.json: cannot reach the store", "network")
-
-    notes = WaitingNotes(tmp_path, away, 1.0)
-    notes.wait_for("the store")
-    notes.tell()
-    assert (tmp_path / NOTE).read_text() == "the store"
-
-
-# The supervisor of `isthmus train`
-
-
-class Ended:
-    def __init__(self, status: int) -> None:
-        self.status, self.pid = status, 0
-
-    def poll(self) -> int:
-        return self.status
-
-
-@pytest.fixture
-def supervisor(tmp_path) -> LocalSupervisor:
-    made = LocalSupervisor(parse_recipe(recipe_text(RACK)), tmp_path, LauncherConfig(url="", replica=""))
-    starts = made.starts = []
-    launcher = made.launchers[0]
-    launcher.work.mkdir(parents=True)
-    launcher.start = lambda: (starts.append(1), setattr(launcher, "judged", False))
-    return made
-
-
-def ends(supervisor: LocalSupervisor, status: int, line: str = "") -> None:
-    launcher = supervisor.launchers[0]
-    launcher.log_from = launcher.log.stat().st_size if launcher.log.exists() else 0
-    with open(launcher.log, "a") as log:
-        log.write(line)
-    launcher.process, launcher.judged = Ended(status), False
-    supervisor.restart_dead()
-
-
-@pytest.mark.parametrize(("status", "kind"), [(1, RunError), (2, ConfigError)])
-def test_a_launcher_that_says_it_cannot_go_on_ends_train_with_its_line(supervisor, status, kind):
-    with pytest.raises(kind, match=r"^the corpus is gone$"):
-        ends(supervisor, status, "isthmus: the corpus is gone\n[W socket.cpp] a library's last word\n")
-    assert supervisor.starts == []
-    assert supervisor.all_left()
-
-
-def test_a_launcher_that_was_killed_is_started_again_and_again(supervisor):
-    for count in range(1, 5):
-        supervisor.launchers[0].failures.progress()
-        ends(supervisor, -signal.SIGKILL)
-        assert len(supervisor.starts) == count
-
-
-def test_a_launcher_whose_fault_can_pass_is_waited_out_and_shown(supervisor):
-    launcher, pauses = supervisor.launchers[0], []
-    launcher.started_at = float("inf")  # it has just begun
-    for _ in range(8):
-        ends(supervisor, PASSING_STATUS, "isthmus: cannot reach the store\n")
-        pauses.append(launcher.failures.pause_seconds())
-    assert pauses == [0, 1, 2, 4, 8, 16, 30, 30]
-    assert len(supervisor.starts) == 1  # the first at once; the others are still to come
-    assert supervisor.news() == [("rack", "cannot reach the store")]
-    assert supervisor.news() == []
-
-
-def test_a_launcher_that_crashes_twice_ends_train(supervisor):
-    ends(supervisor, 1, "Traceback\nImportError: cannot import name 'x'\n")
-    with pytest.raises(RunError, match="failed twice in the same way: ImportError: cannot import name 'x'"):
-        ends(supervisor, 1, "Traceback\nImportError: cannot import name 'x'\n")
-
-
-def test_what_a_launcher_notes_is_news_once(supervisor):
-    (supervisor.launchers[0].work / NOTE).write_text("stage 1: no answer")
-    assert supervisor.news() == [("rack", "stage 1: no answer")]
-    assert supervisor.news() == []
-    (supervisor.launchers[0].work / NOTE).unlink()
-    assert supervisor.news() == []
 
 
 def test_a_recorder_whose_store_is_away_says_so_once_and_goes_on_looking_after_the_fleet():
@@ -407,7 +424,7 @@ def test_state_that_is_put_aside_is_renamed_whole_and_the_log_names_its_folder(t
     assert len(said) == 12
 
 
-def test_a_worker_that_has_diverged_puts_its_state_aside_and_starts_again(
+def test_a_worker_that_has_diverged_puts_its_state_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     state = tmp_path / "whole" / "state"
@@ -418,48 +435,9 @@ def test_a_worker_that_has_diverged_puts_its_state_aside_and_starts_again(
         raise Diverged("replica rack holds another anchor")
 
     monkeypatch.setattr(worker, "run_worker", diverges)
-    config = LauncherConfig(url="bucket", replica="rack", work_dir=str(tmp_path))
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        assert worker.work(config) == PASSING_STATUS
-    finally:
-        for number, handler in before.items():  # what is ignored here, processes of later tests would ignore
-            signal.signal(number, handler)
+    monkeypatch.setattr(worker, "name_process", lambda name: None)
+    with pytest.raises(Diverged):
+        worker.work(JoinConfig(url="bucket", replica="rack", work_dir=str(tmp_path)), Orders(), History())
     (aside,) = (tmp_path / "whole").iterdir()
     assert (aside / "update-000003.safetensors").read_text() == "mine"
     assert str(aside) in capsys.readouterr().err
-
-
-# What is seen of it
-
-
-def test_restarts_are_counted_with_the_stage_and_its_error_and_a_good_end_forgets_them(tmp_path):
-    count_start(tmp_path)
-    made, _ = restarts(tmp_path)
-    told: list[tuple[str, tuple[int, ...]]] = []
-    made.waiting.ended = lambda what, missing: told.append((what, missing))
-    Failure.of(RunError("replica edge: stage 0 lost its link to stage 1")).write(failure_note(tmp_path, 0))
-    made.ended({0: PASSING_STATUS, 1: -signal.SIGKILL})
-    found = Crashes.read(tmp_path)
-    assert (found.restarts, found.error) == (1, "stage 1: killed by signal 9")  # not who lost it
-    assert told == [("the next start: its worker ended (killed by signal 9, status 75)", (1,))]
-    count_restart(tmp_path)  # it follows another machine, which has its own note
-    assert Crashes.read(tmp_path).restarts == 2
-    count_start(tmp_path)  # the launcher was killed
-    assert Crashes.read(tmp_path).restarts == 3
-    count_end(tmp_path)
-    count_start(tmp_path)
-    assert Crashes.read(tmp_path) == Crashes(ended_well=False)
-
-
-def test_what_a_launcher_waits_for_names_the_missing_stage_and_the_last_error(tmp_path):
-    said: list[Heartbeat] = []
-    (tmp_path / "incarnation").write_text("first")
-    note_error(tmp_path, "stage 1: no room\nand more")
-    notes = WaitingNotes(tmp_path, said.append, 1.0)
-    notes.wait_for("stage 1: no answer", missing=[1])
-    notes.tell()
-    assert said[-1].missing == (1,)
-    assert (said[-1].vitals.last_error, said[-1].vitals.restarts) == ("stage 1: no room", 0)
-    assert said[-1].vitals.disk_free_bytes
-    assert fitting(said[-1]) == said[-1]

@@ -27,9 +27,8 @@ from isthmus.protocol import closer
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.patience import LeftWaiting
-from isthmus.runtime.checks import check_not_taken
 from isthmus.runtime.create import create
-from isthmus.runtime.liveness import Watchdog
+from isthmus.runtime.preflight import check_not_taken
 from isthmus.runtime.trainer import Trainer
 from isthmus.store.objects import open_store
 
@@ -272,22 +271,6 @@ def test_another_number_of_processes_is_refused_with_the_cure(tmp_path):
         alone.come().resume()
 
 
-def test_a_watchdog_tells_silence_from_a_new_start_and_from_its_own_sleep(tmp_path):
-    now = [100.0]
-    alive, watchdog = tmp_path / "alive", Watchdog(clock=lambda: now[0])
-    alive.write_text("7")
-    assert watchdog.look({alive: 7}) == {alive: 0.0}
-    now[0] += 4
-    assert watchdog.look({alive: 7}) == {alive: 4.0}
-    assert watchdog.look({alive: 8}) == {alive: 0.0}  # another process instead of it
-    now[0] += 3
-    assert watchdog.look({alive: 8}) == {alive: 3.0}  # which has not written anything yet
-    now[0] += 60  # we were stopped, and perhaps it was too
-    assert watchdog.look({alive: 8}) == {alive: 3.0}
-    alive.write_text("8")
-    assert watchdog.look({alive: 8}) == {alive: 0.0}
-
-
 # Real processes
 
 
@@ -375,16 +358,16 @@ def test_a_live_name_of_another_machine_is_not_ours_to_take(tmp_path):
     alone = seat(small(full=1), tmp_path)
     fleet = alone.run(1)
     fleet.ledger.beat(Heartbeat(incarnation="feed", state="training"))
-    work = tmp_path / "work" / "rack"
-    (work / "incarnation").write_text("beef")
+    lock = tmp_path / "work" / "rack" / "replica.lock"
+    lock.write_text("1 beef")
     clock = fleet.ledger.store.head("members/rack/clock")
     fresh = Ledger(open_store(str(tmp_path / "bucket")), fleet.ledger.run)  # has read no clock yet
     with pytest.raises(ConfigError, match="is live"):
-        check_not_taken(fresh, "rack", work)
+        check_not_taken(fresh, "rack", lock)
     # Its closer goes by when it last read the clock itself.
     assert fleet.ledger.store.head("members/rack/clock") == clock
-    (work / "incarnation").write_text("feed")  # our own, and nothing holds the folder: it is dead
-    check_not_taken(fleet.ledger, "rack", work)
+    lock.write_text("1 feed")  # our own, and nothing holds the folder: it is dead
+    check_not_taken(fleet.ledger, "rack", lock)
 
 
 def test_a_round_that_cannot_be_reached_is_waited_for_and_not_skipped(tmp_path):

@@ -14,8 +14,9 @@ from isthmus.errors import ConfigError
 from isthmus.outer.rounds import run_rounds
 from isthmus.protocol import closer
 from isthmus.protocol.patience import LeftWaiting, Patience
-from isthmus.runtime import checks
-from isthmus.runtime.parting import NOTE, Parted, Parting, count_signals
+from isthmus.runtime import preflight
+from isthmus.runtime.leaving import Parted, Parting
+from isthmus.runtime.supervisor import count_signals
 from isthmus.runtime.trainer import Trainer
 
 ROUNDS = 4
@@ -26,11 +27,11 @@ def _close_at_once(monkeypatch):
     monkeypatch.setattr(closer, "STEP_IN_SECONDS", 0.0)
 
 
-def told(work: Path, grace_seconds: float, clock: Clock) -> Parting:
-    """What a worker sees of a launcher that got SIGTERM."""
-    work.mkdir(parents=True, exist_ok=True)
-    Parting(work, clock).begin(grace_seconds)
-    return Parting(work, clock)
+def told(grace_seconds: float, clock: Clock) -> Parting:
+    """What a worker knows once its supervisor got SIGTERM."""
+    parting = Parting(clock)
+    parting.begin(grace_seconds)
+    return parting
 
 
 def same(whole: Trainer, back: Trainer) -> None:
@@ -46,7 +47,7 @@ def test_a_round_that_does_not_end_in_time_is_left_in_its_middle_and_gone_on_wit
 
     def progress(h: int) -> None:
         if (fleet.status.round, h) == (2, inner_step):
-            fleet.parting = told(tmp_path / "work", 0.0, clock)
+            fleet.parting = told(0.0, clock)
 
     rounds = range(fleet.resume() + 1, ROUNDS + 1)
     with pytest.raises(Parted, match=rf"stopped in round 2, after {inner_step} of its 3 inner steps"):
@@ -69,7 +70,7 @@ def test_a_round_that_ends_in_time_is_saved_at_once_and_finished(tmp_path: Path)
     def progress(h: int) -> None:
         saved.append(fleet.checkpoint.numbers())
         if (fleet.status.round, h) == (2, 1):
-            fleet.parting = told(tmp_path / "work", 3600.0, clock)
+            fleet.parting = told(3600.0, clock)
 
     def leave() -> bool:
         return fleet.parting.asked()
@@ -122,22 +123,18 @@ def test_who_waits_for_the_others_saves_what_it_delivered_and_leaves(tmp_path: P
     assert not any("training round" in line for line in waits.said)
 
 
-def test_the_deadline_is_read_from_the_note_and_a_mad_one_has_come(tmp_path: Path):
+def test_half_of_the_time_is_kept_and_a_second_request_prolongs_nothing():
     clock = Clock()
-    assert not Parting(tmp_path, clock).asked()
-    assert not Parting().asked()
-    seen = told(tmp_path, 100.0, clock)
-    assert seen.asked()
-    assert seen.fits(50.0)
-    assert not seen.fits(51.0)
-    for mad in ("1e300", "inf", "-1"):
-        (tmp_path / NOTE).write_text(mad)
-        found = Parting(tmp_path, clock)
-        assert found.asked(), mad
-        assert not found.fits(1.0), mad
-    for nonsense in ("", "soon", "nan"):
-        (tmp_path / NOTE).write_text(nonsense)
-        assert not Parting(tmp_path, clock).fits(0.0), nonsense
+    assert not Parting(clock).asked()
+    assert not Parting(clock).fits(0.0)
+    parting = told(100.0, clock)
+    parting.begin(1000.0)
+    assert parting.asked()
+    assert parting.fits(50.0)
+    assert not parting.fits(51.0)
+    assert not parting.is_over()
+    clock.now += 100.0
+    assert parting.is_over()
 
 
 def test_sigterm_counts_once_and_ctrl_c_each_time():
@@ -159,20 +156,20 @@ def test_a_job_waits_until_the_job_before_it_is_silent_and_not_for_ever(monkeypa
     def taken(ledger, replica, work):
         looks.append(replica)
         if len(looks) < 3:
-            raise checks.Taken("replica rack-0 is live in this run (heartbeat 1 s ago)")
+            raise preflight.Taken("replica rack-0 is live in this run (heartbeat 1 s ago)")
 
     def sleep(seconds: float) -> None:
         clock.now += seconds
 
-    monkeypatch.setattr(checks, "check_not_taken", taken)
+    monkeypatch.setattr(preflight, "check_not_taken", taken)
     how = {"log": said.append, "clock": clock, "sleep": sleep}
-    checks.wait_until_free(None, "rack-0", tmp_path, **how)  # type: ignore[arg-type]
+    preflight.wait_until_free(None, "rack-0", tmp_path, **how)  # type: ignore[arg-type]
     assert looks == ["rack-0"] * 3
     assert len(said) == 1
 
     def always(ledger, replica, work):
-        raise checks.Taken("live")
+        raise preflight.Taken("live")
 
-    monkeypatch.setattr(checks, "check_not_taken", always)
+    monkeypatch.setattr(preflight, "check_not_taken", always)
     with pytest.raises(ConfigError, match="live"):
-        checks.wait_until_free(None, "rack-0", tmp_path, **how)  # type: ignore[arg-type]
+        preflight.wait_until_free(None, "rack-0", tmp_path, **how)  # type: ignore[arg-type]

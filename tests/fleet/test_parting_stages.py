@@ -4,7 +4,6 @@ start goes on to the same bits. Each stage is a thread with its own folder; fram
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,17 @@ from isthmus.data.tokens import Batches
 from isthmus.errors import RunError
 from isthmus.protocol import closer
 from isthmus.protocol.access import open_as
+from isthmus.protocol.patience import Patience
 from isthmus.replica.control_group import StageControlGroup
 from isthmus.replica.links import LINK_PURPOSES, Departure, Frame
 from isthmus.replica.pipelined import PipelinedReplica
 from isthmus.replica.stage import Stage
 from isthmus.runtime.checkpoint import Checkpoint
 from isthmus.runtime.create import create
-from isthmus.runtime.leaving import LeaveRequest
-from isthmus.runtime.parting import Parting
+from isthmus.runtime.leaving import LeaveRequest, Orders
+from isthmus.runtime.process import History
 from isthmus.runtime.rounds import WorkerRounds
-from isthmus.runtime.start_up import StartUp
+from isthmus.runtime.status import StartUp
 from isthmus.runtime.trainer import Trainer
 from isthmus.store.objects import open_store
 
@@ -96,7 +96,7 @@ class Stages:
 
         def note(rank: int, inner_step: int) -> None:
             if (rank, inner_step) == (stage, after):
-                Parting(self.work(stage)).begin(0.0)
+                self.orders[stage].parting.begin(0.0)
 
         return note
 
@@ -105,6 +105,7 @@ class Stages:
         back, forth = queue.Queue(), queue.Queue()
         ends = [(None, QueueEnd(back, forth)), (QueueEnd(forth, back), None)]
         store, pool = HashStore(), ThreadPoolExecutor(STAGES)
+        self.orders = [Orders() for _ in range(STAGES)]
         with pool:
             return list(pool.map(lambda rank: self._worker(rank, ends[rank], store, note), range(STAGES)))
 
@@ -129,9 +130,7 @@ class Stages:
 
         replica.inner_step = noted
         control = StageControlGroup("edge", rank, STAGES, store, WAIT_SECONDS)
-        request = LeaveRequest(work, ledger, "0123456789abcdef", log, leader=rank == 0)
-        moments = count()
-        request.parting.ticks = lambda: float(next(moments))  # it looks after every inner step
+        request = LeaveRequest(self.orders[rank], ledger, "0123456789abcdef", log, leader=rank == 0)
         trainer = Trainer(
             recipe,
             member,
@@ -144,14 +143,13 @@ class Stages:
             log,
             save_seconds=0.0,
             background=False,
+            patience=Patience(log, leave=request),
             parting=request.parting,
         )
         try:
-            WorkerRounds(trainer, request, work, StartUp(0.0, log), None, None).run()
+            WorkerRounds(trainer, request, History(), StartUp(0.0, log), None, None).run()
         except RunError as error:
             return error
-        finally:
-            (work / "parting").unlink(missing_ok=True)  # a launcher does so when it starts
         return trainer
 
 

@@ -20,12 +20,11 @@ from isthmus.cli.main import main
 from isthmus.config import parse_recipe
 from isthmus.protocol.access import open_ledger
 from isthmus.protocol.heartbeat import Heartbeat
-from isthmus.protocol.place import bucket_of
 from isthmus.runlog import TIMING_FIELDS, RunDir
-from isthmus.runtime.process import LauncherConfig, lock_file
+from isthmus.runtime.process import lock_file
 from isthmus.runtime.recorder import Recorder
 from isthmus.runtime.resume import TIMEOUT_SECONDS, StartingHeartbeats, keys_of
-from isthmus.runtime.supervisor import LocalSupervisor
+from isthmus.runtime.train import fleet_of
 
 ROUNDS = 5
 INNER_STEPS = 100
@@ -147,8 +146,8 @@ class Fleet:
     def slow_start(self, replica: str, heartbeats: int) -> None:
         """Let a replica come up so many heartbeats later than the other."""
 
-        def launchers() -> list[int]:
-            return [p.pid for p in kills.processes(self.run) if (p.role, p.replica) == ("launcher", replica)]
+        def workers() -> list[int]:
+            return [p.pid for p in kills.processes(self.run) if p.replica == replica]
 
         log, live = self.run / "logs" / "rack.log", self.run / "bucket" / "members" / "rack" / "live.json"
         before = log.read_text().count("back in round")
@@ -158,14 +157,21 @@ class Fleet:
             seen.add(live.stat().st_mtime_ns)
             return len(seen)
 
-        self.until(lambda: bool(launchers()))
-        (launcher,) = launchers()
-        os.kill(launcher, signal.SIGSTOP)
+        self.until(lambda: bool(workers()))
+        stopped = workers()
+        for worker in stopped:
+            os.kill(worker, signal.SIGSTOP)
         try:
             self.until(lambda: log.read_text().count("back in round") > before)
             self.until(lambda: heard() > heartbeats)
         finally:
-            os.kill(launcher, signal.SIGCONT)
+            for worker in stopped:
+                os.kill(worker, signal.SIGCONT)
+
+    def asked_to_leave(self) -> int:
+        """The replicas that their supervisor has asked since this start."""
+        texts = [path.read_text() for path in (self.run / "logs").glob("*.log")]
+        return sum("leaving at the end of this round" in text.rpartition("] joining ")[2] for text in texts)
 
     def a_night_later(self) -> None:
         """Everything in the bucket is ten hours old, as the store's clock has it."""
@@ -208,11 +214,10 @@ def same_end(fleet: Fleet, straight: Fleet) -> None:
 def test_ended_in_every_way_and_resumed_it_ends_in_the_same_bits(straight, fleet):
     """By Ctrl-C, by a second one, by a kill in the middle of a round; the last line is the command that goes
     on."""
-    leave_files = [fleet.run / "work" / name / "leave" for name in REPLICAS]
     process = fleet.start()
     first = fleet.stop_in_a_round(1)
     process.send_signal(signal.SIGINT)
-    fleet.until(lambda: all(path.exists() for path in leave_files))
+    fleet.until(lambda: fleet.asked_to_leave() == 2)
     os.kill(fleet.last_stage(), signal.SIGCONT)
     assert fleet.end(process) == 0, fleet.said
     last = fleet.said.splitlines()[-1]
@@ -224,7 +229,7 @@ def test_ended_in_every_way_and_resumed_it_ends_in_the_same_bits(straight, fleet
     process = fleet.start(*shlex.split(last.partition(": isthmus ")[2]))
     second = fleet.stop_in_a_round(first)
     process.send_signal(signal.SIGINT)
-    fleet.until(lambda: all(path.exists() for path in leave_files))
+    fleet.until(lambda: fleet.asked_to_leave() == 2)
     process.send_signal(signal.SIGINT)  # now, not at the end of the round
     assert fleet.end(process) == 130
     assert fleet.said.splitlines()[-1] == "isthmus: interrupted; go on with: isthmus train --resume run"
@@ -276,7 +281,7 @@ def here(straight, tmp_path, monkeypatch) -> Path:
     RunDir.open(tmp_path / "run").update_about(status="running")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "isthmus.runtime.supervisor.LocalSupervisor.start_all", lambda supervisor: pytest.fail("started")
+        "isthmus.runtime.supervisor.Supervisor.start", lambda supervisor: pytest.fail("started")
     )
     return tmp_path
 
@@ -361,7 +366,7 @@ def test_a_run_that_still_runs_is_not_started_twice(here, capsys):
         assert main(["train", "--resume", "run"]) == 2
     said = f"isthmus: run still runs (process {os.getpid()}); Ctrl-C there ends it, "
     assert capsys.readouterr().err.startswith(said)
-    with lock_file(here / "run" / "work" / "edge" / "launcher.lock"):  # one that was joined by hand
+    with lock_file(here / "run" / "work" / "edge" / "replica.lock"):  # one that was joined by hand
         assert main(["train", "--resume", "run"]) == 2
     error = capsys.readouterr().err
     assert re.fullmatch(
@@ -371,9 +376,8 @@ def test_a_run_that_still_runs_is_not_started_twice(here, capsys):
 
 def test_a_starting_replica_gets_heartbeats_until_it_is_up_has_left_or_takes_too_long(here):
     run, ledger = RunDir.open("run"), open_ledger("run")
-    template = LauncherConfig(url=bucket_of(run), replica="")
-    supervisor = LocalSupervisor(run.recipe, run.path.resolve(), template)
-    rack, edge = supervisor.launchers
+    supervisor = fleet_of(run, "cpu")
+    rack, edge = supervisor.groups
     now = [0.0]
 
     def heartbeats() -> StartingHeartbeats:
@@ -390,15 +394,11 @@ def test_a_starting_replica_gets_heartbeats_until_it_is_up_has_left_or_takes_too
         sender.ended.set()  # from here on they are sent by hand
         sender.join()
         assert sent(sender) == {"rack", "edge"}
-        (rack.work / "incarnation").write_text("of its own")
+        rack.incarnation = "of its own"
         assert sent(sender) == {"edge"}
-        edge.process = subprocess.Popen(["false"])  # it failed, and will be started again
-        edge.process.wait()
-        assert sent(sender) == {"edge"}
-        edge.process = subprocess.Popen(["true"])
-        edge.process.wait()
+        edge.result = 0  # it has left
         assert sent(sender) == set()
-    edge.process = None
+    rack.incarnation, edge.result = "", None
     with heartbeats() as sender:
         assert sender.is_alive()
         now[0] += TIMEOUT_SECONDS

@@ -55,7 +55,7 @@ def fleet(tmp_path: Path):
     made.stop()
 
 
-def test_a_launcher_that_dies_takes_its_workers_along_also_one_that_is_stopped(fleet: Joined):
+def test_a_supervisor_that_dies_takes_its_workers_along_also_one_that_is_stopped(fleet: Joined):
     for name in ("rack", "edge"):
         fleet.join(name)
     fleet.wait_for("edge", r"round 1: anchor")
@@ -82,12 +82,12 @@ def test_two_sigterms_of_a_scheduler_end_a_replica_once_and_well(fleet: Joined):
     for name in ("rack", "edge"):
         fleet.join(name)
     fleet.wait_for("edge", r"round 1: anchor")
-    launcher = fleet.running["edge"]
+    supervisor = fleet.running["edge"]
     family = [*kills.processes(fleet.folder)]
     workers = [p.pid for p in family if p.replica == "edge" and p.role == "stage"]
-    for pid in (launcher.pid, kills.parent_of(workers[0]), *workers):
+    for pid in (supervisor.pid, kills.parent_of(workers[0]), *workers):
         os.kill(pid, signal.SIGTERM)
-    assert launcher.wait(120) == 0
+    assert supervisor.wait(120) == 0
     assert fleet.log("edge").count("leaving at the end of this round") == 1
     assert "leaving now" not in fleet.log("edge")
     time.sleep(0.1)

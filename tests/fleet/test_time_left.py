@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from isthmus.runtime.launcher import time_left
+from isthmus.runtime.preflight import time_left
 
 
 def ledger(last, seconds=0.0, rounds=100):

@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from apart import ROUNDING, simulated_rounds
 from deadlines import until
+from faults import kills
 from small_recipes import pipelined, recipe_text, replicas
 
 from isthmus.config import parse_recipe
@@ -47,7 +49,7 @@ def test_workers_of_torchrun_come_back_after_a_kill_to_the_simulators_weights(ki
     try:
         until(lambda: len(list(manifests.glob("*.json"))) >= 1, "first round", LIMIT_SECONDS)
         before = said(tmp_path).count(STEP)
-        os.kill(int((tmp_path / "work" / "alive-1").read_text()), signal.SIGKILL)
+        os.kill(second_worker(), signal.SIGKILL)
         killed = time.monotonic()
         until(lambda: said(tmp_path).count(STEP) > before, "first step of a new start", LIMIT_SECONDS)
         print(f"{kind}: the first inner step came {time.monotonic() - killed:.1f} s after the kill")
@@ -63,6 +65,17 @@ def test_workers_of_torchrun_come_back_after_a_kill_to_the_simulators_weights(ki
             assert gap < ROUNDING
         number += 1
     assert number == len(expected)
+
+
+def second_worker() -> int:
+    """The process of rank 1 that torchrun has started for this test."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (path / "comm").read_text() == "worker-1/2\n" and kills.parent_of(
+                kills.parent_of(int(path.name))
+            ) == os.getpid():
+                return int(path.name)
+    raise AssertionError("there is no second worker")
 
 
 def said(folder: Path) -> str:

@@ -63,7 +63,7 @@ def test_with_every_worker_killed_and_resumed_it_ends_in_the_same_bits(both, tmp
 
     def kill(row) -> None:
         if row.round == 1:
-            killed.extend(p for p in kills.processes(run) if p.role != "launcher")
+            killed.extend(p for p in kills.processes(run) if p.role != "supervisor")
             for process in killed:
                 os.kill(process.pid, signal.SIGKILL)
 

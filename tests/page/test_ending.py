@@ -52,7 +52,7 @@ def test_a_fault_is_kept_by_its_first_line_and_goes_on_as_it_is(run):
     with pytest.raises(RunError) as raised, ending(run, GO_ON):
         raise fault
     assert raised.value is fault
-    assert how_it_ended(run) == ("failed", "RunError: replica edge-0: no answer", True)
+    assert how_it_ended(run) == ("failed", "replica edge-0: no answer", True)
 
 
 def test_a_full_disk_is_one_line_that_says_how_to_go_on(run):

@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.soak,
     pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; apt-get install chromium"),
 ]
-SECTIONS = ["The fleet", "Loss", "Round by round", "Bytes", "Bias", "Plan against actual", "Time"]
+SECTIONS = ["The fleet", "Loss", "Round by round", "Bytes", "Plan against actual", "Time"]
 WIDTH = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 TOO_WIDE = (
     "[...document.body.querySelectorAll('*')].map(e => [e, e.getBoundingClientRect()])"
@@ -43,7 +43,7 @@ def test_a_finished_run_shows_everything_and_asks_nobody_else(page, run, url):
         page.look_as(width, 900)
         drawn = "[...document.querySelectorAll('.chart svg')].every"
         page.until(f"{drawn}(s => s.clientWidth === s.viewBox.baseVal.width)")
-    assert page.value("document.querySelectorAll('svg path.line').length") == 4 + 4 + 1 + 1 + 2 + 3
+    assert page.value("document.querySelectorAll('svg path.line').length") == 4 + 4 + 1 + 1 + 3
     assert {urlsplit(asked).netloc for asked in page.requests} == {urlsplit(url).netloc}
     assert page.complaints == []
 

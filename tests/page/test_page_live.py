@@ -50,16 +50,16 @@ def test_a_replica_that_is_killed_is_seen_to_go_and_to_return(page, tmp_path, tr
     page.until(f"{list(HEALTHY)}.includes({edge}) && {ROUND} >= 2")
     assert page.value("document.getElementById('heard').className") == "heard live"
     before = page.value(ROUND)
-    # Stopped until the page has seen it, with its launcher. The page looks every two seconds; on idle cores a
-    # process that was killed can be back sooner, so no state between two looks is sure to be seen.
+    # Stopped until the page has seen it. The page looks every two seconds; on idle cores a process that was
+    # killed can be back sooner, so no state between two looks is sure to be seen.
     edges = [process for process in kills.processes(tmp_path / "run") if process.replica == "edge"]
-    assert sorted(process.role for process in edges) == ["launcher", "stage", "stage"]
+    assert sorted(process.role for process in edges) == ["stage", "stage"]
     for process in edges:
         os.kill(process.pid, signal.SIGSTOP)
     assert page.until(f"!{list(HEALTHY)}.includes({edge}) && {edge}") == "silent"
     for process in edges:
         with suppress(ProcessLookupError):  # `isthmus train` may have ended it by now
-            os.kill(process.pid, signal.SIGCONT if process.role == "launcher" else signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
     comings = "document.getElementById('comings').textContent"
     page.until(f"/edge (is gone|was started again)/.test({comings})")
     page.until(f"{list(HEALTHY)}.includes({edge})")

@@ -35,7 +35,7 @@ def test_every_word_answers_once_in_its_section_and_stays_in_the_window(page, ur
     page.go(url)
     page.value("window.answer_ = document.getElementById('answer')")
     marked = page.value("[...document.querySelectorAll('main .word')].map(w => w.dataset.word)")
-    assert {"T_perp", "drift out of S", "energy", "boundary", "held-out loss", "subspace"} <= set(marked)
+    assert {"boundary", "held-out loss", "dense methods", "outer round"} <= set(marked)
     doubled = page.value(
         "[...document.querySelectorAll('main section')].filter(s => { const words ="
         " [...s.querySelectorAll('.word')].map(w => w.dataset.word);"
@@ -58,15 +58,15 @@ def test_every_word_answers_once_in_its_section_and_stays_in_the_window(page, ur
 
 
 def test_a_word_is_asked_and_dismissed_by_keyboard_and_survives_a_new_state(drawn, page):
-    word = "document.querySelector('#plan [data-word=\"utilisation\"]')"
+    word = "document.querySelector('#plan [data-word=\"virtual clock\"]')"
     page.value(f"{word}.focus()")
     page.press("Enter")
-    assert shown(page).startswith("utilisation The share of a round")
+    assert shown(page).startswith("virtual clock A formula")
     assert page.value("answer_.getAttribute('role')") == "status"  # so that it is read out
     page.value(f"window.before = {word}")
     page.value("(() => { const state = structuredClone(last); state.plan.rounds = 99; draw(state) })()")
     assert page.value(f"before.isConnected === false && document.activeElement === {word}")
-    assert shown(page).startswith("utilisation")
+    assert shown(page).startswith("virtual clock")
     assert page.value(f"{word}.getAttribute('aria-expanded')") == "true"
     page.press("Escape")
     assert shown(page) is None

@@ -13,7 +13,7 @@ from isthmus.config import parse_recipe
 from isthmus.errors import ConfigError
 from isthmus.protocol.ledger import Ledger
 from isthmus.protocol.trust import Refused
-from isthmus.runtime.leaving import LeaveRequest
+from isthmus.runtime.leaving import LeaveRequest, Orders
 from isthmus.store import open_store
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -156,9 +156,7 @@ def test_a_closer_whose_machine_slept_does_not_take_the_others_for_dead(folder_u
 def test_only_a_request_signed_with_the_replicas_key_makes_it_leave(any_store_url: str, tmp_path: Path):
     run = Little(any_store_url, tmp_path)
     c, said = run.replica("c"), []
-    work = tmp_path / "work"
-    work.mkdir()
-    request = LeaveRequest(work, c.ledger, "start1", said.append, leader=True)
+    request = LeaveRequest(Orders(), c.ledger, "start1", said.append, leader=True)
     assert not request.asked()
     stranger = open_store(any_store_url)
     for forged in (
@@ -183,13 +181,12 @@ def test_a_request_to_leave_that_is_no_file_stops_nobody(folder_url: str, tmp_pa
     c, said = run.replica("c"), []
     os.makedirs(Path(folder_url, "members/c"), exist_ok=True)
     os.mkfifo(Path(folder_url, "members/c/leave-start1"))
-    assert not LeaveRequest(tmp_path, c.ledger, "start1", said.append, leader=True).asked()
+    assert not LeaveRequest(Orders(), c.ledger, "start1", said.append, leader=True).asked()
     assert len(said) == 1
 
 
 def test_a_request_is_found_by_the_start_after_it(folder_url: str, tmp_path: Path):
     run = Little(folder_url, tmp_path)
     ledger: Ledger = run.ledger("c")
-    (tmp_path / "incarnation").write_text("start1")
     ledger.ask_to_leave("start1")
-    assert LeaveRequest(tmp_path, ledger, "start2", print, leader=True).asked()
+    assert LeaveRequest(Orders(), ledger, "start2", print, leader=True, previous="start1").asked()

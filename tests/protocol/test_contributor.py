@@ -130,10 +130,10 @@ def test_a_commit_from_an_anchor_that_we_no_longer_hold_is_replaced_and_judged_a
 ):
     a, b, c = Little(folder_url, tmp_path, closers=["a"]).replicas()
     give(1, a)
-    right, b.exchange.anchor = b.exchange.anchor, "f" * 64
+    right, b.exchange.edge.anchor = b.exchange.anchor, "f" * 64
     give(1, b)
     assert not closes(a, 1)
-    b.exchange.anchor = right
+    b.exchange.edge.anchor = right
     give(1, b, c)
     assert closes(a, 1)
     assert [entry.replica for entry in a.ledger.manifest(1).entries] == ["a", "b", "c"]
@@ -269,9 +269,9 @@ def test_a_closer_that_may_read_no_commit_but_its_own_settles_nothing(
 
 def with_anchor(replica: Replica, anchor: str, round_number: int = 1) -> None:
     """It commits from another anchor than it holds."""
-    right, replica.exchange.anchor = replica.exchange.anchor, anchor
+    right, replica.exchange.edge.anchor = replica.exchange.anchor, anchor
     give(round_number, replica)
-    replica.exchange.anchor = right
+    replica.exchange.edge.anchor = right
 
 
 def test_two_quick_false_anchors_of_four_do_not_make_an_honest_closer_stand_aside(

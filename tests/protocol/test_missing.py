@@ -119,16 +119,17 @@ def test_where_nobody_can_help_it_stops_with_one_line_that_names_what_can_be_had
 
 def test_who_waits_can_be_asked_to_leave(fleet: list[Replica]):
     class Leave:
-        asked = False
+        wanted = False
 
-        def pending(self) -> bool:
-            return self.asked
+        def asked(self) -> int:
+            return int(self.wanted)
 
-        here = pending
+        def here(self) -> bool:
+            return self.wanted
 
     a, _, c = fleet
     lose(a, "b", 1)
     c.exchange.patience.leave = leave = Leave()
-    meanwhile(c, {5.0: lambda: setattr(leave, "asked", True)})
+    meanwhile(c, {5.0: lambda: setattr(leave, "wanted", True)})
     with pytest.raises(LeftWaiting):
         catches_up(c, 1)

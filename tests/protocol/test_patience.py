@@ -38,7 +38,7 @@ class Asked:
     def __init__(self, in_bucket: bool = False, after: int = 1_000_000) -> None:
         self.in_bucket, self.looks = in_bucket, after
 
-    def pending(self) -> bool:
+    def asked(self) -> int:
         return self.in_bucket
 
     def here(self) -> bool:
@@ -85,20 +85,18 @@ def test_a_bucket_that_is_not_there_ends_it_at_once():
     assert (wait.slept, wait.said) == (0, [])
 
 
-def test_while_it_waits_it_says_what_for_and_for_how_long(tmp_path):
-    note = tmp_path / "waiting"
-    note.write_text("of a worker that was killed in a wait")
-    wait = Waiting(note=note)
-    assert not note.exists()
+def test_while_it_waits_it_says_what_for_and_for_how_long():
+    told: list[str] = []
+    wait = Waiting(say=told.append)
     wait.hold(DENIED)
     wait.hold(DENIED)
     assert (wait.awaiting, wait.waited_seconds) == (DENIED.brief, 3.0)
-    assert note.read_text() == DENIED.brief
+    assert told == [DENIED.brief]
     wait.hold(StoreError("x", "disk", brief="cannot write to the bucket: \x1b" + "y" * 500))
     assert len(wait.awaiting) <= 200
     assert wait.awaiting.isprintable()
     wait.passed()
-    assert not note.exists()
+    assert told[-1] == ""
 
 
 @pytest.mark.parametrize("asked", [Asked(in_bucket=True), Asked(after=5)])

@@ -26,7 +26,7 @@ from isthmus.protocol.patience import Patience
 from isthmus.protocol.replay import Replay
 from isthmus.protocol.trust import Signer, load_signer, new_secret, save_secret
 from isthmus.runtime.create import create
-from isthmus.runtime.heartbeats import HeartbeatThread
+from isthmus.runtime.heartbeat import HeartbeatThread
 from isthmus.runtime.trainer import Trainer
 
 WRITES = ("put", "create", "copy")

@@ -71,19 +71,22 @@ def train(
     quiet: bool = False,
     on_round: OnRound | None = None,
     log: str | Sequence[str] = (),
-    **launcher: Any,
+    **options: Any,
 ) -> Results:
     """Run the whole fleet of a recipe as real processes on this machine.
 
     Like `simulate`, but `on_round` gets a row once its held-out loss is known, which may be rounds later. It
     is called in this thread while the replicas train on; if it stops the run, they leave at the end of their
-    current round. `launcher`: further fields of every LauncherConfig.
+    current round. `options`: further fields of every JoinConfig.
     """
     _check_call(device, on_round)
     checked = _checked(recipe, overrides)
     from isthmus.runtime.versions import check_torch
 
     check_torch()
+    from isthmus.runtime.workers import prepare
+
+    prepare()  # it imports torch while we do
     from isthmus.runtime.train import train as start
 
     return start(
@@ -93,7 +96,7 @@ def train(
         quiet=quiet,
         on_round=on_round,
         log=_names(log),
-        **launcher,
+        **options,
     )
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.errors import ConfigError
-from isthmus.protocol.bundle import SUFFIX
-from isthmus.store.url import CREDENTIALS, is_url
+from isthmus.store.url import CREDENTIALS, SUFFIX, is_url
 
 if TYPE_CHECKING:
     from isthmus.protocol.bundle import Bundle

@@ -88,7 +88,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 def doctor(args: argparse.Namespace) -> int:
     """Run all checks, report what is wrong, and end with the lines to write into a recipe."""
     if not 0.1 <= args.seconds <= 60:
-        raise ConfigError(f"--seconds is {args.seconds:g}; give 0.1 to 60")
+        raise ConfigError(f"--seconds is {args.seconds:g}; give one between 0.1 and 60")
     if args.preset:
         choice("--preset", args.preset, tuple(PRESETS))
     if args.listen is not None:

@@ -12,7 +12,7 @@ from isthmus.config import load_recipe
 from isthmus.data.manifest import MANIFEST
 from isthmus.errors import ConfigError
 from isthmus.planner.auto import resolve
-from isthmus.store.url import is_url
+from isthmus.store.url import SUFFIX, is_url
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,7 +77,7 @@ def init(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{option} belongs to --from-module; a recipe states its own")
     recipe, picks = resolve(load_recipe(args.recipe, args.set), room=args.room)
     from isthmus.protocol.access import OWNER_KEY
-    from isthmus.protocol.bundle import SUFFIX, hand_out, store_settings
+    from isthmus.protocol.bundle import hand_out, store_settings
     from isthmus.runtime.create import create
 
     store = store_settings(args.url, args.with_credentials)

@@ -9,7 +9,7 @@ from isthmus.cli.arguments import add_owner, names_in
 from isthmus.cli.bundles import add_credentials, what_else
 from isthmus.config.checks import object_name
 from isthmus.errors import ConfigError
-from isthmus.protocol.bundle import SUFFIX, bundle_of
+from isthmus.store.url import SUFFIX
 
 if TYPE_CHECKING:
     from isthmus.config import ReplicaConfig
@@ -80,7 +80,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def invite(args: argparse.Namespace) -> int:
     from isthmus.protocol.access import open_as_owner
-    from isthmus.protocol.bundle import store_settings
+    from isthmus.protocol.bundle import bundle_of, store_settings
     from isthmus.protocol.membership import Admitted, Changes, document, table_of
     from isthmus.protocol.trust import Refused, Signer, new_secret
 

@@ -34,7 +34,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         "next round on.",
         epilog=EPILOG,
     )
-    add = parser.add_argument  # dest names a field of LauncherConfig
+    add = parser.add_argument  # dest names a field of JoinConfig
     add("url", help="the file that the run's owner sent you; or the bucket: s3://bucket/prefix, or a folder")
     add("--replica", default="", metavar="NAME", help="which replica this machine is (part of)")
     add("--key", default="", metavar="FILE", help="the replica's private key (default: keys/RUN/NAME.key)")
@@ -87,14 +87,14 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def join(args: argparse.Namespace) -> int:
-    from isthmus.runtime.launcher import launch, launch_worker
-    from isthmus.runtime.process import LauncherConfig
+    from isthmus.runtime import supervisor, worker
+    from isthmus.runtime.process import JoinConfig
 
     if not args.replica:
         raise ConfigError("give the file that the run's owner sent you, or --replica NAME with its key")
-    names = {field.name for field in fields(LauncherConfig)}
-    config = LauncherConfig(**{name: value for name, value in vars(args).items() if name in names})
-    return launch_worker(config) if args.as_worker else launch(config)
+    names = {field.name for field in fields(JoinConfig)}
+    config = JoinConfig(**{name: value for name, value in vars(args).items() if name in names})
+    return worker.join(config) if args.as_worker else supervisor.join(config)
 
 
 def leave(args: argparse.Namespace) -> int:

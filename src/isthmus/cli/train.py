@@ -53,6 +53,9 @@ def train(args: argparse.Namespace) -> int:
 
     check_torch()
     with told_in_one_line():
+        from isthmus.runtime.workers import prepare
+
+        prepare()  # it imports torch while we do
         from isthmus.cli.simulate import print_results
         from isthmus.runtime.train import how_to_go_on, resume
         from isthmus.runtime.train import train as start

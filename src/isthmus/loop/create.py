@@ -11,8 +11,9 @@ from isthmus.config.model import NamedTensors
 from isthmus.config.toml import Overrides, dump_recipe, settings, stored_recipe
 from isthmus.errors import ConfigError
 from isthmus.loop.tensors import Parameters
-from isthmus.protocol.bundle import SUFFIX, hand_out, store_settings
+from isthmus.protocol.bundle import hand_out, store_settings
 from isthmus.runtime.create import create_named
+from isthmus.store.url import SUFFIX
 
 LEAST_SHARD_BYTES, MOST_SHARD_BYTES = 64 << 20, 10**9
 SHARDS = 16  # at least so many for a large model, so that its ranks can share the work

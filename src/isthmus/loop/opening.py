@@ -5,12 +5,13 @@ from pathlib import Path
 
 from isthmus.errors import ConfigError, Unreachable
 from isthmus.protocol.access import check_not_revoked
-from isthmus.protocol.bundle import SUFFIX, read_bundle
+from isthmus.protocol.bundle import read_bundle
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, read_run
 from isthmus.protocol.patience import Patience
 from isthmus.protocol.trust import Signer
 from isthmus.store import StoreError, open_store
+from isthmus.store.url import SUFFIX
 
 WATCHED = 2  # heartbeats of another process with our key that must not come
 LOOK_SECONDS = 10.0  # between two looks at a bucket that is not there

@@ -22,9 +22,8 @@ from isthmus.protocol.documents import Hash, HashOrNone, Name
 from isthmus.protocol.ledger import Ledger, RunInfo, read_run
 from isthmus.protocol.trust import Signer, load_signer, save_secret
 from isthmus.store import open_store
-from isthmus.store.url import ENDPOINT, ENDPOINT_NAMES, REGION_NAMES, aws_options, parse_url
+from isthmus.store.url import ENDPOINT, ENDPOINT_NAMES, REGION_NAMES, SUFFIX, aws_options, parse_url
 
-SUFFIX = ".isthmus.toml"
 FORMAT = 1
 MOST_BYTES = 1 << 14
 CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")

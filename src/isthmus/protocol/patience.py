@@ -9,10 +9,8 @@ heartbeat says what it waits for.
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol, TypeVar
 
-from isthmus.files import replace_file
 from isthmus.printing import visible
 from isthmus.runlog.facts import MAX_WORD
 from isthmus.store import StoreError
@@ -40,23 +38,22 @@ class Leave(Protocol):
 class Patience:
     """Repeats one process's calls to the store until they succeed; only the training thread calls it.
 
-    `note` is the file next to the state from which `isthmus train` reads what a replica waits for.
+    `say` reports what it waits for, and "" once that is over.
     """
 
     def __init__(
         self,
         log: Callable[[str], None],
-        note: Path | None = None,
+        say: Callable[[str], None] = lambda text: None,
         leave: Leave | None = None,
         parting: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.log, self.note, self.leave, self.parting = log, note, leave, parting
+        self.log, self.say, self.leave, self.parting = log, say, leave, parting
         self.clock, self.sleep = clock, sleep
         self.awaiting = ""  # what the heartbeat says; empty if all is well
         self.since, self.pause = 0.0, PAUSE_SECONDS[0]
-        self._write_note()  # remove the note of a worker killed while it waited
 
     def __call__(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which must be safe to repeat."""
@@ -82,7 +79,7 @@ class Patience:
             self.since, self.pause = self.clock(), PAUSE_SECONDS[0]
         if self.awaiting != (brief := visible(error.brief)[:MAX_WORD]):
             self.awaiting = brief
-            self._write_note()
+            self.say(self.awaiting)
         with suppress(StoreError):
             self._look_for_leave(ask_bucket=True)
         until = self.clock() + self.pause
@@ -103,15 +100,8 @@ class Patience:
         if self.awaiting:
             seconds, self.awaiting = self.clock() - self.since, ""
             self.log(f"the bucket can be used again, after {seconds:.0f} s")
-            self._write_note()
+            self.say(self.awaiting)
 
     def _look_for_leave(self, ask_bucket: bool = False) -> None:
         if self.leave and (self.leave.asked() if ask_bucket else self.leave.here()):
             raise LeftWaiting(f"left while it waited: {self.awaiting}")
-
-    def _write_note(self) -> None:
-        with suppress(OSError):
-            if self.note and self.awaiting:
-                replace_file(self.note, self.awaiting, sync=False)
-            elif self.note:
-                self.note.unlink(missing_ok=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from isthmus.errors import RunError
 from isthmus.runlog.facts import HeldOut
 from isthmus.runlog.held_out import HeldOutLosses
-from isthmus.runtime.failure import Settled
 from isthmus.runtime.held_out import HeldOutLoss
+from isthmus.runtime.leaving import Settled
 from isthmus.runtime.round_lines import RoundLines
 from isthmus.runtime.trainer import Trainer
 

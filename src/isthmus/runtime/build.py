@@ -2,11 +2,10 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isthmus.runtime.addresses import LOOPBACK, Address
-from isthmus.runtime.process import LauncherConfig, Log
+from isthmus.runtime.process import History, JoinConfig, Log
 
 if TYPE_CHECKING:
     import torch
@@ -16,11 +15,12 @@ if TYPE_CHECKING:
     from isthmus.protocol.ledger import Ledger
     from isthmus.replica.base import Replica
     from isthmus.replica.control_group import ControlGroup
+    from isthmus.runtime.leaving import Orders
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A worker's place in its replica, from the environment variables of torchrun or our launcher."""
+    """A worker's place in its replica, from the environment variables of torchrun or our supervisor."""
 
     rank: int
     size: int
@@ -41,7 +41,7 @@ class Assignment:
         return cls(rank, size, master, *local, hosted)
 
 
-def compiles(config: LauncherConfig, device: "torch.device") -> bool:
+def compiles(config: JoinConfig, device: "torch.device") -> bool:
     """Whether this process compiles its part of the model: on a GPU, unless the config says otherwise."""
     from isthmus import gpu
 
@@ -49,7 +49,7 @@ def compiles(config: LauncherConfig, device: "torch.device") -> bool:
 
 
 def build_replica(
-    config: LauncherConfig,
+    config: JoinConfig,
     ledger: "Ledger",
     member: "Member",
     at: Assignment,
@@ -57,6 +57,8 @@ def build_replica(
     device: "torch.device",
     precision: str,
     log: Log,
+    orders: "Orders",
+    history: History,
 ) -> tuple["Replica", "ControlGroup"]:
     """This process's part of the replica (the whole model, or one stage or shard of it) and its control
     group.
@@ -71,7 +73,7 @@ def build_replica(
     from isthmus.replica.pipelined import PipelinedReplica
     from isthmus.replica.process_groups import open_store
     from isthmus.replica.stage import Stage
-    from isthmus.runtime.crashes import Crashes
+    from isthmus.runtime.leaving import LinkNote
     from isthmus.runtime.stage_links import CONTROL_TIMEOUT_FACTOR, StageLinks
 
     run = ledger.run
@@ -98,8 +100,7 @@ def build_replica(
     if whole and at.size == 1:
         return full_replica(), SingleProcess()
     if not whole:
-        last_error = Crashes.read(Path(config.work_dir)).error
-        links = StageLinks(config, ledger, member, at.rank, device, log, last_error)
+        links = StageLinks(config, ledger, member, at.rank, device, log, LinkNote(orders), history.error)
         ends, control = links.make(at.master, at.hosted)
         stage = Stage(recipe, member, at.rank, device=device, precision=precision, compiled=compiled)
         return PipelinedReplica(recipe, member, [stage], [ends], batches), control

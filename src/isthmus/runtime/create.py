@@ -28,7 +28,7 @@ from isthmus.protocol.documents import Tensor as NamedTensor
 from isthmus.protocol.ledger import Ledger, RunInfo, create_run, parse_run, read_run, run_document
 from isthmus.protocol.trust import OWNER, Signer, new_secret, save_secret
 from isthmus.replica.picks import with_pin
-from isthmus.runtime.checks import check_trainable
+from isthmus.runtime.preflight import check_trainable
 from isthmus.store import Store, StoreError
 from isthmus.store.objects import open_store
 from isthmus.store.url import is_url, parse_url

@@ -1,28 +1,25 @@
-"""Why a process of the fleet ended, and whether a restart can help.
+"""Why a worker ended, and whether a restart can help.
 
-A worker that fails leaves a note in its work folder. The launcher reads it or, if there is none, the exit
-status. It waits out faults that can pass. Any other fault ends the launcher when it occurs a second time
-without a settled round in between. Standard library only.
+A worker that fails tells its supervisor why, which otherwise goes by the exit status. The supervisor waits
+out faults that can pass. Any other fault is final when it occurs a second time without a settled round in
+between. Standard library only.
 """
 
-import json
 import signal
 import traceback
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from isthmus.disk import full_line, is_full
-from isthmus.errors import ConfigError, RunError, passes
-from isthmus.files import overwrite_own, replace_file
-from isthmus.reading import read_json
+from isthmus.errors import ConfigError, RunError, RunStopped, passes
 from isthmus.runtime.versions import torch_range
 
 PASSING_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the fault can pass
 LONGEST_PAUSE_SECONDS = 30.0
 QUICK_SECONDS = 20.0  # the restart did not help a process that ends sooner than this
-MAX_NOTE_BYTES = 2**16
+MOST_KILLS = 10  # without a settled round, after which a worker is not started again
+KILLED = "killed"
 
 # A crash of native code. Other signals come from outside, and their sender may not repeat them.
 CRASHES = {getattr(signal, name) for name in ("SIGSEGV", "SIGABRT", "SIGILL", "SIGBUS", "SIGFPE", "SIGSYS")}
@@ -48,13 +45,16 @@ class Failure:
     text: str
     passes: bool
     trace: str = ""
+    status: int = 0  # the command's exit status if even a first restart would not help
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
         error = _no_memory_behind(error) or error
         kind, why = type(error).__name__, (str(error).strip().splitlines() or [""])[0][:400].rstrip(".")
         if isinstance(error, ConfigError | RunError):
-            return cls(kind, str(error), passes(error))
+            final = isinstance(error, ConfigError | RunStopped) and not error.passes
+            status = (2 if isinstance(error, ConfigError) else 1) if final else 0
+            return cls(kind, str(error), passes(error), status=status)
         if isinstance(error, OSError) and is_full(error):
             return cls("no room", full_line(error), False)  # a person has to free some
         text = f"{kind}: {why}" if why else kind
@@ -71,10 +71,8 @@ class Failure:
         return cls(kind, text, passes(error), "".join(traceback.format_exception(error))[-8000:])
 
     @classmethod
-    def of_exit(cls, status: int, note: Path | None = None) -> "Failure":
-        """The failure of an ended process, from its note or its exit status."""
-        if note and (found := cls.read(note)):
-            return found
+    def of_exit(cls, status: int) -> "Failure":
+        """The failure of a process that could not say why it ended."""
         if status == PASSING_STATUS:
             return cls("status", "it could not say why; the lines before this one may", True)
         if status >= 0:
@@ -88,19 +86,7 @@ class Failure:
                 f"torch: pip install --force-reinstall '{torch_range()}'",
                 False,
             )
-        return cls("killed", f"killed by signal {-status}", True)
-
-    def write(self, note: Path) -> None:
-        with suppress(OSError):  # a full disk: the exit status gives the main fact
-            replace_file(note, json.dumps(asdict(self)), sync=False)
-
-    @classmethod
-    def read(cls, note: Path) -> "Failure | None":
-        try:
-            body = read_json(note, MAX_NOTE_BYTES)
-            return cls(str(body["kind"]), str(body["text"]), bool(body["passes"]), str(body["trace"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return cls(KILLED, f"killed by signal {-status}", True)
 
 
 def _no_memory_behind(error: BaseException) -> BaseException | None:
@@ -121,18 +107,21 @@ class Failures:
 
     def __init__(self) -> None:
         self.kinds: set[str] = set()
-        self.in_a_row = 0
+        self.in_a_row, self.num_killed = 0, 0
 
     def progress(self) -> None:
         self.kinds.clear()
-        self.in_a_row = 0
+        self.in_a_row, self.num_killed = 0, 0
 
     def final(self, found: Collection[Failure]) -> Failure | None:
-        """Count the failures of one start; return a repeated one that cannot pass, if any."""
+        """Count the failures of one start; return one that occurred too often, if any."""
         self.in_a_row += 1
         lasting = {failure.kind: failure for failure in found if not failure.passes}
         again = [failure for kind, failure in lasting.items() if kind in self.kinds]
         self.kinds |= lasting.keys()
+        if killed := [failure for failure in found if failure.kind == KILLED]:
+            self.num_killed += 1
+            again += killed if self.num_killed >= MOST_KILLS else []
         return again[0] if again else None
 
     def pause_seconds(self) -> float:
@@ -150,27 +139,3 @@ def told_in_one_line(who: str = "") -> Iterator[None]:
     except Exception as error:
         failure = Failure.of(error)
         raise (RunError if failure.passes else Final)(who + failure.text) from error
-
-
-def failure_note(work: Path, rank: int) -> Path:
-    return work / f"failed-{rank}.json"
-
-
-class Settled:
-    """A worker's mark that it has trained a round to its end; replayed rounds do not count."""
-
-    def __init__(self, work: Path, rank: int) -> None:
-        self.path, self.trained = settled_note(work, rank), False
-
-    def step(self) -> None:
-        self.trained = True
-
-    def round(self) -> None:
-        if self.trained:
-            with suppress(OSError, ConfigError):
-                overwrite_own(self.path)
-        self.trained = False
-
-
-def settled_note(work: Path, rank: int) -> Path:
-    return work / f"settled-{rank}"

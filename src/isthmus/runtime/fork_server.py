@@ -1,6 +1,6 @@
 """The server process that forks the workers (`runtime.workers`); nothing else imports this.
 
-It ends when its launcher does. A scheduler may send SIGTERM to every process of a job, but only the launcher
+It ends when its supervisor does. A scheduler may send SIGTERM to every process of a job; only the supervisor
 reacts to it.
 """
 

@@ -21,19 +21,18 @@ from isthmus.files import open_own
 from isthmus.printing import visible
 from isthmus.reading import list_folder, open_regular, read_note
 
-NOTES = ("leave", "fatal", "incarnation", "parting")  # in a work folder, between a launcher and its workers
-
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LauncherConfig:
-    """One machine's part of a replica; a launcher passes it to its workers."""
+class JoinConfig:
+    """One machine's part of a replica: the options of `isthmus join`."""
 
     url: str
     replica: str
     key: str = ""  # default: keys/RUN/NAME.key
     work_dir: str = ""  # default: work/RUN/NAME
+    log_file: str = ""  # where the workers write; default: our own stderr
     corpus: str = ""  # the run's text, if not where its recipe says
     device: str = "auto"
     num_threads: int = 0  # 0: torch's default
@@ -48,23 +47,33 @@ class LauncherConfig:
     scores: bool | None = None  # measure the held-out loss here; None: as the recipe says
     trust_network: bool = False  # links by gloo or NCCL, even between machines
     started: float = field(default_factory=time.time)  # wall clock; the log reports the duration
-    parent: int = 0  # the process that starts and restarts this one; 0: a person
 
     @property
-    def launcher_name(self) -> str:
-        """The name of the launcher's own files in the work folder."""
-        return "launcher" if self.stage is None else f"launcher-{self.stage}"
+    def leads(self) -> bool:
+        """Whether the replica's first process is here."""
+        return self.stage in (None, 0)
 
     @property
-    def alive_file(self) -> Path:
-        return Path(self.work_dir) / f"{self.launcher_name}.alive"
+    def lock(self) -> Path:
+        name = "replica" if self.stage is None else f"stage-{self.stage}"
+        return Path(self.work_dir) / f"{name}.lock"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "LauncherConfig":
+    def from_json(cls, text: str) -> "JoinConfig":
         return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a worker's start knows of the starts before it."""
+
+    incarnation: str = ""  # of the last one
+    restarts: int = 0  # since the supervisor began
+    error: str = ""  # why the last one failed, in one line
+    error_unix: float = 0.0  # by this machine's clock
 
 
 def die_with_parent(parent: int) -> None:
@@ -86,12 +95,16 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(15, name.encode()[:15] + b"\0")  # PR_SET_NAME
 
 
-def logger(name: str) -> Log:
-    """Write lines to stderr, with the time and a name."""
+def logger(name: str, path: str = "") -> Log:
+    """Write lines to a file or to stderr, with the time and a name."""
 
     def log(text: str) -> None:
-        # A single write, since several processes share the file.
-        sys.stderr.write(f"{time.strftime('%H:%M:%S')} [{name}] {visible(text)}\n")
+        line = f"{time.strftime('%H:%M:%S')} [{name}] {visible(text)}\n"
+        if path:
+            with open_own(Path(path), append=True) as file:
+                file.write(line.encode())
+            return
+        sys.stderr.write(line)  # a single write, since several processes share the file
         sys.stderr.flush()
 
     return log
@@ -113,23 +126,33 @@ def lock_file(path: Path) -> BinaryIO:
         raise ConfigError(
             f"{path.parent} is in use by process {owner}; stop it first, or give another --work"
         ) from None
-    file.truncate(0)
-    file.write(str(os.getpid()).encode())
-    file.flush()
+    sign_lock(file, last_incarnation(path))
     return file
+
+
+def sign_lock(file: BinaryIO, incarnation: str) -> None:
+    """Note the lock's owner, and the incarnation of its worker."""
+    file.truncate(0)
+    file.write(f"{os.getpid()} {incarnation}".encode())
+    file.flush()
 
 
 def lock_owner(path: Path) -> str:
     """The process that has locked a file, by its own note there."""
-    pid = (read_note(path) or "").strip()
+    pid = (read_note(path) or "").partition(" ")[0]
     return pid if pid.isdigit() and len(pid) < 20 else "unknown"
 
 
+def last_incarnation(path: Path) -> str:
+    """The last worker's incarnation, by the lock file of its work folder; "" if there was none."""
+    incarnation = (read_note(path) or "").partition(" ")[2].strip()
+    return incarnation if incarnation.isalnum() and len(incarnation) <= 64 else ""
+
+
 def is_running(work: Path) -> bool:
-    """Whether a launcher runs in this folder."""
-    names = list_folder(work) if work.is_dir() else ()
-    for name in names:
-        if not (name.startswith("launcher") and name.endswith(".lock")):
+    """Whether another process has locked this work folder."""
+    for name in list_folder(work) if work.is_dir() else ():
+        if not name.endswith(".lock"):
             continue
         with open_regular(work / name) as file:
             try:

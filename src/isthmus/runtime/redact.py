@@ -7,6 +7,9 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 
+from isthmus.printing import visible
+from isthmus.runlog.facts import MAX_WORD
+
 HIDDEN = "[hidden]"
 MOST_CHARACTERS = 2000  # of a line that are checked
 LEAST_SECRET = 8  # characters: shorter values are ordinary words
@@ -40,3 +43,9 @@ def redacted(line: str, secrets: Iterable[str] | None = None) -> str:
     for shape, instead in _SHAPES:
         line = shape.sub(instead, line)
     return line
+
+
+def one_line(error: str) -> str:
+    """Shorten an error for a heartbeat: one visible line without secrets."""
+    line = visible(redacted((error.strip().splitlines() or [""])[0]))
+    return line if len(line) <= MAX_WORD else line[: MAX_WORD - 3] + "..."

@@ -12,17 +12,16 @@ from typing import BinaryIO, Self
 
 from isthmus.config import dump_recipe
 from isthmus.errors import ConfigError
-from isthmus.files import overwrite_own
 from isthmus.protocol.access import check_key, open_ledger
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger
+from isthmus.protocol.place import bucket_of
 from isthmus.protocol.trust import load_signer
-from isthmus.reading import read_note
 from isthmus.runlog import REAL, RunDir
-from isthmus.runtime.checks import check_corpus, check_not_taken, check_start
-from isthmus.runtime.process import NOTES, is_running, lock_file, lock_owner
-from isthmus.runtime.supervisor import LocalLauncher, LocalSupervisor
-from isthmus.runtime.waiting import STARTING
+from isthmus.runtime.group import Group
+from isthmus.runtime.preflight import check_corpus, check_not_taken, check_start
+from isthmus.runtime.process import is_running, lock_file, lock_owner
+from isthmus.runtime.supervisor import Supervisor
 from isthmus.store.retry import StoreError
 
 TIMEOUT_SECONDS = 120.0  # a replica's time to start, after which the others continue without it
@@ -55,28 +54,29 @@ def check_resumable(run: RunDir) -> None:
         raise ConfigError(f"{run.path} is finished: all of its {rounds} rounds are done; {words}")
 
 
-def checked_ledger(run: RunDir, supervisor: LocalSupervisor) -> Ledger:
+def checked_ledger(run: RunDir, supervisor: Supervisor) -> Ledger:
     """The run's ledger, after checking that bucket, keys and text are this run's and no replica runs."""
     try:
-        ledger = open_ledger(supervisor.url)
+        ledger = open_ledger(bucket_of(run))
     except ConfigError as error:
         raise ConfigError(f"{run.path} cannot be resumed: {error}") from None
-    for name in dict.fromkeys(launcher.member.name for launcher in supervisor.launchers):
+    for name in dict.fromkeys(group.member.name for group in supervisor.groups):
         check_key(ledger.run, name, keys_of(run) / f"{name}.key")
     there = ledger.run.first or ledger.run  # others may have joined since, on their own machines
     if dump_recipe(replace(ledger.run.recipe, replicas=there.recipe.replicas)) != dump_recipe(run.recipe):
         raise ConfigError(
-            f"{run.recipe_path} is not the recipe that {supervisor.url} has of this run; "
+            f"{run.recipe_path} is not the recipe that {bucket_of(run)} has of this run; "
             "put it back as it was"
         )
     check_start(ledger)
     check_corpus(ledger.run)
-    for launcher in supervisor.launchers:
-        name, work = launcher.member.name, launcher.work
-        if is_running(work):
-            raise ConfigError(f"replica {launcher.name} of {run.path} still runs, in {work}; stop it first")
-        if launcher.leads:
-            check_not_taken(ledger, name, work)
+    for group in supervisor.groups:
+        if is_running(group.work):
+            raise ConfigError(
+                f"replica {group.name} of {run.path} still runs, in {group.work}; stop it first"
+            )
+        if group.config.leads:
+            check_not_taken(ledger, group.member.name, group.config.lock)
     return ledger
 
 
@@ -84,36 +84,30 @@ class StartingHeartbeats(threading.Thread):
     """Heartbeats in the name of replicas that are still starting, signed with their own keys.
 
     Their last heartbeats say that they left, or are as old as the kill: the first replica to start would take
-    the others for gone, and settle the open round without them. A replica that writes its incarnation sends
+    the others for gone, and settle the open round without them. A worker that has told its incarnation sends
     its own heartbeats from then on. A replica that left before that gets none.
     """
 
     def __init__(
         self,
         ledger: Ledger,
-        supervisor: LocalSupervisor,
+        supervisor: Supervisor,
         keys: Path,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(daemon=True, name="starting-heartbeats")
         self.supervisor, self.every = supervisor, ledger.run.recipe.bucket.heartbeat_seconds
-        self.incarnation = STARTING + os.urandom(8).hex()
+        self.incarnation = "starting" + os.urandom(8).hex()
         self.clock, self.deadline = clock, clock() + TIMEOUT_SECONDS
         self.ended, self.num_beats = threading.Event(), 0
-        self.starting: dict[LocalLauncher, Ledger] = {}
-        for launcher in supervisor.launchers:
-            if launcher.leads:
-                name = launcher.member.name
+        self.starting: dict[Group, Ledger] = {}
+        for group in supervisor.groups:
+            if group.config.leads:
+                name = group.member.name
                 signer = load_signer(keys / f"{name}.key", name)
-                self.starting[launcher] = Ledger(ledger.store, ledger.run, signer)
+                self.starting[group] = Ledger(ledger.store, ledger.run, signer)
 
     def __enter__(self) -> Self:
-        for launcher in self.supervisor.launchers:
-            launcher.work.mkdir(parents=True, exist_ok=True)
-            for note in NOTES:  # a leave request concerned the last start
-                (launcher.work / note).unlink(missing_ok=True)
-        for launcher in self.starting:
-            overwrite_own(launcher.work / "incarnation", self.incarnation)
         self.send()
         self.start()
         return self
@@ -129,12 +123,11 @@ class StartingHeartbeats(threading.Thread):
 
     def send(self) -> None:
         self.num_beats += 1
-        for launcher, ledger in list(self.starting.items()):
-            note = read_note(launcher.work / "incarnation")
-            if note not in (None, self.incarnation) or self.supervisor.has_left(launcher):
-                del self.starting[launcher]
+        for group, ledger in list(self.starting.items()):
+            if group.incarnation or group.result is not None:
+                del self.starting[group]
                 continue
-            config = launcher.member.config
+            config = group.member.config
             ledger.beat(
                 Heartbeat(
                     incarnation=self.incarnation,

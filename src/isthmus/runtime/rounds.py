@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 
@@ -13,13 +12,12 @@ from isthmus.protocol.heartbeat import Vitals
 from isthmus.protocol.patience import LeftWaiting
 from isthmus.replica.control_group import agree
 from isthmus.runtime.after_round import AfterRound
-from isthmus.runtime.crashes import Crashes
-from isthmus.runtime.failure import Settled
+from isthmus.runtime.heartbeat import vitals
 from isthmus.runtime.held_out import HeldOutLoss
-from isthmus.runtime.leaving import PART, STAY, LeaveRequest
-from isthmus.runtime.parting import Parted
+from isthmus.runtime.leaving import PART, STAY, LeaveRequest, Parted, Settled
+from isthmus.runtime.process import History
 from isthmus.runtime.round_lines import RoundLines
-from isthmus.runtime.start_up import StartUp
+from isthmus.runtime.status import StartUp
 from isthmus.runtime.trainer import Trainer
 
 
@@ -30,7 +28,7 @@ class WorkerRounds:
         self,
         trainer: Trainer,
         request: LeaveRequest,
-        work: Path,
+        history: History,
         start: StartUp,
         lines: RoundLines | None,
         loss: HeldOutLoss | None,
@@ -38,9 +36,9 @@ class WorkerRounds:
         self.trainer, self.request, self.start = trainer, request, start
         self.leads = trainer.control.rank == 0
         self.wanted = STAY
-        self.settled = Settled(work, trainer.control.rank)
+        self.settled = Settled(request.orders)
         self.after = AfterRound(trainer, self.settled, lines, loss)
-        self.session, self.work = trainer.session, work
+        self.session, self.history = trainer.session, history
         self.session.heart.vitals = self._vitals
         self.session.edge.tells_anchors = not sys.stderr.isatty()
 
@@ -74,7 +72,7 @@ class WorkerRounds:
         self._close()
 
     def _run(self) -> None:
-        trainer, parting = self.trainer, self.request.parting
+        trainer = self.trainer
         trainer.status.state = "catching up"
         done = trainer.resume()
         self.after.begin(done)
@@ -86,9 +84,7 @@ class WorkerRounds:
             rounds = trainer.recipe.outer.rounds
             trainer.save_now()
             raise RunError(f"the run goes on after round {rounds}; starting again for that")
-        if to_the_end:
-            parting.unneeded()
-        else:
+        if not to_the_end:
             trainer.save_now()
         trainer.status.state = "finished" if to_the_end else "left"
         trainer.log("all rounds are done" if to_the_end else f"left after round {trainer.status.round}")
@@ -100,7 +96,7 @@ class WorkerRounds:
             trainer.control.share(b"saved")
         trainer.replica.close()
         trainer.control.leave()
-        if self.wanted == PART and not self.request.parting.asked(at_once=True):
+        if self.wanted == PART and not self.request.parting.asked():
             name = trainer.member.name
             raise RunError(
                 f"replica {name}: the machine of another stage was taken back; waiting for its return"
@@ -126,7 +122,7 @@ class WorkerRounds:
         return True
 
     def _vitals(self) -> Vitals:
-        return Crashes.read(self.work).vitals(self.work, self.trainer.checkpoint.needs)
+        return vitals(self.history, self.trainer.checkpoint.folder, self.trainer.checkpoint.needs)
 
     def _left(self, why: str) -> None:
         self.trainer.status.state = "left"

@@ -32,7 +32,7 @@ from isthmus.protocol.retention import Retention
 from isthmus.protocol.shards import ShardReader
 from isthmus.replica.control_group import ControlGroup, all_true
 from isthmus.runlog.facts import Facts
-from isthmus.runtime.heartbeats import HeartbeatThread
+from isthmus.runtime.heartbeat import HeartbeatThread
 from isthmus.runtime.outer_step import Files, OuterStep
 from isthmus.runtime.recovery import Recovery
 from isthmus.runtime.status import WorkerStatus

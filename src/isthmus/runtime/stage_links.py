@@ -20,11 +20,11 @@ from isthmus.replica.process_groups import connect, open_store, own_address
 from isthmus.replica.socket_link import SocketLink
 from isthmus.runtime.addresses import Address, UnixPlace, listen
 from isthmus.runtime.certificates import contexts
+from isthmus.runtime.leaving import LinkNote
 from isthmus.runtime.peer import HANDSHAKE_SECONDS, Endpoint, Find, Listener, StageStart
-from isthmus.runtime.process import LauncherConfig, Log
+from isthmus.runtime.process import JoinConfig, Log
 from isthmus.runtime.relay_place import RelayListener, RelayPlace
 from isthmus.runtime.stage_documents import NOWHERE, StageDocuments, advertised, places_of
-from isthmus.runtime.waiting import LinkNote
 
 if TYPE_CHECKING:
     import torch
@@ -44,12 +44,13 @@ Ends = tuple[StageEnd | None, StageEnd | None]
 class StageLinks:
     """Makes the links of one stage, and the control group over them."""
 
-    config: LauncherConfig
+    config: JoinConfig
     ledger: "Ledger"
     member: "Member"
     stage: int
     device: "torch.device"
     log: Log
+    note: LinkNote
     last_error: str = ""  # why the previous start ended
 
     def make(self, master: Address, hosted: str = "") -> tuple[Ends, ControlGroup]:
@@ -80,7 +81,7 @@ class StageLinks:
         peers = {n: LinkPeers(name, self.stage, n, where) for n in neighbours}
         connections = {n: endpoint.meet(n, peers[n], finder(n)) for n in neighbours}
         links: dict[int, SocketLink] = {}
-        notes = _Notes(self.config, self.stage, self.log)
+        notes = _Notes(self.note, self.log)
         try:
             for n, connection in connections.items():
                 while not connection.reach(LOOK_SECONDS):
@@ -186,7 +187,7 @@ class StageLinks:
             at = places_of(own)[0]
             return at, at.host, listener, own.start
         documents.begin(self.stage, (), False, self.last_error)
-        find, notes = documents.find(0, secured=False), _Notes(self.config, self.stage, self.log)
+        find, notes = documents.find(0, secured=False), _Notes(self.note, self.log)
         while True:
             try:
                 places, start = find()
@@ -197,7 +198,7 @@ class StageLinks:
             time.sleep(LOOK_SECONDS)
 
 
-def _listen(config: LauncherConfig) -> socket.socket:
+def _listen(config: JoinConfig) -> socket.socket:
     """Listen at the port in `--advertise`, or at any port."""
     port = 0
     if config.advertise not in ("", NOWHERE):
@@ -206,10 +207,10 @@ def _listen(config: LauncherConfig) -> socket.socket:
 
 
 class _Notes:
-    """What a stage waits for before it has its links: for its launcher, and now and then in its log."""
+    """What a stage waits for before it has its links: for its supervisor, and now and then in its log."""
 
-    def __init__(self, config: LauncherConfig, stage: int, log: Log) -> None:
-        self.note, self.log, self.said_at = LinkNote(Path(config.work_dir), stage), log, time.monotonic()
+    def __init__(self, note: LinkNote, log: Log) -> None:
+        self.note, self.log, self.said_at = note, log, time.monotonic()
 
     def wait(self, stage: int, why: str) -> None:
         self.note.wait(stage, why)
@@ -218,7 +219,7 @@ class _Notes:
             self.said_at = time.monotonic()
 
 
-def check_links(config: LauncherConfig, member: "Member") -> None:
+def check_links(config: JoinConfig, member: "Member") -> None:
     """Check that the link options of `join` fit each other and the replica."""
     stages = member.config.stages
     if config.stage is None:

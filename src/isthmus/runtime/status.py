@@ -1,8 +1,9 @@
 """A process's state and its measurements while it trains, from which heartbeats and commits are made."""
 
+import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -83,3 +84,25 @@ class Measured:
     def take_back(self, facts: Facts) -> None:
         """Take back the steps of an update that did not count: the next update carries them."""
         self.fresh_steps += int(facts.measured.get(INNER_STEPS, [0])[0])
+
+
+class StartUp:
+    """Times the phases from `join`, or from a restarted worker's start, to the first inner step."""
+
+    def __init__(self, started: float, log: Callable[[str], None], began: float | None = None) -> None:
+        """`started`: when the command started; `began`: when this worker did."""
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # the supervisor ran all the while
+        began = time.time() if began is None else began
+        self.started, self.log, self.told = began if again else started, log, False
+        self.last, self.parts = began, {} if again else {"supervisor": began - started}
+
+    def mark(self, name: str) -> None:
+        """Record the end of a phase."""
+        now = time.time()
+        self.parts[name], self.last = now - self.last, now
+
+    def tell(self) -> None:
+        self.mark("first step")
+        self.told = True
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
+        self.log(f"first inner step after {self.last - self.started:.1f} s ({parts})")

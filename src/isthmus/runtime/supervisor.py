@@ -1,254 +1,147 @@
-"""A whole fleet on this machine: a launcher process for each part, watched and restarted."""
+"""The supervisor of a machine: it starts the workers of its replicas, and starts them again when they end.
 
-import contextlib
-import os
-import subprocess
-import sys
+`isthmus join` has one replica's workers, or one stage's; `isthmus train` has those of all replicas.
+"""
+
+import signal
+import threading
 import time
-from collections.abc import Collection
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
+from multiprocessing.connection import wait
 
-from isthmus.config import Member, Recipe
 from isthmus.errors import ConfigError, RunError
-from isthmus.files import open_own, overwrite_own
-from isthmus.planner.rate import usable_cores
-from isthmus.planner.room import fleet_room
-from isthmus.printing import visible
-from isthmus.reading import read_bytes, read_note, stat_regular
-from isthmus.runtime import crashes, waiting
-from isthmus.runtime.disk_watch import DiskWatch
-from isthmus.runtime.failure import QUICK_SECONDS, Failure, Failures
-from isthmus.runtime.liveness import Watchdog, alive_stamp
-from isthmus.runtime.process import LauncherConfig, describe_exit
+from isthmus.runtime.failure import Failure, Final
+from isthmus.runtime.group import Group
+from isthmus.runtime.process import JoinConfig, Log
+from isthmus.runtime.workers import prepare
 
-LAST_BYTES = 1 << 20  # at the end of a log, searched for its last line
-START_SECONDS = 30.0  # for a launcher without an alive file yet, while Python starts
-OURS = "isthmus: "  # starts the last line of a launcher that ended on purpose
+POLL_SECONDS = 0.25
 
 
-class LocalLauncher:
-    """One launcher on this machine: for a whole replica, or for one stage of it."""
+class Supervisor:
+    """Runs groups of workers until each has finished, left, or failed for good."""
 
-    def __init__(
-        self, member: Member, common: LauncherConfig, folder: Path, stage: int | None = None
-    ) -> None:
-        self.member = member
-        self.name = member.name if stage is None else f"{member.name}.{stage}"
-        self.work, self.log = folder / "work" / self.name, folder / "logs" / f"{self.name}.log"
-        self.config = replace(
-            common,
-            replica=member.name,
-            key=str(folder / "keys" / f"{member.name}.key"),
-            work_dir=str(self.work),
-            stage=stage,
-            parent=os.getpid(),
-        )
-        self.process: subprocess.Popen[bytes] | None = None
-        self.failures = Failures()
-        self.judged, self.lost = False, False  # its last end was judged; it will not be restarted
-        self.started_at, self.not_before, self.log_from = 0.0, 0.0, 0
-        self.waits_for, self.num_again = "", 0
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        self.leaving, self.stopping = False, False  # wishes of another thread
+        self.thread: threading.Thread | None = None
+        self.looked = time.monotonic()
+        self.fault: RunError | None = None  # of our own
 
     @property
-    def leads(self) -> bool:
-        """Whether it runs the leader of its replica."""
-        return self.config.stage in (None, 0)
-
-    def start(self) -> None:
-        self.judged, self.waits_for, self.started_at = False, "", time.monotonic()
-        if self.process is None:  # first start of this `train`; earlier crashes are counted already
-            (self.work / crashes.NOTE).unlink(missing_ok=True)
-        else:
-            self.num_again += 1
-        for note in self.work.glob("settled-*"):
-            note.unlink(missing_ok=True)
-        command = [sys.executable, "-P", "-m", "isthmus.runtime.launcher", self.config.to_json()]
-        with open_own(self.log, append=True) as log:
-            self.log_from = log.seek(0, os.SEEK_END)
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-
-    def status(self) -> int | None:
-        """Its exit status; None while it runs, or before it was started."""
-        return self.process.poll() if self.process else None
-
-    def kill(self) -> None:
-        if self.process and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-
-    def judge(self, status: int) -> None:
-        """Set the time of the next start after this exit status, or raise if a restart is useless.
-
-        A launcher reports a fault that cannot pass itself. One that crashed gets a second start.
-        """
-        last = self.last_line()
-        ours, reason = last.startswith(OURS), last.removeprefix(OURS)
-        if status == 2 or (status == 1 and ours):
-            self.lost = True
-            reason = reason or f"replica {self.name} could not start"
-            raise ConfigError(reason) if status == 2 else RunError(reason)
-        if any(self.work.glob("settled-*")):
-            self.failures.progress()
-        failure = Failure.of_exit(status)
-        if final := self.failures.final([failure]):
-            self.lost = True
-            why = reason if status > 0 else final.text
-            raise RunError(f"the launcher of replica {self.name} failed twice in the same way: {why}")
-        if time.monotonic() - self.started_at > QUICK_SECONDS:
-            self.failures.in_a_row = 1
-        seconds = self.failures.pause_seconds()
-        self.judged, self.not_before = True, time.monotonic() + seconds
-        self.waits_for = reason if ours else ""
-        soon = f" in {seconds:.0f} s" if seconds else ""
-        self.note(f"its launcher ended ({describe_exit(status)}); starting it again{soon}")
-
-    def waiting(self) -> str:
-        """What it waits for, or ""."""
-        if self.waits_for:
-            return self.waits_for
-        return read_note(self.work / waiting.NOTE) or ""
-
-    def crashes(self) -> crashes.Crashes:
-        """The crashes of its workers and of itself. A launcher that ends before its workers counts none."""
-        found = crashes.Crashes.read(self.work)
-        return replace(found, restarts=max(found.restarts, self.num_again))
-
-    def note(self, text: str) -> None:
-        with open_own(self.log, append=True) as log:
-            log.write(f"{time.strftime('%H:%M:%S')} [{self.name}] {visible(text)}\n".encode())
-
-    def last_line(self) -> str:
-        """This start's last log line, preferably the reason for its end rather than a library's output."""
-        with contextlib.suppress(OSError, ConfigError):
-            start = max(self.log_from, stat_regular(self.log).st_size - LAST_BYTES)
-            lines = read_bytes(self.log, LAST_BYTES, start=start).decode(errors="replace").splitlines()
-            return next((line for line in reversed(lines) if line.startswith(OURS)), (lines or [""])[-1])
-        return ""
-
-
-class LocalSupervisor:
-    """All launchers of a fleet on this machine; it restarts a launcher that dies or hangs.
-
-    `common` is the shared part of their configs. A replica in `apart` has a launcher for every stage, as if
-    each stage were on its own machine.
-    """
-
-    def __init__(
-        self, recipe: Recipe, folder: Path, common: LauncherConfig, apart: Collection[str] = ()
-    ) -> None:
-        self.url, self.stall_seconds = common.url, common.stall_seconds
-        self.leaving = False
-        self.told: dict[str, str] = {}  # launcher -> what it last waited for
-        self.seen_restarts: dict[str, int] = {}  # launcher -> restarts reported so far
-        here = "://" not in common.url
-        self.disk = DiskWatch(folder, fleet_room(recipe, recipe.fleet(), here).round)
-        self.watchdog = Watchdog()
-        self.num_workers = sum(max(m.config.stages, m.config.processes) for m in recipe.fleet())
-        threads = common.num_threads or max(1, usable_cores() // self.num_workers)
-        common = replace(common, num_threads=threads)
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        self.launchers: list[LocalLauncher] = []
-        for member in recipe.fleet():
-            if member.name in apart:
-                stages = range(member.config.stages)
-                self.launchers += [LocalLauncher(member, common, folder, stage) for stage in stages]
-            else:
-                self.launchers.append(LocalLauncher(member, common, folder))
-
-    def start_all(self) -> None:
-        for launcher in self.launchers:
-            launcher.start()
-
-    def restart_dead(self) -> None:
-        """Restart every launcher that died; kill and restart those that hang.
-
-        A fault that cannot pass raises ConfigError or RunError. One that can is waited out with growing
-        pauses.
-        """
-        self.kill_hung()
-        for launcher in self.launchers:
-            status = launcher.status()
-            if status in (None, 0, 130) or launcher.lost or self.leaving:
-                continue
-            if not launcher.judged:
-                launcher.judge(status)
-            if time.monotonic() >= launcher.not_before:
-                launcher.start()
-
-    def news(self) -> list[tuple[str, str]]:
-        """(launcher, what it waits for) for launchers that started to wait, or wait for something else."""
-        now = {launcher.name: text for launcher in self.launchers if (text := launcher.waiting())}
-        before, self.told = self.told, now
-        return [(name, text) for name, text in now.items() if before.get(name) != text]
+    def error(self) -> ConfigError | RunError | None:
+        """Why a group cannot go on."""
+        return self.fault or next((group.error for group in self.groups if group.error), None)
 
     @property
     def restarts(self) -> int:
-        """The restarts of workers and launchers since this `train` began."""
-        return sum(launcher.crashes().restarts for launcher in self.launchers)
-
-    def crash_news(self) -> list[str]:
-        """Lines on the launchers restarted since the last look: how often and why."""
-        said = []
-        for launcher in self.launchers:
-            found, before = launcher.crashes(), self.seen_restarts.get(launcher.name, 0)
-            if found.restarts > before:
-                self.seen_restarts[launcher.name] = found.restarts
-                times = f" ({found.restarts} times so far)" if found.restarts > 1 else ""
-                why = f": {found.error}" if found.error else ""
-                said.append(f"{launcher.name} was started again{times}{why}")
-        if words := self.disk.look():
-            said.append(words)
-        return said
-
-    def kill_hung(self) -> None:
-        """Kill stopped launchers (SIGSTOP), which do not watch their workers and would never end."""
-        running = {
-            launcher.config.alive_file: (launcher, launcher.process.pid)
-            for launcher in self.launchers
-            if launcher.process and launcher.status() is None
-        }
-        silent = self.watchdog.look({path: pid for path, (_, pid) in running.items()})
-        for path, (launcher, pid) in running.items():
-            if silent[path] > (self.stall_seconds if alive_stamp(path, pid) else START_SECONDS):
-                launcher.note(f"its launcher has made no progress for {silent[path]:.0f} s; killing it")
-                launcher.kill()
-
-    def has_left(self, launcher: LocalLauncher) -> bool:
-        """Whether it ended and will not be restarted. One that was killed has not left."""
-        status = launcher.status()
-        return status is not None and (self.leaving or launcher.lost or status in (0, 130))
+        return sum(group.history.restarts for group in self.groups)
 
     def all_left(self) -> bool:
-        return all(self.has_left(launcher) for launcher in self.launchers)
+        return all(group.result is not None for group in self.groups)
 
     def all_ended(self) -> bool:
-        return all(launcher.process is None or launcher.status() is not None for launcher in self.launchers)
+        return not any(group.workers for group in self.groups)
+
+    def start(self) -> None:
+        """Supervise in a thread of this process."""
+        for group in self.groups:
+            group.begin()
+        self.thread = threading.Thread(target=self._loop, daemon=True, name="supervisor")
+        self.thread.start()
+
+    def _loop(self) -> None:
+        try:
+            while not self.stopping and not self.all_left():
+                self.look()
+        except Exception as error:
+            self.fault = Final(f"the supervisor failed: {Failure.of(error).text}")
+        for group in self.groups:
+            group.kill()
 
     def leave(self) -> None:
-        """Ask all replicas to leave at the end of the round. From then on, an exit counts as leaving."""
         self.leaving = True
-        for launcher in self.launchers:
-            launcher.work.mkdir(parents=True, exist_ok=True)
-            overwrite_own(launcher.work / "leave")
 
     def finish(self, timeout_seconds: float = 60.0) -> None:
-        """After the last round, wait for replicas that fell behind, and restart those that still die."""
+        """After the last round, wait for replicas that fell behind."""
         deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline:
-            if self.all_left():
-                return
-            with contextlib.suppress(ConfigError, RunError):  # the rounds are done, with or without it
-                self.restart_dead()
-            time.sleep(0.2)
+        while not self.all_left() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
-    def stop(self, timeout_seconds: float = 10.0) -> None:
-        """Wait for launchers that are ending, then kill what still runs."""
-        deadline = time.monotonic() + timeout_seconds
-        while not self.all_ended() and time.monotonic() < deadline:
-            self.kill_hung()
-            time.sleep(0.1)
-        for launcher in self.launchers:
-            launcher.kill()
+    def stop(self) -> None:
+        """End all workers now."""
+        self.stopping = True
+        if self.thread:
+            self.thread.join()
+
+    def look(self, seconds: float = POLL_SECONDS) -> None:
+        """Wait for news for so long, and act on it."""
+        running = [w for group in self.groups for w in group.workers.values() if w.status() is None]
+        wait([handle for worker in running for handle in (worker.process.sentinel, worker.pipe)], seconds)
+        now = time.monotonic()
+        # If this process was stopped or slept, so perhaps were the others.
+        asleep, self.looked = now - self.looked, now
+        for group in self.groups:
+            if self.leaving and not group.leaving:
+                group.leave()
+            group.look(now, asleep if asleep > 5 else 0.0)
+
+    def run(self, log: Log) -> int:
+        """Supervise one group in the main thread, and heed signals; return the exit status or raise.
+
+        Ctrl-C leaves at the end of the round, a second one immediately. Any number of SIGTERMs counts as one
+        Ctrl-C; with `grace_seconds` the replica parts within that time and the status is AGAIN_STATUS.
+        """
+        (group,), signals = self.groups, list[int]()
+        if threading.current_thread() is threading.main_thread():
+            count_signals(signals)
+        group.begin()
+        while group.result is None:
+            self.look()
+            grace = group.config.grace_seconds
+            if grace and signal.SIGTERM in signals:
+                if not group.parting.asked():
+                    log(f"SIGTERM: saving, and leaving within {grace:g} s")
+                    group.part(grace)
+                signals.remove(signal.SIGTERM)
+            if len(signals) > 1:
+                log("leaving now")
+                group.end(130, "it was told to leave at once")
+            elif signals and not group.leaving:
+                group.leave("; once more (Ctrl-C) leaves now")
+        if group.error:
+            raise group.error
+        return group.result
+
+
+def count_signals(signals: list[int]) -> None:
+    """Record signals. SIGTERM counts once: Slurm sends it to every process, and a script may pass it on."""
+
+    def count(number: int, frame: object) -> None:
+        if number != signal.SIGTERM or signal.SIGTERM not in signals:
+            signals.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, count)
+
+
+def join(config: JoinConfig) -> int:
+    """Take part in a run until it ends or we leave; return the exit status."""
+    from isthmus.runtime.failure import told_in_one_line
+    from isthmus.runtime.versions import check_torch
+
+    check_torch()
+    prepare()
+    with told_in_one_line(f"replica {config.replica}: "):
+        from isthmus.runtime.heartbeat import WaitingNotes
+        from isthmus.runtime.preflight import Place
+
+        place = Place.of(config)
+        place.check()
+        notes = None
+        if config.leads:
+            every = place.ledger.run.recipe.bucket.heartbeat_seconds
+            notes = WaitingNotes(place.work, place.ledger.beat, every)
+            notes.start()
+        group = Group(place.config, place.member, place.log, notes)
+        return Supervisor([group]).run(place.log)

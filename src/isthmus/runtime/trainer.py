@@ -20,8 +20,8 @@ from isthmus.replica.base import Replica, Wish
 from isthmus.replica.control_group import ControlGroup, agree, all_true
 from isthmus.runlog.facts import Facts
 from isthmus.runtime.checkpoint import PARAMS, Checkpoint, Place
+from isthmus.runtime.leaving import Parted, Parting
 from isthmus.runtime.outer_step import Files
-from isthmus.runtime.parting import Parted, Parting
 from isthmus.runtime.session import Session, State
 from isthmus.runtime.status import INNER_STEPS, Measured
 from isthmus.subspace.boundaries import BasisSet, as_sent

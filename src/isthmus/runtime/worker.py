@@ -1,86 +1,111 @@
-"""The process that trains: forked by `runtime.workers`, or started by others as `isthmus-worker`."""
+"""The process that trains: forked by the supervisor, or started by others as `isthmus-worker`."""
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
-from multiprocessing import parent_process
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from isthmus.errors import ConfigError, Diverged, RunError, RunStopped, Unreachable
-from isthmus.files import overwrite_own, replace_file
+from isthmus.errors import Diverged, RunError, Unreachable
+from isthmus.files import open_own
 from isthmus.printing import guard_streams
 from isthmus.runtime.build import Assignment, build_replica, compiles
-from isthmus.runtime.failure import PASSING_STATUS, Failure, failure_note
-from isthmus.runtime.liveness import AliveFile
-from isthmus.runtime.parting import Parting
-from isthmus.runtime.process import LauncherConfig, Log, die_with_parent, logger, name_process
-from isthmus.runtime.start_up import StartUp
-from isthmus.runtime.waiting import NOTE
+from isthmus.runtime.failure import PASSING_STATUS, Failure, told_in_one_line
+from isthmus.runtime.leaving import AGAIN_STATUS, Orders
+from isthmus.runtime.process import (
+    History,
+    JoinConfig,
+    Log,
+    die_with_parent,
+    last_incarnation,
+    lock_file,
+    logger,
+    name_process,
+)
 
 if TYPE_CHECKING:
     import torch
 
 
-def begin(config: str, environment: dict[str, str]) -> None:
-    """Run in a process that the launcher has forked or spawned; it ends when the launcher does."""
+def begin(config: str, history: str, environment: dict[str, str], pipe: Connection) -> None:
+    """Run in a process that the supervisor has forked or spawned; it ends when the supervisor does."""
+    die_with_parent(os.getppid())  # the server that forked us dies with the supervisor
     os.environ.update(environment)
-    launcher = parent_process()
-    assert launcher, "multiprocessing has started us"
-    if sys.platform == "linux":
-        die_with_parent(os.getppid())  # the server that forked us dies with the launcher
-        if not launcher.is_alive():
-            os._exit(1)
-    else:
-        threading.Thread(target=_end_with, args=(launcher,), daemon=True, name="parent").start()
-    sys.exit(work(LauncherConfig.from_json(config)))
-
-
-def _end_with(launcher: Any) -> None:
-    launcher.join()
-    os._exit(1)
-
-
-def work(config: LauncherConfig, supervised: bool = True) -> int:
-    """Run the worker; return the exit status. Without a launcher of ours, handle signals and the last line
-    here."""
-    began = time.time()
+    given = JoinConfig.from_json(config)
+    if given.log_file:
+        with open_own(Path(given.log_file), append=True) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the supervisor heeds them
+        signal.signal(number, signal.SIG_IGN)
     guard_streams()
-    at, folder = Assignment.from_environment(), Path(config.work_dir)
-
-    def leave(number: int, frame: object) -> None:
-        if number == signal.SIGTERM and config.grace_seconds:
-            Parting(folder).begin(config.grace_seconds)
-        else:
-            overwrite_own(folder / "leave")
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN if supervised else leave)
-    name_process(f"worker-{at.rank}/{at.size}")
-    log = logger(config.replica if at.size == 1 else f"{config.replica}/{at.rank}")
-    AliveFile(folder / f"alive-{at.rank}").start()
+    orders = Orders(pipe)
     try:
-        return run_worker(config, at, log, began)
+        sys.exit(work(given, orders, History(**json.loads(history))))
     except Exception as error:
         failure = Failure.of(error)
-        if isinstance(error, ConfigError | RunStopped) and not failure.passes:
-            # A restart would not help, not even a second one: the launcher reads this and ends.
-            if not supervised:
-                raise
-            replace_file(folder / "fatal", f"{2 if isinstance(error, ConfigError) else 1} {error}")
-            return 3
-        failure.write(failure_note(folder, at.rank))  # first, since a neighbour that loses us ends too
-        log(failure.text)
-        if isinstance(error, Diverged):
-            from isthmus.runtime.checkpoint import put_aside
-
-            put_aside(folder, log)
-        return PASSING_STATUS if failure.passes else 1
+        orders.failed(failure)  # first, since a neighbour that loses us ends too
+        if not failure.status:  # the supervisor's last line
+            _logger(given, Assignment.from_environment())(failure.text)
+        sys.exit(PASSING_STATUS if failure.passes else failure.status or 1)
 
 
-def run_worker(config: LauncherConfig, at: Assignment, log: Log, began: float) -> int:
+def _logger(config: JoinConfig, at: Assignment) -> Log:
+    return logger(config.replica if at.size == 1 else f"{config.replica}/{at.rank}")
+
+
+def work(config: JoinConfig, orders: Orders, history: History) -> int:
+    """Run the worker; return the exit status."""
+    began, at = time.time(), Assignment.from_environment()
+    name_process(f"worker-{at.rank}/{at.size}")
+    log = _logger(config, at)
+    try:
+        return run_worker(config, at, orders, history, log, began)
+    except Diverged:
+        from isthmus.runtime.checkpoint import put_aside
+
+        put_aside(Path(config.work_dir), log)
+        raise
+
+
+def join(config: JoinConfig) -> int:
+    """Run as one worker, which torchrun or the like starts and restarts; return the exit status."""
+    from isthmus.runtime.versions import check_torch
+
+    check_torch()
+    guard_streams()
+    at, orders = Assignment.from_environment(), Orders()
+    with told_in_one_line(f"replica {config.replica}: "):
+        from isthmus.runtime.preflight import Place
+
+        place = Place.of_worker(config, at.rank, at.size, at.local_size)
+        config, leads = place.config, at.local_rank == 0
+        if leads:
+            place.check()
+        with lock_file(config.lock) if leads else nullcontext() as orders.lock:
+
+            def leave(number: int, frame: object) -> None:
+                if number == signal.SIGTERM and config.grace_seconds:
+                    orders.parting.begin(config.grace_seconds)
+                else:
+                    orders.leave = True
+
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, leave)
+            restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            # Who asked an earlier job to leave did not ask this one.
+            previous = last_incarnation(config.lock) if restarts else ""
+            return work(config, orders, History(previous, restarts))
+
+
+def run_worker(
+    config: JoinConfig, at: Assignment, orders: Orders, history: History, log: Log, began: float
+) -> int:
     """Build this process's part of the replica and its trainer, and run rounds to the end."""
     import torch
 
@@ -101,6 +126,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log, began: float) -
     from isthmus.runtime.leaving import LeaveRequest
     from isthmus.runtime.round_lines import RoundLines
     from isthmus.runtime.rounds import WorkerRounds
+    from isthmus.runtime.status import StartUp
     from isthmus.runtime.trainer import Trainer
     from isthmus.store.objects import open_store
 
@@ -110,7 +136,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log, began: float) -
     try:
         store = open_store(config.url, create=False)
         ledger, _ = open_as(store, config.replica, config.key)
-    except Unreachable as error:  # the launcher found both: the store is down for now
+    except Unreachable as error:  # the supervisor found both: the store is down for now
         raise RunError(str(error)) from None
     recipe, member = ledger.run.recipe, find_member(ledger.run, config.replica)
     whole = member.config.kind == "full"
@@ -122,7 +148,8 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log, began: float) -
         batches = Batches.of(recipe, corpus.train)
         held_out = corpus.validation if num_windows(corpus.validation, recipe.model.context) else None
     try:
-        replica, control = build_replica(config, ledger, member, at, batches, device, precision, log)
+        how = batches, device, precision, log, orders, history
+        replica, control = build_replica(config, ledger, member, at, *how)
     except Unreachable as error:  # neighbours are not there yet, or a port is in use: worth another start
         raise RunError(str(error)) from None
     if whole and at.rank > 0 and not member.config.sharded:
@@ -133,7 +160,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log, began: float) -
     start.mark("build")
     work, stream_dtype = Path(config.work_dir), precision_dtypes(precision)[1]
     incarnation = control.share(os.urandom(8))[0].hex()
-    request = LeaveRequest(work, ledger, incarnation, log, leader=at.rank == 0)
+    request = LeaveRequest(orders, ledger, incarnation, log, at.rank == 0, history.incarnation)
     deal = (
         replica.deal if isinstance(replica, LeaderReplica) else batches.deal if batches else lambda deal: None
     )
@@ -149,7 +176,7 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log, began: float) -
         log,
         save_seconds=config.save_seconds,
         patience=Patience(
-            log, work / NOTE, request, parting=lambda: control.size == 1 and request.parting.asked()
+            log, orders.waits, request, parting=lambda: control.size == 1 and request.parting.asked()
         ),
         parting=request.parting,
         deal=deal,
@@ -159,8 +186,8 @@ def run_worker(config: LauncherConfig, at: Assignment, log: Log, began: float) -
     loss = None
     if config.scores is not False and corpus and held_out is not None and trainer.outer.has_model:
         loss = HeldOutLoss(recipe, member, ledger, corpus, trainer.anchor, stream_dtype, config.scores)
-    WorkerRounds(trainer, request, work, start, lines, loss).run()
-    return 0
+    WorkerRounds(trainer, request, history, start, lines, loss).run()
+    return AGAIN_STATUS if request.parting.asked() and trainer.status.state != "finished" else 0
 
 
 def warm_up(device: "torch.device", compiled: bool) -> None:

@@ -1,22 +1,26 @@
-"""The workers of one machine, forked in 0.04 s from a server that has imported torch.
+"""A machine's worker processes, forked in 0.04 s from a server that has imported torch.
 
-The server touches no device. It ends when the launcher does, and its workers end with it. If forking is not
-safe (on a Mac), each worker is a new process.
+The server touches no device. It ends when the supervisor does, and its workers end with it. If forking is not
+safe (on a Mac), each worker is a new process. Nothing but exit statuses, signals and one pipe to each worker
+connects them with the supervisor.
 """
 
+import json
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any, Self
 
-from isthmus.planner.rate import usable_cores
-from isthmus.runtime.addresses import LOOPBACK, free_port
-from isthmus.runtime.process import LauncherConfig
+from isthmus.runtime.failure import Failure
+from isthmus.runtime.process import History, JoinConfig
 
 PRELOAD = [
     "isthmus.runtime.fork_server",  # first
@@ -38,67 +42,71 @@ LOST = 255  # multiprocessing's status for a worker whose server died, which tak
 
 
 def prepare() -> None:
-    """Start the server, which imports for seconds while the launcher does other work. Call it in the main
-    thread: the server ends with the thread that starts it."""
-    if FORKS:
+    """Start the fork server, which imports for seconds while we do other work. Call it in the main thread:
+    the server ends with the thread that starts it."""
+    if not FORKS:
+        return
+    # The server starts by `python -c`, which would put the working folder first in sys.path.
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ |= {
+        "PYTHONSAFEPATH": "1",
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
+    try:
         forkserver.set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
 
 
-class Workers:
-    """The running workers, by rank."""
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Hide the caller's script: multiprocessing would import it again in every worker."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
-    def __init__(self, config: LauncherConfig, ranks: Sequence[int], num_workers: int) -> None:
-        """`num_workers` counts the workers on all machines of the replica."""
-        self.ranks, self.num_workers = ranks, num_workers
-        if len(ranks) > 1 and not config.num_threads and not os.environ.get("OMP_NUM_THREADS"):
-            config = replace(config, num_threads=max(1, usable_cores() // len(ranks)))
-        self.config = config.to_json()
-        fork, spawn = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
-        self.context = fork if FORKS else spawn
-        prepare()
-        self.processes: dict[int, BaseProcess] = {}
-        self.num_starts = 0
 
-    def start(self) -> None:
-        """Start the workers with torchrun's variables, as another launcher would."""
+@dataclass(slots=True)
+class Worker:
+    """A running worker, from our side."""
+
+    process: BaseProcess
+    pipe: Connection
+    heard_at: float
+    failure: Failure | None = None
+
+    @classmethod
+    def start(cls, config: JoinConfig, history: History, place: Mapping[str, object], now: float) -> Self:
+        """`place`: torchrun's variables."""
         from isthmus.runtime.worker import begin
 
-        port = free_port() if len(self.ranks) > 1 else 0
-        for local, rank in enumerate(self.ranks):
-            environment = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(self.num_workers),
-                "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(len(self.ranks)),
-                "MASTER_ADDR": LOOPBACK,
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_RESTART_COUNT": str(self.num_starts),
-            }
-            # Plain strings: multiprocessing pickles them, for our own process.
-            process = self.context.Process(target=begin, args=(self.config, environment))
+        ours, theirs = Pipe()
+        # Plain strings and our own pipe: multiprocessing pickles them, for our own process. The server has
+        # the environment of its start, which may have changed.
+        environment = dict(os.environ) | {name: str(value) for name, value in place.items()}
+        told = config.to_json(), json.dumps(asdict(history)), environment, theirs
+        fork, spawn = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+        process = (fork if FORKS else spawn).Process(target=begin, args=told)
+        with without_main():
             process.start()
-            self.processes[rank] = process
-        self.num_starts += 1
+        theirs.close()
+        return cls(process, ours, now)
 
-    def wait(self, seconds: float) -> dict[int, int]:
-        """Wait until one ends. Return the statuses of all that failed; once all ended well, of all."""
-        wait([each.sentinel for each in self.processes.values() if each.is_alive()], seconds)
-        statuses = {rank: each.exitcode for rank, each in self.processes.items()}
-        ended = {
-            rank: -signal.SIGKILL if status == LOST else status
-            for rank, status in statuses.items()
-            if status is not None
-        }
-        failed = {rank: status for rank, status in ended.items() if status}
-        return failed or (ended if len(ended) == len(self.processes) else {})
+    def messages(self) -> Iterator[dict[str, Any]]:
+        with suppress(EOFError, OSError):  # it has ended
+            while self.pipe.poll():
+                yield json.loads(self.pipe.recv_bytes())
 
-    def pids(self) -> dict[int, int]:
-        """The process ids of the running workers."""
-        return {r: each.pid for r, each in list(self.processes.items()) if each.pid and each.exitcode is None}
+    def tell(self, **order: Any) -> None:
+        with suppress(OSError):
+            self.pipe.send_bytes(json.dumps(order).encode())
 
-    def kill(self) -> None:
-        """Kill the workers: their state is on disk, and a stopped worker would not react to SIGTERM."""
-        for process in list(self.processes.values()):
-            if process.exitcode is None:
-                process.kill()
+    def status(self) -> int | None:
+        """Its exit status; None while it runs."""
+        found = self.process.exitcode
+        return -signal.SIGKILL if found == LOST else found

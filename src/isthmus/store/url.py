@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 from isthmus.errors import ConfigError
 
 SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
+SUFFIX = ".isthmus.toml"  # of a file that names a run by its URL and holds a replica's key
 CREDENTIALS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"),
     "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
