@@ -11,7 +11,6 @@ the constants of planner/memory.py. "above the base" leaves out what a process h
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -167,24 +166,18 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu, or cuda for the one GPU case")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="default: all")
     parser.add_argument("--batch", type=int, default=32, help="of a replica, on the GPU (default 32)")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     chosen = [case for case in CASES if not args.case or case.name in args.case]
     if args.device.startswith("cuda"):
         chosen = [Case("178m", SIMULATE, GPU.format(batch=args.batch) + EIGHT)]
-    if not args.json:
-        print(f"{'case':8} {'process':34} {'predicted':>9} {'measured':>9} {'ratio':>6} above the base (MiB)")
+    print(f"{'case':8} {'process':34} {'predicted':>9} {'measured':>9} {'ratio':>6} above the base (MiB)")
     lines, folder = [], tempfile.TemporaryDirectory(prefix="isthmus-memory-")
     with folder as name:
         for case in chosen:
             done = run(case, Path(name), args.device)
             found = of_simulator(case, done) if case.command[0] == "simulate" else of_processes(case, done)
             lines += found
-            if not args.json:
-                print("\n".join(map(told, found)), flush=True)
-    if args.json:
-        print(json.dumps(lines, indent=2))
-        return
+            print("\n".join(map(told, found)), flush=True)
     worst = max(lines, key=lambda line: abs(line["predicted"] / line["measured"] - 1))
     share = abs(worst["predicted"] / worst["measured"] - 1)
     print(f"furthest off: {worst['case']}, {worst['process']}: {100 * share:.0f} % (wanted: at most 15 %)")

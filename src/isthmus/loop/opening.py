@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from isthmus.errors import ConfigError, Unreachable
-from isthmus.protocol.access import check_not_revoked, open_as
+from isthmus.protocol.access import check_not_revoked
 from isthmus.protocol.bundle import read_bundle
 from isthmus.protocol.heartbeat import Heartbeat
 from isthmus.protocol.ledger import Ledger, read_run
@@ -19,8 +19,8 @@ LOOK_SECONDS = 10.0  # between two looks at a bucket that is not there
 
 def open_member(url: str, key: Path, patience: Patience, log: Callable[[str], None]) -> Ledger:
     """The run as one of its replicas sees it. It waits for a bucket that is not there."""
-    if not key.name.endswith(SUFFIX) and not url:
-        raise ConfigError(f"{key} is not a file of `create` (NAME{SUFFIX}); with a bare key give url")
+    if not key.name.endswith(SUFFIX):
+        raise ConfigError(f"{key} is not a file of `create` or `init`, NAME{SUFFIX}")
     said = ""
     while True:
         try:
@@ -35,9 +35,6 @@ def open_member(url: str, key: Path, patience: Patience, log: Callable[[str], No
 
 
 def _open(url: str, key: Path) -> Ledger:
-    if not key.name.endswith(SUFFIX):
-        ledger, _ = open_as(open_store(url, create=False), key.stem, str(key))
-        return ledger
     bundle = read_bundle(key)
     bundle.use_store()
     signer = Signer(bundle.replica, bytes.fromhex(bundle.key), bundle.run_sha256)

@@ -258,6 +258,9 @@ class OuterSync:
         if inside and found:  # `values` compares with the anchor
             anchor = {name: found.files["anchor"][name].to(device, copy=True) for name in anchor}
         params = ranks.gather(parameters, anchor) if inside else None
+        finite = all(bool(p.isfinite().all()) for p in (params or {}).values())
+        if not all(ranks.share(finite)):  # then what it has learnt is not kept
+            params = None
         if ranks.session:
             self._session = Session.open(
                 self._ledger,

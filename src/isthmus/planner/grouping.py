@@ -20,7 +20,7 @@ from isthmus.planner.step import compute_of, inner_step
 
 GAIN = 1.01  # a smaller fleet must be this many times as fast
 EXCHANGE_SHARE = 0.05  # largest share of a round for the outer exchange
-INNER_STEPS = range(15, 251, 5)  # H: the range in which SparseLoCo was tested
+INNER_STEPS = range(15, 251, 5)  # H: the tested range of SparseLoCo
 MOST_STAGES = 16
 FULL, PIPELINED, OUT = range(3)  # choices for a table of machines
 
@@ -226,7 +226,7 @@ def steps_and_speed(
 
 
 def lacking(grouping: Grouping, i: int) -> tuple[int, int, float]:
-    """Return (stages, bytes needed, bytes lacking) for the role in which machine i lacks least: a full
+    """Return (stages, bytes needed, bytes lacking) for the role that machine i comes nearest to: a full
     replica, or the lightest stage of a pipelined one."""
     found = []
     for num_stages in range(1, 1 + grouping.most_stages()):

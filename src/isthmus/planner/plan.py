@@ -74,7 +74,7 @@ class KindForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finishing:
-    """The last rounds, in which whole streams cross between stages."""
+    """The last rounds, which send whole streams between stages."""
 
     rounds: int
     how: str
@@ -196,7 +196,7 @@ class _Pace:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """One outer round of the fleet: a usual one, or one in which whole streams cross between stages."""
+    """One outer round of the fleet: a usual one, or a finishing one, which sends whole streams."""
 
     recipe: Recipe
     paces: dict[str, _Pace]  # by [[replicas]] table

@@ -38,7 +38,7 @@ class StageLink:
     backward_bytes_per_micro_batch: int  # gradients
     forward_seconds_per_micro_batch: float
     backward_seconds_per_micro_batch: float
-    busy: float  # share of the inner step in which the forward direction transfers
+    busy: float  # share of the inner step that forward transfers take
     steady_busy: float  # the same without fill and drain
 
 
@@ -51,7 +51,7 @@ class Step:
     in_flight: tuple[int, ...]  # the most at a time; as `depths` unless backwards are split
     seconds: float  # the event simulation of the schedule with these depths
     linkless_seconds: float  # the same with instantaneous links: compute and the pipeline's flush
-    bubble: float  # share of the step in which the average stage is idle
+    bubble: float  # share of the step that the average stage is idle
 
 
 def rate_of(replica: ReplicaConfig, tflops: float = 0.0) -> float:
