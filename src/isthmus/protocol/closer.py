@@ -111,6 +111,7 @@ class Closer:
         self.judge.begin(round_number)
         self.members.begin(self.recipe)
         self.names = self.members.names
+        self.presence.answers.clear()
 
     def _ask_for_few(self, members: Sequence[str]) -> None:
         """When few commits are missing, request them by name now and then. A listing omits what is not an

@@ -34,6 +34,7 @@ class Presence:
         self.recipe, self.own = ledger.run.recipe, ledger.signer.replica
         self.last: dict[str, Beat] = {}  # replica -> its last heartbeat, when written
         self.ended: dict[str, str] = {}  # replica -> the incarnation that ended, by its launcher
+        self.answers: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, whether it was alive)
         self.silences: dict[str, tuple[float | None, float]] = {}  # replica -> (its last beat, silent since)
         self.asked: dict[str, float] = {}  # replica -> the silence in which we requested it directly
         self.listed: dict[tuple[str, str], Info] = {}  # (replica, live or waiting) -> as last listed
@@ -44,6 +45,7 @@ class Presence:
 
     def look_again(self) -> None:
         """Send the next question to the store instead of using a recent listing."""
+        self.answers.clear()
         self.opening = 0, 0.0, -math.inf
         self.scanned = -math.inf
 
@@ -142,7 +144,7 @@ class Presence:
         each silent replica fell silent."""
         self.scan()
         found = False
-        for name in sorted(names, key=self._is_new):
+        for name in sorted(names, key=lambda name: not self.answers.get(name, (0.0, False))[1]):
             if not found or not self._is_new(name):
                 found |= self.alive(name, round_number)
         return found
@@ -172,14 +174,20 @@ class Presence:
         """
         self.scan()
         if self.has_ended(name):
+            self.answers.pop(name, None)
             return False
+        looked, answer = self.answers.get(name, (-math.inf, True))
+        if self.clock() - looked < self.recipe.bucket.heartbeat_seconds:
+            return answer
         heard = self.hear(name) if self._is_new(name) else self.last.get(name)
         answer = self._answer(name, heard, round_number)
         if not answer and self.asked.get(name) != self.silences[name][1]:
             self.asked[name] = self.silences[name][1]
             heard = self.hear(name)  # the listing may lag
             answer = self._answer(name, heard, round_number)
-        return answer and not (heard and heard[0].leaving)
+        answer = answer and not (heard and heard[0].leaving)
+        self.answers[name] = self.clock(), answer
+        return answer
 
     def _answer(self, name: str, heard: Beat | None, round_number: int) -> bool:
         starting = heard is None and round_number == 1
