@@ -24,7 +24,7 @@ from isthmus.outer.rounds import run_rounds
 from isthmus.replica.evaluate import Scorer
 from isthmus.replica.meter import peak_bytes
 from isthmus.replica.picks import checked_corpus, pick_device, pick_precision
-from isthmus.simulator.exchange import LocalExchange
+from isthmus.simulator.exchange import ExchangingFleet, LocalExchange
 from isthmus.simulator.fleet import SimulatedFleet
 from isthmus.simulator.run import pick_plan
 
@@ -100,7 +100,7 @@ def _train(recipe: Recipe, corpus: Corpus, device: torch.device, course: Course,
         clock = now
 
     rounds = range(done + 1, recipe.outer.rounds + 1)
-    run_rounds(fleet, LocalExchange(recipe), rounds, lambda h: None, after)
+    run_rounds(ExchangingFleet(fleet, LocalExchange(recipe)), rounds, lambda h: None, after)
 
 
 def _restore(fleet: SimulatedFleet, course: Course, folder: Path) -> int:

@@ -54,7 +54,7 @@ def test_the_page_tells_every_name_and_every_argument():
     told = set(re.findall(r"[A-Za-z_]+", " ".join(re.findall(r"`([^`\n]+)`", PAGE.read_text()))))
     assert {name for name in isthmus.__all__ if not name.startswith("_")} - told <= {"Results", "Run"}
     for function in (isthmus.simulate, isthmus.train, isthmus.resume, isthmus.plan, isthmus.open_run):
-        arguments = set(inspect.signature(function).parameters) - {"launcher", "where"}
+        arguments = set(inspect.signature(function).parameters) - {"options", "where"}
         assert arguments <= told, function
     public = {name for name in dir(isthmus.Run) if not name.startswith("_")}
     assert public <= told

@@ -134,7 +134,7 @@ def test_the_line_says_what_would_fit():
     )
     with pytest.raises(ConfigError) as error:
         check_fits(recipe, recipe.fleet(), 4 * 10**9, "a card of 4 GB")
-    found = re.search(r'what would fit: .*kind = "pipelined", stages = (\d+)', str(error.value))
+    found = re.search(r'what would fit: .*kind = "pipelined" and stages = (\d+)', str(error.value))
     config = replace(recipe.replicas[0], kind="pipelined", stages=int(found[1]), compression="1/8")
     assert (
         max(part.total for part in replica_memory(recipe, config, in_flight_of(recipe, config))) < 4 * 10**9

@@ -25,13 +25,13 @@ NAMES = ("rack-0", "rack-1")
 READ_ONLY = """
 import errno, os, sys
 if "forkserver" in " ".join(sys.orig_argv):
-    from isthmus.store import requests
-    write = requests.write_file
+    from isthmus.store import folder
+    write = folder.write_file
     def refuse(root, key, data, **how):
         if os.path.exists({mark!r}) and not key.startswith("members/"):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         return write(root, key, data, **how)
-    requests.write_file = refuse
+    folder.write_file = refuse
 """
 
 

@@ -34,7 +34,7 @@ def _no_turns(monkeypatch):
 def test_the_line_names_the_folder_what_is_free_and_what_is_needed(tmp_path, monkeypatch):
     assert shortage(tmp_path / "not" / "there", 1, "a save") == ""
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 3_200_000)
-    line = f"the disk of {tmp_path} has 3.2 MB free, and a save needs 40.0 MB; make room there"
+    line = f"the disk of {tmp_path} has 3.2 MB free, and a save needs 41.0 MB; make room there"
     assert shortage(tmp_path, 40_000_000, "a save") == line
     with pytest.raises(ConfigError, match=r"3\.2 MB free"):
         disk.check_room(tmp_path, 40_000_000, "a save")
@@ -143,7 +143,7 @@ def test_a_lack_of_room_that_lasts_ends_and_one_that_passes_does_not(tmp_path, m
     assert watch.look() == ""
     for _ in range(2):
         free[0] = 5
-        assert "the next round needs 1.0 MB" in watch.look()
+        assert "the next round needs 2.0 MB" in watch.look()
         now[0] += LASTING_SECONDS - 1
         assert watch.look() == ""
         free[0] = 10**9

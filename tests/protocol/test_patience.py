@@ -158,7 +158,7 @@ def test_a_folder_that_is_read_only_or_full_for_a_while_ends_nobody(number, tmp_
             raise OSError(number, os.strerror(number))
         write(root, key, data, **how)
 
-    monkeypatch.setattr("isthmus.store.requests.write_file", refuse)
+    monkeypatch.setattr("isthmus.store.folder.write_file", refuse)
     check_lines(one_round_with_faults(little, broken.set, broken.clear), os.strerror(number))
 
 
