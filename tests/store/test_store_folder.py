@@ -130,3 +130,30 @@ def test_a_folder_may_be_given_as_a_url_or_a_relative_path(tmp_path: Path, monke
         str(tmp_path / "a folder"),
     ):
         assert open_store(url).get("x", max_bytes=1) == b"1"
+
+
+@pytest.mark.parametrize("leaves_a_mount_point", [True, False])
+def test_a_folder_that_is_away_for_a_while_is_a_fault_that_passes(
+    folder_url: str, leaves_a_mount_point: bool
+):
+    store, folder = open_store(folder_url), Path(folder_url.removeprefix("file://"))
+    assert store.get("run.json", max_bytes=9) is None  # an empty folder that was never used is a store
+    store.put("run.json", b"x")
+    folder.rename(aside := folder.with_name("unmounted"))
+    if leaves_a_mount_point:
+        folder.mkdir()
+    soon = store.clock() + 1.0
+    requests = (
+        lambda: store.get("run.json", max_bytes=9, deadline=soon),
+        lambda: store.head("run.json", deadline=soon),
+        lambda: store.put("a", b"y", deadline=soon),
+    )
+    for request in requests:
+        with pytest.raises(StoreError, match="is its disk mounted") as fault:
+            request()
+        assert fault.value.passes
+    assert not list(folder.glob("*"))
+    if leaves_a_mount_point:
+        folder.rmdir()
+    aside.rename(folder)
+    assert store.get("run.json", max_bytes=9) == b"x"

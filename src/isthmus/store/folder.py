@@ -25,11 +25,16 @@ STALE_SECONDS = 3600.0  # the writer of a temporary file this old is dead
 _TEMPORARY = re.compile(r"#\d+$")  # keys never end like this
 
 
+class FolderAway(OSError):
+    """The folder of a store that we have used is not there: its disk was unmounted, or it was moved away."""
+
+
 class FolderRequests:
     """One try of each request to a folder's files. The last two arguments are for object stores."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.used = False  # whether it has held an object of ours
 
     def get(self, key: str, max_bytes: int, client: Any, allow: Any) -> tuple[bytes, Info]:
         info = self._stat(key)  # first: no object may look newer than its bytes
@@ -43,7 +48,9 @@ class FolderRequests:
             raise _fault(error, key) from None
 
     def put(self, key: str, data: bytes, create: bool, durable: bool, client: Any, allow: Any) -> None:
+        self._check_there()  # or the objects would go below the mount point
         write_file(self.folder, key, data, create=create, sync=durable)
+        self.used = True
 
     def head(self, key: str, client: Any, allow: Any) -> Info | None:
         with suppress(StoreRefused):  # a folder or a pipe is not an object
@@ -56,13 +63,29 @@ class FolderRequests:
         for path in islice(_files(self.folder / prefix if prefix else self.folder), most + 1):
             with suppress(OSError):
                 found[path[cut:]] = _info(os.lstat(path))
+        if not found:
+            self._check_there()
         return found
 
     def _stat(self, key: str) -> Info:
         try:
-            return _info(stat_regular(self.folder / key, follow=False))
+            info = _info(stat_regular(self.folder / key, follow=False))
+        except FileNotFoundError:
+            self._check_there()
+            raise
         except ConfigError as error:
             raise _fault(error, key) from None
+        self.used = True
+        return info
+
+    def _check_there(self) -> None:
+        """Raise a fault that passes if the folder is missing or empty although it has held objects."""
+        if not self.used:
+            return
+        with suppress(OSError), os.scandir(self.folder) as entries:
+            if next(entries, None):
+                return
+        raise FolderAway(errno.ESTALE, "the folder is missing or empty; is its disk mounted?")
 
 
 def _info(stat: os.stat_result) -> Info:

@@ -128,7 +128,8 @@ def classify(error: BaseException) -> Fault:
     if number := getattr(error, "errno", None) or (int(found[1]) if found else 0):
         if number == errno.ENOTDIR:  # a key below an object: a bucket would say 404
             return Fault("absent", os.strerror(number), False)
-        return Fault("disk", os.strerror(number), number in PASSING_ERRNO)
+        words = str(getattr(error, "strerror", None) or os.strerror(number))
+        return Fault("disk", words, number in PASSING_ERRNO)
     if "error sending request" in text or "HTTP error" in text or "error decoding" in text:
         reason = next((words for mark, words in _NETWORK if mark in text), "the connection broke")
         return Fault("network", f"cannot reach the store: {reason}", True)
