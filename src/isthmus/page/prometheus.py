@@ -71,7 +71,7 @@ def _replicas(put: Any, state: Mapping[str, Any], now: float) -> None:
     put("replica_heartbeat_age_seconds", "gauge", "Since its last heartbeat.", age)
     put("replica_tokens_per_second", "gauge", "From its last heartbeat.", rate)
     put("replica_loss", "gauge", "Training loss from its last heartbeat.", loss)
-    put("replica_restarts", "gauge", "Restarts of its workers since its launcher last ended well.", restarts)
+    put("replica_restarts", "gauge", "Restarts of its workers since its supervisor started.", restarts)
     put("replica_disk_free_bytes", "gauge", "On the disk of its private state.", disk)
     counted = [({"replica": row["replica"]}, row["counted"]) for row in state["rounds"]["rows"]]
     put("replica_rounds_total", "counter", "Rounds that counted its update.", counted)

@@ -28,7 +28,7 @@ class MemberState:
     replica: str
     kind: str
     stages: int
-    state: str  # the heartbeat's state; or silent, waiting (its launcher has no worker), not seen
+    state: str  # the heartbeat's state; or silent, waiting (its supervisor has no worker), not seen
     heartbeat_age_seconds: float | None
     round: int | None
     inner_step: int | None
@@ -36,7 +36,7 @@ class MemberState:
     tokens_per_second: float | None
     delivered: bool  # whether its update of the open round is there
     closes: bool = False  # whether it may close rounds
-    waits_for: str = ""  # if its launcher has no worker now, or it waits for the bucket
+    waits_for: str = ""  # if its supervisor has no worker now, or it waits for the bucket
     host: str = ""
     incarnation: str = ""
     missing: tuple[int, ...] = ()  # absent stages; the others wait for them
@@ -106,12 +106,12 @@ def look(ledger: Ledger, now: float | None = None) -> FleetState:
 
 
 def read_signs(ledger: Ledger, now: float) -> dict[str, Sign]:
-    """Each replica's last sign: its worker's heartbeat, with its launcher's word while no worker runs."""
+    """Each replica's last sign: its worker's heartbeat, with its supervisor's word while no worker runs."""
     beats, waits = ledger.heartbeats(now)
     signs = dict(beats)
     for name, (said, written) in waits.items():
         last = beats[name][0] if name in beats else Heartbeat()
-        signs[name] = _said_by_launcher(last, said), written
+        signs[name] = _said_by_supervisor(last, said), written
     return signs
 
 
@@ -195,8 +195,8 @@ def _outside(manifest: Manifest | None) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def _said_by_launcher(last: Heartbeat, waiting: Heartbeat) -> Heartbeat:
-    """A worker's last heartbeat, with what its launcher says now that none runs."""
+def _said_by_supervisor(last: Heartbeat, waiting: Heartbeat) -> Heartbeat:
+    """A worker's last heartbeat, with what its supervisor says now that none runs."""
     return replace(
         last,
         state=WAITING,

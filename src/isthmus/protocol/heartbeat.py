@@ -30,7 +30,7 @@ READY = "ready"  # it has caught up and trains from the next round on
 BEHIND = ("starting", CATCHING_UP)  # it cannot begin the next round with the others
 LEAVING = ("leaving", "left")  # the next round does not wait for it
 LIVE = "live"  # live.json, a worker's heartbeat
-WAITING = "waiting"  # a launcher without a worker; in waiting.json, never in live.json
+WAITING = "waiting"  # a supervisor without a worker; in waiting.json, never in live.json
 MISSED_HEARTBEATS = 5
 MAX_HEARTBEAT_BYTES = 2**16
 MOST_MISSING = 64  # stages that one heartbeat lists as missing
@@ -42,7 +42,7 @@ Positive = Annotated[float, Meta(ge=0.0, le=2.0**63)]
 class Vitals(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The machine behind a heartbeat: its last fault, and its free disk space."""
 
-    restarts: Count = 0  # of workers, since a launcher last ended normally
+    restarts: Count = 0  # of workers, since the supervisor started
     last_error: Word = ""
     last_error_seconds: Positive | None = None  # age of the error when this was written
     disk_free_bytes: Positive | None = None  # on the disk of its private state
@@ -55,7 +55,7 @@ class Vitals(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Heartbeat(Document, frozen=True, kw_only=True):
-    """members/<replica>/live.json; also waiting.json, where a launcher says why no worker runs.
+    """members/<replica>/live.json; also waiting.json, where a supervisor says why no worker runs.
 
     An empty text or a zero means unknown.
     """
@@ -116,7 +116,7 @@ def own_host() -> str:
 
 
 def waiting_text(heartbeat: Heartbeat, age_seconds: float) -> str:
-    """What a launcher waits for, and how long: by its own clock until it wrote, then by the reader's."""
+    """What a supervisor waits for, and how long: by its own clock until it wrote, then by the reader's."""
     seconds = max(0.0, (heartbeat.waited_seconds or 0.0) + age_seconds)
     return f"{heartbeat.awaiting} (for {seconds:.0f} s)"
 
@@ -139,7 +139,7 @@ class Heartbeats:
         self.objects, self.store, self.membership = objects, objects.store, membership
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Write our heartbeat; a waiting launcher's goes to its own file, since closers read the workers'."""
+        """Write our heartbeat; a waiting supervisor writes to a file of its own."""
         name = WAITING if heartbeat.state == WAITING else LIVE
         sealed = self.objects.seal("heartbeat", fitting(heartbeat))
         self.store.put(beat_key(self.objects.signer.replica, name), sealed, durable=False)
@@ -162,7 +162,7 @@ class Heartbeats:
         return None
 
     def heartbeats(self, now: float) -> tuple[dict[str, Beat], dict[str, Beat]]:
-        """(heartbeats of replicas, notes of launchers without a worker), each by replica: one listing, and a
+        """(heartbeats, notes of supervisors without a worker), each by replica: one listing, and a
         request for each that counts. `now` is the store's time. Readers only."""
         written, recipe = self.scan(), self.membership.run.recipe
         beats = self._read([name for name, kind in written if kind == LIVE], LIVE)

@@ -2,7 +2,7 @@
 
     run.json                                  the recipe, a 128-bit run id, who may contribute and close
     members/<replica>/live.json               heartbeat of the incarnation that runs now
-    members/<replica>/waiting.json            what its launcher waits for while no worker runs
+    members/<replica>/waiting.json            what its supervisor waits for while no worker runs
     payloads/<replica>/<t>/<shard>-<sha256>   one shard of one update
     commits/<t>/<replica>.json                signed, written last: without it nothing is delivered
     manifests/<t>.json                        which commits count in round t; only if absent, chained, signed

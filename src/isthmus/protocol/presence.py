@@ -33,7 +33,7 @@ class Presence:
         self.ledger, self.clock = ledger, clock
         self.recipe, self.own = ledger.run.recipe, ledger.signer.replica
         self.last: dict[str, Beat] = {}  # replica -> its last heartbeat, when written
-        self.ended: dict[str, str] = {}  # replica -> the incarnation that ended, by its launcher
+        self.ended: dict[str, str] = {}  # replica -> the incarnation that ended, by its supervisor
         self.answers: dict[str, tuple[float, bool]] = {}  # replica -> (when we looked, whether it was alive)
         self.silences: dict[str, tuple[float | None, float]] = {}  # replica -> (its last beat, silent since)
         self.asked: dict[str, float] = {}  # replica -> the silence in which we requested it directly
@@ -110,7 +110,7 @@ class Presence:
         return which in self.listed and self.read.get(which) != self.listed[which]
 
     def has_ended(self, name: str) -> bool:
-        """Whether the replica's launcher says that the worker we last heard of has ended. It compares no
+        """Whether the replica's supervisor says that the worker we last heard of has ended. It compares no
         times: a heartbeat of another incarnation makes the replica live again."""
         if self._is_new(name, WAITING):
             self.read[name, WAITING] = self.listed[name, WAITING]

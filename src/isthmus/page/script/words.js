@@ -45,7 +45,7 @@ const WORDS = {
   "update": "What a replica sends in a round: the largest entries of its pseudo-gradient, in few bits.",
   "utilisation": "The share of a round in which a machine computes; the rest is waiting for links, other stages or other replicas.",
   "virtual clock": "A formula for how long a round would take on the recipe's machines and links. Nothing was measured there.",
-  "waiting": "The replica's launcher runs, but none of its processes trains: it waits for a stage, the bucket or the disk, and says for which.",
+  "waiting": "The replica's supervisor runs, but none of its processes trains: it waits for a stage, the bucket or the disk, and says for which.",
   "wire": "How numbers are written on a link between stages: int5 takes five bits for each, bf16 sixteen.",
 };
 
