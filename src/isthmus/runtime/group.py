@@ -146,6 +146,12 @@ class Group:
             worker.pipe.close()
         self.workers.clear()
 
+    def stop(self) -> None:
+        """Kill the workers and free the work folder, which this process may take again."""
+        self.kill()
+        if self.lock:
+            self.lock.close()
+
     def worker_name(self, rank: int) -> str:
         return "the worker" if self.num_workers == 1 else f"stage {rank}"
 

@@ -57,7 +57,7 @@ class Supervisor:
         except Exception as error:
             self.fault = Final(f"the supervisor failed: {Failure.of(error).text}")
         for group in self.groups:
-            group.kill()
+            group.stop()
 
     def leave(self) -> None:
         self.leaving = True
