@@ -61,9 +61,10 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in FULL
 
 
-def full_line(error: OSError) -> str:
-    """Return the line for a failed write whose size was not known in advance."""
-    folder = Path(os.fsdecode(error.filename)).parent if error.filename else Path.cwd()
+def full_line(error: OSError, folder: Path | None = None) -> str:
+    """Return the line for a failed write whose size was not known in advance. `folder` is where it was
+    probably made: the error of a write to an open file names no file."""
+    folder = Path(os.fsdecode(error.filename)).parent if error.filename else folder or Path.cwd()
     return f"the disk of {folder} is full ({in_words(free_bytes(folder))} free); make room there"
 
 

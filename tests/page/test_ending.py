@@ -55,9 +55,12 @@ def test_a_fault_is_kept_by_its_first_line_and_goes_on_as_it_is(run):
     assert how_it_ended(run) == ("failed", "replica edge-0: no answer", True)
 
 
-def test_a_full_disk_is_one_line_that_says_how_to_go_on(run):
-    with pytest.raises(RunError, match=f"is full .*; make room there, then {GO_ON}$"), ending(run, GO_ON):
-        raise OSError(errno.ENOSPC, "No space left on device", str(run.path / "metrics.jsonl"))
+@pytest.mark.parametrize("named", [True, False])
+def test_a_full_disk_is_one_line_that_says_where_and_how_to_go_on(run, named):
+    line = f"the disk of {run.path} is full .*; make room there, then {GO_ON}$"
+    file = str(run.path / "metrics.jsonl") if named else None  # a write to an open file names none
+    with pytest.raises(RunError, match=line), ending(run, GO_ON):
+        raise OSError(errno.ENOSPC, "No space left on device", file)
     assert how_it_ended(run)[0] == "failed"
     with pytest.raises(PermissionError), ending(run, GO_ON):
         raise PermissionError(errno.EACCES, "Permission denied")

@@ -34,7 +34,7 @@ def ending(run: RunDir, go_on: str) -> Iterator[Ending]:
         error = (str(fault) if known else f"{type(fault).__name__}: {fault}").splitlines()[0]
         if not isinstance(fault, OSError) or not is_full(fault):
             raise
-        raise DiskFull(f"{full_line(fault)}, then {go_on}") from None
+        raise DiskFull(f"{full_line(fault, run.path)}, then {go_on}") from None
     finally:
         with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
             run.update_about(status=end.status, error=error, **end.facts)
