@@ -131,7 +131,7 @@ def test_a_closer_whose_clock_is_an_hour_wrong_closes_as_the_others_do(wrong_by:
     ],
 )
 def test_a_store_that_refuses_for_a_while_restarts_nobody(refused, number: int, tmp_path: Path):
-    fleet = Fleet(small(rounds=16, full=3), tmp_path)
+    fleet = Fleet(small(rounds=60, full=3), tmp_path)
     begin, over = fleet.time.now + 4.0, fleet.time.now + 300.0
 
     def away(verb: str, key: str) -> None:
