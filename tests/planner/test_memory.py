@@ -139,8 +139,9 @@ def test_the_peaks_of_a_full_replica_of_stages_and_of_shards_are_predicted_withi
     done = run(tmp_path, "train")
     told = done.rows()[-1]["measured"]
     rack, edge, node = done.recipe.replicas
-    # In the second round the state of the first is being written, or was: its copy is there too.
     for replica, stage, depth in ((rack, 0, 1), (edge, 0, 3), (edge, 1, 1), (node, 0, 1), (node, 1, 1)):
         predicted, peak = process_memory(done.recipe, replica, stage, depth), told[replica.name]["peak_bytes"]
-        assert predicted.total == pytest.approx(peak[stage], rel=0.15), (replica.name, stage)
+        # The pace of the saves decides whether the copy of a state falls into the round.
+        least = predicted.total - predicted.host_copy
+        assert least / 1.15 <= peak[stage] <= predicted.total / 0.85, (replica.name, stage)
         assert predicted.total > 1.2 * predicted.runtime
